@@ -386,7 +386,7 @@ def test_ctrl_c_once_ends_the_run_after_its_iteration_and_says_how_to_go_on(tmp_
     with begun(str(path), "--local") as process:
         read_until(process, "iteration 1 of 500")
         process.send_signal(signal.SIGINT)
-        read_until(process, "it ends after the iteration under way")
+        read_until(process, "the run stops after the current iteration")
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "stopped: Ctrl-C" in out
@@ -415,11 +415,11 @@ def test_on_a_terminal_the_run_is_a_picture_that_says_what_ctrl_c_does(tmp_path:
     path = job_file(tmp_path, iterations=900, pause_s=0.02, costs=", seconds: {1: 0.01}")
     screen = Terminal(TRIMTAB, "run", str(path), "--local", cwd=tmp_path, around=dict(os.environ))
     try:
-        screen.expect("Ctrl-C ends it after this iteration, a second one at once")
+        screen.expect("Ctrl-C stops the run after this iteration, a second Ctrl-C at once")
         screen.expect(r"iteration \d+ of 900 [\s\S]*?plan: rollout 1 \| trainer 1 GPUs")
         screen.expect(r"trainer +1 +\d+ ms")
         screen.interrupt()
-        screen.expect("it ends after the iteration under way")
+        screen.expect("the run stops after the current iteration")
         assert screen.ended() == 130
         assert "go on:  trimtab run --resume runs/small-1 --local" in screen.text
     finally:
@@ -433,7 +433,7 @@ def test_ctrl_c_twice_ends_the_run_at_once(tmp_path: Path) -> None:
         read_until(process, "iteration 1 of 5")
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        read_until(process, "it ends after the iteration under way")
+        read_until(process, "the run stops after the current iteration")
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -681,7 +681,9 @@ def test_what_happens_to_a_run_is_said_in_words() -> None:
         *story.on_event("decided", {"what": "stay", "code": "TOO_FEW", "reason": "1 of 8 iterations are measured"}),
         *story.on_event("decided", {**advice, "plan": plan}),
         *story.on_event("decided", {**advice, "plan": plan}),  # once is enough
-        *story.on_event("move", {"move": 1, "state": "begun", "reason": "rollout grew", "numbers": numbers, "plan": plan}),
+        *story.on_event(
+            "move", {"move": 1, "state": "begun", "reason": "rollout grew", "numbers": numbers, "plan": plan}
+        ),
         *story.on_event("move", {"move": 1, "state": "stage", "stage": "save"}),
         *story.on_event("move", {"move": 1, "state": "rolling back", "stage": "load", "reason": "a disk is full"}),
         *story.on_event("move", {"move": 1, "state": "rolled back"}),

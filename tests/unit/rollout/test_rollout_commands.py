@@ -444,7 +444,7 @@ def test_on_a_terminal_the_picture_is_drawn_again_and_warnings_do_not_tear_it(
     screen = Console(file=page, force_terminal=True, width=120)
     monkeypatch.setattr(rollout_live, "out", screen)
     monkeypatch.setattr(rollout_live, "Console", lambda **_: screen)
-    monkeypatch.setattr(rollout_live, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(rollout_live, "REFRESH_EVERY_S", 0.01)
     drawn = 0
 
     async def watched() -> None:

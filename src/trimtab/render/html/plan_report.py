@@ -7,41 +7,20 @@ words and tables too. Nothing is decided here: every number comes from the answe
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from importlib import resources
+from collections.abc import Iterator
 
-from trimtab import __version__
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import PlacedComponent, PlacementAnswer, Plan, Sensitivity
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.chart import ChartMark
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
+from trimtab.render.html.kit.page import both, list_section, page_foot, page_head
 
 # A runner-up many times slower must not squeeze the others into a corner: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5
 _ROOM_BEYOND = 1.15
-WIDE_PX, NARROW_PX = 960, 420
-WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
-
-# Without scripts the block is still there to be selected; the button appears only where it would work.
-COPY_SCRIPT = """
-for (const box of document.querySelectorAll(".copy")) {
-  if (!navigator.clipboard) break;
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Copy";
-  button.setAttribute("aria-live", "polite");
-  button.addEventListener("click", () => navigator.clipboard.writeText(box.querySelector("pre").textContent).then(
-    () => { button.textContent = "Copied"; setTimeout(() => { button.textContent = "Copy"; }, 1500); },
-    () => { getSelection().selectAllChildren(box.querySelector("pre")); }));
-  box.append(button);
-}
-"""
 
 
 def plan_report(
@@ -60,33 +39,10 @@ def plan_report(
         _others(answer),
         _near_ties(answer),
         _sensitivity(answer.sensitivity),
-        _assumptions(answer.assumptions),
+        list_section("assumptions", "What was assumed", answer.assumptions),
         _foot(answer, command, search_seconds),
     ]
     return "\n".join(part for part in parts if part) + "\n"
-
-
-@cache
-def _style() -> str:
-    return (
-        resources.files("trimtab.render.html").joinpath("assets/report.css").read_text(encoding="utf-8")
-        + timeline.style()
-    )
-
-
-def page_head(title: str, *, scripts: Sequence[str] = (COPY_SCRIPT,), style: str = "") -> str:
-    """The head of a report: one file, one look, and nothing from anywhere else. Only these scripts may run in it."""
-    digests = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
-    )
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; base-uri 'none'; form-action 'none'"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="generator" content="trimtab {escape(__version__)}">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_style()}{style}</style>\n</head>\n<body>\n<main>"
-    )
 
 
 def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
@@ -195,13 +151,6 @@ def _pictures(
     chart = timeline.plan_chart(plan, title, keys=keys, axis_seconds=axis_seconds, marks=(mark,) if mark else ())
     compact = axis_seconds is not None
     return both(lambda width, name: timeline.svg(chart, width, standalone=False, compact=compact, prefix=name), prefix)
-
-
-def both(draw: Callable[[int, str], str], prefix: str, widths: Sequence[tuple[str, int]] = WIDTHS) -> str:
-    """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
-    return "".join(
-        draw(width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1) for name, width in widths
-    )
 
 
 def _block(block: str) -> str:
@@ -357,23 +306,9 @@ def _beyond(factor: float | None, becomes: str | None, direction: str, holds: st
     return f"<span><b>{share(abs(factor - 1))} {direction}</b>: {then}</span>"
 
 
-def _assumptions(sentences: tuple[str, ...]) -> str:
-    if not sentences:
-        return ""
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return (
-        '<section aria-labelledby="h-assumptions">\n<h2 id="h-assumptions">What was assumed</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>'
-    )
-
-
 def _foot(answer: PlacementAnswer, command: str | None, search_seconds: float | None) -> str:
     took = f" in {duration(search_seconds)}" if search_seconds is not None else ""
-    made = f" Made by <code>{escape(command)}</code>." if command else ""
-    return (
-        f"</main>\n<footer><p>trimtab {escape(__version__)}. {answer.plans_considered:,} plans considered{took}.{made}"
-        f"</p></footer>\n<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
-    )
+    return page_foot(command, more=f" {answer.plans_considered:,} plans considered{took}.")
 
 
 def _in_words(plan: Plan) -> str:

@@ -178,8 +178,8 @@ def _engines(engines: Sequence[EngineSample]) -> Table:
     for engine in engines[:ENGINES_SHOWN]:
         silent = "" if engine.fault is None else f"does not answer ({engine.silent_s or 0:.0f} s): {engine.fault}"
         table.add_row(
-            escape(engine.url), _count(engine.running), _count(engine.waiting), _percent(engine.cache), _count(engine.tokens_per_s),
-            escape(silent),
+            escape(engine.url), _count(engine.running), _count(engine.waiting), _percent(engine.cache),
+            _count(engine.tokens_per_s), escape(silent),
         )  # fmt: skip
     if len(engines) > ENGINES_SHOWN:
         table.caption = f"and {len(engines) - ENGINES_SHOWN} more"

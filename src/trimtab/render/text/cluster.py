@@ -1,7 +1,6 @@
-"""What `trimtab cluster` shows: the ledger, Ray's view and the GPUs put together as data, and that data as text.
+"""The output of `trimtab cluster`: ledger, Ray's view and GPUs combined as data, and that data as text.
 
-`status_data` is the documented form (docs/cluster.md); everything printed is made from it. Nothing here asks or changes
-anything.
+`status_data` is the documented form (docs/cluster.md); all text is made from it. Only reads.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def status_data(
     users: Mapping[str, Sequence[int]],
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The cluster as plain data. `seen` None: Ray does not answer."""
+    """The cluster as data. `seen` None: Ray does not answer."""
     by_id = {node.node_id: node for node in seen or ()}
     ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.standing)]
     known = {node.node_id for node in cluster.nodes}
@@ -69,17 +68,15 @@ def status_data(
 
 
 def node_data(cluster: ClusterRecord, node: NodeRecord) -> dict[str, Any]:
-    """One node that has just been started or ended."""
     return {"cluster": cluster.address, **_our_node(node, None, False)}
 
 
 def print_status(data: Data) -> None:
-    """The whole picture."""
     out.print(picture(data))
 
 
 def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
-    """The cluster, for the terminal: what it is, its nodes, what ended, what to type next."""
+    """The cluster as a renderable: its nodes, ended nodes, next commands."""
     parts: list[RenderableType] = [_headline(data), "", _nodes(data["nodes"])]
     if data["gpus"]:
         parts += ["", _gpu_line(data["gpus"])]
@@ -92,31 +89,28 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
 
 
 def print_added(data: Data) -> None:
-    """A node that runs."""
     what = f"GPU {in_short(tuple(data['gpus']))}" if data["gpus"] else "no GPU"
     out.print(f"node {data['name']} runs on {what}: {data['node_id'][:12]} of the cluster at {data['cluster']}")
 
 
 def print_draining(data: Data) -> None:
-    """A node that will go."""
     when = time.strftime("%H:%M:%S", time.localtime(data["deadline"]))
     out.print(
-        f"node {data['name']} ({data['node_id'][:12]}) drains: it goes when nothing is left on it, "
+        f"node {data['name']} ({data['node_id'][:12]}) drains: it leaves when it is idle, "
         f"at the latest at {when}, in {data['deadline_s']:g} s"
     )
     if not data["ends_here"]:
-        out.print("trimtab did not start it on this machine: whoever did ends it at the deadline")
+        out.print("trimtab did not start it on this machine: stop it there at the deadline")
 
 
 def print_ended(data: Data) -> None:
-    """Nodes that were ended."""
     for node in data["ended"]:
         freed = f"; GPU {in_short(tuple(node['gpus']))} is free" if node["gpus"] else ""
         out.print(f"node {node['name']} has ended: {escape(node['cause'])}{freed}")
 
 
 def next_steps(cluster: ClusterRecord, token: bool) -> list[str]:
-    """What one may type now, in another terminal."""
+    """Commands to type next, in another terminal."""
     auth = " RAY_AUTH_MODE=token" if token else ""
     return [
         f"export RAY_ADDRESS={cluster.address}{auth}",
@@ -127,7 +121,7 @@ def next_steps(cluster: ClusterRecord, token: bool) -> list[str]:
 
 
 def change_lines(before: Data | None, now: Data) -> list[str]:
-    """What became different, a line each: for where there is no screen to redraw."""
+    """The changes, a line each, for output that is not a terminal."""
     clock = time.strftime("%H:%M:%S")
     old = {node["name"]: node["state"] for node in before["nodes"]} if before else {}
     lines = [
@@ -142,9 +136,9 @@ def change_lines(before: Data | None, now: Data) -> list[str]:
     return lines
 
 
-def _our_node(node: NodeRecord, seen: RayNode | None, looked: bool) -> dict[str, Any]:
+def _our_node(node: NodeRecord, seen: RayNode | None, has_ray_view: bool) -> dict[str, Any]:
     state = node.phase.value
-    if node.phase is NodePhase.running and looked:
+    if node.phase is NodePhase.running and has_ray_view:
         state = "not in Ray" if seen is None else "draining" if seen.draining else "running"
     deadline = node.deadline or (seen.deadline if seen else None)
     return {
@@ -192,12 +186,12 @@ def _held(seen: RayNode | None) -> dict[str, Any]:
         "free": dict(seen.free),
         "holders": [
             {"kind": holder.kind, "name": holder.name, "holds": dict(holder.holds), "pid": holder.pid}
-            for holder in _worth_showing(seen.holders)
+            for holder in _holders_by_gpus(seen.holders)
         ],
     }
 
 
-def _worth_showing(holders: Iterable[RayHolder]) -> list[RayHolder]:
+def _holders_by_gpus(holders: Iterable[RayHolder]) -> list[RayHolder]:
     return sorted(holders, key=lambda holder: (-dict(holder.holds).get("gpu", 0.0), holder.name))
 
 
@@ -262,7 +256,7 @@ def _gpu_line(gpus: Sequence[Data]) -> Text:
     busy = [f"GPU {gpu['gpu']}: process {gpu['processes'][0]}" for gpu in gpus if not gpu["node"] and gpu["processes"]]
     what = "faked GPUs" if gpus[0]["fake"] else "GPUs"
     text = f"{len(gpus)} {what}, free: {in_short(free) or 'none'}"
-    return Text(text + (f"  (in use by others: {', '.join(busy)})" if busy else ""))
+    return Text(text + (f"  (used by other processes: {', '.join(busy)})" if busy else ""))
 
 
 def _ended_line(node: Data) -> Text:

@@ -1,4 +1,4 @@
-"""Nodes and elastic groups for people, as text, and for programs, as data: what `status` and `explain` say of them."""
+"""Nodes and elastic groups as text and as data, for `status` and `explain`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 GONE = ("lost", "left")
 
 
-# ---- for programs ---------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def nodes_data(status: Data, ray_nodes: Sequence[Data]) -> list[dict[str, Any]]:
-    """All nodes that are there or were not long ago. `ray_nodes` are Ray's words about them."""
+    """All nodes that are alive or left recently. `ray_nodes` is `ray.nodes()`."""
     hosts = {node["NodeID"]: node.get("NodeManagerHostname") for node in ray_nodes}
     used = {node["node"] for node in status["nodes"]}
     return [
@@ -59,7 +59,7 @@ def nodes_data(status: Data, ray_nodes: Sequence[Data]) -> list[dict[str, Any]]:
 
 
 def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
-    """What `trimtab explain` answers for a node."""
+    """The data of `trimtab explain` for a node."""
     known = next((known_node for known_node in nodes_data(status, ()) if known_node["node"] == node), None)
     return {
         "node": node,
@@ -78,16 +78,16 @@ def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Itera
 
 
 def group_data(group: str, status: Data) -> dict[str, Any] | None:
-    """What `trimtab explain` answers for an elastic group; None where there is no such group."""
+    """The data of `trimtab explain` for an elastic group; None where there is no such group."""
     found = next((row for row in status["groups"] if row["id"] == group), None)
     return None if found is None else {"group": group, **found, "time": status["time"]}
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 def nodes_table(nodes: Sequence[Data], now: float) -> Table:
-    """A line for every node; why, where it is not simply there."""
+    """A row per node; with the reason unless it is simply ready."""
     table = plain_table()
     for heading in ("node", "host", "state", "has", "held by others", "warm hosts", "why"):
         table.add_column(heading)
@@ -106,7 +106,6 @@ def nodes_table(nodes: Sequence[Data], now: float) -> Table:
 
 
 def groups_table(groups: Sequence[Data]) -> Table:
-    """A line for every elastic group."""
     table = plain_table()
     for heading in ("group", "pool", "members", "limits", "step", "redone", "restarts", "why"):
         table.add_column(heading, justify="right" if heading in ("step", "redone", "restarts") else "left")
@@ -125,7 +124,6 @@ def groups_table(groups: Sequence[Data]) -> Table:
 
 
 def print_node(data: Data) -> None:
-    """A node and its story."""
     where = "is gone" if not data["there"] else f"is {_state(data, data['time'])}"
     out.print(f"node [bold]{data['node']}[/] {where}")
     if data["reason"]:
@@ -134,7 +132,7 @@ def print_node(data: Data) -> None:
         warm = data["warm_hosts"] or {}
         facts(
             ("has", amounts(data["total"])),
-            ("outside", f"{amounts(data['outside'])} held by others than trimtab"),
+            ("outside", f"{amounts(data['outside'])} held outside trimtab"),
             ("tasks", ", ".join(data["tasks"]) or "none"),
             ("groups", ", ".join(data["groups"]) or "none"),
             ("warm hosts", counts(warm, warm) or "none"),
@@ -143,20 +141,19 @@ def print_node(data: Data) -> None:
 
 
 def print_group(data: Data) -> None:
-    """An elastic group: how large it is, why it is not larger, its members and its story."""
     out.print(f"group [bold]{escape(data['group'])}[/] is {data.get('state', 'there')}")
     reason, deadline = data.get("reason"), data.get("deadline")
     rows = [
         ("why", f"{reason['code']}: {reason['sentence']}" if reason else "-"),
         ("members", f"{data.get('size', 0)} work, {data.get('wanted', 0)} wanted, limits {_limits(data)}"),
-        ("each asks", amounts(data.get("unit") or {})),
+        ("each requests", amounts(data.get("unit") or {})),
         ("pool", str(data.get("pool") or "-")),
         ("world", f"number {data.get('epoch', 0)}"),
         ("steps", f"{data.get('step', 0)} complete, {data.get('redone', 0)} redone"),
         ("restarts", str(data.get("restarts", 0))),
     ]
     if deadline is not None:
-        rows.insert(1, ("gives up", f"in {span(deadline - data['time'])}"))
+        rows.insert(1, ("times out", f"in {span(deadline - data['time'])}"))
     facts(*rows)
     members = data.get("members") or []
     if members:
@@ -182,5 +179,5 @@ def _state(node: Data, now: float) -> str:
 
 
 def _limits(group: Data) -> str:
-    most = group.get("most")
-    return f"{group.get('least', 1)} to {most}" if most is not None else f"{group.get('least', 1)} or more"
+    max_size = group.get("most")
+    return f"{group.get('least', 1)} to {max_size}" if max_size is not None else f"{group.get('least', 1)} or more"

@@ -1,4 +1,4 @@
-"""Pools, tasks and nodes for people, as text, and for programs, as data. Asks nobody, but for the metrics exporter."""
+"""Pools, tasks and nodes as text and as data. Sends no requests, except to the metrics exporter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.model.pool import IN_QUEUE, PoolSpec, TaskExplanation
+from trimtab.render.html.kit.labels import counted
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import (
     Data,
@@ -18,7 +19,6 @@ from trimtab.render.text.formatting import (
     clock,
     counts,
     facts,
-    of,
     print_more,
     print_story,
     reason_data,
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 EXPORTER_S = 2.0
 WAITING_SHOWN = 20
 TASKS_SHOWN = 50
-CHOSEN_BY_RAY = 32768  # ports from here on are given out by the system
+CHOSEN_BY_RAY = 32768  # ports from here on are ephemeral
 
 
-# ---- for programs ---------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Data], metrics: Data) -> dict[str, Any]:
-    """What `trimtab status` answers. `nodes` are Ray's words about them."""
+    """The data of `trimtab status`. `nodes` is `ray.nodes()`."""
     queues = {pool: list(view["queue"]) for pool, view in status["pools"].items()}
     totals = status["totals"]
     return {
@@ -75,7 +75,7 @@ def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Dat
 
 
 def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, Any]:
-    """What `trimtab explain` answers for a task. Times are seconds since 1970, by the controller's clock."""
+    """The data of `trimtab explain` for a task. Times are seconds since 1970 on the controller's clock."""
     pool = status["pools"].get(explanation.pool)
     return {
         "task": explanation.task,
@@ -99,7 +99,7 @@ def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, An
 
 
 def _since(explanation: TaskExplanation) -> float | None:
-    """When it came into its state; reasons may have changed meanwhile."""
+    """When it entered its state; its reason may have changed since."""
     since = explanation.waiting_since
     if since is None:
         for chapter in reversed(explanation.story):
@@ -110,7 +110,7 @@ def _since(explanation: TaskExplanation) -> float | None:
 
 
 def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
-    """What `trimtab pool show` answers."""
+    """The data of `trimtab pool show`."""
     return {
         **view,
         "tasks_by_state": view["tasks"],
@@ -145,7 +145,7 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
 
 
 def exporter(nodes: Sequence[Data], fault: str | None) -> dict[str, Any]:
-    """Where the metrics of the controller can be scraped, or why they cannot. `fault` is the controller's own."""
+    """The metrics endpoint of the controller, or why there is none. `fault` is the controller's own."""
     head = next((node for node in nodes if node["Alive"] and "node:__internal_head__" in node["Resources"]), None)
     port = head["MetricsExportPort"] if head else 0
     if head is None or port <= 0:
@@ -162,7 +162,7 @@ def exporter(nodes: Sequence[Data], fault: str | None) -> dict[str, Any]:
 
 
 def _scraped(url: str) -> tuple[int, str | None]:
-    """How many figures of trimtab are there, and why there are none."""
+    """Number of trimtab's series at the endpoint, and why there are none."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=EXPORTER_S) as page:
@@ -170,7 +170,7 @@ def _scraped(url: str) -> tuple[int, str | None]:
     except (OSError, ValueError, http.client.HTTPException) as fault:
         return 0, f"the exporter does not answer here: {getattr(fault, 'reason', None) or fault}"
     series = sum(1 for line in text.splitlines() if line.startswith("ray_trimtab_"))
-    late = "nothing of trimtab is there yet: Ray reports every 10 s (RAY_metrics_report_interval_ms)"
+    late = "no series of trimtab yet: Ray reports every 10 s (RAY_metrics_report_interval_ms)"
     return series, None if series else late
 
 
@@ -185,11 +185,10 @@ def _waiting_data(task: TaskSnapshot, queue: list[str]) -> dict[str, Any]:
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 def print_status(data: Data) -> None:
-    """Everything at a glance."""
     controller, journal, metrics, evictions = (data[k] for k in ("controller", "journal", "metrics", "evictions"))
     facts(
         ("Ray", data["ray"]["how"] + (f"; {data['ray']['fault']}" if data["ray"]["fault"] else "")),
@@ -211,19 +210,18 @@ def print_status(data: Data) -> None:
         out.print()
         show(groups_table(data["groups"]))
     if data["faults"]:
-        out.print("\n[bold]Faults of the controller[/]; its log says more")
+        out.print("\n[bold]Controller faults[/]; see its log")
         for fault in data["faults"]:
             out.print(f"  {escape(fault)}")
     if data["background"] or data["redone"]:
-        out.print("\n[bold]Background work that failed[/]; the log of the controller says more")
+        out.print("\n[bold]Failed background tasks[/]; see the controller's log")
         for row in data["background"]:
             out.print(f"  {escape(sentence(row))}")
         if data["redone"]:
-            out.print(f"  instructions that were lost and done again: {data['redone']}")
+            out.print(f"  instructions that were lost and re-executed: {data['redone']}")
 
 
 def print_pools(pools: Mapping[str, Data]) -> None:
-    """One line for every pool."""
     if not pools:
         out.print("no pools yet")
         return
@@ -245,20 +243,19 @@ def print_pools(pools: Mapping[str, Data]) -> None:
 
 
 def print_pool(data: Data) -> None:
-    """One pool with its tasks."""
     limit = "no limit" if data["dynamic_limit"] is None else f"at most {data['dynamic_limit']}"
     kept = "kept for reuse" if data["reuse"] else "removed after use"
     reserved = "; ".join(amounts(resources) for resources in data["reserved"]) or "none"
-    turns = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
+    access = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
     evicted = ", ".join(f"{n} {code}" for code, n in data["evictions"].items()) or "none"
     facts(
         ("pool", data["name"] + (" (drained: starts nothing new)" if data["drained"] else "")),
         ("used", _used(data)),
-        ("reserved", f"{reserved} ({turns})" if data["reserved"] else reserved),
+        ("reserved", f"{reserved} ({access})" if data["reserved"] else reserved),
         ("dynamic", f"{limit}, {kept}" if data["dynamic"] else "no dynamic slots"),
         ("slots", counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
         ("counts", f"{data['made_count']} made, {data['reuse_count']} reused, {data['destroyed_count']} destroyed"),
-        ("warm hosts", f"{data['target_hosts']} asked for" + _with(" that import ", data["preload"])),
+        ("warm hosts", f"{data['target_hosts']} requested" + _with(" that import ", data["preload"])),
         ("evictions", evicted),
     )
     if data["tasks"]:
@@ -274,15 +271,13 @@ def print_pool(data: Data) -> None:
 
 
 def print_drained(pool: str, view: Data) -> None:
-    """What draining did."""
     running = sum(n for state, n in view["tasks"].items() if state in ("starting", "running", "parked", "cancelling"))
     waiting = sum(view["tasks"].get(state.value, 0) for state in IN_QUEUE)
     does = "starts nothing new" if view["drained"] else "takes tasks again"
-    out.print(f"pool {pool} {does}: {running} in its slots, {waiting} waiting", markup=False)
+    out.print(f"pool {pool} {does}: {running} running, {waiting} waiting", markup=False)
 
 
 def print_explanation(data: Data) -> None:
-    """Why a task is where it is."""
     now = data["time"]
     since = f" for {span(now - data['since'])}" if data["since"] is not None else ""
     out.print(
@@ -303,7 +298,7 @@ def print_explanation(data: Data) -> None:
         rows.append(("runs in", data["how"]))
     if data["places"]:
         nodes = sorted({place["node"][:12] for place in data["places"]})
-        rows.append(("places", f"{of(len(data['places']), 'slot')} on {', '.join(nodes)}"))
+        rows.append(("places", f"{counted(len(data['places']), 'slot')} on {', '.join(nodes)}"))
     if data["attempts"] > 1:
         rows.append(("starts", str(data["attempts"])))
     facts(*rows)
@@ -313,7 +308,7 @@ def print_explanation(data: Data) -> None:
 def _metrics_line(metrics: Data) -> str:
     if metrics["url"] is None:
         return f"none: {metrics['why']}"
-    line = f"{metrics['url']}, {of(metrics['series'], 'line')} of trimtab"
+    line = f"{metrics['url']}, {counted(metrics['series'], 'line')} of trimtab"
     return line + (f"; {metrics['why']}" if metrics["why"] else "")
 
 
@@ -334,9 +329,9 @@ def _waiting_table(waiting: Sequence[Data]) -> Table:
 
 def _used(view: Data) -> str:
     parts = []
-    for name, most in view["quota"].items():
-        unit, size = unit_of(name, most)
-        parts.append(f"{view['used'].get(name, 0) / size:.4g}/{most / size:.4g} {unit}")
+    for name, quota in view["quota"].items():
+        unit, size = unit_of(name, quota)
+        parts.append(f"{view['used'].get(name, 0) / size:.4g}/{quota / size:.4g} {unit}")
     return ", ".join(parts)
 
 

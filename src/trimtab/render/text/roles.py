@@ -1,4 +1,4 @@
-"""Advice on roles, for people as text and for programs as data."""
+"""Advice on roles, as text and as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def advice_data(advice: RoleAdvice, before: Cluster, after: Cluster, settings: PlanSettings | None) -> dict[str, Any]:
-    """What `--format json` and `yaml` print."""
+    """The data of `--format json` and `yaml`."""
     return {
         "advice": advice.reason.code.value,
         "sentence": advice.reason.sentence,
@@ -43,7 +43,7 @@ def advice_data(advice: RoleAdvice, before: Cluster, after: Cluster, settings: P
 
 
 def print_advice(advice: RoleAdvice, before: Cluster, after: Cluster, settings: PlanSettings | None) -> None:
-    """The advice, each component's part in it, and the placement that follows."""
+    """Print the advice, its effect on each component, and the resulting placement."""
     out.print(f"[bold]{advice.reason.code.value}[/] {escape(advice.reason.sentence)}")
     out.print(f"{_nodes(before)} before, {_nodes(after)} after")
     out.print()
@@ -64,12 +64,12 @@ def print_advice(advice: RoleAdvice, before: Cluster, after: Cluster, settings: 
         out.print(f"before  {_described(advice.before)}")
     out.print(f"after   {_described(advice.after)}")
     if advice.best.iteration_seconds < advice.after.iteration_seconds * (1 - 1e-9):
-        out.print(f"best    {_described(advice.best)}, a larger move for what real runs do not show")
+        out.print(f"best    {_described(advice.best)}, a larger move for a gain below measurement noise")
     for note in advice.notes:
         out.print(f"  - {escape(note)}")
     if settings is not None:
         out.print()
-        out.print("The placement that follows:")
+        out.print("Resulting placement:")
         out.print()
         out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
 

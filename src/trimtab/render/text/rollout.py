@@ -1,6 +1,6 @@
-"""What `trimtab rollout` shows: a pool's status as data for programs, and as text for people. Asks nobody.
+"""The output of `trimtab rollout`: a pool's status as data and as text.
 
-`status_data` is the documented form (docs/rollout-doctor.md); everything printed is made from it.
+`status_data` is the documented form (docs/rollout-doctor.md); all text is made from it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.machines.diagnose.rollout_findings import RolloutFinding, Severity
+from trimtab.render.html.kit.labels import counted
 from trimtab.render.output import out, plain_table
-from trimtab.render.text.formatting import clock, facts, of, show, span, why
+from trimtab.render.text.formatting import clock, facts, show, span, why
 
 Data = Mapping[str, Any]
 COLOURS = {
@@ -25,21 +26,21 @@ COLOURS = {
 WEIGHT_COLOURS = {Severity.fault: "red", Severity.stuck: "yellow", Severity.note: "cyan"}
 STEPS_SHOWN = 5
 WARNINGS_SHOWN = 5
-WARNED_S = 600.0  # older warnings are for --format json
+WARNED_S = 600.0  # older warnings are shown by --format json only
 WORKERS_SHOWN = 64
 ENDS = ("stop", "length", "abort", "cancelled", "failed")
 
 
-# ---- for programs ---------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def status_data(status: Data, url: str, job: str) -> dict[str, Any]:
-    """What `trimtab rollout status` answers: the pool's own words, and whom they are from."""
+    """The data of `trimtab rollout status`: the pool's status and its gateway."""
     return {**status, "gateway": {**status.get("gateway", {}), "url": url, "job": job or None}}
 
 
 def story_data(name: str, answer: Data, status: Data) -> dict[str, Any]:
-    """What `trimtab rollout status NAME` answers. Times are seconds since 1970, by the gateway's clock."""
+    """The data of `trimtab rollout status NAME`. Times are seconds since 1970 on the gateway's clock."""
     story = [
         {
             "at": None if chapter.get("ago_s") is None else status["now"] - chapter["ago_s"],
@@ -53,7 +54,6 @@ def story_data(name: str, answer: Data, status: Data) -> dict[str, Any]:
 
 
 def finding_data(finding: RolloutFinding) -> dict[str, Any]:
-    """One finding of the doctor."""
     return {
         "cause": finding.ailment.value,
         "weight": finding.weight.value,
@@ -64,7 +64,6 @@ def finding_data(finding: RolloutFinding) -> dict[str, Any]:
 
 
 def doctor_data(found: Sequence[RolloutFinding], of_what: str) -> dict[str, Any]:
-    """What `trimtab rollout doctor` answers."""
     weights = {weight.value: sum(finding.weight is weight for finding in found) for weight in Severity}
     worst = next((weight.value for weight in Severity if weights[weight.value]), "healthy")
     return {"of": of_what, "health": worst, "counts": weights, "findings": [finding_data(finding) for finding in found]}
@@ -74,7 +73,7 @@ def doctor_data(found: Sequence[RolloutFinding], of_what: str) -> dict[str, Any]
 
 
 def print_status(data: Data) -> None:
-    """The whole picture; on a terminal folded, because reasons are long."""
+    """Print the status; on a terminal folded, because reasons are long."""
     if out.is_terminal:
         Console(highlight=False).print(picture(data))
     else:
@@ -82,7 +81,7 @@ def print_status(data: Data) -> None:
 
 
 def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
-    """Where it is, its load, workers, queues, the last steps, what was warned of."""
+    """Gateway, load, workers, queues, last scaling steps and recent warnings as a renderable."""
     parts: list[RenderableType] = [_facts(data), "", workers_table(data["workers"])]
     if len(data["workers"]) > WORKERS_SHOWN:
         parts.append(f"and {len(data['workers']) - WORKERS_SHOWN} more: --format json has all")
@@ -127,19 +126,19 @@ def _facts(data: Data) -> Table:
 def _load(data: Data) -> str:
     load, metrics = data["load"], data["metrics"]
     words = ", ".join(f"{load[word]} {word}" for word in ("queued", "running", "draining"))
-    stale = "" if load["fresh"] else "; some engine's own figures are old"
+    stale = "" if load["fresh"] else "; the metrics of some engines are stale"
     return f"{metrics['load_ratio']:.2f} of capacity {metrics['total_capacity']:g} ({words}){stale}"
 
 
 def _scaling(data: Data) -> str:
     scaling, elastic = data["scaling"], data["elastic"]
-    text = f"{elastic['policy']}, {data['range']['least']} to {of(data['range']['most'], 'worker')}"
+    text = f"{elastic['policy']}, {data['range']['least']} to {counted(data['range']['most'], 'worker')}"
     if scaling["by_hand"] is not None:
         by_hand = scaling["by_hand"]
         left = f" for {span(by_hand['left_s'])} more" if by_hand.get("left_s") is not None else " until released"
         return f"{text}; set by hand to {by_hand['workers']}{left}: {by_hand['why']}"
     if scaling["holds"]:
-        text += "; held ready: " + ", ".join(f"{count} by {name}" for name, count in scaling["holds"].items())
+        text += "; kept ready: " + ", ".join(f"{count} by {name}" for name, count in scaling["holds"].items())
     decision = scaling["decision"]
     return text if decision is None else f"{text}; {decision['reason']['code']}: {decision['reason']['sentence']}"
 
@@ -159,7 +158,6 @@ def _answers(counters: Data) -> str:
 
 
 def workers_table(workers: Sequence[Data]) -> Table:
-    """A row for each worker."""
     table = plain_table()
     for heading in ("worker", "engine", "state", "since", "version", "running", "tokens", "served", "why"):
         right = heading in ("since", "version", "running", "tokens", "served")
@@ -182,7 +180,7 @@ def workers_table(workers: Sequence[Data]) -> Table:
 
 
 def state_words(worker: Data) -> str:
-    """Its state, and what is being done to it."""
+    """State of a worker, with the operation in progress."""
     more = [word for word in ("paused", "asleep") if worker.get(word)]
     if worker.get("doing"):
         more.append(str(worker["doing"]))
@@ -219,7 +217,7 @@ def _steps_table(steps: Sequence[Data], now: float) -> Table:
 
 
 def _first_line(reason: Data) -> str:
-    """A reason in one line; what an engine said at its end is in its story."""
+    """The first line of a reason; the output of an engine that failed is in its story."""
     first, *more = why(reason).splitlines() or [""]
     return first + (" ..." if more else "")
 
@@ -229,11 +227,11 @@ def _warning(warning: Data) -> str:
     return f"{who}{warning['sentence'].splitlines()[0]} ({span(warning['ago_s'])} ago)"
 
 
-# ---- what changed ----------------------------------------------------------------------------------------------------
+# ---- changes -------------------------------------------------------------------------------------------------------
 
 
 def change_lines(before: Data | None, now: Data) -> list[str]:
-    """What became different, a line each: for where there is no screen to redraw."""
+    """The changes, a line each, for output that is not a terminal."""
     at = clock(now["now"])
     old = {worker["name"]: worker["state"] for worker in before["workers"]} if before else {}
     lines = [
@@ -250,12 +248,12 @@ def change_lines(before: Data | None, now: Data) -> list[str]:
 
 
 def _step(step: Data) -> str:
-    text = f"{step['before']} to {of(step['workers'], 'worker')}: {step['reason']['sentence']}"
+    text = f"{step['before']} to {counted(step['workers'], 'worker')}: {step['reason']['sentence']}"
     return text + (f"; expects {step['expects']}" if step.get("expects") else "")
 
 
 def print_story(data: Data) -> None:
-    """One worker or request: how it is, and its story."""
+    """Print a worker or request and its story."""
     worker = data["worker"]
     if worker is not None:
         out.print(f"[bold]{escape(worker['name'])}[/] is {state_words(worker)} for {span(round(worker['since_s'], 1))}")
@@ -264,8 +262,10 @@ def print_story(data: Data) -> None:
             rows.append(("engine", f"{worker['dialect'] or worker['kind']} at {worker['url']}"))
         if worker["deadline_s"] is not None:
             rows.append(("deadline", f"in {span(worker['deadline_s'])}" if worker["deadline_s"] > 0 else "now"))
-        rows.append(("load", f"{worker['running']} of {of(worker['limit'], 'request')}, {worker['served']} served"))
-        rows.append(("weights", "nobody vouches for them" if worker["version"] is None else str(worker["version"])))
+        rows.append(
+            ("load", f"{worker['running']} of {counted(worker['limit'], 'request')}, {worker['served']} served")
+        )
+        rows.append(("weights", "unconfirmed" if worker["version"] is None else str(worker["version"])))
         rows += [(word, worker[word]) for word in ("note", "unwell", "node") if worker.get(word)]
         facts(*rows)
         out.print()
@@ -277,19 +277,17 @@ def print_story(data: Data) -> None:
     show(table)
 
 
-# ---- single answers --------------------------------------------------------------------------------------------------
+# ---- single results -------------------------------------------------------------------------------------------------
 
 
 def print_scaled(data: Data) -> None:
-    """What a number set by hand did."""
     out.print(f"scaling: {_scaling(data)}", markup=False)
 
 
 def print_worker(worker: Data, verb: str) -> None:
-    """A worker after it was drained or resumed."""
     late = worker.get("deadline_s")
     until = f", for at most {span(late)}" if verb == "drains" and late is not None and worker["running"] else ""
-    runs = f"; {of(worker['running'], 'request')} of its own go on{until}" if worker["running"] else ""
+    runs = f"; {counted(worker['running'], 'request')} still running{until}" if worker["running"] else ""
     out.print(f"{worker['name']} {verb}: {state_words(worker)}{runs}", markup=False)
     out.print(f"  {worker['reason']['code']}: {worker['reason']['sentence']}", markup=False)
 
@@ -298,9 +296,9 @@ def print_worker(worker: Data, verb: str) -> None:
 
 
 def print_findings(found: Sequence[RolloutFinding], of_what: str) -> None:
-    """What was found, the worst first, each with what to do."""
+    """Print the findings, worst first, each with what to do."""
     if not found:
-        out.print(f"{of_what}: nothing to find fault with", markup=False)
+        out.print(f"{of_what}: no problems found", markup=False)
         return
     counts = [f"{sum(finding.weight is weight for finding in found)} {weight.value}" for weight in Severity]
     out.print(f"{of_what}: {', '.join(words for words in counts if not words.startswith('0 '))}", markup=False)

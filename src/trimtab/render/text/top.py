@@ -1,4 +1,4 @@
-"""A run, or a cluster, on one screen of a terminal. Made from the dashboard's source; asks nobody itself."""
+"""A run or a cluster on one terminal screen, from the dashboard's source."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _TALL = 10_000
 
 
 def picture(source: DashboardSource, height: int) -> RenderableType:
-    """Everything, as far as it fits on so many lines."""
+    """The screen, cut to `height` lines."""
     return Group(*_parts(source, height))
 
 
-def plain(source: DashboardSource) -> None:
-    """Everything, once."""
+def print_once(source: DashboardSource) -> None:
     for part in _parts(source, _TALL):
         show(part)
 
@@ -73,7 +72,7 @@ def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
-    """A run: its head, components, workers, tasks, nodes, and the newest events in the lines that are left."""
+    """A run: its head, components, workers, tasks, nodes, and the newest events in the remaining lines."""
     story = board.story
     parts: list[RenderableType] = [_head(board)]
     if story.plans:
@@ -101,7 +100,7 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
             states[worker.state] = states.get(worker.state, 0) + 1
         busy = sum(worker.running or 0 for worker in workers)
         words = ", ".join(f"{count} {state}" for state, count in states.items())
-        parts += ["", escape(f"workers: {words}; {busy} request{'s' * (busy != 1)} at work")]
+        parts += ["", escape(f"workers: {words}; {busy} request{'s' * (busy != 1)} running")]
     tasks = [task for task in board.tasks.values() if not task.is_over]
     if tasks:
         rows = [[task.name, task.state, task.group, _why(task.code, task.reason)] for task in tasks[-8:]]
@@ -109,7 +108,7 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
     nodes = [node for node in story.nodes if board.is_there(node)]
     if nodes:
         gpus = sum(node.gpus for node in nodes)
-        going = f", {len(board.leaving)} will go" if board.leaving else ""
+        going = f", {len(board.leaving)} draining" if board.leaving else ""
         parts += ["", f"nodes: {len(nodes)} with {gpus} GPUs{going}"]
     used = 4 + len(spent) + len(tasks) + 8
     newest = [event for event in story.timeline_events if event.kind != "saved"][-max(3, min(20, height - used)) :]
@@ -139,7 +138,7 @@ def _head(board: RunBoard) -> Table:
 
 
 def spark(values: Sequence[float]) -> str:
-    """A course as a line of blocks, at most forty of them; each is the mean of its part."""
+    """A series as block characters, at most _SPARK of them; each is the mean of its part."""
     size = max(1, -(-len(values) // _SPARK))
     means = [sum(part) / len(part) for part in (values[at : at + size] for at in range(0, len(values), size))]
     low, high = min(means), max(means)

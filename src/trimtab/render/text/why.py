@@ -1,4 +1,4 @@
-"""Waits and their causes for people, as text, and for programs, as data. Asks nobody."""
+"""Waiting workloads and their causes, as text and as data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trimtab.render.text.formatting import show, span
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
-MARGIN = 6  # two more are between columns
+MARGIN = 6  # without the 2 characters between columns
 
 
-# ---- for programs ---------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def as_data(survey: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
-    """What `trimtab why` answers. Times are seconds since 1970; amounts are as Ray counts them, memory in bytes."""
+    """The data of `trimtab why`. Times are seconds since 1970; amounts are Ray's, memory in bytes."""
     return {
         "status": "never" if found.never else "waits" if found.waits else "nothing waits",
         "waits": found.waits,
@@ -40,7 +40,6 @@ def as_data(survey: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
 
 
 def finding_data(survey: GcsSnapshot, finding: Finding) -> dict[str, Any]:
-    """One cause with all that belongs to it."""
     return {
         "cause": finding.cause.value,
         "never": finding.never,
@@ -133,38 +132,36 @@ def _node_data(node: NodeSnapshot) -> dict[str, Any]:
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 def print_why(survey: GcsSnapshot, found: Diagnosis) -> None:
-    """The causes, worst first."""
     show(picture(survey, found))
 
 
 def picture(survey: GcsSnapshot, found: Diagnosis) -> RenderableType:
-    """The same, to be shown once or again and again."""
+    """The causes, worst first, as a renderable."""
     parts: list[RenderableType] = [_headline(survey, found)]
     jobs = {workload.job for finding in found.findings for workload in finding.who}
     for finding in found.findings:
         parts += [Text(), _finding(survey, finding)]
         if len(jobs) > 1:
-            parts += _asked_by(survey, finding.who[0].job, MARGIN + 2)
+            parts += _requested_by(survey, finding.who[0].job, MARGIN + 2)
     if found.notes:
         parts.append(Text())
         parts += [_line(f"[dim]note[/]    {escape(note.sentence)}") for note in found.notes]
     if len(jobs) == 1:
-        parts += [Text(), *_asked_by(survey, jobs.pop())]
+        parts += [Text(), *_requested_by(survey, jobs.pop())]
     return Group(*parts)
 
 
 def print_would_fit(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
-    """Whether a plan would find its room."""
     if found.now:
         verdict = "[bold green]fits now[/]"
     elif found.ever:
         verdict = "[bold yellow]would fit, but not now[/]"
     else:
-        verdict = "[bold red]never fits[/] on the nodes that are here and stay"
+        verdict = "[bold red]never fits[/] on the nodes that are not draining"
     parts: list[RenderableType] = [_line(f"[bold]{escape(job)}[/] {verdict}"), _line(f"[dim]plan: {escape(plan)}[/]")]
     table = plain_table()
     for heading in ("group", "asks", "now", "nodes empty"):
@@ -199,14 +196,14 @@ def _headline(survey: GcsSnapshot, found: Diagnosis) -> Text:
     soon = sum(finding.count for finding in found.findings if finding.cause in UNDER_WAY)
     parts = [f"[bold]{found.waits} wait{'s' if found.waits == 1 else ''}[/]"]
     if found.never:
-        parts.append(f"[bold red]{found.never} can never start as things are[/]")
+        parts.append(f"[bold red]{found.never} can never start on this cluster[/]")
     if soon:
-        parts.append(f"{soon} under way")
+        parts.append(f"{soon} starting")
     return _line(f"{', '.join(parts)} {where}")
 
 
 def _finding(survey: GcsSnapshot, finding: Finding, *, heading: bool = True) -> RenderableType:
-    """A word in the margin, and beside it who waits, why, node by node, and what helps."""
+    """A word in the margin; beside it what waits, why, node by node, and what helps."""
     word, colour = ("WAITS", "yellow")
     if finding.never:
         word, colour = ("NEVER", "red")
@@ -230,16 +227,16 @@ def _finding(survey: GcsSnapshot, finding: Finding, *, heading: bool = True) -> 
     return margin
 
 
-def _asked_by(survey: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
+def _requested_by(survey: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
     job = survey.job(id)
     if job is None or not job.command:
         return []
-    by = f"asked by {job.command} (process {job.pid} on {job.address})"
+    by = f"requested by {job.command} (process {job.pid} on {job.address})"
     return [_line(" " * margin + f"[dim]{escape(by)}[/]")]
 
 
 def _who(finding: Finding) -> str:
-    """All of them; two that block each other side by side."""
+    """The waiting workloads; two that block each other side by side."""
     sides: dict[tuple[WorkloadKind, str, str], list[PendingWorkload]] = {}
     for workload in finding.who:
         sides.setdefault((workload.kind, workload.job, workload.like), []).append(workload)
@@ -272,13 +269,13 @@ def _alike(who: Sequence[PendingWorkload]) -> str:
 
 def _since(survey: GcsSnapshot, finding: Finding) -> str:
     if finding.since is None:
-        return " [dim]since an unknown time[/]"
+        return " [dim]for an unknown time[/]"
     at_least = "at least " if any(workload.at_least for workload in finding.who) else ""
     return f" [dim]for {at_least}{span(survey.at - finding.since)}[/]"
 
 
 def _nodes(finding: Finding) -> list[RenderableType]:
-    """A line for each node that has something of what is asked; the others are counted."""
+    """A row per node that has some of what is requested; the others are counted."""
     if not finding.asked or not finding.rows:
         return []
     none = [row for row in finding.rows if any(not row.total.get(name) for name, _ in finding.asked)]

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.render.html.kit.labels import duration, escape, escape_block, share
-from trimtab.render.html.kit.markup import heads, scroll
-from trimtab.render.html.run.facts import counted, finite
+from trimtab.render.html.kit.labels import counted, duration, escape, escape_block, share
+from trimtab.render.html.kit.page import heads, scroll
+from trimtab.render.html.run.facts import finite
 from trimtab.runtime.run.folder import SUMMARY
 
 ENGINES_SHOWN = 100

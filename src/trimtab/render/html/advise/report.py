@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trimtab import __version__
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.model.plan import Plan
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
-from trimtab.render.html.plan_report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
+from trimtab.render.html.kit.page import both, list_section, page_foot, page_head
 from trimtab.render.text.advise import gpus_text
-from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
+from trimtab.runtime.advise.analysis import ComponentSummary, RunPicture
 from trimtab.runtime.advise.follower import Follower, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
 
@@ -29,15 +28,15 @@ def advise_report(follower: Follower, frame: FollowFrame) -> str:
     seen = frame.picture
     title = ", ".join(Path(path).name for path in follower.tail.paths)
     names = tuple(part.name for part in seen.parts)
+    history = [f"step {event.step}: {event.what}: {event.sentence}" for event in follower.history]
     parts = [
         page_head(title),
         _headline(seen, title),
         _advice(follower, seen, names),
         _steps(follower, seen),
-        _history(follower.history),
-        _notes(seen.notes),
-        f"</main>\n<footer><p>trimtab {escape(__version__)}.</p></footer>",
-        f"<script>{COPY_SCRIPT}</script>\n</body>\n</html>",
+        list_section("history", "What happened", history),
+        list_section("notes", "What was assumed and left out", seen.notes),
+        page_foot(),
     ]
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -105,12 +104,7 @@ def _chart(plan: Plan, title: str, prefix: str, keys: tuple[str, ...], axis: flo
 
 
 def _drawn(chart: Chart, prefix: str, *, compact: bool) -> str:
-    """The same chart for a wide and for a narrow page; the style sheet shows one of them."""
-    found = ""
-    for name, width in (("wide", WIDE_PX), ("narrow", NARROW_PX)):
-        drawn = timeline.svg(chart, width, standalone=False, compact=compact, prefix=f"{prefix}-{name}")
-        found += drawn.replace('class="tt"', f'class="tt {name}"', 1)
-    return found
+    return both(lambda width, name: timeline.svg(chart, width, standalone=False, compact=compact, prefix=name), prefix)
 
 
 def _steps(follower: Follower, seen: RunPicture) -> str:
@@ -160,24 +154,4 @@ def _row(index: int, part: ComponentSummary) -> str:
     return (
         f'<tr><th scope="row"><span class="named"><span class="tt-key key{index % timeline.COLOURS}"></span>'
         f"<span>{escape(part.name)}</span></span></th>{cells}<td>{note}</td></tr>"
-    )
-
-
-def _history(history: Sequence[FollowEvent]) -> str:
-    if not history:
-        return ""
-    items = "".join(f"<li>step {event.step}: {escape(event.what)}: {escape(event.sentence)}</li>" for event in history)
-    return (
-        '<section aria-labelledby="h-history">\n<h2 id="h-history">What happened</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>'
-    )
-
-
-def _notes(notes: Sequence[str]) -> str:
-    if not notes:
-        return ""
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return (
-        '<section aria-labelledby="h-notes">\n<h2 id="h-notes">What was assumed and left out</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>'
     )

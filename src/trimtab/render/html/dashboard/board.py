@@ -13,8 +13,8 @@ from typing import Any
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.run_events import ODD
-from trimtab.render.html.kit.labels import duration, share
-from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, counted, whole
+from trimtab.render.html.kit.labels import counted, duration, share
+from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, whole
 from trimtab.render.html.run.figures import ReportCost, costs, idle_shares
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.summary import status_sentence

@@ -13,11 +13,10 @@ from typing import Any
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.dashboard.board import RECENT, RunBoard, SubjectStatus
 from trimtab.render.html.dashboard.timeline import LiveTimeline
-from trimtab.render.html.kit.labels import duration, escape, share
-from trimtab.render.html.kit.markup import code_of, heads, scroll
+from trimtab.render.html.kit.labels import counted, duration, escape, share
+from trimtab.render.html.kit.page import code_of, heads, scroll
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.html.run.curves import metric_curve, predicted_curves
-from trimtab.render.html.run.facts import counted
 from trimtab.render.html.run.figures import course, ends_of, metric_names
 from trimtab.render.html.run.story import RunStory
 

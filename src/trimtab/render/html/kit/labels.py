@@ -92,6 +92,11 @@ def share(part: float) -> str:
     return f"{percent:.0f} %" if abs(percent) >= 10 or percent == round(percent) else f"{percent:.1f} %"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 move`, `2 moves`."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
 def wrap(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:
     """The text on one line or, broken at a space, on two; what is then still too wide is cut."""
     if text_width(text, size, bold=bold) <= width:

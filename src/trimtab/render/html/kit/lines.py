@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
-from trimtab.render.html.kit.svg import px, text_at
+from trimtab.render.html.kit.svg import px, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS
 
 Unit = Literal["seconds", "share", "number"]
@@ -91,14 +91,8 @@ class _Plot:
         self.marks()
         for curve in self.chart.curves:
             self.curve(curve)
-        height = self.bottom + 42
-        p, chart = self.prefix, self.chart
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(height)}" '
-            f'width="{self.width}" height="{px(height)}" role="img" aria-labelledby="{p}-title {p}-desc">'
-            f'<title id="{p}-title">{escape(chart.title)}</title>'
-            f'<desc id="{p}-desc">{escape(chart.description)}</desc>{"".join(self.out)}</svg>\n'
-        )
+        chart, height = self.chart, self.bottom + 42
+        return svg_document("".join(self.out), self.width, height, self.prefix, chart.title, chart.description)
 
     def axes(self) -> None:
         for value, words in self.ticks:

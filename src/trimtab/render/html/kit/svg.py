@@ -27,3 +27,21 @@ def text_at(x: float, y: float, words: str, css: str, *, anchor: str = "", tip: 
     anchored = f' text-anchor="{anchor}"' if anchor else ""
     title = f"<title>{escape(tip)}</title>" if tip and tip != words else ""
     return f'<text class="{css}" x="{px(x)}" y="{px(y)}"{anchored}>{escape(words)}{more}{title}</text>'
+
+
+def svg_document(body: str, width: int, height: float, prefix: str, title: str, description: str) -> str:
+    """An SVG element with its title and description; `prefix` keeps ids apart on a page with several."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
+        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
+        f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(description)}</desc>'
+        f"{body}</svg>\n"
+    )
+
+
+def hatch_pattern(prefix: str) -> str:
+    """The pattern that `fill="url(#{prefix}-hatch)"` refers to."""
+    return (
+        f'<defs><pattern id="{prefix}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
+    )

@@ -15,7 +15,7 @@ from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan, TimelineBar
 from trimtab.render.html.kit.chart import BarLook, Chart, ChartBar, ChartMark, ChartRow, ChartSpan, gaps, joined
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
-from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
 
 COLOURS = 8
 JOIN_PX = 0.5
@@ -145,20 +145,12 @@ class _Canvas:
         return self.page(self.y + 18 + self.pad)
 
     def page(self, height: float) -> str:
-        p, chart = self.prefix, self.chart
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(height)}" '
-            f'width="{self.width}" height="{px(height)}" role="img" aria-labelledby="{p}-title {p}-desc">'
-            f'<title id="{p}-title">{escape(chart.title)}</title><desc id="{p}-desc">{escape(chart.description)}</desc>'
-        )
+        chart, head = self.chart, ""
         if self.standalone:
             head += f"<style>{style()}</style>"
             head += f'<rect class="surface" width="{self.width}" height="{px(height)}" rx="8"/>'
-        head += (
-            f'<defs><pattern id="{p}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
-        )
-        return head + "".join(self.out) + "</svg>\n"
+        body = head + hatch_pattern(self.prefix) + "".join(self.out)
+        return svg_document(body, self.width, height, self.prefix, chart.title, chart.description)
 
     def x(self, seconds: float) -> float:
         return self.left + min(max(seconds, 0.0), self.axis) * self.scale

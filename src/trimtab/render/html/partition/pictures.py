@@ -9,7 +9,7 @@ from __future__ import annotations
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow, ChartSpan
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
-from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.svg import px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.text.partition import MIB, limit_words
 
@@ -61,12 +61,7 @@ def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
     height = y + _BOX_HEIGHT + 2
     title = f"Pipeline of {len(stages)} stages"
     listed = "; ".join(f"{s.host}: layers {s.first} to {s.last}" for s in stages)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
-        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
-        f'<title id="{prefix}-title">{title}</title><desc id="{prefix}-desc">{escape(listed)}</desc>'
-        f"{''.join(out)}</svg>\n"
-    )
+    return svg_document("".join(out), width, height, prefix, title, listed)
 
 
 def _arrow(way: str, tip: str) -> list[str]:
@@ -228,9 +223,4 @@ def frontier_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
     out.append(text_at((left + right) / 2, bottom + 38, "devices", "quiet", anchor="middle"))
     height = bottom + 46
     listed = "; ".join(f"{p.devices}: {duration(p.bottleneck_seconds)}" for p in points)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
-        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
-        f'<title id="{prefix}-title">Bottleneck over the number of devices</title>'
-        f'<desc id="{prefix}-desc">{escape(listed)}</desc>{"".join(out)}</svg>\n'
-    )
+    return svg_document("".join(out), width, height, prefix, "Bottleneck over the number of devices", listed)

@@ -6,15 +6,12 @@ drawn stands in tables too, and every number comes from the answer: nothing is d
 
 from __future__ import annotations
 
-from trimtab import __version__
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
+from trimtab.render.html.kit.page import both, list_section, page_foot, page_head
 from trimtab.render.html.partition.pictures import frontier_svg, stages_svg, steady_chart, type_colours
-
-# The frame of a page and its copy button are the placement report's: all reports look and behave alike.
-from trimtab.render.html.plan_report import COPY_SCRIPT, both, page_head
 from trimtab.render.text.partition import MIB, improve_sentence
 
 
@@ -23,7 +20,8 @@ def partition_report(answer: PartitionAnswer, *, command: str | None, search_sec
     parts = [page_head(answer.job.model.name), _headline(answer)]
     if answer.schedule.stages:
         parts += [_pipeline(answer), _steady(answer), _frontier(answer)]
-    parts += [_schedule(schedule_yaml(answer.schedule)), _said(answer), _foot(command, search_seconds)]
+    took = f" Searched in {duration(search_seconds)}." if search_seconds is not None else ""
+    parts += [_schedule(schedule_yaml(answer.schedule)), _assumed(answer), page_foot(command, more=took)]
     return "\n".join(part for part in parts if part) + "\n"
 
 
@@ -151,23 +149,8 @@ def _schedule(block: str) -> str:
     )
 
 
-def _said(answer: PartitionAnswer) -> str:
+def _assumed(answer: PartitionAnswer) -> str:
     sentences = [*answer.assumptions, *answer.warnings]
     if not answer.optimal or not answer.ties_proven:
         sentences.insert(0, answer.method if not answer.optimal else "schedules as good were not all compared")
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return (
-        '<section aria-labelledby="h-assumptions">\n<h2 id="h-assumptions">What was assumed</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>'
-        if sentences
-        else ""
-    )
-
-
-def _foot(command: str | None, search_seconds: float | None) -> str:
-    took = f" Searched in {duration(search_seconds)}." if search_seconds is not None else ""
-    made = f" Made by <code>{escape(command)}</code>." if command else ""
-    return (
-        f"</main>\n<footer><p>trimtab {escape(__version__)}.{took}{made}</p></footer>\n"
-        f"<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
-    )
+    return list_section("assumptions", "What was assumed", sentences)

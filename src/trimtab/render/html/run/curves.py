@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from trimtab.render.html.kit.labels import duration, escape, share
+from trimtab.render.html.kit.labels import counted, duration, escape, share
 from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
-from trimtab.render.html.kit.markup import card, heads, scroll, section
+from trimtab.render.html.kit.page import WIDTHS, both, card, heads, scroll, section
 from trimtab.render.html.kit.timeline import COLOURS
-from trimtab.render.html.plan_report import WIDTHS, both
-from trimtab.render.html.run.facts import counted
 from trimtab.render.html.run.figures import ReportCost, all_metrics, course, ends_of, errors, expected
 from trimtab.render.html.run.story import RunStory
 
@@ -185,5 +183,6 @@ def figures_section(story: RunStory, names: list[str]) -> str:
         )
     sampled = f", one in {every}" if every > 1 else ""
     table = scroll("Iterations", f"{heads(*columns, words=1)}\n<tbody>{rows}</tbody>", css="tall")
-    body = f'<details class="card"><summary>{counted(len(done), "iteration")} in figures{sampled}</summary>{table}</details>'
+    summary = f"{counted(len(done), 'iteration')} in figures{sampled}"
+    body = f'<details class="card"><summary>{summary}</summary>{table}</details>'
     return section("figures", "Figures", "What the curves are drawn from.", body)

@@ -167,11 +167,6 @@ def ranks_of(text: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 move`, `2 moves`."""
-    return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
 def gpus_of(count: int, kind: str) -> str:
     """What a node has, in brackets."""
     return f" ({counted(count, 'GPU')}{f', {kind}' if kind else ''})"

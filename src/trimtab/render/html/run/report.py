@@ -14,11 +14,9 @@ from importlib import resources
 from statistics import median
 from typing import Any
 
-from trimtab import __version__
 from trimtab.core.ranks import ranks_text
-from trimtab.render.html.kit.labels import duration, escape, share
-from trimtab.render.html.kit.markup import card, code_of, heads, scroll, section
-from trimtab.render.html.plan_report import both, page_head
+from trimtab.render.html.kit.labels import counted, duration, escape, share
+from trimtab.render.html.kit.page import both, card, code_of, heads, page_foot, page_head, scroll, section
 from trimtab.render.html.run.curves import (
     costs_section,
     figures_section,
@@ -26,7 +24,7 @@ from trimtab.render.html.run.curves import (
     metrics_section,
     predicted_section,
 )
-from trimtab.render.html.run.facts import ReportMigration, ReportPlan, counted
+from trimtab.render.html.run.facts import ReportMigration, ReportPlan
 from trimtab.render.html.run.figures import (
     ReportCost,
     costs,
@@ -68,7 +66,7 @@ def run_report(story: RunStory, *, title: str, command: str | None, metrics: Seq
         idle_section(story, idle),
         metrics_section(story, names, metrics),
         figures_section(story, names),
-        _foot(story, command),
+        page_foot(command, more=f" {story.events:,} events.", script=script()),
     ]
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -310,11 +308,3 @@ def _decisions(story: RunStory) -> str:
     )
     lede = "Every one has its reason, also the one to stay; those that say the same one after another are counted."
     return section("decisions", "Decisions", lede, body)
-
-
-def _foot(story: RunStory, command: str | None) -> str:
-    made = f" Made by <code>{escape(command)}</code>." if command else ""
-    return (
-        f"</main>\n<footer><p>trimtab {escape(__version__)}. {story.events:,} events.{made}</p></footer>\n"
-        f"<script>{script()}</script>\n</body>\n</html>"
-    )

@@ -21,6 +21,7 @@ from trimtab.core.codec import decode
 from trimtab.core.errors import InputError
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, read_event
+from trimtab.render.html.kit.labels import counted
 from trimtab.render.html.run.facts import (
     MOVE_INTERRUPTED,
     GpuKey,
@@ -32,7 +33,6 @@ from trimtab.render.html.run.facts import (
     ReportNode,
     ReportPlan,
     as_text,
-    counted,
     finite,
     gpus_of,
     ranks_of,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
-from trimtab.render.html.kit.labels import duration, share
-from trimtab.render.html.run.facts import ReportMigration, counted
+from trimtab.render.html.kit.labels import counted, duration, share
+from trimtab.render.html.run.facts import ReportMigration
 from trimtab.render.html.run.figures import ReportCost, course, ends_of, errors, expected_errors
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.timeline import RunChart

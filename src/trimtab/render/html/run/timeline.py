@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.render.html.kit.chart import BarLook, ChartBar, joined
-from trimtab.render.html.kit.labels import duration, escape, fit, text_width, ticks
-from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.labels import counted, duration, escape, fit, text_width, ticks
+from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
-from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode, counted
+from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode
 from trimtab.render.html.run.story import RunStory
 
 Rows = tuple[tuple[int, int, int], ...]
@@ -258,20 +258,13 @@ class _Drawing:
         self.separators()
         self.through(top, bottom)
         grid = self.grid(bottom)
-        p = self.prefix
         words = (
             f"{counted(sum(node.gpus for node in self.chart.nodes), 'GPU')} of "
             f"{counted(len(self.chart.nodes), 'node')} over {duration(self.chart.end_s)}. "
             "What happened is listed below the picture."
         )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(bottom + 4)}" '
-            f'width="{self.width}" height="{px(bottom + 4)}" role="img" aria-labelledby="{p}-title {p}-desc">'
-            f'<title id="{p}-title">{escape(title)}</title><desc id="{p}-desc">{escape(words)}</desc>'
-            f'<defs><pattern id="{p}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
-            f"{''.join(grid)}{''.join(self.out)}</svg>\n"
-        )
+        body = hatch_pattern(self.prefix) + "".join(grid) + "".join(self.out)
+        return svg_document(body, self.width, bottom + 4, self.prefix, title, words)
 
     def places(self) -> None:
         """Where the rows of each node and of the CPU components begin."""

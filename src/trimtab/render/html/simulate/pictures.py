@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.render.html.kit.labels import escape, fit, text_width
-from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.svg import px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS
 
 _BAR, _GAP = 22.0, 8.0
@@ -58,7 +58,7 @@ def bars_svg(title: str, bars: Sequence[PolicyBar], width: int, prefix: str) -> 
         out.append(text_at(beyond, y + 15, bar.words, "quiet"))
     height = 4 + len(bars) * (_BAR + _GAP)
     description = "; ".join(f"{bar.name} {bar.words}" for bar in bars)
-    return _svg(title, description, out, width, height, prefix)
+    return svg_document("".join(out), width, height, prefix, title, description)
 
 
 DAYS = (86_400.0, " d")
@@ -100,13 +100,4 @@ def curves_svg(
         out.append(text_at(x + 18, y, name, "small"))
         x += wide
     peaks = "; ".join(f"{curve.name}: at most {max(curve.values):,.0f} {unit}" for curve in curves if curve.values)
-    return _svg(title, peaks, out, width, y + 10, prefix)
-
-
-def _svg(title: str, description: str, parts: Sequence[str], width: int, height: float, prefix: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
-        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
-        f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(description)}</desc>'
-        f"{''.join(parts)}</svg>\n"
-    )
+    return svg_document("".join(out), width, y + 10, prefix, title, peaks)

@@ -15,10 +15,10 @@ from typing import Any
 from rich.markup import escape
 
 from trimtab.core.errors import InputError
-from trimtab.render.html.kit import labels as lettering
-from trimtab.render.html.plan_report import page_head
+from trimtab.render.html.kit.labels import escape as escape_html
+from trimtab.render.html.kit.page import list_section, page_foot, page_head
 from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
-from trimtab.render.html.simulate.report import both, compared, foot, line, section
+from trimtab.render.html.simulate.report import both, compared, line, section
 from trimtab.render.live.simulate import loop_runs
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
@@ -247,18 +247,18 @@ def report(
     parts = [
         page_head(scenario.name),
         '<header>\n<p class="eyebrow">trimtab simulate</p>\n'
-        f"<h1>{lettering.escape(scenario.name)}</h1>\n"
-        f'<p class="lede">{lettering.escape("; ".join(scenario.assumptions()[:2]))}.</p>\n</header>',
+        f"<h1>{escape_html(scenario.name)}</h1>\n"
+        f'<p class="lede">{escape_html("; ".join(scenario.assumptions()[:2]))}.</p>\n</header>',
         section(
             "total", "Time of the run", lede, both(lambda w, p: bars_svg("Time of the run", totals, w, p), "total"),
             HEADS, body,
         ),
         _over_iterations(first),
         _moves(first),
-        *([] if advice is None else [_plain("advice", "What the sweep recommends", [advice.sentence])]),
+        *([] if advice is None else [list_section("advice", "What the sweep recommends", [advice.sentence])]),
         compared(scenario),
-        _plain("assumed", "What was assumed", [*scenario.assumptions(), _held(scenario, runs)]),
-        foot(command),
+        list_section("assumed", "What was assumed", [*scenario.assumptions(), _held(scenario, runs)]),
+        page_foot(command),
     ]  # fmt: skip
     return "\n".join(parts) + "\n"
 
@@ -288,9 +288,9 @@ def _moves(runs: Sequence[ReplanFigures]) -> str:
                 brief(move.seconds),
                 "arrived" if move.arrived else "undone",
             )
-            body += line(at, run.policy, "".join(f"<td>{lettering.escape(cell)}</td>" for cell in cells))
+            body += line(at, run.policy, "".join(f"<td>{escape_html(cell)}</td>" for cell in cells))
     if not body:
-        return _plain("moves", "Moves", [f"With seed {runs[0].seed} nobody moved."])
+        return list_section("moves", "Moves", [f"With seed {runs[0].seed} nobody moved."])
     columns = "".join(f'<th scope="col">{head}</th>' for head in ("Policy", *heads))
     return (
         '<section aria-labelledby="h-moves">\n<h2 id="h-moves">Moves</h2>\n'
@@ -298,12 +298,6 @@ def _moves(runs: Sequence[ReplanFigures]) -> str:
         '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-moves" tabindex="0"><table>\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>{body}</tbody></table></div></div>\n</section>"
     )
-
-
-def _plain(key: str, title: str, sentences: Sequence[str]) -> str:
-    items = "".join(f"<li>{lettering.escape(sentence)}</li>" for sentence in sentences)
-    head = f'<section aria-labelledby="h-{key}">\n<h2 id="h-{key}">{title}</h2>'
-    return f'{head}\n<ul class="plain">{items}</ul>\n</section>'
 
 
 def _held(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> str:

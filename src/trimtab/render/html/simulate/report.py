@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trimtab import __version__
 from trimtab.render.html.kit.labels import escape
-from trimtab.render.html.plan_report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
+from trimtab.render.html.kit.page import NARROW_PX, WIDE_PX, list_section, page_foot, page_head
+from trimtab.render.html.kit.page import both as draw_both
 from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
 from trimtab.render.text.simulate import PolicyComparison, brief
 from trimtab.replay.common.recommend import Recommendation
@@ -43,7 +43,7 @@ def report(
         _over_time([run for run in runs if run.seed == first], first if len(scenario.seeds) > 1 else None, until),
         compared(scenario),
         _assumed(scenario, runs),
-        foot(command),
+        page_foot(command),
     ]
     return "\n".join(parts) + "\n"
 
@@ -69,13 +69,14 @@ def _headline(scenario: PolicyComparison, rows: Sequence[PolicySummary], runs: S
         ("Utilisation", f"<dd>{first.mean('utilisation'):.1%}<small>{escape(first.policy)}</small></dd>"),
         (
             "Checked",
-            f'<dd class="good">{sum(run.looks for run in runs):,}<small>looks at what must be true</small></dd>',
+            f'<dd class="good">{sum(run.looks for run in runs):,}<small>invariant checks passed</small></dd>',
         ),
     ]
+    intro = (sentence[:1].upper() + sentence[1:] for sentence in scenario.assumptions()[:2])
     drawn = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in tiles)
     return (
         f'<header>\n<p class="eyebrow">trimtab {verb}</p>\n<h1>{escape(scenario.name)}</h1>\n'
-        f'<p class="lede">{escape(". ".join(sentence[:1].upper() + sentence[1:] for sentence in scenario.assumptions()[:2]))}.</p>\n'
+        f'<p class="lede">{escape(". ".join(intro))}.</p>\n'
         f'<dl class="numbers">{drawn}</dl>\n</header>'
     )
 
@@ -168,11 +169,7 @@ def _assumed(scenario: PolicyComparison, runs: Sequence[PoolFigures]) -> str:
         "every policy",
         f"{events:,} events; full checks of all books: {sum(run.checks for run in runs)}",
     ]
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return (
-        '<section aria-labelledby="h-assumed">\n<h2 id="h-assumed">What was assumed</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>'
-    )
+    return list_section("assumed", "What was assumed", sentences)
 
 
 # ---- pieces -------------------------------------------------------------------------------------------------------
@@ -180,9 +177,7 @@ def _assumed(scenario: PolicyComparison, runs: Sequence[PoolFigures]) -> str:
 
 def both(draw: Drawing, prefix: str) -> str:
     """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
-    return "".join(
-        draw(width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1) for name, width in _WIDTHS
-    )
+    return draw_both(draw, prefix, _WIDTHS)
 
 
 def section(key: str, title: str, lede: str, pictures: str, heads: Sequence[str], body: str) -> str:
@@ -213,12 +208,3 @@ def _with_spread(row: PolicySummary, name: str, seeds: int) -> str:
 def _share_with_spread(row: PolicySummary, name: str, seeds: int) -> str:
     mean, deviation = row.figures[name]
     return f"{mean:.1%}" + (f" ± {deviation:.1%}" if seeds > 1 else "")
-
-
-def foot(command: str | None) -> str:
-    """The end of the page. `command` is what made it."""
-    made = f" Made by <code>{escape(command)}</code>." if command else ""
-    return (
-        f"</main>\n<footer><p>trimtab {escape(__version__)}.{made}</p></footer>\n"
-        f"<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
-    )

@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.markup import escape
 
-from trimtab import __version__
-from trimtab.render.html.kit import labels as lettering
-from trimtab.render.html.plan_report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
+from trimtab.render.html.kit.labels import escape as escape_html
+from trimtab.render.html.kit.page import card, list_section, page_foot, page_head, section
 from trimtab.render.html.simulate.pictures import PolicyBar, bars_svg
+from trimtab.render.html.simulate.report import both, recommended
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
 from trimtab.render.text.simulate import brief
@@ -202,52 +202,44 @@ def report(
     sentences = [*scenario.assumptions(), *(f"{policy.name}: {policy.text()}" for policy in scenario.policies)]
     if bound is not None:
         sentences.append(f"clairvoyant: {bound:,.0f} engine-seconds at the best pace, asleep whenever not needed")
-    items = "".join(f"<li>{lettering.escape(sentence)}</li>" for sentence in sentences)
     engine = [PolicyBar(row.policy, *row.figures["engine_s"], f"{row.mean('engine_s'):,.0f}") for row in made]
     if bound is not None:
         engine.append(PolicyBar("clairvoyant", bound, 0.0, f"{bound:,.0f}"))
     steps = [PolicyBar(row.policy, *row.figures["step_s"], brief(row.mean("step_s"))) for row in made]
     columns = "".join(f'<th scope="col" class="number">{head}</th>' for head in HEADS)
     body = "".join(
-        f'<tr><th scope="row">{lettering.escape(row.policy)}</th>'
+        f'<tr><th scope="row">{escape_html(row.policy)}</th>'
         + "".join(f'<td class="number">{cell}</td>' for cell in _cells(row))
         + "</tr>\n"
         for row in made
     )
-    made_by = f" Made by <code>{lettering.escape(command)}</code>." if command else ""
-    return (
-        f"{page_head(scenario.name)}\n"
-        f'<header>\n<p class="eyebrow">trimtab simulate</p>\n<h1>{lettering.escape(scenario.name)}</h1>\n'
-        f'<p class="lede">{lettering.escape(scenario.assumptions()[1])}.</p>\n</header>\n'
-        f"{_figure('engine', 'Engine-seconds', 'Of a step with its training, or of the whole trace.', engine)}"
-        f"{_figure('steps', 'Step time', 'From the first prompt to the last answer.', steps)}"
-        f"{_advice(advice)}"
-        '<section aria-labelledby="h-table">\n<h2 id="h-table">All figures</h2>\n<p>Against static: engine-seconds '
-        "over those of the cheapest static fleet whose steps are as short, within 2 %, or whose waits are.</p>\n"
-        '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-table" tabindex="0"><table>\n'
-        f'<thead><tr><th scope="col">Policy</th>{columns}</tr></thead>\n<tbody>{body}</tbody></table></div></div>\n'
-        '</section>\n<section aria-labelledby="h-assumed">\n<h2 id="h-assumed">What was assumed</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>\n'
-        f"</main>\n<footer><p>trimtab {lettering.escape(__version__)}.{made_by}</p></footer>\n"
-        f"<script>{COPY_SCRIPT}</script>\n</body>\n</html>\n"
+    static = (
+        "Against static: engine-seconds over those of the cheapest static fleet with steps as short, within 2 %, "
+        "or with waits as short."
     )
-
-
-def _advice(advice: Recommendation | None) -> str:
-    if advice is None:
-        return ""
-    return (
-        '<section aria-labelledby="h-advice">\n<h2 id="h-advice">What the sweep recommends</h2>\n'
-        f"<p>{lettering.escape(advice.sentence)}.</p>\n</section>\n"
-    )
+    heading = escape_html(scenario.name)
+    parts = [
+        page_head(scenario.name),
+        f'<header>\n<p class="eyebrow">trimtab simulate</p>\n<h1>{heading}</h1>\n'
+        f'<p class="lede">{escape_html(scenario.assumptions()[1])}.</p>\n</header>',
+        _figure("engine", "Engine-seconds", "Of a step with its training, or of the whole trace.", engine),
+        _figure("steps", "Step time", "From the first prompt to the last answer.", steps),
+        *([] if advice is None else [recommended(advice)]),
+        section(
+            "table",
+            "All figures",
+            static,
+            card(
+                f'<div class="scroll bare" role="region" aria-labelledby="h-table" tabindex="0"><table>\n'
+                f'<thead><tr><th scope="col">Policy</th>{columns}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+            ),
+        ),
+        list_section("assumed", "What was assumed", sentences),
+        page_foot(command),
+    ]
+    return "\n".join(parts) + "\n"
 
 
 def _figure(key: str, title: str, lede: str, bars: Sequence[PolicyBar]) -> str:
-    drawn = "".join(
-        bars_svg(title, bars, width, f"{key}-{name}").replace('class="tt"', f'class="tt {name}"', 1)
-        for name, width in (("wide", WIDE_PX - 60), ("narrow", NARROW_PX))
-    )
-    return (
-        f'<section aria-labelledby="h-{key}">\n<h2 id="h-{key}">{title}</h2>\n<p>{lede}</p>\n'
-        f'<div class="card"><figure>{drawn}</figure></div>\n</section>\n'
-    )
+    drawn = both(lambda width, prefix: bars_svg(title, bars, width, prefix), key)
+    return section(key, title, lede, card(f"<figure>{drawn}</figure>"))
