@@ -1,8 +1,7 @@
-"""A plan as a page to look at: one HTML file with the timeline, the numbers, what else was considered, and why.
+"""A plan as an HTML page: timeline, numbers, alternatives and reasons.
 
-Called by the command line with a finished answer. The page is whole by itself: it loads nothing, sends nothing, and its
-policy forbids both; it reads in dark, in light, on paper, on a phone and to a screen reader. What is drawn stands in
-words and tables too. Nothing is decided here: every number comes from the answer.
+Readable in dark and light mode, on paper, on a phone and by a screen reader. Everything drawn is also in words and
+tables. Decides nothing: every number comes from the answer.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from trimtab.render.html.kit.chart import ChartMark
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
 from trimtab.render.html.kit.page import both, list_section, page_foot, page_head
 
-# A runner-up many times slower must not squeeze the others into a corner: its chart is cut a little beyond theirs.
+# A runner-up many times slower must not compress the other charts: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5
 _ROOM_BEYOND = 1.15
-_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+_MIN_FACTOR, _MAX_FACTOR = 0.5, 2.0
 
 
 def plan_report(
@@ -28,7 +27,7 @@ def plan_report(
 ) -> str:
     """The report of an answer as HTML.
 
-    `source` is the job file's name, `block` the placement in its own keys, `command` what made the report.
+    `source` is the job file's name, `block` the placement in its own keys, `command` the command that made the report.
     """
     parts = [
         page_head(title),
@@ -50,7 +49,7 @@ def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
     per_hour = 3600 / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
     gap = 1 - answer.lower_bound_seconds / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
     if answer.kept:
-        proof = '<dd class="warn">Your placement<small>faster than every plan that can be written: keep it</small></dd>'
+        proof = '<dd class="warn">Your placement<small>faster than every plan found: keep it</small></dd>'
     elif answer.scaling is not None and answer.scaling.plan is not None:
         proof = '<dd class="warn">If scaling is perfect<small>which was not measured</small></dd>'
     elif answer.optimal:
@@ -75,7 +74,7 @@ def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
 
 
 def _scaling(answer: PlacementAnswer) -> str:
-    """The plan for less than perfect scaling beside the chosen one, where it is another."""
+    """The plan for less than perfect scaling beside the chosen plan, where it is another."""
     scaling = answer.scaling
     if scaling is None or scaling.plan is None:
         return ""
@@ -83,10 +82,10 @@ def _scaling(answer: PlacementAnswer) -> str:
     decides = f" Measure {scaling.measure[0]} on {scaling.measure[1]} GPUs: that decides." if scaling.measure else ""
     were = "were each" if len(scaling.components) > 1 else "was"
     words = (
-        f"{', '.join(scaling.components)} {were} measured on one number of GPUs only. The plan above is the best if "
-        "more GPUs help perfectly. "
+        f"{', '.join(scaling.components)} {were} measured on one number of GPUs only. The plan above is best if "
+        "scaling is perfect. "
         f"If each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up it takes "
-        f"{duration(scaling.chosen_seconds)}, and the plan below is the best.{decides}"
+        f"{duration(scaling.chosen_seconds)}, and the plan below is best.{decides}"
     )
     axis = max(plan.timeline_seconds, answer.best.timeline_seconds)
     keys = tuple(component.name for component in answer.best.components)
@@ -105,11 +104,11 @@ def _rate(per_hour: float) -> str:
 def _chosen(plan: Plan) -> str:
     chart = _pictures(plan, "The chosen plan", "best")
     rows = "\n".join(_component(plan, index, placed) for index, placed in enumerate(plan.components))
-    # The first three are words; numbers are aligned to the right, so that they compare.
+    # The first three columns are text; numbers are aligned to the right.
     heads = ("Component", "GPUs", "Variant", "Seconds", "Start, s", "End, s", "Idle")
     numeric = ' class="number"'
     columns = "".join(f'<th scope="col"{numeric if i > 2 else ""}>{head}</th>' for i, head in enumerate(heads))
-    note = '<p class="unseen">Idle: share of the iteration in which the GPUs of the component do nothing at all.</p>'
+    note = '<p class="unseen">Idle: share of the iteration in which the GPUs of the component are idle.</p>'
     return (
         '<section aria-labelledby="h-timeline">\n<h2 id="h-timeline">Timeline</h2>\n'
         f'<div class="card"><figure>{chart}</figure>\n{note}'
@@ -126,7 +125,7 @@ def _component(plan: Plan, index: int, placed: PlacedComponent) -> str:
         count = len(placed.gpus)
         of = f" of {len(group.gpus)}" if count != len(group.gpus) else ""
         which = ranks_text(placed.gpus, ", ")
-        # A few ranks stay on one line with their count; a long list of them may break.
+        # A few ranks stay on one line with their count; a long list may wrap.
         css = ' class="count"' if len(which) < 20 else ""
         gpus = f"<span{css}>{count}{of} <small>{which}</small></span>"
     extrapolated = ' <span class="badge warn">extrapolated</span>' if placed.extrapolated else ""
@@ -177,7 +176,7 @@ def _others(answer: PlacementAnswer) -> str:
         chosen = _compared("The chosen plan", "", best, best, "chosen", axis)
         out += (
             '<section aria-labelledby="h-others">\n<h2 id="h-others">Runners-up</h2>\n'
-            "<p>All on one time scale. The dashed line is where the chosen plan has finished its iteration.</p>\n"
+            "<p>All on one time scale. The dashed line marks the end of the chosen plan's iteration.</p>\n"
             f'<ol class="plans">\n{chosen}\n' + "\n".join(items) + "\n</ol>\n</section>"
         )
     if answer.unrestricted:
@@ -194,7 +193,7 @@ def _others(answer: PlacementAnswer) -> str:
 
 
 def _common_axis(lengths: list[float]) -> float:
-    """How many seconds all charts show; the first length is the chosen plan's."""
+    """Length of the common time axis; the first length is the chosen plan's."""
     comparable = max(length for length in lengths if length <= _LONGEST_OVER_BEST * lengths[0])
     return min(max(lengths), _ROOM_BEYOND * comparable)
 
@@ -240,7 +239,7 @@ def _near_ties(answer: PlacementAnswer) -> str:
     )
     return (
         '<section aria-labelledby="h-ties">\n<h2 id="h-ties">Near ties</h2>\n'
-        "<p>As good within the noise of a measurement: take the one that is simplest to run.</p>\n"
+        "<p>As fast within the noise of a measurement: take the simplest.</p>\n"
         '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-ties" tabindex="0"><table>\n'
         '<thead><tr><th scope="col">Plan</th><th scope="col">Mode</th><th scope="col" class="number">Iteration</th>'
         '<th scope="col" class="number">Longer by</th></tr></thead>\n'
@@ -249,22 +248,20 @@ def _near_ties(answer: PlacementAnswer) -> str:
     )
 
 
-def _sensitivity(all_of_them: tuple[Sensitivity, ...]) -> str:
-    if not all_of_them:
+def _sensitivity(ranges: tuple[Sensitivity, ...]) -> str:
+    if not ranges:
         return ""
     scale = "".join(
         f'<span style="left:{_position(factor):.2f}%">{words}</span>'
         for factor, words in ((0.5, "half"), (1.0, "as stated"), (2.0, "double"))
     )
-    rows = "\n".join(map(_range, all_of_them))
-    factors = [
-        (f, s.component) for s in all_of_them for f in (s.lower_factor, s.upper_factor) if f is not None and f > 0
-    ]
+    rows = "\n".join(map(_range, ranges))
+    factors = [(f, s.component) for s in ranges for f in (s.lower_factor, s.upper_factor) if f is not None and f > 0]
     nearest = min(factors, key=lambda found: abs(math.log(found[0])), default=None)
     first = f" The tightest is {escape(nearest[1])}: {share(abs(nearest[0] - 1))}." if nearest else ""
     return (
         '<section aria-labelledby="h-sensitivity">\n<h2 id="h-sensitivity">How sure the choice is</h2>\n'
-        "<p>How far one cost may be off, the others being right, before another plan is better."
+        "<p>How far a single cost may be off before another plan is better."
         f"{first}</p>\n"
         f'<dl class="card ranges">\n{rows}\n'
         f'<div class="scale-row" aria-hidden="true"><dt></dt><dd class="scale">{scale}</dd></div>\n</dl>\n</section>'
@@ -272,15 +269,15 @@ def _sensitivity(all_of_them: tuple[Sensitivity, ...]) -> str:
 
 
 def _position(factor: float) -> float:
-    """Where a factor lies between half and double, in per cent: as far down for half as up for double."""
-    span = math.log(_MOST_FACTOR / _LEAST_FACTOR)
-    return 100 * min(max(math.log(max(factor, 1e-9) / _LEAST_FACTOR) / span, 0.0), 1.0)
+    """Position of a factor between half and double in per cent, on a log scale."""
+    span = math.log(_MAX_FACTOR / _MIN_FACTOR)
+    return 100 * min(max(math.log(max(factor, 1e-9) / _MIN_FACTOR) / span, 0.0), 1.0)
 
 
 def _range(found: Sensitivity) -> str:
     low, high = found.lower_factor, found.upper_factor
-    left = _position(_LEAST_FACTOR if low is None else low)
-    right = _position(_MOST_FACTOR if high is None else high)
+    left = _position(_MIN_FACTOR if low is None else low)
+    right = _position(_MAX_FACTOR if high is None else high)
     css = ("open-left " if low is None else "") + ("open-right" if high is None else "")
     edges = "".join(
         f'<i class="edge" style="left:{at:.2f}%"></i>'
@@ -312,12 +309,12 @@ def _foot(answer: PlacementAnswer, command: str | None, search_seconds: float | 
 
 
 def _in_words(plan: Plan) -> str:
-    """The grouping in words: who takes turns, who works beside them, on how many GPUs."""
+    """The grouping as a sentence: components that share GPUs take turns."""
     groups = []
     for group in plan.groups:
         count = f"{len(group.gpus)} GPU{'s' if len(group.gpus) != 1 else ''}"
-        *most, last = group.components
-        groups.append(f"{', '.join(most)} and {last} take turns on {count}" if most else f"{last} on {count}")
+        *others, last = group.components
+        groups.append(f"{', '.join(others)} and {last} take turns on {count}" if others else f"{last} on {count}")
     return "; ".join(groups)
 
 

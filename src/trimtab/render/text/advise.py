@@ -1,4 +1,4 @@
-"""What `trimtab advise` says: as a picture that is redrawn, as lines, as text at the end, and as data for programs."""
+"""The output of `trimtab advise`: a live display, lines, text at the end, and data."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
 
 ENGINES_SHOWN = 12
-NEWS_SHOWN = 8
+EVENTS_SHOWN = 8
 
 
-# ---- for people ------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 
 def picture(frame: FollowFrame) -> RenderableType:
-    """Everything that is known, to be redrawn."""
-    parts: list[RenderableType] = [*_known(frame), *_advised(frame.picture)]
+    """The current state as a renderable."""
+    parts: list[RenderableType] = [*_status(frame), *_advised(frame.picture)]
     parts.append(Text("\nCtrl-C ends", style="dim"))
     return Group(*parts)
 
 
 def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
-    """The whole answer; the overrides come last, ready to copy."""
-    for part in _known(frame):
+    """Print everything; the overrides come last, ready to copy."""
+    for part in _status(frame):
         out.print(part)
     if history:
         out.print()
         out.print("[bold]What happened[/]")
-        if len(history) > NEWS_SHOWN:
-            out.print(f"  ({len(history) - NEWS_SHOWN} earlier ones are left out)", style="dim")
-        for event in history[-NEWS_SHOWN:]:
-            out.print(f"  {_told(event)}", markup=False)
+        if len(history) > EVENTS_SHOWN:
+            out.print(f"  ({len(history) - EVENTS_SHOWN} earlier events left out)", style="dim")
+        for event in history[-EVENTS_SHOWN:]:
+            out.print(f"  {_event_text(event)}", markup=False)
     if frame.picture.notes:
         out.print()
         out.print("[bold]Assumed, and left out[/]")
@@ -55,9 +55,9 @@ def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
 
 
 def lines(frame: FollowFrame) -> Iterator[str]:
-    """A line for whatever happened, and one for the newest step."""
+    """A line per event, and one for the newest step."""
     for event in frame.news:
-        yield from _news_lines(event)
+        yield from _event_lines(event)
     if frame.steps:
         yield _step_line(frame.steps[-1], frame.picture)
 
@@ -71,21 +71,21 @@ def _step_line(step: LoggedStep, seen: RunPicture) -> str:
     return f"step {step.number}{extra}: {total} lately; {stands}"
 
 
-def _news_lines(event: FollowEvent) -> Iterator[str]:
-    yield _told(event)
+def _event_lines(event: FollowEvent) -> Iterator[str]:
+    yield _event_text(event)
     if event.advice is not None and event.what in ("advised", "changed"):
         yield f"  {_gain(event.advice)}"
         for word in shell_words(event.advice.settings):
             yield f"  {word}"
 
 
-def _told(event: FollowEvent) -> str:
-    words = {"advised": "advice", "changed": "other advice", "withdrawn": "the advice is void",
-             "stands again": "advice that was given before holds again"}  # fmt: skip
+def _event_text(event: FollowEvent) -> str:
+    words = {"advised": "advice", "changed": "other advice", "withdrawn": "advice withdrawn",
+             "stands again": "earlier advice holds again"}  # fmt: skip
     return f"step {event.step}: {words.get(event.what, event.what)}: {event.sentence}"
 
 
-def _known(frame: FollowFrame) -> list[RenderableType]:
+def _status(frame: FollowFrame) -> list[RenderableType]:
     seen = frame.picture
     total = f"; a step takes [bold]{seen.step_s:.1f} s[/]" if seen.step_s is not None else ""
     at = f", the last is {seen.newest}" if seen.newest is not None else ""
@@ -116,32 +116,31 @@ def _table(seen: RunPicture) -> Table:
             escape(_mark(part)),
         )
     if seen.other_s is not None and seen.step_s:
-        table.add_row("anything else", "", f"{seen.other_s:.1f}", _percent(seen.other_s / seen.step_s), "", "", "")
+        table.add_row("other", "", f"{seen.other_s:.1f}", _percent(seen.other_s / seen.step_s), "", "", "")
     return table
 
 
 def gpus_text(part: ComponentSummary) -> str:
-    """How many GPUs a component has."""
     return "" if part.gpus is None else str(part.gpus or "CPU")
 
 
 def _mark(part: ComponentSummary) -> str:
     if part.wait is not None:
-        return f"a wait, no cost: {part.wait}"
+        return f"waiting, not a cost: {part.wait}"
     return "has drifted" if part.drifted else ""
 
 
 def _sentences(seen: RunPicture) -> Iterator[str]:
     if seen.length is not None:
         drift = "" if seen.length_drift is None else f", {seen.length_drift:+.0%} since the beginning"
-        yield f"answers: {seen.length:,.0f} tokens in the mean{drift}"
+        yield f"answers: {seen.length:,.0f} tokens on average{drift}"
     if seen.sharing:
         groups = (f"{', '.join(group.components)} on {group.gpus} GPUs" for group in seen.sharing)
         yield f"now: {' | '.join(groups)}"
         for group in seen.sharing:
             if len(seen.sharing) > 1 or group.busy is None:
                 busy = (
-                    "the log does not tell how long they compute"
+                    "the log does not show how long they compute"
                     if group.busy is None
                     else f"{group.busy:.0%} of a step"
                 )
@@ -158,10 +157,10 @@ def _around(around: ClusterSample) -> list[RenderableType]:
         found.append(Text(f"cluster: {around.nodes}"))
     elif around.nodes is not None:
         gpus, free = sum(node.gpus for node in around.nodes), sum(node.free for node in around.nodes)
-        going = sum(node.draining for node in around.nodes)
+        draining = sum(node.draining for node in around.nodes)
         busy = [share for node in around.nodes for _, share in node.busy]
         text = f"cluster: {len(around.nodes)} nodes, {gpus:g} GPUs, {free:g} free"
-        text += f", {going} going" if going else ""
+        text += f", {draining} draining" if draining else ""
         text += f"; GPUs compute {sum(busy) / len(busy):.0%} of the time" if busy else ""
         found.append(Text(text))
     if around.gpus:
@@ -200,7 +199,7 @@ def _advised(seen: RunPicture) -> list[RenderableType]:
         Text(f"  {advice.reason.sentence}"),
     ]
     if advice.extrapolated:
-        found.append(Text(f"  not measured on so many GPUs, hence extrapolated: {', '.join(advice.extrapolated)}"))
+        found.append(Text(f"  not measured on that many GPUs, extrapolated: {', '.join(advice.extrapolated)}"))
     if advice.gain_if_less is not None:
         less = f"if each doubling of GPUs gives {DOUBLING:.0%} of a perfect speed-up it gains {advice.gain_if_less:.0%}"
         found.append(Text(f"  {less}: measure there, or give --profile with costs on several numbers of GPUs"))
@@ -226,11 +225,11 @@ def _count(number: float | None) -> str:
     return "" if number is None else f"{number:,.0f}"
 
 
-# ---- for programs ----------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------------------------
 
 
 def as_data(frame: FollowFrame, history: Sequence[FollowEvent]) -> dict[str, Any]:
-    """The answer as plain data: what `--format json` and `yaml` print."""
+    """The data of `--format json` and `yaml`."""
     seen = frame.picture
     return {
         "framework": seen.framework,
@@ -248,14 +247,14 @@ def as_data(frame: FollowFrame, history: Sequence[FollowEvent]) -> dict[str, Any
         "idle_share": seen.idle,
         "decision": {"code": seen.reason.code.value, "reason": seen.reason.sentence},
         "advice": None if seen.advice is None else _advice_data(seen.advice),
-        "history": [_news_data(event) for event in history],
+        "history": [_event_data(event) for event in history],
         **_around_data(frame.around),
         "notes": list(seen.notes),
     }
 
 
 def events(frame: FollowFrame) -> Iterator[dict[str, Any]]:
-    """What is new in a frame, one object for each."""
+    """The new events of a frame, an object each."""
     for step in frame.steps:
         yield {
             "event": "step",
@@ -265,7 +264,7 @@ def events(frame: FollowFrame) -> Iterator[dict[str, Any]]:
             "values": dict(step.values),
         }
     for event in frame.news:
-        yield {"event": event.what.replace(" ", "_"), **_news_data(event)}
+        yield {"event": event.what.replace(" ", "_"), **_event_data(event)}
 
 
 def _part_data(part: ComponentSummary) -> dict[str, Any]:
@@ -303,7 +302,7 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _news_data(event: FollowEvent) -> dict[str, Any]:
+def _event_data(event: FollowEvent) -> dict[str, Any]:
     return {
         "what": event.what,
         "step": event.step,

@@ -128,13 +128,13 @@ def _step_chart(follower: Follower, parts: Sequence[ComponentSummary]) -> Chart:
     steps = _some(follower.advising.counted)
     rows, longest = [], 0.0
     for step in steps:
-        at, stretches = 0.0, []
+        at, bars = 0.0, []
         for name, seconds in follower.advising.seconds(step).items():
             if name in notes and seconds > 0:
-                stretches.append(ChartBar(at, at + seconds, name, note=f"{seconds:.1f} s{notes[name]}"))
+                bars.append(ChartBar(at, at + seconds, name, note=f"{seconds:.1f} s{notes[name]}"))
                 at += seconds
         longest = max(longest, at)
-        rows.append(ChartRow(f"step {step.number}", tuple(stretches), shaded=False))
+        rows.append(ChartRow(f"step {step.number}", tuple(bars), shaded=False))
     return Chart("Steps of the run", tuple(rows), tuple(notes), max(longest, 1e-9))
 
 

@@ -1,8 +1,7 @@
-"""Curves over the iterations of a run: lines, steps for what was predicted, and a mark where the plan changed.
+"""Curves over the iterations of a run: lines, steps for predictions, marks where the plan changed.
 
-Drawing is pure. A curve never shows less than its points do: where there are more than pixels, the lowest and the
-highest of each pixel are kept. One value far above all others does not flatten the rest: it is drawn at the edge, with
-an arrow and its figure.
+Pure. Must never happen: a curve hides a point. Where there are more points than pixels, the lowest and the highest per
+pixel are kept; an outlier is drawn at the edge with an arrow and its value, so that it does not flatten the rest.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ _ROOM_ABOVE = 1.25
 class ReportCurve:
     """A line through points; `dashed` ones are steps that hold until the next point. Gaps are left open.
 
-    `colour` is a component's; None is the ink of the text.
+    `colour` is a component's; None is the text colour.
     """
 
     name: str
     points: tuple[Point, ...]
     colour: int | None = None
     dashed: bool = False
-    notes: tuple[str, ...] = ()  # of single points, for their tooltips
+    notes: tuple[str, ...] = ()  # per point, for tooltips
 
 
 @dataclass(frozen=True)
 class CurveChart:
-    """Curves over one axis. `marks` are upright lines with a name."""
+    """Curves over one axis. `marks` are labelled vertical lines."""
 
     title: str
     curves: tuple[ReportCurve, ...]
@@ -52,12 +51,10 @@ class CurveChart:
 
 
 def curves_svg(chart: CurveChart, width: int, prefix: str) -> str:
-    """The picture, part of a page."""
     return _Plot(chart, width, escape(prefix)).draw()
 
 
 def figure(value: float, unit: Unit) -> str:
-    """A value of a curve in words."""
     if unit == "seconds":
         return duration(value)
     return share(value) if unit == "share" else f"{value:.4g}"
@@ -177,7 +174,7 @@ class _Plot:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Points in pixels, at most four for each pixel across: first, lowest, highest and last."""
+    """Points in pixels, at most four per pixel column: first, lowest, highest and last."""
     out: list[Point] = []
     column: list[Point] = []
     for point in points:
@@ -196,7 +193,6 @@ def _kept(column: list[Point]) -> list[Point]:
 
 
 def _span(values: Iterable[float], unit: Unit) -> tuple[float, float]:
-    """The lowest and the highest value to show."""
     known = sorted(value for value in values if math.isfinite(value))
     if not known:
         return 0.0, 1.0
@@ -231,8 +227,8 @@ def _ticks(low: float, high: float, unit: Unit) -> list[tuple[float, str]]:
     ]
 
 
-def _whole_steps(first: float, last: float, most: int) -> list[int]:
+def _whole_steps(first: float, last: float, limit: int) -> list[int]:
     span = max(1, int(last - first))
-    step = next(f * 10**p for p in range(12) for f in (1, 2, 5) if f * 10**p * most >= span)
+    step = next(f * 10**p for p in range(12) for f in (1, 2, 5) if f * 10**p * limit >= span)
     start = int(first)
     return sorted({start, *range(-(-start // step) * step, int(last) + 1, step)} - {0 if start > 0 else -1})

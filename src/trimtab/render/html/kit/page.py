@@ -19,7 +19,7 @@ from trimtab.render.html.kit.labels import escape
 WIDE_PX, NARROW_PX = 960, 420
 WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
 
-# Without scripts the block is still there to be selected; the button appears only where it would work.
+# Without scripts the block can still be selected; the button appears only where the clipboard is available.
 COPY_SCRIPT = """
 for (const box of document.querySelectorAll(".copy")) {
   if (!navigator.clipboard) break;
@@ -44,7 +44,7 @@ def _style() -> str:
 
 
 def page_head(title: str, *, scripts: Sequence[str] = (COPY_SCRIPT,), style: str = "") -> str:
-    """The head of a report: one file, one look, and nothing from anywhere else. Only these scripts may run in it."""
+    """The head of a page. Only these scripts may run in it."""
     digests = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
@@ -68,25 +68,24 @@ def page_foot(command: str | None = None, *, more: str = "", script: str = COPY_
 
 
 def both(draw: Callable[[int, str], str], prefix: str, widths: Sequence[tuple[str, int]] = WIDTHS) -> str:
-    """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
+    """The same picture for a wide and a narrow page; the style sheet shows one of them."""
     return "".join(
         draw(width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1) for name, width in widths
     )
 
 
 def section(name: str, title: str, lede: str, body: str) -> str:
-    """A part of the page under its own heading; `title` and `lede` are markup already."""
+    """A section with a heading; `title` and `lede` are markup already."""
     lede_html = f"<p>{lede}</p>\n" if lede else ""
     return f'<section aria-labelledby="h-{name}">\n<h2 id="h-{name}">{title}</h2>\n{lede_html}{body}\n</section>'
 
 
 def card(body: str) -> str:
-    """A sheet with something on it."""
     return f'<div class="card">{body}</div>'
 
 
 def scroll(label: str, table: str, *, css: str = "") -> str:
-    """A table that scrolls by itself where it is too wide or too long."""
+    """A table that scrolls in its own region."""
     return (
         f'<div class="scroll{f" {css}" if css else ""}" role="region" aria-label="{escape(label)}" tabindex="0">'
         f"<table>\n{table}\n</table></div>"
@@ -94,14 +93,14 @@ def scroll(label: str, table: str, *, css: str = "") -> str:
 
 
 def heads(*names: str, words: int) -> str:
-    """Column heads; those after the first so many are of numbers."""
+    """Column heads; those after the first `words` are numeric."""
     numeric = ' class="number"'
     cells = "".join(f'<th scope="col"{numeric if at >= words else ""}>{head}</th>' for at, head in enumerate(names))
     return f"<thead><tr>{cells}</tr></thead>"
 
 
 def code_of(code: str) -> str:
-    """The constant of a reason, small beside its sentence."""
+    """A reason code, small beside its sentence."""
     return f' <small class="code">{escape(code)}</small>' if code else ""
 
 

@@ -165,8 +165,8 @@ def steady_chart(answer: PartitionAnswer) -> Chart:
 
     for index, stage in enumerate(schedule.stages):
         detail = f"layers {stage.first}–{stage.last}"
-        stretches = repeated(at, stage.compute_seconds, f"{detail} on {stage.host}")
-        rows.append(ChartRow(stage.host, stretches, detail))
+        bars = repeated(at, stage.compute_seconds, f"{detail} on {stage.host}")
+        rows.append(ChartRow(stage.host, bars, detail))
         at += stage.compute_seconds
         if with_links and stage.transfer_seconds > 0:
             to = schedule.stages[index + 1].host if index + 1 < len(schedule.stages) else answer.job.sink or ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.model.run import Iteration
+from trimtab.render.html.kit.labels import counted
 
 GpuKey = tuple[str, int]
 """A node, and a GPU of it."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.render.html.kit.chart import BarLook, ChartBar, joined
+from trimtab.render.html.kit.chart import BarLook, ChartBar, merge_bars
 from trimtab.render.html.kit.labels import counted, duration, escape, fit, text_width, ticks
 from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
@@ -335,11 +335,11 @@ class _Drawing:
 
     def track(self, track: TimelineTrack) -> None:
         blocks = self.blocks(track.rows)
-        stretches = (
+        bars = (
             ChartBar(bar.start, bar.end, bar.component, _look(bar.doing), "void" if bar.void else "")
             for bar in track.bars
         )
-        for bar in joined(stretches, JOIN_PX / self.scale if self.scale else 0.0):
+        for bar in merge_bars(bars, JOIN_PX / self.scale if self.scale else 0.0):
             x0, x1 = self.x(bar.start), self.x(bar.end)
             colour = "sync" if bar.look == "sync" else f"k{self.colour[bar.key]}"
             what = {"run": bar.key, "switch": f"{bar.key}: switch", "sync": "weight sync"}[bar.look]
