@@ -1,7 +1,7 @@
-"""What a dashboard shows of a run that is only advised, beside what it shows of any: the advice, and who was asked.
+"""Dashboard panels of an advised run: the advice, engines and GPUs.
 
-Read from `summary.json` of the folder that `trimtab advise` keeps, which is replaced whole at every look; the events of
-the folder tell the rest. A folder of another kind of run, or a summary that nobody understands, gives nothing.
+Read from `summary.json` of the folder that `trimtab advise` keeps, which is replaced atomically at every update. The
+folder of another kind of run, or an unreadable summary, gives no panels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ODD = (ValueError, KeyError, TypeError, AttributeError)
 
 
 class AdvisePanels:
-    """The summary of one folder."""
+    """The panels of one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / SUMMARY
@@ -32,13 +32,13 @@ class AdvisePanels:
         self.panels: dict[str, str] = {}
         self.lines: tuple[str, ...] = ()
 
-    def among(self, panels: Mapping[str, str]) -> dict[str, str]:
-        """The panels of a run with these, without those that a run which is only advised has nothing for."""
+    def merge(self, panels: Mapping[str, str]) -> dict[str, str]:
+        """These panels of a run and the advice, without panels that an advised run cannot fill."""
         kept = {name: html for name, html in panels.items() if name != "moves" and not html.startswith(_NOTHING)}
         return kept | self.panels
 
-    def look(self) -> bool:
-        """Read it if it is another than before; whether what is shown has changed."""
+    def refresh(self) -> bool:
+        """Read the summary if it was replaced; whether what is shown has changed."""
         try:
             status = os.stat(self._path)
             if self._seen == (status.st_ino, status.st_mtime_ns):
@@ -64,8 +64,8 @@ def _advice(data: Mapping[str, Any]) -> str:
         return text + _notes(data)
     overrides = "\n".join(map(str, advice["command_line"]))
     more = "".join(f"<p>{escape(str(sentence))}</p>" for sentence in advice["advice"])
-    far = ", ".join(map(str, advice["extrapolated"]))
-    more += f"<p>Nobody measured {escape(far)} on so many GPUs: it is extrapolated.</p>" if far else ""
+    extrapolated = ", ".join(map(str, advice["extrapolated"]))
+    more += f"<p>Not measured on that many GPUs, extrapolated: {escape(extrapolated)}.</p>" if extrapolated else ""
     return (
         f"<p><strong>{escape(str(advice['placement']))}</strong>, since step {int(advice['since_step'])}. "
         f"{escape(_gain(advice))}</p>\n<p>{escape(str(advice['reason']))} "
@@ -78,7 +78,7 @@ def _advice(data: Mapping[str, Any]) -> str:
 
 def _notes(data: Mapping[str, Any]) -> str:
     waits = [
-        f"{name}: a wait, no cost: {component['wait']}"
+        f"{name}: waiting, not a cost: {component['wait']}"
         for name, component in data["components"].items()
         if component.get("wait")
     ]
@@ -109,7 +109,7 @@ def _around(data: Mapping[str, Any]) -> str:
         found += f'<p class="warn">Cluster: {escape(str(cluster["fault"]))}</p>'
     elif cluster is not None:
         rows = "".join(_node(node) for node in cluster["nodes"][:NODES_SHOWN])
-        columns = heads("Node of the cluster", "GPUs", "Free", "How busy its GPUs are", words=1)
+        columns = heads("Node of the cluster", "GPUs", "Free", "GPU utilisation", words=1)
         found += scroll("Nodes of the cluster", f"{columns}\n<tbody>{rows}</tbody>", css="bare tall")
     if data["gpus_here"]:
         busy = ", ".join(share(float(busy_share)) for busy_share in data["gpus_here"])
@@ -129,7 +129,7 @@ def _engine(engine: Mapping[str, Any]) -> str:
 
 def _node(node: Mapping[str, Any]) -> str:
     busy = ", ".join(share(float(value)) for value in node["busy"].values()) or "–"
-    name = f"{node['name']}, will go" if node["draining"] else str(node["name"])
+    name = f"{node['name']}, draining" if node["draining"] else str(node["name"])
     cells = "".join(f'<td class="number">{cell}</td>' for cell in (_number(node["gpus"]), _number(node["free"]), busy))
     return f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>\n'
 
@@ -143,7 +143,7 @@ def _share(value: Any) -> str:
 
 
 def _lines(data: Mapping[str, Any]) -> list[str]:
-    """The same for a terminal: the advice and its overrides, engines that do not answer, GPUs."""
+    """The same for a terminal: the advice with its overrides, unresponsive engines, GPUs."""
     advice, decision = data["advice"], data["decision"]
     if advice is None:
         found = [f"no advice ({decision['code']}): {decision['reason']}"]

@@ -1,8 +1,4 @@
-"""What was seen of a followed run as a page to look at: one HTML file, in the look of every report.
-
-The steps are drawn as they went, beside the plan in place and the one that is advised, by the code that draws every
-timeline. Whole by itself: it loads nothing and sends nothing. Nothing is decided here.
-"""
+"""A followed run as an HTML page: its steps, the current plan and the advised plan."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ STEPS_DRAWN = 14
 
 
 def advise_report(follower: Follower, frame: FollowFrame) -> str:
-    """The report as HTML."""
     seen = frame.picture
     title = ", ".join(Path(path).name for path in follower.tail.paths)
     names = tuple(part.name for part in seen.parts)
@@ -72,7 +67,7 @@ def _advice(follower: Follower, seen: RunPicture, names: tuple[str, ...]) -> str
         )
     now, then = adviser.as_now(adviser.plan), adviser.as_now(advice.plan)
     axis = max(now.timeline_seconds, then.timeline_seconds)
-    plans = (("The plan in place", now, advice.iteration_s), ("The plan that is advised", then, advice.new_iteration_s))
+    plans = (("Current plan", now, advice.iteration_s), ("Advised plan", then, advice.new_iteration_s))
     pictures = "".join(
         f'<li class="card"><h3>{title}<span class="time">{duration(seconds)}</span></h3>'
         f"<p>{escape(plan.describe())} GPUs</p><figure>{_chart(plan, title, f'plan{at}', names, axis)}</figure></li>\n"
@@ -88,9 +83,9 @@ def _advice(follower: Follower, seen: RunPicture, names: tuple[str, ...]) -> str
 
 
 def _sentence(advice: Advice) -> str:
-    far = f" Nobody measured {', '.join(advice.extrapolated)} on so many GPUs." if advice.extrapolated else ""
+    extrapolated = f" Not measured on that many GPUs: {', '.join(advice.extrapolated)}." if advice.extrapolated else ""
     more = "".join(f" {sentence}." for sentence in advice.settings.advice)
-    return f"Since step {advice.since}: {advice.reason.sentence}.{far}{more}"
+    return f"Since step {advice.since}: {advice.reason.sentence}.{extrapolated}{more}"
 
 
 def _words(advice: Advice) -> str:
@@ -123,7 +118,7 @@ def _steps(follower: Follower, seen: RunPicture) -> str:
 
 
 def _step_chart(follower: Follower, parts: Sequence[ComponentSummary]) -> Chart:
-    """Some steps from the first to the last, each as its components one after another."""
+    """A sample of steps from the first to the last, each as its components in sequence."""
     notes = {part.name: ", a wait" if part.wait else "" for part in parts}
     steps = _some(follower.advising.counted)
     rows, longest = [], 0.0
@@ -148,7 +143,7 @@ def _some(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
 def _row(index: int, part: ComponentSummary) -> str:
     spread = "" if part.spread is None else f"±{part.spread:.0%}"
     drift = "" if part.drift is None else f"{part.drift:+.0%}"
-    note = f"a wait, no cost: {escape(part.wait)}" if part.wait else "has drifted" if part.drifted else ""
+    note = f"waiting, not a cost: {escape(part.wait)}" if part.wait else "has drifted" if part.drifted else ""
     numbers = (gpus_text(part), f"{part.seconds:,.1f}", "" if part.share is None else share(part.share))
     cells = "".join(f'<td class="number">{cell}</td>' for cell in (*numbers, spread, drift))
     return (

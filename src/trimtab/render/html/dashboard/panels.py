@@ -1,7 +1,7 @@
-"""The parts of the dashboard beside its timeline: tables and curves, each as markup of its own.
+"""The dashboard's panels: tables and curves, each as its own markup.
 
-Pure. Pictures are drawn by the report's own code and look the same. Whatever comes from outside is escaped here. A name
-that has a story is a button: `data-kind` and `data-name` say whose.
+Pure. Pictures are drawn by the report's code. Text from outside is escaped here. A name with a story is a button:
+`data-kind` and `data-name` identify it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from trimtab.render.html.run.story import RunStory
 Panels = dict[str, str]
 
 WIDTHS = (("wide", 600), ("narrow", 360))  # of curves, in pixels
-MOST_ROWS = 100
-MOST_METRICS = 4
-ROOM = "makes room for"  # what the pool says of an eviction; workers are also taken for other reasons
+MAX_ROWS = 100
+MAX_METRICS = 4
+ROOM = "makes room for"  # in the pool's reason of an eviction; workers are also taken for other reasons
 _NONE = '<p class="none">None yet.</p>'
 
 
 def run_panels(board: RunBoard, line: LiveTimeline) -> Panels:
-    """All panels that a run fills."""
     story = board.story
     names = metric_names(story)
     return {
@@ -49,19 +48,18 @@ def run_panels(board: RunBoard, line: LiveTimeline) -> Panels:
 
 
 def named(kind: str, name: str, words: str = "") -> str:
-    """A name that opens its story."""
     return (
         f'<button type="button" class="rt-at" data-kind="{kind}" data-name="{escape(name)}">'
         f"{escape(words or name or '–')}</button>"
     )
 
 
-def table(label: str, columns: str, rows: Sequence[str], *, most: int = MOST_ROWS) -> str:
-    """A table, or that there is nothing in it; of very many rows the last ones."""
+def table(label: str, columns: str, rows: Sequence[str], *, limit: int = MAX_ROWS) -> str:
+    """A table with the last `limit` rows, or a note that it is empty."""
     if not rows:
         return _NONE
-    left = f"<p>The last {most} of {len(rows):,}.</p>" if len(rows) > most else ""
-    return left + scroll(label, f"{columns}\n<tbody>{''.join(rows[-most:])}</tbody>", css="bare tall")
+    left = f"<p>The last {limit} of {len(rows):,}.</p>" if len(rows) > limit else ""
+    return left + scroll(label, f"{columns}\n<tbody>{''.join(rows[-limit:])}</tbody>", css="bare tall")
 
 
 def _row(first: str, *cells: str) -> str:
@@ -86,7 +84,7 @@ def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
     promised = story.prediction(len(story.plans) - 1) if story.plans else None
     tiles = [
         ("Iterations", str(len(done)), f"of {story.wanted}" if story.wanted else "done"),
-        ("Time", duration(story.end_s), story.state or "goes on"),
+        ("Time", duration(story.end_s), story.state or "running"),
         (
             "An iteration",
             duration(median(walls)) if walls else "–",
@@ -98,7 +96,7 @@ def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
         tiles.append(("GPUs idle", share(idle), f"of {counted(story.gpus, 'GPU')}"))
     arrived = sum(move.state == "arrived" for move in story.moves)
     back = sum(move.state == "rolled back" for move in story.moves)
-    # A worker whose slot was taken is told as a worker, as a task, or as both.
+    # An evicted worker appears as a worker, as a task, or as both.
     evicted = max(
         sum(event.lane == "tasks" and event.kind == "evicted" for event in story.timeline_events),
         sum(event.code == "TAKEN" and event.kind == "left" and ROOM in event.reason for event in story.timeline_events),
@@ -139,18 +137,18 @@ def _nodes(board: RunBoard) -> str:
     rows = []
     for node in board.story.nodes:
         here = board.is_there(node)
-        state = "will go" if node.name in board.leaving else "there" if here else "gone"
-        css = ' class="warn"' if state != "there" else ""
+        state = "draining" if node.name in board.leaving else "present" if here else "gone"
+        css = ' class="warn"' if state != "present" else ""
         runs = "; ".join(
             f"{escape(component)} {ranks_text(gpus)}" for component, gpus in board.on_node(node.name).items()
         )
         has = f"{node.gpus} × {escape(node.kind)}" if node.kind else counted(node.gpus, "GPU")
-        name = named("node", node.name, node.name or "GPUs of no named node")
+        name = named("node", node.name, node.name or "GPUs without a node name")
         rows.append(_row(name, _cell(f"<span{css}>{state}</span>"), _cell(has), _cell(runs if here and runs else "–")))
-    return table("Nodes", heads("Node", "State", "Has", "Runs", words=4), rows, most=300)
+    return table("Nodes", heads("Node", "State", "Has", "Runs", words=4), rows, limit=300)
 
 
-def _standing(kind: str, status: SubjectStatus, *cells: str) -> str:
+def _status_row(kind: str, status: SubjectStatus, *cells: str) -> str:
     css = ' class="minor"' if status.is_over else ""
     return (
         f'<tr{css}><th scope="row">{named(kind, status.name)}</th>{_cell(escape(status.state))}'
@@ -159,9 +157,8 @@ def _standing(kind: str, status: SubjectStatus, *cells: str) -> str:
 
 
 def workers_panel(board: RunBoard) -> str:
-    """Rollout workers with their states, and how much each has to do."""
     rows = [
-        _standing("worker", worker, _cell(escape(worker.group)), f'<td class="number">{worker.load or "–"}</td>')
+        _status_row("worker", worker, _cell(escape(worker.group)), f'<td class="number">{worker.load or "–"}</td>')
         for worker in sorted(board.workers.values(), key=lambda worker: (worker.group, worker.is_over, worker.name))
     ]
     columns = '<thead><tr><th scope="col">Worker</th><th scope="col">State</th><th scope="col">Component</th>'
@@ -171,7 +168,7 @@ def workers_panel(board: RunBoard) -> str:
 
 def _tasks(board: RunBoard) -> str:
     ordered = sorted(board.tasks.values(), key=lambda task: (not task.is_over, task.since_s))
-    rows = [_standing("task", task, _cell(escape(task.group))) for task in ordered]
+    rows = [_status_row("task", task, _cell(escape(task.group))) for task in ordered]
     return table("Tasks", heads("Task", "State", "Pool", "Why", words=4), rows)
 
 
@@ -198,7 +195,7 @@ def _moves(story: RunStory) -> str:
 
 
 def _events(story: RunStory) -> str:
-    """What happened, the newest first; states saved one after another, and what moves say twice, are left out."""
+    """Events, newest first, without checkpoints and what moves repeat."""
     shown = [
         (at, event)
         for at, event in enumerate(story.timeline_events)
@@ -208,11 +205,11 @@ def _events(story: RunStory) -> str:
     rows = [
         f'<tr><td><button type="button" class="rt-at" data-kind="mark" data-name="{at}">{duration(event.t_s)}</button>'
         f'</td><th scope="row">{escape(event.title)}</th>{_cell(_why(event.code, event.reason))}</tr>\n'
-        for at, event in newest[:MOST_ROWS]
+        for at, event in newest[:MAX_ROWS]
     ]
     if not rows:
         return _NONE
-    left = f"<p>The newest {MOST_ROWS} of {len(shown):,}.</p>" if len(shown) > MOST_ROWS else ""
+    left = f"<p>The newest {MAX_ROWS} of {len(shown):,}.</p>" if len(shown) > MAX_ROWS else ""
     columns = heads("At", "What", "Why", words=3)
     body = f"{columns}\n<tbody>{''.join(rows)}</tbody>"
     return left + scroll("What happened", body, css="bare tall events")
@@ -226,15 +223,15 @@ def _predicted(story: RunStory) -> str:
 
 
 def _rewards(story: RunStory, names: Sequence[str]) -> str:
-    drawn = [metric_curve(story, name, f"reward{at}", WIDTHS) for at, name in enumerate(names[:MOST_METRICS])]
+    drawn = [metric_curve(story, name, f"reward{at}", WIDTHS) for at, name in enumerate(names[:MAX_METRICS])]
     return "".join(f"<p>{escape(curve[0])}</p>{curve[1]}" for curve in drawn if curve) or _NONE
 
 
-# ---- what a controller tells -----------------------------------------------------------------------------------------
+# ---- controller -----------------------------------------------------------------------------------------------------
 
 
 def controller_panels(data: Mapping[str, Any]) -> Panels:
-    """Panels that the controller of a cluster fills; `data` is what `trimtab status` answers."""
+    """Panels of a cluster's controller; `data` is that of `trimtab status`."""
     return {
         "pools": _pools(data["pools"]),
         "queue": _queue(data["waiting"]),
@@ -253,7 +250,7 @@ def _pools(pools: Mapping[str, Mapping[str, Any]]) -> str:
     for name, view in pools.items():
         tasks = ", ".join(f"{count} {escape(state)}" for state, count in view.get("tasks", {}).items() if count)
         used, quota = view.get("used") or {}, view.get("quota") or {}
-        state = "takes nothing new" if view.get("drained") else "open"
+        state = "drained" if view.get("drained") else "open"
         rows.append(
             _row(
                 named("pool", name),
@@ -277,11 +274,11 @@ def _queue(waiting: Iterable[Mapping[str, Any]]) -> str:
         for task in waiting
     ]
     columns = heads("Task", "Pool", "Place", "Priority", "Why it waits", words=5)
-    return table("Queue", columns, rows[:MOST_ROWS]) if rows else '<p class="none">Nobody waits.</p>'
+    return table("Queue", columns, rows[:MAX_ROWS]) if rows else '<p class="none">No tasks are waiting.</p>'
 
 
 def fleet_panel(nodes: Iterable[Mapping[str, Any]], without: Sequence[str] = ()) -> str:
-    """The nodes of a cluster, but for those that a run on the same page shows; nothing where there are no others."""
+    """The nodes of a cluster without those that a run on the same page shows; empty without any."""
     rows = []
     for node in nodes:
         why = _why(node["reason"]["code"], node["reason"]["sentence"]) if node.get("reason") else "–"
@@ -296,7 +293,7 @@ def fleet_panel(nodes: Iterable[Mapping[str, Any]], without: Sequence[str] = ())
                 _cell(why),
             )
         )
-    return table("Nodes of the cluster", heads("Node", "State", "Has", "Why", words=4), rows, most=300) if rows else ""
+    return table("Nodes of the cluster", heads("Node", "State", "Has", "Why", words=4), rows, limit=300) if rows else ""
 
 
 def _evictions(data: Mapping[str, Any]) -> str:
@@ -308,6 +305,6 @@ def _evictions(data: Mapping[str, Any]) -> str:
             _cell(named("task", eviction["by"]) if eviction.get("by") else "–"),
             _cell(_why(eviction["reason"]["code"], eviction["reason"]["sentence"])),
         )
-        for eviction in reversed(data.get("latest", ())[-MOST_ROWS:])
+        for eviction in reversed(data.get("latest", ())[-MAX_ROWS:])
     ]
     return text + (table("Evictions", heads("Task", "Pool", "For", "Why", words=4), rows) if rows else "")

@@ -1,7 +1,6 @@
-"""A partition as a page to look at: the pipeline, its steady state, the numbers, and what to improve.
+"""A partition as an HTML page: the pipeline, its steady state, the numbers, and what to improve.
 
-Called by the command line with a finished answer. The page is whole by itself: it loads and sends nothing. What is
-drawn stands in tables too, and every number comes from the answer: nothing is decided here.
+Everything drawn is in tables too, and every number comes from the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from trimtab.render.text.partition import MIB, improve_sentence
 
 
 def partition_report(answer: PartitionAnswer, *, command: str | None, search_seconds: float | None) -> str:
-    """The report of an answer as HTML. `command` is what made it."""
+    """The report of an answer as HTML. `command` made it."""
     parts = [page_head(answer.job.model.name), _headline(answer)]
     if answer.schedule.stages:
         parts += [_pipeline(answer), _steady(answer), _frontier(answer)]
@@ -71,16 +70,16 @@ def _pipeline(answer: PartitionAnswer) -> str:
     colours = type_colours(answer)
     bottleneck = answer.schedule.bottleneck_seconds
     rows = "\n".join(_row(stage, colours[stage.type], bottleneck) for stage in answer.schedule.stages)
-    brought = ""
+    source = ""
     if answer.schedule.input_seconds:
-        brought = (
+        source = (
             f"<p>The input comes from {escape(answer.job.source or '')} in "
             f"{duration(answer.schedule.input_seconds)}.</p>\n"
         )
     return (
         '<section aria-labelledby="h-pipeline">\n<h2 id="h-pipeline">Pipeline</h2>\n'
-        "<p>Each box is a stage: how long it computes and how busy that keeps it, and the memory it needs. "
-        f"On the arrows, what sending on takes.</p>\n{brought}"
+        "<p>Each box is a stage with its compute time, utilisation and memory. "
+        f"The arrows show transfer times.</p>\n{source}"
         f'<div class="card"><figure>{drawn}</figure>\n'
         '<div class="scroll" role="region" aria-labelledby="h-pipeline" tabindex="0"><table>\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div></div>\n</section>"
@@ -131,7 +130,7 @@ def _frontier(answer: PartitionAnswer) -> str:
         before = rate
     return (
         '<section aria-labelledby="h-frontier">\n<h2 id="h-frontier">How many devices are worth it</h2>\n'
-        "<p>The least bottleneck that any choice of so many devices reaches.</p>\n"
+        "<p>The minimum bottleneck for each number of devices.</p>\n"
         f'<div class="card"><figure>{drawn}</figure>\n'
         '<div class="scroll" role="region" aria-labelledby="h-frontier" tabindex="0"><table>\n'
         '<thead><tr><th scope="col">Devices</th><th scope="col" class="number">Bottleneck</th>'
@@ -152,5 +151,5 @@ def _schedule(block: str) -> str:
 def _assumed(answer: PartitionAnswer) -> str:
     sentences = [*answer.assumptions, *answer.warnings]
     if not answer.optimal or not answer.ties_proven:
-        sentences.insert(0, answer.method if not answer.optimal else "schedules as good were not all compared")
+        sentences.insert(0, answer.method if not answer.optimal else "schedules of equal cost were not all compared")
     return list_section("assumptions", "What was assumed", sentences)

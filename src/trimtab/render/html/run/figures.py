@@ -1,7 +1,7 @@
-"""Figures of a run's story: shares of time, medians, courses of metrics. Reads a story, decides nothing, draws nothing.
+"""Statistics of a run's story: idle shares, medians, metric series.
 
-`idle` is as plans have it: the share of an iteration in which the GPUs of a component do nothing at all; of a component
-on CPUs, in which it does nothing.
+`idle` is defined as in plans: the share of an iteration in which the GPUs of a component do nothing; for a CPU
+component, in which it does nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _TENTH = 10
 
 @dataclass(frozen=True)
 class ReportCost:
-    """A component over the run: medians per iteration, without periodic work, and where it stood idle."""
+    """A component over the run: medians per iteration, without periodic work, and idle share."""
 
     component: str
-    gpus: tuple[int, ...]  # counts that it ran on, one after another
-    predicted_s: float | None  # of the plan that ran last
+    gpus: tuple[int, ...]  # GPU counts that it ran on, in sequence
+    predicted_s: float | None  # of the last plan
     busy_s: float | None
     wait_s: float | None
     switch_s: float | None
     idle: float | None
-    drift: float | None  # cost at the end against the beginning of the longest time on as many GPUs
+    drift: float | None  # cost at the end relative to the start of the longest time on the same GPUs
 
 
 def idle_shares(story: RunStory) -> dict[str, list[tuple[int, float]]]:
-    """For each component and iteration that counts, the share in which its GPUs did nothing."""
+    """Per component and iteration that counts, the share in which its GPUs did nothing."""
     spells: dict[frozenset[str], _BusyTimes] = {}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in story.components}
     by_name: dict[str, list[tuple[float, float]]] = {}
@@ -59,7 +59,7 @@ def idle_shares(story: RunStory) -> dict[str, list[tuple[int, float]]]:
 
 
 class _BusyTimes:
-    """Times of work, merged; answers how much of it lies between two moments."""
+    """Busy intervals, merged; returns the busy time between two moments."""
 
     def __init__(self, spells: list[tuple[float, float]]) -> None:
         self._starts: list[float] = []
@@ -83,7 +83,6 @@ class _BusyTimes:
 
 
 def costs(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> list[ReportCost]:
-    """What each component cost."""
     counted = [record for record in story.iterations if not record.iteration.extra] or story.iterations
     found = []
     for name in story.components:
@@ -112,7 +111,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _drift(course: list[tuple[int, float]]) -> float | None:
-    """The end against the beginning, within the longest stay on as many GPUs: with other GPUs it is no drift."""
+    """The end relative to the start, within the longest time on the same number of GPUs."""
     stays: list[list[float]] = []
     before: int | None = None
     for gpus, busy_s in course:
@@ -124,12 +123,12 @@ def _drift(course: list[tuple[int, float]]) -> float | None:
     if len(longest) < _TENTH:
         return None
     count = max(3, len(longest) // _TENTH)
-    start = median(longest[1 : 1 + count])  # everything is cold in the first
+    start = median(longest[1 : 1 + count])  # the first iteration warms up
     return median(longest[-count:]) / start if start > 0 else None
 
 
 def errors(story: RunStory) -> list[tuple[int, float]]:
-    """How far measured iterations were from what their plan promised: number, relative difference."""
+    """Relative error of each iteration's predicted time, with its number."""
     return [
         (record.iteration.number, record.iteration.wall_s / predicted - 1)
         for record in story.iterations
@@ -138,13 +137,13 @@ def errors(story: RunStory) -> list[tuple[int, float]]:
 
 
 def expected(story: RunStory) -> list[tuple[int, float]]:
-    """What the plan that ran was expected to take, by costs as measured until then: iteration after which, seconds."""
+    """Expected iteration time by the costs measured so far: iteration after which, seconds."""
     found = [(decision.iteration, finite(decision.numbers.get("iteration_s"))) for decision in story.decisions]
     return [(number, value) for number, value in found if value is not None]
 
 
 def expected_errors(story: RunStory) -> list[float]:
-    """How far iterations were from what was expected of them after the one before."""
+    """Relative errors of the expectation after the previous iteration."""
     by_number = dict(expected(story))
     return [
         record.iteration.wall_s / by_number[before] - 1
@@ -154,7 +153,7 @@ def expected_errors(story: RunStory) -> list[float]:
 
 
 def metric_names(story: RunStory, wanted: Sequence[str] = ()) -> list[str]:
-    """Metrics to show, as `component.name`: those asked for, or all whose own name begins with reward."""
+    """Metrics to show, as `component.name`: those requested, or all whose own name begins with reward."""
     there = sorted(
         {f"{name}.{key}" for record in story.done for name, values in record.metrics.items() for key in values}
     )
@@ -164,14 +163,12 @@ def metric_names(story: RunStory, wanted: Sequence[str] = ()) -> list[str]:
 
 
 def all_metrics(story: RunStory) -> list[str]:
-    """Every metric that components had to show."""
     return sorted(
         {f"{name}.{key}" for record in story.done for name, values in record.metrics.items() for key in values}
     )
 
 
 def course(iterations: Sequence[ReportIteration], metric: str) -> list[tuple[int, float]]:
-    """A metric over the iterations."""
     component, _, key = metric.partition(".")
     return [
         (record.iteration.number, value)
@@ -181,13 +178,13 @@ def course(iterations: Sequence[ReportIteration], metric: str) -> list[tuple[int
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """The beginning and the end of a course: means of a tenth of it each."""
+    """Means of the first and the last tenth."""
     count = max(1, len(values) // _TENTH)
     return fmean(values[:count]), fmean(values[-count:])
 
 
 def group_equal(decisions: Sequence[ReportDecision]) -> list[tuple[ReportDecision, ReportDecision, int]]:
-    """Decisions one after another that say the same, as the first, the last and how many."""
+    """Consecutive equal decisions as the first, the last and their count."""
     out: list[tuple[ReportDecision, ReportDecision, int]] = []
     for decision in decisions:
         if out and (out[-1][1].what, out[-1][1].code, out[-1][1].plan) == (decision.what, decision.code, decision.plan):

@@ -1,8 +1,7 @@
-"""The report of a run: one HTML file with its timeline, plans, moves, decisions, costs and what it learned.
+"""The report of a run as an HTML page: timeline, plans, moves, decisions, costs and metrics.
 
-Called by `trimtab report` with the story of a folder. The page is whole by itself: it loads and sends nothing, and its
-policy forbids both. Without scripts the timeline stands still; all that is drawn stands in words and tables too.
-Nothing is decided here: every number comes from the story.
+Without scripts the timeline is a still picture; everything drawn is in words and tables too. Every number comes from
+the story.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.summary import has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
 
-_MOST_ROWS = 150
+_MAX_ROWS = 150
 _NUMBERS = {
     "iteration_s": "an iteration now", "new_iteration_s": "of the other plan", "gain_s": "gain per iteration",
-    "sure_gain_s": "of which sure", "horizon": "iterations that count", "cost_s": "cost of the move",
+    "sure_gain_s": "of which certain", "horizon": "iterations considered", "cost_s": "cost of the move",
     "margin": "margin", "dwell_left": "iterations until a move is allowed",
 }  # fmt: skip
 
 
 def run_report(story: RunStory, *, title: str, command: str | None, metrics: Sequence[str] = ()) -> str:
-    """The report of a story as HTML. `metrics` names what to draw besides costs; without any, rewards."""
+    """The report of a story as HTML. `metrics` names what to draw besides costs; by default rewards."""
     chart = run_chart(story)
     idle = idle_shares(story)
     spent = costs(story, idle)
@@ -73,13 +72,13 @@ def run_report(story: RunStory, *, title: str, command: str | None, metrics: Seq
 
 @cache
 def script() -> str:
-    """What makes the timeline live; a page needs nothing else."""
+    """The script of the timeline."""
     return resources.files("trimtab.render.html").joinpath("assets/run_timeline.js").read_text(encoding="utf-8")
 
 
 @cache
 def style() -> str:
-    """The look of a run's pictures, beside that of all reports."""
+    """The style of a run's pictures, besides that of all reports."""
     return resources.files("trimtab.render.html").joinpath("assets/run_report.css").read_text(encoding="utf-8")
 
 
@@ -90,9 +89,7 @@ def _headline(story: RunStory, chart: RunChart, spent: list[ReportCost], names: 
     if story.unparsed_lines:
         where = ", ".join(map(str, story.unparsed_lines[:5])) + (" …" if len(story.unparsed_lines) > 5 else "")
         count = counted(len(story.unparsed_lines), "line")
-        warned = (
-            f'<p class="lede warn">{count} of events.jsonl could not be understood and are left out: {where}.</p>\n'
-        )
+        warned = f'<p class="lede warn">{count} of events.jsonl could not be parsed and left out: {where}.</p>\n'
     return (
         f'<header>\n<p class="eyebrow">trimtab report · {escape(story.job or "run")}</p>\n<h1>{escape(title)}</h1>\n'
         f'<p class="lede">{escape(status_sentence(story))}</p>\n{warned}'
@@ -115,7 +112,7 @@ def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[tuple[str
     ]
     if chart.available_gpu_s > 0:
         part = max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s)
-        tiles.append(("GPUs idle", f"<dd>{share(part)}<small>of the time they were there</small></dd>"))
+        tiles.append(("GPUs idle", f"<dd>{share(part)}<small>of the time they were available</small></dd>"))
     off = [abs(error) for _, error in errors(story)]
     if off:
         tiles.append(("Prediction off by", f"<dd>{share(median(off))}<small>at the median</small></dd>"))
@@ -134,11 +131,11 @@ def _timeline(story: RunStory, chart: RunChart) -> str:
         return ""
     drawn = both(lambda width, name: static_svg(chart, width, name, "The run over time"), "run")
     clock = (
-        "Time is that of the plan, as if components ran side by side"
+        "Time is that of the plan, as if components ran in parallel"
         if has_virtual_clock(story)
-        else "Time is the run's own"
+        else "Time is wall-clock time"
     )
-    lede = f"{clock}; a row for each GPU. Grey is idle; where a row is empty, the node was not there."
+    lede = f"{clock}; a row for each GPU. Grey is idle; an empty row means that the node was absent."
     body = (
         f'{legend(chart)}\n<div class="run-timeline" data-run-timeline="run-data">\n'
         f'<figure class="still">{drawn}</figure>\n</div>\n'
@@ -148,13 +145,13 @@ def _timeline(story: RunStory, chart: RunChart) -> str:
 
 
 def _json(data: dict[str, Any]) -> str:
-    """Data that may stand inside a page: nothing in it ends the element."""
+    """JSON that cannot end the element it is in."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _happened(story: RunStory) -> str:
-    """The marks of the timeline in words; states that were saved one after another are one line."""
+    """The marks of the timeline as a table."""
     if not story.timeline_events:
         return ""
     ordered = sorted(
@@ -171,13 +168,13 @@ def _happened(story: RunStory) -> str:
             f'<th scope="row">{escape(event.title)}</th><td>{why}{code}</td></tr>'
         )
     left = ""
-    if len(rows) > 4 * _MOST_ROWS:
-        left = f"<p>The first and the last {2 * _MOST_ROWS} of {len(rows):,}.</p>"
-        rows = rows[: 2 * _MOST_ROWS] + rows[-2 * _MOST_ROWS :]
+    if len(rows) > 4 * _MAX_ROWS:
+        left = f"<p>The first and the last {2 * _MAX_ROWS} of {len(rows):,}.</p>"
+        rows = rows[: 2 * _MAX_ROWS] + rows[-2 * _MAX_ROWS :]
     columns = "".join(f'<th scope="col">{words}</th>' for words in ("At", "What", "Why"))
     head = f"<thead><tr>{columns}</tr></thead>"
     body = scroll("What happened", f"{head}\n<tbody>\n{chr(10).join(rows)}\n</tbody>", css="bare tall events")
-    lede = f"{counted(len(story.timeline_events), 'event')} beside the iterations, {saved} of them saved states."
+    lede = f"{counted(len(story.timeline_events), 'event')} besides the iterations, {saved} of them checkpoints."
     return section("events", "What happened", lede, card(left + body))
 
 
@@ -189,7 +186,7 @@ def _plans(story: RunStory) -> str:
         return ""
     items = "\n".join(_plan(story, plan) for plan in story.plans)
     body = f'<ol class="plans">\n{items}\n</ol>'
-    return section("plans", "Plans", "One after another, with what they promised and what came of it.", body)
+    return section("plans", "Plans", "In sequence, with predicted and measured times.", body)
 
 
 def _plan(story: RunStory, plan: ReportPlan) -> str:
@@ -199,13 +196,13 @@ def _plan(story: RunStory, plan: ReportPlan) -> str:
     ]
     predicted = story.prediction(plan.number)
     why = {
-        "first": "at the beginning", "measured": "with costs as measured", "move": "by a move", "lost": "after a loss",
+        "first": "at the beginning", "measured": "with measured costs", "move": "by a move", "lost": "after a loss",
     }.get(plan.why, plan.why)  # fmt: skip
     if under:
         first, last = under[0].iteration.number, under[-1].iteration.number
         ran = f"iteration {first}" if first == last else f"iterations {first} to {last}"
     else:
-        ran = "no iteration ended under it"
+        ran = "no iteration finished"
     promised = (
         f"{duration(predicted)}<small> predicted</small>" if predicted is not None else "<small>no prediction</small>"
     )
@@ -213,22 +210,22 @@ def _plan(story: RunStory, plan: ReportPlan) -> str:
     if measured:
         middle = median(measured)
         off = f" ({middle / predicted - 1:+.1%})".replace("%", " %") if predicted else ""
-        came = f", {duration(middle)} measured at the median{off}"
-    groups = "; ".join(f"{_and(names)} on {_seats_words(gpu_slots)}" for names, gpu_slots in plan.groups if gpu_slots)
+        came = f", {duration(middle)} measured median{off}"
+    groups = "; ".join(f"{_join(names)} on {_slots_text(gpu_slots)}" for names, gpu_slots in plan.groups if gpu_slots)
     spent = ", ".join(f"{escape(name)} {duration(cost)}" for name, cost in plan.costs_s.items()) if predicted else ""
-    more = f"<p>Costs it was made with: {spent}.</p>" if spent else ""
+    more = f"<p>Planned with costs: {spent}.</p>" if spent else ""
     return (
         f'<li class="card"><h3>{escape(plan.words)}<span class="time">{promised}</span></h3>'
         f"<p>From {duration(plan.t_s)}, {escape(why)}: {ran}{came}.</p><p>{escape(groups)}</p>{more}</li>"
     )
 
 
-def _and(names: Sequence[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+def _join(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
-def _seats_words(gpu_slots: tuple[tuple[str, int], ...]) -> str:
+def _slots_text(gpu_slots: tuple[tuple[str, int], ...]) -> str:
     nodes: dict[str, list[int]] = {}
     for node, gpu in gpu_slots:
         nodes.setdefault(node, []).append(gpu)
@@ -244,20 +241,20 @@ def _moves(moves: list[ReportMigration]) -> str:
     return section(
         "moves",
         "Moves",
-        "Each with what it rested on, and what its stages took.",
+        "Each with its reason, and the time of its stages.",
         f'<ol class="plans">\n{items}\n</ol>',
     )
 
 
 def _move(move: ReportMigration) -> str:
     css = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}.get(move.state, "")
-    forced = ' <span class="badge">had to be</span>' if move.forced else ""
+    forced = ' <span class="badge">forced</span>' if move.forced else ""
     goes = f"{escape(move.before or '?')} → {escape(move.after or '?')}"
     why = f"<p>{escape(move.reason)}{code_of(move.code)}</p>" if move.reason or move.code else ""
     outcome = f'<p class="warn">{escape(move.outcome)}</p>' if move.outcome else ""
     stages = "".join(f"<div><dt>{escape(name)}</dt><dd>{duration(took)}</dd></div>" for name, _, took in move.stages)
     if move.rollback_s:
-        stages += f"<div><dt>way back</dt><dd>{duration(move.rollback_s)}</dd></div>"
+        stages += f"<div><dt>rollback</dt><dd>{duration(move.rollback_s)}</dd></div>"
     changed = "; ".join(
         f"{escape(name)} {escape(how)} ({before} → {after} GPUs)"
         for name, how, before, after in move.changes
@@ -290,7 +287,7 @@ def _decisions(story: RunStory) -> str:
         return ""
     rows = ""
     groups = group_equal(story.decisions)
-    for first, last, count in groups[-_MOST_ROWS:]:
+    for first, last, count in groups[-_MAX_ROWS:]:
         span = str(first.iteration) if first.iteration == last.iteration else f"{first.iteration} to {last.iteration}"
         gain = last.numbers.get("gain_s")
         gain_text = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else "–"
@@ -300,11 +297,13 @@ def _decisions(story: RunStory) -> str:
             f'<td>{escape(last.reason)}{code_of(last.code)}{plan}</td><td class="number">{gain_text}</td></tr>\n'
         )
     stays = sum(decision.what == "stay" for decision in story.decisions)
-    left = f"<p>The last {_MOST_ROWS} of {len(groups)}.</p>" if len(groups) > _MOST_ROWS else ""
-    table = scroll("Decisions", f"{heads('Iteration', 'Decision', 'Why', 'Gain seen', words=3)}\n<tbody>{rows}</tbody>")
+    left = f"<p>The last {_MAX_ROWS} of {len(groups)}.</p>" if len(groups) > _MAX_ROWS else ""
+    table = scroll(
+        "Decisions", f"{heads('Iteration', 'Decision', 'Why', 'Expected gain', words=3)}\n<tbody>{rows}</tbody>"
+    )
     body = (
         f'<details class="card"><summary>{counted(len(story.decisions), "decision")}, {stays} of them to stay</summary>'
         f"{left}{table}</details>"
     )
-    lede = "Every one has its reason, also the one to stay; those that say the same one after another are counted."
+    lede = "Each with its reason; consecutive equal decisions are counted."
     return section("decisions", "Decisions", lede, body)

@@ -1,4 +1,4 @@
-"""A run in ten lines or fewer: what it did, what it decided and what came of it. Every figure comes from the story."""
+"""A run in at most ten lines: what it did, what it decided, and the result."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trimtab.render.html.run.figures import ReportCost, course, ends_of, errors,
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.timeline import RunChart
 
-MOST_LINES = 10
-_UNLIKE = 0.1  # the clock of the process and the run's timeline differ by more than this share
+MAX_LINES = 10
+_UNLIKE = 0.1  # process clock and timeline differ by more than this share
 _DRIFTED = 0.1
 
 
 def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics: list[str]) -> list[str]:
-    """The lines, the most important first."""
+    """The summary, the most important line first."""
     lines = [
         _length(story),
         _clock(story),
@@ -31,23 +31,23 @@ def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], met
         _losses(story),
         _rewards(story, metrics),
     ]
-    return [line for line in lines if line][:MOST_LINES]
+    return [line for line in lines if line][:MAX_LINES]
 
 
 def status_sentence(story: RunStory) -> str:
-    """How it stands with the run, in a sentence."""
+    """The state of the run as a sentence."""
     if not story.events:
-        return "Nothing has been written yet: the run has only begun, or never did."
+        return "No events yet: the run has just started, or never did."
     if not story.state and story.is_advised:
-        return "Followed by its log: this is what that has told so far. Components are drawn one after another."
+        return "Followed by its log. Components are drawn in sequence."
     if not story.state:
-        return "It has not ended: it is still running, or was killed. This is what it has told so far."
+        return "It has not ended: it is still running, or was killed."
     reason = story.end_reason or story.end_code
     return f"{story.state.capitalize()}: {reason}." if reason else f"{story.state.capitalize()}."
 
 
 def has_virtual_clock(story: RunStory) -> bool:
-    """Whether the run's timeline is another than the clock on the wall: one process, timed as if side by side."""
+    """Whether the timeline differs from wall-clock time: one process, timed as if components ran in parallel."""
     there_s, here_s = story.wall_s, story.here_s
     return bool(story.iterations) and here_s > 0 and abs(here_s - there_s) > _UNLIKE * max(here_s, there_s)
 
@@ -58,7 +58,7 @@ def _length(story: RunStory) -> str:
     if not count:
         return f"No iteration{of} has ended yet." if not story.state else f"No iteration{of} was done."
     walls = [record.iteration.wall_s for record in story.iterations]
-    each = f"{duration(median(walls))} each at the median"
+    each = f"{duration(median(walls))} each (median)"
     return f"{count}{of} iteration{'s' if count != 1 else ''} in {duration(story.end_s)}; {each}."
 
 
@@ -66,8 +66,8 @@ def _clock(story: RunStory) -> str:
     if not has_virtual_clock(story):
         return ""
     return (
-        "Times are those of the plan: it ran in one process, one component after another, as if they ran side by side. "
-        f"There it took {duration(story.here_s)}."
+        "Times are those of the plan, as if components ran in parallel: they ran in sequence in one process, "
+        f"in {duration(story.here_s)}."
     )
 
 
@@ -90,14 +90,14 @@ def _moves(moves: list[ReportMigration]) -> str:
     parts = []
     if arrived:
         took = duration(median(move.cost_s for move in arrived))
-        each = f", {took} each at the median" if len(arrived) > 1 else f" in {took}"
+        each = f", {took} each (median)" if len(arrived) > 1 else f" in {took}"
         parts.append(f"{counted(len(arrived), 'move')} done{each}")
     if back:
         why = next((move.outcome for move in back if move.outcome), "")
         parts.append(f"{len(back)} rolled back{f' ({why})' if why else ''}")
     others = len(moves) - len(arrived) - len(back)
     if others:
-        parts.append(f"{others} not over")
+        parts.append(f"{others} unfinished")
     return _sentence("; ".join(parts))
 
 
@@ -119,12 +119,12 @@ def _prediction(story: RunStory) -> str:
         return ""
     middle = median(found)
     side = "longer than" if middle > 0 else "shorter than"
-    how = f"{share(abs(middle))} {side}" if abs(middle) >= 0.0005 else "just as"
+    how = f"{share(abs(middle))} {side}" if abs(middle) >= 0.0005 else "as long as"
     off = share(median(abs(error) for error in found))
-    spread = "" if off == share(abs(middle)) else f", and off by {off} either way"
+    spread = "" if off == share(abs(middle)) else f", with an absolute error of {off}"
     now = [abs(error) for error in expected_errors(story)]
-    current = f"; by costs as measured just before, off by {share(median(now))}" if now else ""
-    return f"Iterations were {how} predicted at the median{spread}{current}."
+    current = f"; by the costs measured just before, off by {share(median(now))}" if now else ""
+    return f"Iterations were {how} predicted (median){spread}{current}."
 
 
 def _drift(costs: list[ReportCost]) -> str:
@@ -132,7 +132,9 @@ def _drift(costs: list[ReportCost]) -> str:
     if not drifted:
         return ""
     most = max(drifted, key=lambda cost: abs(1 - 1 / (cost.drift or 1.0)) * (cost.busy_s or 0.0))
-    return f"{most.component} came to cost {most.drift:.2f} times what it did at first, on as many GPUs."
+    drift = most.drift or 1.0
+    change = f"{drift:.2f}x slower" if drift > 1 else f"{1 / drift:.2f}x faster"
+    return f"{most.component} is {change} than at first, on the same GPUs."
 
 
 def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
@@ -141,8 +143,8 @@ def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
     whole = share(max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s))
     placed = [cost for cost in costs if cost.idle is not None and cost.component not in chart.on_cpu]
     most = max(placed, key=lambda cost: cost.idle or 0.0, default=None)
-    who = f"; those of {most.component} most ({share(most.idle)} of an iteration)" if most and most.idle else ""
-    return f"GPUs did nothing for {whole} of the time that they were there{who}."
+    who = f"; most of all those of {most.component} ({share(most.idle)} of an iteration)" if most and most.idle else ""
+    return f"GPUs were idle for {whole} of the time{who}."
 
 
 def _others(story: RunStory) -> str:
@@ -150,14 +152,14 @@ def _others(story: RunStory) -> str:
     parts = []
     for key, words in (
         (("nodes", "joined"), "node{s} joined"),
-        (("nodes", "lost"), "node{s} went"),
+        (("nodes", "lost"), "node{s} left"),
         (("tasks", "evicted"), "task{s} evicted"),
     ):
         if kinds[key]:
             parts.append(f"{kinds[key]} {words.format(s='s' if kinds[key] != 1 else '')}")
     came, went = kinds["workers", "worker"], kinds["workers", "left"]
     if came or went:
-        parts.append(f"workers came {counted(came, 'time')} and went {counted(went, 'time')}")
+        parts.append(f"workers started {counted(came, 'time')} and stopped {counted(went, 'time')}")
     return _sentence(", ".join(parts)) if parts else ""
 
 
@@ -176,7 +178,6 @@ def _losses(story: RunStory) -> str:
 
 
 def _sentence(text: str) -> str:
-    """With a capital and a full stop; the rest as it is."""
     return f"{text[:1].upper()}{text[1:]}."
 
 

@@ -1,7 +1,8 @@
-"""What a sweep of a setting of pools recommends: the value with the shortest waits that costs nothing more important.
+"""Sweep of a pool setting: the value with the shortest waits that neither delays the first class nor lowers
+utilisation.
 
-Values are chosen by the runs of the scenario and judged by runs with other seeds, which did not choose. A value with
-which the first class waits longer than with the setting as it is, or less work is done, is none to choose.
+Values are chosen by the runs of the scenario and evaluated with other seeds. A value is rejected if the first class
+waits longer than with the current setting, or less work is done.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from trimtab.replay.pool.figures import ALL, PoolFigures, spread
 from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
 from trimtab.replay.pool.scenario import PoolScenario
 
-APART = 1_000  # seeds that judge are so much higher
-NO_LONGER, NO_WAIT_S = 1.05, 10.0  # of the first class's waits: within this, or so short that nobody minds
-NO_LESS = 0.99  # of the utilisation
+SEED_OFFSET = 1_000  # of evaluation seeds
+MAX_WAIT_RATIO, NEGLIGIBLE_WAIT_S = 1.05, 10.0  # of the first class's waits
+MIN_UTILISATION_RATIO = 0.99
 
 ByName = dict[str, list[PoolFigures]]
 
 
 def swept(scenario: PoolScenario, key: str, values: Sequence[float], where: str) -> PoolScenario:
-    """The scenario with the pool machine once as it is and once for every value of a setting."""
+    """The scenario with the current pool settings and with every value of a setting."""
     known = (*PREEMPTION_KEYS, *POOL_KEYS)
     if key not in known:
         near = nearest(key, known)
@@ -48,19 +49,19 @@ def _base(scenario: PoolScenario) -> PoolPolicy:
 
 
 def recommendation(scenario: PoolScenario, runs: Sequence[PoolFigures], jobs: int) -> Recommendation:
-    """What to do about the setting that was swept. Runs more: those that judge."""
+    """The recommendation for the swept setting. Runs evaluation seeds."""
     base = _base(scenario)
     tried = [policy for policy in scenario.policies if policy is base or policy.name.startswith(f"{base.name}, ")]
     chosen_by = _by_name(runs, tried)
-    allowed = {name: known for name, known in chosen_by.items() if not _costs(known, chosen_by[base.name])}
+    allowed = {name: known for name, known in chosen_by.items() if not _rejection(known, chosen_by[base.name])}
     choice = best(base.name, _waits(allowed))
     asked = tuple(policy for policy in tried if policy.name in (base.name, choice))
-    seeds = tuple(seed + APART for seed in scenario.seeds)
+    seeds = tuple(seed + SEED_OFFSET for seed in scenario.seeds)
     judged_by = _by_name(pool_runs(replace(scenario, policies=asked, seeds=seeds), jobs), asked)
     found = recommend(base.name, _waits(allowed), "the mean wait of all tasks", _waits(judged_by))
-    cost = _costs(judged_by[choice], judged_by[base.name])
+    cost = _rejection(judged_by[choice], judged_by[base.name])
     if cost:
-        sentence = f"keep {base.name}: with {choice} {cost} where it was not chosen by; {found.sentence}"
+        sentence = f"keep {base.name}: with {choice} {cost} in the evaluation runs; {found.sentence}"
         return replace(found, choose=base.name, sentence=sentence)
     return found
 
@@ -73,11 +74,11 @@ def _waits(known: Mapping[str, Sequence[PoolFigures]]) -> dict[str, dict[int, fl
     return {name: {run.seed: run.classes[ALL].wait_mean_s for run in runs} for name, runs in known.items()}
 
 
-def _costs(runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
-    """What a setting costs that matters more than the waits of all; nothing: an empty word."""
+def _rejection(runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
+    """Why a setting is rejected; empty if it is not."""
     first = next(iter(base[0].classes))
     wait, base_wait = (spread(run.classes[first].wait_mean_s for run in side)[0] for side in (runs, base))
-    if wait > max(NO_LONGER * base_wait, NO_WAIT_S):
+    if wait > max(MAX_WAIT_RATIO * base_wait, NEGLIGIBLE_WAIT_S):
         return f"the class {first} waits longer"
     done, base_done = (spread(run.utilisation for run in side)[0] for side in (runs, base))
-    return "less work is done" if done < NO_LESS * base_done else ""
+    return "less work is done" if done < MIN_UTILISATION_RATIO * base_done else ""

@@ -1,6 +1,6 @@
-"""A simulation of RL jobs as text, for programs, and as a page: how long runs took, and what moves cost and gained.
+"""A simulation of RL jobs as text, data and a page: run times, and what moves cost and gained.
 
-Every number comes from the runs. Regret is what a run took more than the free oracle under the same seed.
+Every number comes from the runs. Regret is the extra time against the free oracle under the same seed.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ FIGURES = (
 LONG = ("walls_s", "moved")  # not in tables
 HEADS = ("Total", "Against kept", "Above oracle", "Moves", "In moves", "Run again", "Waiting")
 ITERATIONS = (1.0, "")
-APART = 1_000  # seeds that judge a sweep are so much higher
+SEED_OFFSET = 1_000  # of evaluation seeds
 
 
 @dataclass(frozen=True)
 class ReplanRow:
-    """One policy over all seeds. Shares are against another policy under the same seed; None: it did not run."""
+    """A policy over all seeds. Shares are against another policy under the same seed; None: it did not run."""
 
     policy: str
     figures: dict[str, tuple[float, float]]
@@ -58,12 +58,10 @@ class ReplanRow:
     against_kept: tuple[float, float] | None
 
     def mean(self, name: str) -> float:
-        """The mean over seeds."""
         return self.figures[name][0]
 
 
 def rows(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> list[ReplanRow]:
-    """A row for each policy."""
     oracle, kept = (_totals(scenario, runs, use) for use in ("oracle", "kept"))
     made = []
     for policy in scenario.policies:
@@ -95,7 +93,7 @@ def _beside(known: Sequence[ReplanFigures], other: dict[int, float]) -> tuple[fl
 
 
 def swept(scenario: ReplanScenario, key: str, values: Sequence[float], where: str) -> ReplanScenario:
-    """The scenario with the loop once as it is and once for every other value of a setting."""
+    """The scenario with the current rules and with every other value of a setting."""
     base = _base(scenario)
     tried = [with_rule(base, key, value, where) for value in values]
     tried = [policy for policy in tried if policy.rules != base.rules]
@@ -110,19 +108,19 @@ def _base(scenario: ReplanScenario) -> ReplanPolicy:
 
 
 def recommendation(scenario: ReplanScenario, runs: Sequence[ReplanFigures], jobs: int) -> Recommendation:
-    """What to do about the setting that was swept. Runs more: seeds that did not choose judge.
+    """The recommendation for the swept setting. Runs evaluation seeds.
 
-    A setting with which a run did not finish is none to choose.
+    A setting with which a run did not finish is rejected.
     """
     base = _base(scenario)
     tried = [policy for policy in scenario.policies if policy is base or policy.name.startswith(f"{base.name}, ")]
     finished = [policy for policy in tried if all(run.finished for run in runs if run.policy == policy.name)]
     figures = {policy.name: _seconds(runs, policy) for policy in tried if policy in finished or policy is base}
     choice = best(base.name, figures)
-    asked = tuple(policy for policy in tried if policy.name in (base.name, choice))
-    seeds = tuple(seed + APART for seed in scenario.seeds)
-    judges = loop_runs(replace(scenario, policies=asked, seeds=seeds), jobs)
-    judged_by = {policy.name: _seconds(judges, policy) for policy in asked}
+    evaluated = tuple(policy for policy in tried if policy.name in (base.name, choice))
+    seeds = tuple(seed + SEED_OFFSET for seed in scenario.seeds)
+    evaluation = loop_runs(replace(scenario, policies=evaluated, seeds=seeds), jobs)
+    judged_by = {policy.name: _seconds(evaluation, policy) for policy in evaluated}
     return recommend(base.name, figures, "the time of the run", judged_by)
 
 
@@ -134,7 +132,6 @@ def _seconds(runs: Sequence[ReplanFigures], policy: ReplanPolicy) -> dict[int, f
 
 
 def as_csv(runs: Sequence[ReplanFigures]) -> str:
-    """A line for each run."""
     page = io.StringIO()
     lines = [{name: value for name, value in asdict(run).items() if name not in LONG} for run in runs]
     writer = csv.DictWriter(page, list(lines[0]), lineterminator="\n")
@@ -144,7 +141,6 @@ def as_csv(runs: Sequence[ReplanFigures]) -> str:
 
 
 def as_json(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice: Recommendation | None = None) -> str:
-    """As JSON."""
     data: dict[str, Any] = {
         "scenario": scenario.name,
         "assumptions": scenario.assumptions(),
@@ -171,7 +167,6 @@ def _data(figure: tuple[float, float] | None) -> dict[str, float] | None:
 
 
 def print_answer(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice: Recommendation | None = None) -> None:
-    """The table for people."""
     out.print(f"[bold]{escape(scenario.name)}[/]")
     for sentence in scenario.assumptions():
         out.print(f"  {escape(sentence)}", style="dim")
@@ -189,7 +184,7 @@ def print_answer(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice
     decisions, looks = sum(run.decisions for run in runs), sum(run.looks for run in runs)
     out.print(
         f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {decisions:,} decisions, each with its reason; "
-        f"what must be true was looked at {looks:,} times, and held",
+        f"{looks:,} invariant checks passed",
         style="dim",
     )
 
@@ -235,7 +230,7 @@ def report(
     command: str | None,
     advice: Recommendation | None = None,
 ) -> str:
-    """The report as HTML. `command` is what made it."""
+    """The report as HTML. `command` made it."""
     made, seeds = rows(scenario, runs), len(scenario.seeds)
     first = [run for run in runs if run.seed == scenario.seeds[0]]
     totals = [PolicyBar(row.policy, *row.figures["total_s"], _cells(row, seeds)[0]) for row in made]
@@ -257,7 +252,7 @@ def report(
         _moves(first),
         *([] if advice is None else [list_section("advice", "What the sweep recommends", [advice.sentence])]),
         compared(scenario),
-        list_section("assumed", "What was assumed", [*scenario.assumptions(), _held(scenario, runs)]),
+        list_section("assumed", "What was assumed", [*scenario.assumptions(), _checks(scenario, runs)]),
         page_foot(command),
     ]  # fmt: skip
     return "\n".join(parts) + "\n"
@@ -274,8 +269,8 @@ def _over_iterations(runs: Sequence[ReplanFigures]) -> str:
 
 
 def _moves(runs: Sequence[ReplanFigures]) -> str:
-    """Every move of the first seed; the oracle's are for nothing and left out."""
-    heads = ("After iteration", "Why", "To", "Stood still", "Ended")
+    """Every move of the first seed, without the oracle's, which cost nothing."""
+    heads = ("After iteration", "Why", "To", "Pause", "Ended")
     body = ""
     for at, run in enumerate(runs):
         for move in run.moved:
@@ -290,20 +285,19 @@ def _moves(runs: Sequence[ReplanFigures]) -> str:
             )
             body += line(at, run.policy, "".join(f"<td>{escape_html(cell)}</td>" for cell in cells))
     if not body:
-        return list_section("moves", "Moves", [f"With seed {runs[0].seed} nobody moved."])
+        return list_section("moves", "Moves", [f"No moves with seed {runs[0].seed}."])
     columns = "".join(f'<th scope="col">{head}</th>' for head in ("Policy", *heads))
     return (
         '<section aria-labelledby="h-moves">\n<h2 id="h-moves">Moves</h2>\n'
-        f"<p>With seed {runs[0].seed}. The oracle's are free and left out.</p>\n"
+        f"<p>With seed {runs[0].seed}. The oracle's moves are free and left out.</p>\n"
         '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-moves" tabindex="0"><table>\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>{body}</tbody></table></div></div>\n</section>"
     )
 
 
-def _held(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> str:
+def _checks(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> str:
     seeds = ", ".join(map(str, scenario.seeds))
     looks = sum(run.looks for run in runs)
     return (
-        f"seeds {seeds} decide noise, moves and failures, the same for every policy; what must be true was looked at "
-        f"{looks:,} times"
+        f"seeds {seeds} decide noise, moves and failures, the same for every policy; {looks:,} invariant checks passed"
     )

@@ -1,7 +1,6 @@
-"""A simulation as a page to look at: what was compared, how policies did, what happened over time, what was assumed.
+"""A simulation as an HTML page: the comparison, each policy's figures, time series and assumptions.
 
-The page is whole by itself: it loads and sends nothing. What is drawn stands in tables too, and every number comes from
-the runs: nothing is decided here.
+Everything drawn is in tables too, and every number comes from the runs.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def report(
     until: str = "the last submission",
     advice: Recommendation | None = None,
 ) -> str:
-    """The report as HTML. `command` is what made it; `until`: what is shown over time ends there."""
+    """The report as HTML. `command` made it; the time series end at `until`."""
     rows = summary(runs)
     first = scenario.seeds[0]
     parts = [
@@ -49,7 +48,6 @@ def report(
 
 
 def recommended(advice: Recommendation) -> str:
-    """What a sweep recommends, as a section of a page."""
     return (
         '<section aria-labelledby="h-advice">\n<h2 id="h-advice">What the sweep recommends</h2>\n'
         f"<p>{escape(advice.sentence[:1].upper() + advice.sentence[1:])}.</p>\n</section>"
@@ -95,7 +93,7 @@ def _class(name: str, rows: Sequence[PolicySummary], seeds: int) -> str:
     keys = ("wait_mean_s", "wait_p50_s", "wait_p99_s", "completion_mean_s", "completion_p99_s")
     body = ""
     for at, row in enumerate(rows):
-        # The spread of means alone: a table of spreads is too wide to be read.
+        # Only the spread of means: a table with all spreads is too wide.
         several = {key: seeds if key.endswith("mean_s") else 1 for key in keys}
         cells = "".join(f'<td class="number">{_with_spread(row, f"{name}.{key}", several[key])}</td>' for key in keys)
         cells += f'<td class="number">{row.mean(f"{name}.slowdown_mean"):,.2f}×</td>'
@@ -128,12 +126,12 @@ def _cluster(rows: Sequence[PolicySummary], seeds: int, until: str) -> str:
             brief(row.mean("makespan_s")),
         )
         body += line(at, row.policy, "".join(f'<td class="number">{cell}</td>' for cell in words))
-    lede = f"Work that did not have to be done again, as a share of all GPU time until {escape(until)}."
+    lede = f"Work that was not redone, as a share of all GPU time until {escape(until)}."
     return section("cluster", "Cluster", lede, pictures, heads, body)
 
 
 def _across(seconds: float) -> tuple[float, str]:
-    """The unit in which so long a time is drawn, and its word."""
+    """The unit for the time axis in seconds, and its label."""
     units = ((86_400.0, " d"), (3_600.0, " h"), (60.0, " min"))
     return next((unit for unit in units if seconds >= 2 * unit[0]), (1.0, " s"))
 
@@ -142,18 +140,17 @@ def _over_time(runs: Sequence[PoolFigures], seed: int | None, until: str) -> str
     waiting = [PolicyCurve(run.policy, run.curves.at, run.curves.waiting) for run in runs]
     used = [PolicyCurve(run.policy, run.curves.at, run.curves.used_gpus) for run in runs]
     across = _across(max((run.curves.at[-1] for run in runs if run.curves.at), default=0.0))
-    first = both(lambda wide, name: curves_svg("Tasks that wait", waiting, wide, name, "tasks", across), "waiting")
+    first = both(lambda wide, name: curves_svg("Waiting tasks", waiting, wide, name, "tasks", across), "waiting")
     second = both(lambda wide, name: curves_svg("GPUs in use", used, wide, name, "GPUs", across), "used")
     words = "Until" if seed is None else f"With seed {seed}, until"
     return (
         f'<section aria-labelledby="h-time">\n<h2 id="h-time">Over time</h2>\n<p>{words} {escape(until)}.</p>\n'
-        f'<div class="card"><h3>Tasks that wait</h3><figure>{first}</figure></div>\n'
+        f'<div class="card"><h3>Waiting tasks</h3><figure>{first}</figure></div>\n'
         f'<div class="card"><h3>GPUs in use</h3><figure>{second}</figure></div>\n</section>'
     )
 
 
 def compared(scenario: PolicyComparison) -> str:
-    """What the policies are."""
     items = "".join(f"<li><b>{escape(policy.name)}</b>: {escape(policy.text())}</li>" for policy in scenario.policies)
     return (
         '<section aria-labelledby="h-policies">\n<h2 id="h-policies">What was compared</h2>\n'
@@ -165,9 +162,9 @@ def _assumed(scenario: PolicyComparison, runs: Sequence[PoolFigures]) -> str:
     events = sum(run.events for run in runs)
     sentences = [
         *scenario.assumptions(),
-        f"seeds {', '.join(map(str, scenario.seeds))}: what is drawn by chance depends on them alone, the same for "
+        f"seeds {', '.join(map(str, scenario.seeds))}: all random draws depend on them alone, the same for "
         "every policy",
-        f"{events:,} events; full checks of all books: {sum(run.checks for run in runs)}",
+        f"{events:,} events; {sum(run.checks for run in runs)} full checks of the state",
     ]
     return list_section("assumed", "What was assumed", sentences)
 
@@ -176,12 +173,12 @@ def _assumed(scenario: PolicyComparison, runs: Sequence[PoolFigures]) -> str:
 
 
 def both(draw: Drawing, prefix: str) -> str:
-    """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
+    """The same picture for a wide and a narrow page."""
     return draw_both(draw, prefix, _WIDTHS)
 
 
 def section(key: str, title: str, lede: str, pictures: str, heads: Sequence[str], body: str) -> str:
-    """A part of the page: pictures, and a table with a line for each policy."""
+    """A section with pictures, and a table with a row per policy."""
     columns = "".join(f'<th scope="col" class="number">{head}</th>' for head in heads)
     return (
         f'<section aria-labelledby="h-{escape(key)}">\n<h2 id="h-{escape(key)}">{escape(title)}</h2>\n<p>{lede}</p>\n'
@@ -193,7 +190,7 @@ def section(key: str, title: str, lede: str, pictures: str, heads: Sequence[str]
 
 
 def line(at: int, policy: str, cells: str) -> str:
-    """A line of a table, in the colour of its policy."""
+    """A table row in the colour of its policy."""
     return (
         f'<tr><th scope="row"><span class="named"><span class="tt-key key{at % 8}"></span>'
         f"<span>{escape(policy)}</span></span></th>{cells}</tr>\n"

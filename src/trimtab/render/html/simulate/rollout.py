@@ -1,8 +1,8 @@
-"""A simulation of rollouts as text, for programs, and as a page: how long steps took, and how many engines it took.
+"""A simulation of rollouts as text, data and a page: step times and engine-seconds.
 
-Every number comes from the runs. The bound beside them, of steps: the engine-seconds in which a static fleet of the
-best pace had anything to do at all. Whoever knew everything and could sleep and wake for nothing would need that at the
-same pace. Of a trace: in every second the fewest engines that take the load there was.
+Every number comes from the runs. The clairvoyant bound: for steps, the engine-seconds in which a static fleet of the
+best pace had any work, which is what a policy needs that knows the future and sleeps and wakes at no cost. For a trace,
+the fewest engines that serve the load in every second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trimtab.replay.pool.figures import spread
 from trimtab.replay.rollout.runner import FIGURES, NO_WAIT_S, RolloutFigures, clairvoyant_engine_s
 from trimtab.replay.rollout.scenario import RolloutScenario
 
-SAME_PACE = 1.02  # steps that take no more than this times as long are of one pace
+SAME_PACE = 1.02  # steps within this ratio count as equally fast
 HEADS = (
     "Step",
     "Worst step",
@@ -44,20 +44,18 @@ HEADS = (
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One policy over all seeds."""
+    """A policy over all seeds."""
 
     policy: str
     figures: dict[str, tuple[float, float]]
-    against: float | None  # engine-seconds over those of the cheapest static fleet that is as fast; None: none is
-    regret: float | None  # engine-seconds over those of the clairvoyant, less one
+    against: float | None  # engine-seconds relative to the cheapest static fleet as fast; None: none is
+    regret: float | None  # engine-seconds relative to the clairvoyant bound, minus 1
 
     def mean(self, name: str) -> float:
-        """The mean over seeds."""
         return self.figures[name][0]
 
 
 def rows(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> list[RolloutRow]:
-    """A row for each policy."""
     found = {}
     for policy in scenario.policies:
         known = [run for run in runs if run.policy == policy.name]
@@ -77,14 +75,14 @@ Means = Mapping[str, tuple[float, float]]
 
 
 def _as_fast(scenario: RolloutScenario, figures: Means, other: Means) -> bool:
-    """Whether steps, or waits for an engine, are no longer than those of the other."""
+    """Whether steps, or waits for an engine, are no longer than those of `other`."""
     if scenario.trace is None:
         return figures["step_s"][0] <= SAME_PACE * other["step_s"][0]
     return figures["wait_p99_s"][0] <= max(other["wait_p99_s"][0], NO_WAIT_S)
 
 
 def clairvoyant_s(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> float | None:
-    """Engine-seconds of one who knows everything and moves for nothing; None: nothing static ran."""
+    """The clairvoyant bound in engine-seconds; None without a static policy."""
     numbers = {policy.name: policy.elastic.max_workers for policy in scenario.policies if policy.use == "static"}
     if not numbers:
         return None
@@ -101,7 +99,6 @@ def clairvoyant_s(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> 
 
 
 def as_csv(runs: Sequence[RolloutFigures]) -> str:
-    """A line for each run."""
     page = io.StringIO()
     lines = [_plain(run) for run in runs]
     writer = csv.DictWriter(page, list(lines[0]), lineterminator="\n")
@@ -115,7 +112,6 @@ def _plain(run: RolloutFigures) -> dict[str, Any]:
 
 
 def as_json(scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: Recommendation | None = None) -> str:
-    """As JSON."""
     made = rows(scenario, runs)
     data: dict[str, Any] = {
         "scenario": scenario.name,
@@ -141,7 +137,6 @@ def as_json(scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: R
 def print_answer(
     scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: Recommendation | None = None
 ) -> None:
-    """The table for people."""
     made = rows(scenario, runs)
     out.print(f"[bold]{escape(scenario.name)}[/]")
     for sentence in scenario.assumptions():
@@ -159,14 +154,14 @@ def print_answer(
     bound = clairvoyant_s(scenario, runs)
     if bound is not None:
         out.print(
-            f"\nclairvoyant: {bound:,.0f} engine-seconds at the best pace; nobody at all can do it with "
+            f"\nclairvoyant: {bound:,.0f} engine-seconds at the best pace; no policy can do it with "
             f"fewer than {made[0].mean('least_engine_s'):,.0f}",
             style="dim",
         )
     events, seconds = sum(run.events for run in runs), sum(run.seconds for run in runs)
     answered = sum(run.answered for run in runs)
     out.print(
-        f"{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {answered:,} requests, each answered once and whole",
+        f"{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {answered:,} requests, each answered exactly once",
         style="dim",
     )
 
@@ -196,7 +191,7 @@ def report(
     command: str | None,
     advice: Recommendation | None = None,
 ) -> str:
-    """The report as HTML. `command` is what made it."""
+    """The report as HTML. `command` made it."""
     made = rows(scenario, runs)
     bound = clairvoyant_s(scenario, runs)
     sentences = [*scenario.assumptions(), *(f"{policy.name}: {policy.text()}" for policy in scenario.policies)]
