@@ -169,18 +169,18 @@ def test_a_change_is_asked_for_with_the_token_and_refused_without(opened: Any, r
         page.get_by_role("button", name="Is the plan still right?").click()
         page.get_by_role("textbox", name="Token").fill(TOKEN)
         page.keyboard.press("Enter")
-        expect(page.locator("#notes")).to_contain_text("asked: the next decision")
+        expect(page.locator("#notes")).to_contain_text("requested: the next decision")
         assert heard() == 1
         # The token is known now, and it is asked all the same whether it is meant.
         page.get_by_role("button", name="Is the plan still right?").click()
         expect(page.get_by_role("textbox", name="Token")).to_be_hidden()
-        page.get_by_role("button", name="Leave it").click()
+        page.get_by_role("button", name="Cancel").click()
         page.locator("#p-workers").get_by_role("button", name="rollout w0").click()
         page.get_by_role("button", name="Drain this worker").click()
         dialog = page.get_by_role("dialog", name="Drain this worker")
         expect(dialog).to_contain_text("Worker rollout w0 gets nothing new")
         dialog.get_by_role("button", name="Ask", exact=True).click()
-        expect(page.locator("#notes")).to_contain_text("asked: worker rollout w0 serves nothing new")
+        expect(page.locator("#notes")).to_contain_text("requested: worker rollout w0 takes no new requests")
         assert heard() == 0
         asked = asks.taken(run.folder, asks.of_workers("rollout"))
         assert [(one["ask"], one["worker"]) for one in asked] == [("drain", "w0")]

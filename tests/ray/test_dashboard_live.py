@@ -150,7 +150,7 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
     try:
         url = run.url()
         page.goto(url)
-        expect(page.locator("header .lede")).to_have_text("It runs.")
+        expect(page.locator("header .lede")).to_have_text("Running.")
         page.evaluate("window.opened = 'once'")
         workers, moves, nodes = (page.locator(f"#p-{name} tbody tr") for name in ("workers", "moves", "nodes"))
         expect(workers).to_have_count(2)
@@ -174,7 +174,7 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
 
         # A worker is drained by hand, and serves again.
         asked(page, "worker", "rollout-1", "Drain this worker")
-        expect(page.locator("#notes")).to_contain_text("asked: worker rollout-1 serves nothing new")
+        expect(page.locator("#notes")).to_contain_text("requested: worker rollout-1 takes no new requests")
         expect(state(page, "rollout-1")).to_have_text("inactive")
         assert "asked on the dashboard" in told(page, "worker", "rollout-1")
         asked(page, "worker", "rollout-1", "Have this worker serve again")
@@ -192,7 +192,7 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
         confirm(page, "Is the plan still right?")
         expect(page.locator("#p-events")).to_contain_text("is the plan still right? (asked on the dashboard)")
         asked(page, "node", "node1", "Empty this node")
-        expect(page.locator("#notes")).to_contain_text("node node1 is being emptied")
+        expect(page.locator("#notes")).to_contain_text("node node1 is draining")
         expect(moves.filter(has_text="node1").first).to_contain_text("arrived")
 
         # The server ends with the run; the page finds the next one by itself.

@@ -93,10 +93,10 @@ def test_a_job_without_costs_is_measured_planned_and_run_and_the_end_says_what_t
 ) -> None:
     assert run(["run", str(job_file(tmp_path, iterations=6)), "--local"]) == 0
     told = capsys.readouterr()
-    for words in ("6 iterations", "this process, without Ray", "costs are not stated", "plan (measured; from iteration",
+    for words in ("6 iterations", "this process, without Ray", "no costs are given", "plan (measured; from iteration",
                   "iteration 1 of 6", "iteration 6 of 6", "total "):  # fmt: skip
         assert words in told.err
-    for words in ("done: all 6 iterations are done", "folder: runs/small-1 (a state after iteration 6)",
+    for words in ("done: all 6 iterations are done", "folder: runs/small-1 (checkpoint after iteration 6)",
                   "go on:  trimtab run --resume runs/small-1 --local --iterations 12",
                   "report: trimtab report runs/small-1", "trimtab plan --from-run runs/small-1"):  # fmt: skip
         assert words in told.out
@@ -342,8 +342,8 @@ def test_a_disk_that_takes_no_more_events_is_said_and_ends_no_run(
     path = job_file(tmp_path, costs=", seconds: {1: 0.01}")
     assert run(["run", str(path), "--local"]) == 0
     told = capsys.readouterr().out
-    assert "not all of it is in the folder: events cannot be written: No space left on device" in told
-    assert "(a state after iteration 2)" in told
+    assert "the folder is incomplete: events cannot be written: No space left on device" in told
+    assert "(checkpoint after iteration 2)" in told
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert run(["run", "--resume", "runs/small-1", "--local", "-q"]) == 0
@@ -490,7 +490,7 @@ def test_on_ray_a_component_whose_process_dies_comes_back_and_nothing_counts_twi
     assert run(["run", str(path)]) == 0
     told = capsys.readouterr()
     assert "trainer is lost: " in told.err
-    assert "on the way, losses: 1" in told.out
+    assert "during the run, losses: 1" in told.out
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5]
     assert read_run(tmp_path / "runs/small-1").metrics[5]["trainer"]["total"] == 9.5  # batches 9 and 10 of the run
 
@@ -700,7 +700,7 @@ def test_what_happens_to_a_run_is_said_in_words() -> None:
         *story.on_event("something new", {}),
     ]  # fmt: skip
     assert said == [
-        "goes on after iteration 20; 3 iterations after that had no state saved and will run again",
+        "goes on after iteration 20; 3 iterations after that had no checkpoint and will run again",
         "plan: rollout, trainer 8 GPUs, 20.0 s an iteration",
         "would move to rollout 6 | trainer 2: rollout grew (25% less an iteration; the move costs 60.0 s, assumed)",
         "move 1 to rollout 6 | trainer 2: rollout grew (25% less an iteration; the move costs 60.0 s, assumed)",
@@ -708,8 +708,8 @@ def test_what_happens_to_a_run_is_said_in_words() -> None:
         "move 1 is rolled back: the plan before runs again",
         "move 2 is done after 2.0 s",
         "move 3 is stuck: there is no way back",
-        "nodes have changed (joined): 2 nodes with 16 GPUs now; a will go",
-        "rollout may have 2 to 6 GPUs",
+        "nodes changed (joined): 2 nodes with 16 GPUs now; a draining",
+        "rollout may use 2 to 6 GPUs",
         "task eval: running, room made by evicting others",
         "rollout: worker w1 is draining",
         "trainer is lost: its process is gone",

@@ -143,7 +143,7 @@ def test_waits_are_drawn_as_gpus_in_use_and_never_as_own_time(tmp_path: Path) ->
     with closing(DashboardSource(folder)) as source:
         whole = source.look()
         assert whole is not None
-        assert "a wait, no cost" in whole["whole"]["panels"]["advice"]
+        assert "waiting, not a cost" in whole["whole"]["panels"]["advice"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)

@@ -58,7 +58,7 @@ def test_the_dashboard_answers_and_counts_odd_lines(tmp_path: Path) -> None:
         status, state = asked(server.port, "/state")
         assert status == 200
         assert state["fault"] == ""
-        assert state["notes"] == [f"{len(ODD)} lines of events.jsonl could not be understood"]
+        assert state["notes"] == [f"{len(ODD)} lines of events.jsonl could not be parsed"]
         assert asked(server.port, "/story?kind=component&name=rollout")[0] == 200
 
 

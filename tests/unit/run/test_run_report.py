@@ -31,7 +31,7 @@ from trimtab.render.html.run.figures import (
 )
 from trimtab.render.html.run.report import run_report, script
 from trimtab.render.html.run.story import RunStory, read_story
-from trimtab.render.html.run.summary import MOST_LINES, has_virtual_clock, status_sentence, summary_lines
+from trimtab.render.html.run.summary import MAX_LINES, has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.local_run import LocalRun
@@ -127,7 +127,7 @@ def test_a_move_that_the_run_died_in_ends_where_it_is_resumed(tmp_path: Path, to
         )
     run.iteration(2)
     [move] = read_story(run.write()).moves
-    assert move.state == ("rolled back" if told else "broken off")
+    assert move.state == ("rolled back" if told else "interrupted")
     assert move.ended_s == pytest.approx(move.began_s + 2, abs=1e-3)
 
 
@@ -158,7 +158,7 @@ def test_what_happened_stands_in_lanes_with_codes_and_reasons(eventful: RunStory
     }  # fmt: skip
     evicted = next(one for one in eventful.timeline_events if one.kind == "evicted")
     assert (evicted.code, "takes its slot" in evicted.reason, evicted.strong) == ("PRIORITY", True, True)
-    assert any(one.title == "nodes beta, gamma will go in 30 s" for one in eventful.timeline_events)
+    assert any(one.title == "nodes beta, gamma will leave in 30 s" for one in eventful.timeline_events)
 
 
 def test_workers_are_marked_when_they_come_and_go_and_only_listed_in_between(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_workers_are_marked_when_they_come_and_go_and_only_listed_in_between(tmp
         "starting",
         "lost",
     ]
-    assert any("workers came 2 times and went 2 times" in line.lower() for line in words_of(story))
+    assert any("workers started 2 times and stopped 2 times" in line.lower() for line in words_of(story))
 
 
 # ---- odd folders -----------------------------------------------------------------------------------------------------
@@ -208,12 +208,12 @@ def test_unknown_events_are_passed_over_and_odd_lines_are_left_out_and_said(tmp_
     story = read_story(run.write())
     assert len(story.iterations) == 2
     assert story.unparsed_lines == [6, 7, 8, 9, 10]
-    assert "5 lines of events.jsonl could not be understood" in page_of(story)
+    assert "5 lines of events.jsonl could not be parsed" in page_of(story)
 
 
 def test_a_folder_where_nothing_can_be_understood_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("what\nis this\n")
-    with pytest.raises(InputError, match="no line of it can be understood"):
+    with pytest.raises(InputError, match="no line can be parsed"):
         read_story(tmp_path)
 
 
@@ -223,7 +223,7 @@ def test_an_empty_run_is_a_page_too(tmp_path: Path, events: str) -> None:
     story = read_story(tmp_path)
     page = page_of(story)
     assert page.rstrip().endswith("</html>")
-    assert ("Nothing has been written yet" in page) == (not events)
+    assert ("No events yet" in page) == (not events)
     assert words_of(story)[0] in ("No iteration has ended yet.", "No iteration of 9 has ended yet.")
 
 
@@ -410,7 +410,7 @@ def test_what_was_expected_is_held_against_the_iteration_after(tmp_path: Path) -
     story = read_story(run.write())
     assert expected(story) == [(number, 2.0) for number in range(1, 5)]
     assert expected_errors(story) == [pytest.approx(one.iteration.wall_s / 2 - 1) for one in story.iterations[1:]]
-    assert "expected by costs as measured then" in page_of(story)
+    assert "expected by the costs measured so far" in page_of(story)
 
 
 def test_idle_shares_are_those_of_the_group(eventful: RunStory) -> None:
@@ -428,11 +428,11 @@ def test_idle_shares_are_those_of_the_group(eventful: RunStory) -> None:
 
 def test_the_page_says_it_in_ten_lines_at_most(eventful: RunStory) -> None:
     lines = words_of(eventful)
-    assert len(lines) <= MOST_LINES
+    assert len(lines) <= MAX_LINES
     said = "\n".join(lines)
     for part in (
-        "40 iterations in", "2 moves done", "1 rolled back (load failed", "42 × stay", "rollout came to cost 1.3",
-        "1 node joined, 2 nodes went, 1 task evicted, workers came 3 times", "2 iterations run again",
+        "40 iterations in", "2 moves done", "1 rolled back (load failed", "42 × stay", "rollout is 1.3",
+        "1 node joined, 2 nodes left, 1 task evicted, workers started 3 times", "2 iterations run again",
         "reward.reward rose",
     ):  # fmt: skip
         assert part in said
@@ -458,7 +458,7 @@ def test_metrics_are_rewards_or_those_asked_for(eventful: RunStory) -> None:
     page = page_of(eventful, metrics=["trainer.loss"])
     assert "trainer.loss</h3>" in page
     assert "reward.reward</h3>" not in page
-    assert "None of those asked for" in page_of(eventful, metrics=["no"])
+    assert "None of the requested metrics" in page_of(eventful, metrics=["no"])
 
 
 def test_names_and_reasons_never_become_markup(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def _table(seen: RunPicture) -> Table:
             escape(_mark(part)),
         )
     if seen.other_s is not None and seen.step_s:
-        table.add_row("other", "", f"{seen.other_s:.1f}", _percent(seen.other_s / seen.step_s), "", "", "")
+        table.add_row("anything else", "", f"{seen.other_s:.1f}", _percent(seen.other_s / seen.step_s), "", "", "")
     return table
 
 

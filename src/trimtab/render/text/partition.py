@@ -88,7 +88,7 @@ def improve_sentence(answer: PartitionAnswer) -> str:
     first, *others = answer.limits
     words = f"{limit_words(answer, first)} takes {first.seconds:.4g} s"
     if others:
-        words += f"; without it, {limit_words(answer, others[0])} limits at {others[0].seconds:.4g} s"
+        words += f"; with that gone, {limit_words(answer, others[0])} limits at {others[0].seconds:.4g} s"
     return words
 
 

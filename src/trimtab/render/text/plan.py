@@ -234,7 +234,7 @@ def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
     table.add_column("compared with")
     table.add_column(word, justify="right")
     table.add_column("slower", justify="right")
-    table.add_column("placement, and why it is slower")
+    table.add_column("placement, and why it loses")
     for other in alternatives:
         if other.plan is None:
             table.add_row(escape(other.label), "-", "-", escape(other.reason))

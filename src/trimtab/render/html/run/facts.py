@@ -16,7 +16,7 @@ from trimtab.render.html.kit.labels import counted
 GpuKey = tuple[str, int]
 """Node name and GPU index."""
 
-MOVE_INTERRUPTED = "broken off"
+MOVE_INTERRUPTED = "interrupted"
 """The state of a move that was in progress when the run was resumed, until an event gives its result."""
 
 _MAX_GPUS = 100_000
