@@ -97,7 +97,7 @@ def test_a_job_without_costs_is_measured_planned_and_run_and_the_end_says_what_t
                   "iteration 1 of 6", "iteration 6 of 6", "total "):  # fmt: skip
         assert words in told.err
     for words in ("done: all 6 iterations are done", "folder: runs/small-1 (checkpoint after iteration 6)",
-                  "go on:  trimtab run --resume runs/small-1 --local --iterations 12",
+                  "resume: trimtab run --resume runs/small-1 --local --iterations 12",
                   "report: trimtab report runs/small-1", "trimtab plan --from-run runs/small-1"):  # fmt: skip
         assert words in told.out
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5, 6]
@@ -177,7 +177,7 @@ def test_a_run_goes_on_from_its_folder_without_its_file(tmp_path: Path, capsys: 
     assert run(["run", "--resume", "runs/small-1", "--local"]) == 0
     assert "all 3 iterations are done already: --iterations N" in capsys.readouterr().out
     assert run(["run", "--resume", "runs/small-1", "--local", "--iterations", "7"]) == 0
-    assert "goes on after iteration 3" in capsys.readouterr().err
+    assert "continues after iteration 3" in capsys.readouterr().err
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5, 6, 7]
     assert ("load", "trainer", 6) in run_parts.LOG
     # The longer job is what the folder keeps from now on.
@@ -319,7 +319,7 @@ def test_a_component_that_misbehaves_ends_the_run_with_status_4_and_the_folder_i
     told = capsys.readouterr()
     assert f"error: {what}" in told.err
     assert "failed: " in told.out
-    assert "go on:  trimtab run --resume runs/small-1 --local" in told.out
+    assert "resume: trimtab run --resume runs/small-1 --local" in told.out
     folder = tmp_path / "runs/small-1"
     assert numbers(folder) == [1, 2]
     assert read_run(folder).saved == 2
@@ -390,7 +390,7 @@ def test_ctrl_c_once_ends_the_run_after_its_iteration_and_says_how_to_go_on(tmp_
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "stopped: Ctrl-C" in out
-    assert "go on:  trimtab run --resume runs/small-1 --local" in out
+    assert "resume: trimtab run --resume runs/small-1 --local" in out
     folder = tmp_path / "runs/small-1"
     done = numbers(folder)
     assert done == list(range(1, done[-1] + 1))
@@ -421,7 +421,7 @@ def test_on_a_terminal_the_run_is_a_picture_that_says_what_ctrl_c_does(tmp_path:
         screen.interrupt()
         screen.expect("the run stops after the current iteration")
         assert screen.ended() == 130
-        assert "go on:  trimtab run --resume runs/small-1 --local" in screen.text
+        assert "resume: trimtab run --resume runs/small-1 --local" in screen.text
     finally:
         screen.close()
 
@@ -519,7 +519,7 @@ def test_with_a_ray_of_its_own_nothing_is_left_behind_after_ctrl_c(tmp_path: Pat
         process.send_signal(signal.SIGINT)
         out, rest = process.communicate(timeout=120)
     assert process.returncode == 130, rest
-    assert "go on:  trimtab run --resume runs/small-1\n" in out
+    assert "resume: trimtab run --resume runs/small-1\n" in out
     assert family(None, mark) == []
     folder = tmp_path / "runs/small-1"
     assert read_run(folder).saved == numbers(folder)[-1]
@@ -700,7 +700,7 @@ def test_what_happens_to_a_run_is_said_in_words() -> None:
         *story.on_event("something new", {}),
     ]  # fmt: skip
     assert said == [
-        "goes on after iteration 20; 3 iterations after that had no checkpoint and will run again",
+        "continues after iteration 20; 3 iterations after that had no checkpoint and will run again",
         "plan: rollout, trainer 8 GPUs, 20.0 s an iteration",
         "would move to rollout 6 | trainer 2: rollout grew (25% less an iteration; the move costs 60.0 s, assumed)",
         "move 1 to rollout 6 | trainer 2: rollout grew (25% less an iteration; the move costs 60.0 s, assumed)",

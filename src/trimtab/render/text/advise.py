@@ -65,10 +65,10 @@ def lines(frame: FollowFrame) -> Iterator[str]:
 def _step_line(step: LoggedStep, seen: RunPicture) -> str:
     total = f"{seen.step_s:.1f} s a step" if seen.step_s is not None else "no total yet"
     extra = f", with {', '.join(step.extra)}" if step.extra else ""
-    stands = f"no advice ({seen.reason.code.value})"
+    advice = f"no advice ({seen.reason.code.value})"
     if seen.advice is not None:
-        stands = f"{seen.advice.gain:.0%} to be gained with the advice of step {seen.advice.since}"
-    return f"step {step.number}{extra}: {total} lately; {stands}"
+        advice = f"{seen.advice.gain:.0%} gain with the advice of step {seen.advice.since}"
+    return f"step {step.number}{extra}: {total} lately; {advice}"
 
 
 def _event_lines(event: FollowEvent) -> Iterator[str]:

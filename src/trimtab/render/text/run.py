@@ -115,7 +115,7 @@ class RunNarrator:
         self.done = int(facts["after"])
         void = int(facts.get("void", 0))
         again = f"; {counted(void, 'iteration')} after that had no checkpoint and will run again" if void else ""
-        yield f"goes on after iteration {facts['after']}{again}" if self.done else f"begins again{again}"
+        yield f"continues after iteration {facts['after']}{again}" if self.done else f"starts over{again}"
 
     def _planned(self, facts: EventFacts) -> Iterator[str]:
         why = facts.get("why")
@@ -187,8 +187,8 @@ class RunNarrator:
         nodes = facts.get("nodes", ())
         gpus = sum(int(node[1]) for node in nodes)
         leaving = facts.get("leaving") or ()
-        goes = f"; {', '.join(map(str, leaving))} draining" if leaving else ""
-        yield f"nodes changed ({why}): {counted(len(nodes), 'node')} with {counted(gpus, 'GPU')} now{goes}"
+        draining = f"; {', '.join(map(str, leaving))} draining" if leaving else ""
+        yield f"nodes changed ({why}): {counted(len(nodes), 'node')} with {counted(gpus, 'GPU')} now{draining}"
 
     def _range(self, facts: EventFacts) -> Iterator[str]:
         yield f"{facts['component']} may use {facts['least']} to {facts['most']} GPUs"
@@ -264,13 +264,13 @@ def last_lines(data: EventFacts) -> list[str]:
     state = f"checkpoint after iteration {data['saved']}" if data["saved"] else "no checkpoint"
     lines.append(f"folder: {folder} ({state})")
     if data["state"] == "done":
-        lines.append(f"go on:  trimtab run --resume {folder}{data['again']} --iterations {2 * data['asked']}")
+        lines.append(f"resume: trimtab run --resume {folder}{data['again']} --iterations {2 * data['asked']}")
     else:
-        word = "go on:  " if data["saved"] else "begin again: "
+        word = "resume: " if data["saved"] else "start over: "
         lines.append(f"{word}trimtab run --resume {folder}{data['again']}")
     if data["iterations"]:
         lines.append(f"report: trimtab report {folder}")
-        lines.append(f"plan with what was measured: trimtab plan --from-run {folder}")
+        lines.append(f"plan with measured costs: trimtab plan --from-run {folder}")
     return lines
 
 

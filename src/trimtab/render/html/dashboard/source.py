@@ -21,7 +21,7 @@ from trimtab.render.html.dashboard.panels import Panels, controller_panels, flee
 from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.text.formatting import clock, counts
 from trimtab.runtime.dashboard.tail import EventTail
-from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run import control_files
 from trimtab.runtime.run.engines.event_log import load_of, read_load
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ class DashboardSource:
     def look(self) -> Mapping[str, Any] | None:
         """What has changed; None if nothing did."""
         new = self._read()
-        asked = self._controller is not None and self._controller.refresh()
-        busier = self._read_loads()
+        controller_changed = self._controller is not None and self._controller.refresh()
+        loads_changed = self._read_loads()
         advised = self.advised is not None and self.advised.refresh()
-        if not (new or asked or not self._shown):
-            return self._small(busier, advised) if busier or advised else None
+        if not (new or controller_changed or not self._shown):
+            return self._small(loads_changed, advised) if loads_changed or advised else None
         line = self._line.news() if self._line is not None else {}
         before, self._shown = self._shown, self._now()
         changes = {name: value for name, value in self._shown.items() if name != "panels" and before.get(name) != value}
@@ -74,9 +74,9 @@ class DashboardSource:
             return {"whole": self.whole()}
         return changes | ({"panels": panels} if panels else {}) | ({"timeline": line} if line else {})
 
-    def _small(self, busier: bool, advised: bool) -> Mapping[str, Any]:
+    def _small(self, loads_changed: bool, advised: bool) -> Mapping[str, Any]:
         """Loads change all the time: only their panel is made anew."""
-        panels = {"workers": workers_panel(self.board)} if busier and self.board is not None else {}
+        panels = {"workers": workers_panel(self.board)} if loads_changed and self.board is not None else {}
         panels |= self.advised.panels if advised and self.advised is not None else {}
         self._shown = {**self._shown, "panels": self._shown["panels"] | panels}
         return {"panels": panels}
@@ -122,7 +122,7 @@ class DashboardSource:
             self._is_new = True
         for event in events:
             self.board.take(event)
-        before, self.board.is_alive = self.board.is_alive, asks.lives(self._tail.path.parent)
+        before, self.board.is_alive = self.board.is_alive, control_files.lives(self._tail.path.parent)
         return anew or bool(events) or before != self.board.is_alive
 
     def _read_loads(self) -> bool:
@@ -169,7 +169,7 @@ class DashboardSource:
             return self._controller.change(what, facts)
         assert self._folder is not None
         if what == "replan":
-            asks.ask(self._folder, asks.RUN, {"ask": "replan", "why": WHY})
+            control_files.ask(self._folder, control_files.RUN, {"ask": "replan", "why": WHY})
             return "requested: the next decision shows the result"
         return self._change_worker(self._folder, what.partition("-")[0], facts)
 
@@ -178,8 +178,8 @@ class DashboardSource:
         worker = self.board.workers.get(str(facts.get("worker")))
         if worker is None or worker.is_over:
             raise InputError("there is no such worker")
-        asked = {"ask": what, "worker": worker.id, "deadline_s": _deadline_s(facts), "why": WHY}
-        asks.ask(folder, asks.of_workers(worker.group), asked)
+        request = {"ask": what, "worker": worker.id, "deadline_s": _deadline_s(facts), "why": WHY}
+        control_files.ask(folder, control_files.of_workers(worker.group), request)
         words = "takes no new requests" if what == "drain" else "takes requests again"
         return f"requested: worker {worker.name} {words}; its story shows the result"
 

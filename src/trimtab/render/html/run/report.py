@@ -206,17 +206,17 @@ def _plan(story: RunStory, plan: ReportPlan) -> str:
     promised = (
         f"{duration(predicted)}<small> predicted</small>" if predicted is not None else "<small>no prediction</small>"
     )
-    came = ""
+    result = ""
     if measured:
         middle = median(measured)
         off = f" ({middle / predicted - 1:+.1%})".replace("%", " %") if predicted else ""
-        came = f", {duration(middle)} measured median{off}"
+        result = f", {duration(middle)} measured median{off}"
     groups = "; ".join(f"{_join(names)} on {_slots_text(gpu_slots)}" for names, gpu_slots in plan.groups if gpu_slots)
     spent = ", ".join(f"{escape(name)} {duration(cost)}" for name, cost in plan.costs_s.items()) if predicted else ""
     more = f"<p>Planned with costs: {spent}.</p>" if spent else ""
     return (
         f'<li class="card"><h3>{escape(plan.words)}<span class="time">{promised}</span></h3>'
-        f"<p>From {duration(plan.t_s)}, {escape(why)}: {ran}{came}.</p><p>{escape(groups)}</p>{more}</li>"
+        f"<p>From {duration(plan.t_s)}, {escape(why)}: {ran}{result}.</p><p>{escape(groups)}</p>{more}</li>"
     )
 
 
@@ -249,7 +249,7 @@ def _moves(moves: list[ReportMigration]) -> str:
 def _move(move: ReportMigration) -> str:
     css = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}.get(move.state, "")
     forced = ' <span class="badge">forced</span>' if move.forced else ""
-    goes = f"{escape(move.before or '?')} → {escape(move.after or '?')}"
+    change = f"{escape(move.before or '?')} → {escape(move.after or '?')}"
     why = f"<p>{escape(move.reason)}{code_of(move.code)}</p>" if move.reason or move.code else ""
     outcome = f'<p class="warn">{escape(move.outcome)}</p>' if move.outcome else ""
     stages = "".join(f"<div><dt>{escape(name)}</dt><dd>{duration(took)}</dd></div>" for name, _, took in move.stages)
@@ -261,7 +261,7 @@ def _move(move: ReportMigration) -> str:
         if how != "stays"
     )
     return (
-        f'<li class="card" id="move{move.id}"><h3>Move {move.id}: {goes}{forced}<span class="time {css}">'
+        f'<li class="card" id="move{move.id}"><h3>Move {move.id}: {change}{forced}<span class="time {css}">'
         f"{escape(move.state)}<small> · {duration(move.cost_s)}</small></span></h3>"
         f"<p>At {duration(move.began_s)}, after iteration {move.iteration}.</p>{why}{outcome}"
         f"{f'<p>{changed}.</p>' if changed else ''}"

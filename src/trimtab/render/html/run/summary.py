@@ -157,9 +157,9 @@ def _others(story: RunStory) -> str:
     ):
         if kinds[key]:
             parts.append(f"{kinds[key]} {words.format(s='s' if kinds[key] != 1 else '')}")
-    came, went = kinds["workers", "worker"], kinds["workers", "left"]
-    if came or went:
-        parts.append(f"workers started {counted(came, 'time')} and stopped {counted(went, 'time')}")
+    started, stopped = kinds["workers", "worker"], kinds["workers", "left"]
+    if started or stopped:
+        parts.append(f"workers started {counted(started, 'time')} and stopped {counted(stopped, 'time')}")
     return _sentence(", ".join(parts)) if parts else ""
 
 

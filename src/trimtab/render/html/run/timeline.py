@@ -342,7 +342,7 @@ class _Drawing:
             tip = f"{what}{' (run again later)' if bar.note else ''}\n{duration(bar.start)} to {duration(bar.end)}"
             opacity = max(bar.busy, 0.2) * (0.35 if bar.note else 1.0)
             faded = f' fill-opacity="{opacity:.2f}"' if opacity < 0.995 else ""
-            # One path for all blocks: a stretch is one thing, on however many nodes.
+            # One path for all blocks of a bar, on any number of nodes.
             shape = "".join(f"M{px(x0)} {px(a)}H{px(x1)}V{px(b)}H{px(x0)}Z" for a, b in blocks)
             title = "&#10;".join(map(escape, tip.splitlines()))
             self.out.append(f'<path class="bar {colour}" d="{shape}"{faded}><title>{title}</title></path>')

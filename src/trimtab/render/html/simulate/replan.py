@@ -9,24 +9,22 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.markup import escape
 
-from trimtab.core.errors import InputError
 from trimtab.render.html.kit.labels import escape as escape_html
 from trimtab.render.html.kit.page import list_section, page_foot, page_head
 from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
 from trimtab.render.html.simulate.report import both, compared, line, section
-from trimtab.render.live.simulate import loop_runs
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
 from trimtab.render.text.simulate import brief
-from trimtab.replay.common.recommend import Recommendation, best, recommend
+from trimtab.replay.common.recommend import Recommendation
 from trimtab.replay.pool.figures import spread
 from trimtab.replay.replan.runner import ReplanFigures
-from trimtab.replay.replan.scenario import ReplanPolicy, ReplanScenario, with_rule
+from trimtab.replay.replan.scenario import ReplanScenario
 
 FIGURES = (
     "total_s",
@@ -43,7 +41,6 @@ FIGURES = (
 LONG = ("walls_s", "moved")  # not in tables
 HEADS = ("Total", "Against kept", "Above oracle", "Moves", "In moves", "Run again", "Waiting")
 ITERATIONS = (1.0, "")
-SEED_OFFSET = 1_000  # of evaluation seeds
 
 
 @dataclass(frozen=True)
@@ -87,45 +84,6 @@ def _totals(scenario: ReplanScenario, runs: Sequence[ReplanFigures], use: str) -
 def _beside(known: Sequence[ReplanFigures], other: dict[int, float]) -> tuple[float, float] | None:
     shares = [run.total_s / other[run.seed] - 1 for run in known if run.finished and other.get(run.seed)]
     return spread(shares) if shares else None
-
-
-# ---- sweeps -----------------------------------------------------------------------------------------------------
-
-
-def swept(scenario: ReplanScenario, key: str, values: Sequence[float], where: str) -> ReplanScenario:
-    """The scenario with the current rules and with every other value of a setting."""
-    base = _base(scenario)
-    tried = [with_rule(base, key, value, where) for value in values]
-    tried = [policy for policy in tried if policy.rules != base.rules]
-    if not tried:
-        raise InputError(f"{key} has these values already", where=where)
-    others = tuple(policy for policy in scenario.policies if policy is not base)
-    return replace(scenario, policies=(base, *tried, *others))
-
-
-def _base(scenario: ReplanScenario) -> ReplanPolicy:
-    return next((policy for policy in scenario.policies if policy.use == "trimtab"), ReplanPolicy("trimtab", "trimtab"))
-
-
-def recommendation(scenario: ReplanScenario, runs: Sequence[ReplanFigures], jobs: int) -> Recommendation:
-    """The recommendation for the swept setting. Runs evaluation seeds.
-
-    A setting with which a run did not finish is rejected.
-    """
-    base = _base(scenario)
-    tried = [policy for policy in scenario.policies if policy is base or policy.name.startswith(f"{base.name}, ")]
-    finished = [policy for policy in tried if all(run.finished for run in runs if run.policy == policy.name)]
-    figures = {policy.name: _seconds(runs, policy) for policy in tried if policy in finished or policy is base}
-    choice = best(base.name, figures)
-    evaluated = tuple(policy for policy in tried if policy.name in (base.name, choice))
-    seeds = tuple(seed + SEED_OFFSET for seed in scenario.seeds)
-    evaluation = loop_runs(replace(scenario, policies=evaluated, seeds=seeds), jobs)
-    judged_by = {policy.name: _seconds(evaluation, policy) for policy in evaluated}
-    return recommend(base.name, figures, "the time of the run", judged_by)
-
-
-def _seconds(runs: Sequence[ReplanFigures], policy: ReplanPolicy) -> dict[int, float]:
-    return {run.seed: run.total_s for run in runs if run.policy == policy.name}
 
 
 # ---- text and data ----------------------------------------------------------------------------------------------
