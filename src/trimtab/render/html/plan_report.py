@@ -14,7 +14,7 @@ from trimtab.model.plan import PlacedComponent, PlacementAnswer, Plan, Sensitivi
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.chart import ChartMark
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
-from trimtab.render.html.kit.page import both, list_section, page_foot, page_head
+from trimtab.render.html.kit.page import both, list_section, page_foot, page_head, page_header
 
 # A runner-up many times slower must not compress the other charts: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5
@@ -66,11 +66,7 @@ def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
         ("GPUs used", f"<dd>{best.gpus} of {best.total_gpus}<small>{used}</small></dd>"),
         ("Optimal", proof),
     ]
-    tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in numbers)
-    return (
-        f'<header>\n<p class="eyebrow">trimtab plan · {escape(source)}</p>\n<h1>{escape(title)}</h1>\n'
-        f'<p class="lede">{escape(_in_words(best))}</p>\n<dl class="numbers">{tiles}</dl>\n</header>'
-    )
+    return page_header(f"trimtab plan · {source}", title, _in_words(best), numbers)
 
 
 def _scaling(answer: PlacementAnswer) -> str:

@@ -83,9 +83,9 @@ def counts(numbers: Mapping[str, int], order: Iterable[str]) -> str:
     return ", ".join(f"{numbers[word]} {word}" for word in order if numbers.get(word))
 
 
-def print_more(there: int, shown: int) -> None:
-    if there > shown:
-        out.print(f"and {there - shown} more: --format json has all")
+def print_more(total: int, shown: int) -> None:
+    if total > shown:
+        out.print(f"and {total - shown} more: --format json has all")
 
 
 def clock(at: float) -> str:

@@ -109,9 +109,9 @@ def proof_words(answer: PartitionAnswer) -> str:
         return f"proven least {what}"
     if answer.optimal:
         return f"proven least {what}; ties not all compared"
-    least = answer.lower_bound_seconds
+    bound = answer.lower_bound_seconds
     got = answer.schedule.bottleneck_seconds if answer.objective == "throughput" else answer.schedule.latency_seconds
-    above = share(got / least - 1) if least > 0 else "an unknown part"
+    above = share(got / bound - 1) if bound > 0 else "an unknown part"
     return f"{answer.method}: at most {above} above the least {what}"
 
 

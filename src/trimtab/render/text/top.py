@@ -105,7 +105,7 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
     if tasks:
         rows = [[task.name, task.state, task.group, _why(task.code, task.reason)] for task in tasks[-8:]]
         parts += ["", _table(("task", "state", "pool", "why"), rows)]
-    nodes = [node for node in story.nodes if board.is_there(node)]
+    nodes = [node for node in story.nodes if board.is_present(node)]
     if nodes:
         gpus = sum(node.gpus for node in nodes)
         going = f", {len(board.leaving)} draining" if board.leaving else ""

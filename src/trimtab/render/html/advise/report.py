@@ -10,7 +10,7 @@ from trimtab.model.plan import Plan
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
-from trimtab.render.html.kit.page import both, list_section, page_foot, page_head
+from trimtab.render.html.kit.page import both, list_section, page_foot, page_head, page_header
 from trimtab.render.text.advise import gpus_text
 from trimtab.runtime.advise.analysis import ComponentSummary, RunPicture
 from trimtab.runtime.advise.follower import Follower, FollowFrame
@@ -50,12 +50,8 @@ def _headline(seen: RunPicture, title: str) -> str:
     else:
         band = f"{share(max(advice.low, 0.0))} to {share(advice.high)}"
         numbers.append(("To be gained", f'<dd class="good">{share(advice.gain)}<small>{band} of a step</small></dd>'))
-    tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in numbers)
     now = " | ".join(f"{', '.join(group.components)} on {group.gpus} GPUs" for group in seen.sharing)
-    return (
-        f'<header>\n<p class="eyebrow">trimtab advise · {escape(seen.framework)}</p>\n<h1>{escape(title)}</h1>\n'
-        f'<p class="lede">{escape(now)}</p>\n<dl class="numbers">{tiles}</dl>\n</header>'
-    )
+    return page_header(f"trimtab advise · {seen.framework}", title, now, numbers)
 
 
 def _advice(follower: Follower, seen: RunPicture, names: tuple[str, ...]) -> str:

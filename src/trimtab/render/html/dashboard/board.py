@@ -177,7 +177,7 @@ class RunBoard:
             story = replace(story, done=done, bars=[bar for bar in bars if bar.iteration in numbers])
         return costs(story, idle_shares(story))
 
-    def is_there(self, node: ReportNode) -> bool:
+    def is_present(self, node: ReportNode) -> bool:
         return bool(node.presence) and node.presence[-1][1] is None
 
     def on_node(self, name: str) -> dict[str, list[int]]:
@@ -245,7 +245,7 @@ class RunBoard:
             f"{duration(since)} to {duration(until) if until is not None else 'now'}" for since, until in node.presence
         )
         here = "; ".join(f"{component} on GPU {ranks_text(gpus)}" for component, gpus in self.on_node(name).items())
-        state = "draining" if name in self.leaving else "present" if self.is_there(node) else "gone"
+        state = "draining" if name in self.leaving else "present" if self.is_present(node) else "gone"
         has = f"{node.gpus} × {node.kind}" if node.kind else counted(node.gpus, "GPU")
         return [("state", state), ("has", has), ("present", times), ("runs", here if state != "gone" else "")]
 

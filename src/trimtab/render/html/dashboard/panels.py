@@ -136,7 +136,7 @@ def _components(board: RunBoard) -> str:
 def _nodes(board: RunBoard) -> str:
     rows = []
     for node in board.story.nodes:
-        here = board.is_there(node)
+        here = board.is_present(node)
         state = "draining" if node.name in board.leaving else "present" if here else "gone"
         css = ' class="warn"' if state != "present" else ""
         runs = "; ".join(

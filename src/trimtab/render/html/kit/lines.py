@@ -19,7 +19,7 @@ Unit = Literal["seconds", "share", "number"]
 Point = tuple[float, float]
 
 _HEIGHT_PX = 200.0
-_MOST_DOTS = 120
+_MAX_DOTS = 120
 _NORMAL_SHARE = 0.98
 _ROOM_ABOVE = 1.25
 
@@ -137,7 +137,7 @@ class _Plot:
         )
         if curve.dashed:
             return
-        dots = len(curve.points) <= _MOST_DOTS
+        dots = len(curve.points) <= _MAX_DOTS
         for at, (x, y) in enumerate(curve.points):
             if not dots and y <= self.high:
                 continue

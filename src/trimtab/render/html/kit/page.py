@@ -58,6 +58,18 @@ def page_head(title: str, *, scripts: Sequence[str] = (COPY_SCRIPT,), style: str
     )
 
 
+def page_header(
+    eyebrow: str, title: str, lede: str, tiles: Iterable[tuple[str, str]] = (), *, notice: str = "", more: str = ""
+) -> str:
+    """The header of a page; `tiles` are names with their `<dd>` markup, `notice` and `more` are markup."""
+    drawn = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in tiles)
+    numbers = f'<dl class="numbers">{drawn}</dl>\n' if drawn else ""
+    return (
+        f'<header>\n<p class="eyebrow">{escape(eyebrow)}</p>\n<h1>{escape(title)}</h1>\n'
+        f'<p class="lede">{escape(lede)}</p>\n{notice}{numbers}{more}</header>'
+    )
+
+
 def page_foot(command: str | None = None, *, more: str = "", script: str = COPY_SCRIPT) -> str:
     """The end of a page. `command` made it; `more` follows the version."""
     made = f" Made by <code>{escape(command)}</code>." if command else ""

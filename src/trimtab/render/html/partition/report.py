@@ -9,7 +9,7 @@ from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
-from trimtab.render.html.kit.page import both, list_section, page_foot, page_head
+from trimtab.render.html.kit.page import both, list_section, page_foot, page_head, page_header
 from trimtab.render.html.partition.pictures import frontier_svg, stages_svg, steady_chart, type_colours
 from trimtab.render.text.partition import MIB, improve_sentence
 
@@ -30,8 +30,8 @@ def _headline(answer: PartitionAnswer) -> str:
     if answer.optimal:
         proof = f'<dd class="good">Proven<small>no schedule has a lower {what}</small></dd>'
     else:
-        least = duration(answer.lower_bound_seconds)
-        proof = f'<dd class="warn">Not proven<small>no {what} can be below {least}</small></dd>'
+        bound = duration(answer.lower_bound_seconds)
+        proof = f'<dd class="warn">Not proven<small>no {what} can be below {bound}</small></dd>'
     rate = f"{answer.throughput:.4g}" if answer.throughput is not None else "–"
     spare = len(job.hosts) - len(schedule.stages)
     numbers = [
@@ -49,13 +49,8 @@ def _headline(answer: PartitionAnswer) -> str:
         ),
         ("Optimal", proof),
     ]
-    tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in numbers)
-    lede = improve_sentence(answer)
-    return (
-        f'<header>\n<p class="eyebrow">trimtab partition · {escape(answer.objective)}</p>\n'
-        f"<h1>{escape(job.model.name)}</h1>\n"
-        f'<p class="lede">Improve first: {escape(lede)}.</p>\n<dl class="numbers">{tiles}</dl>\n</header>'
-    )
+    lede = f"Improve first: {improve_sentence(answer)}."
+    return page_header(f"trimtab partition · {answer.objective}", job.model.name, lede, numbers)
 
 
 def _seconds(value: float) -> str:

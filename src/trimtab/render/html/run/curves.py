@@ -145,10 +145,10 @@ def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> s
 def metrics_section(story: RunStory, names: list[str], wanted: Sequence[str]) -> str:
     """Rewards, or the requested metrics."""
     if not names:
-        there = ", ".join(all_metrics(story)[:20])
-        if wanted and there:
+        available = ", ".join(all_metrics(story)[:20])
+        if wanted and available:
             return section(
-                "metrics", "Metrics", f"None of the requested metrics exists; available: {escape(there)}.", ""
+                "metrics", "Metrics", f"None of the requested metrics exists; available: {escape(available)}.", ""
             )
         return ""
     cards = ""

@@ -154,12 +154,10 @@ def expected_errors(story: RunStory) -> list[float]:
 
 def metric_names(story: RunStory, wanted: Sequence[str] = ()) -> list[str]:
     """Metrics to show, as `component.name`: those requested, or all whose own name begins with reward."""
-    there = sorted(
-        {f"{name}.{key}" for record in story.done for name, values in record.metrics.items() for key in values}
-    )
+    names = all_metrics(story)
     if not wanted:
-        return [name for name in there if name.partition(".")[2].lower().startswith("reward")]
-    return [name for want in wanted for name in there if name == want or name.partition(".")[2] == want]
+        return [name for name in names if name.partition(".")[2].lower().startswith("reward")]
+    return [name for want in wanted for name in names if name == want or name.partition(".")[2] == want]
 
 
 def all_metrics(story: RunStory) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.kit.labels import counted, duration, escape, share
-from trimtab.render.html.kit.page import both, card, code_of, heads, page_foot, page_head, scroll, section
+from trimtab.render.html.kit.page import both, card, code_of, heads, page_foot, page_head, page_header, scroll, section
 from trimtab.render.html.run.curves import (
     costs_section,
     figures_section,
@@ -84,17 +84,14 @@ def style() -> str:
 
 def _headline(story: RunStory, chart: RunChart, spent: list[ReportCost], names: list[str], title: str) -> str:
     lines = "".join(f"<li>{escape(line)}</li>" for line in summary_lines(story, chart, spent, names))
-    tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in _tiles(story, chart, names))
     warned = ""
     if story.unparsed_lines:
         where = ", ".join(map(str, story.unparsed_lines[:5])) + (" …" if len(story.unparsed_lines) > 5 else "")
         count = counted(len(story.unparsed_lines), "line")
         warned = f'<p class="lede warn">{count} of events.jsonl could not be parsed and left out: {where}.</p>\n'
-    return (
-        f'<header>\n<p class="eyebrow">trimtab report · {escape(story.job or "run")}</p>\n<h1>{escape(title)}</h1>\n'
-        f'<p class="lede">{escape(status_sentence(story))}</p>\n{warned}'
-        f'<dl class="numbers">{tiles}</dl>\n<ul class="plain said">{lines}</ul>\n</header>'
-    )
+    more = f'<ul class="plain said">{lines}</ul>\n'
+    eyebrow, tiles = f"trimtab report · {story.job or 'run'}", _tiles(story, chart, names)
+    return page_header(eyebrow, title, status_sentence(story), tiles, notice=warned, more=more)
 
 
 def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[tuple[str, str]]:

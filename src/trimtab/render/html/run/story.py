@@ -223,7 +223,7 @@ class RunStory:
         words = as_text(event["plan"])
         placed = self._targets.get(json.dumps(groups)) if event.get("why") == "move" else None
         if placed is None:
-            self._make_room(max((rank for group_ranks in ranks for rank in group_ranks), default=-1) + 1)
+            self._add_unnamed_gpus(max((rank for group_ranks in ranks for rank in group_ranks), default=-1) + 1)
             gpu_slots = [(name, gpu) for name, gpus in self._order for gpu in range(gpus)]
             placed = tuple(
                 (names, tuple(gpu_slots[rank] for rank in group_ranks))
@@ -235,7 +235,7 @@ class RunStory:
         iteration = whole(event.get("iteration")) or 1
         return ReportPlan(len(self.plans), as_text(event.get("why")), iteration, t_s, words, predicted, placed, costs)
 
-    def _make_room(self, gpus: int) -> None:
+    def _add_unnamed_gpus(self, gpus: int) -> None:
         """Add an unnamed node where events list fewer GPUs than a plan's ranks use."""
         short = gpus - sum(count for _, count in self._order)
         if short <= 0:

@@ -131,10 +131,10 @@ def _drift(costs: list[ReportCost]) -> str:
     drifted = [cost for cost in costs if cost.drift is not None and abs(cost.drift - 1) >= _DRIFTED]
     if not drifted:
         return ""
-    most = max(drifted, key=lambda cost: abs(1 - 1 / (cost.drift or 1.0)) * (cost.busy_s or 0.0))
-    drift = most.drift or 1.0
+    worst = max(drifted, key=lambda cost: abs(1 - 1 / (cost.drift or 1.0)) * (cost.busy_s or 0.0))
+    drift = worst.drift or 1.0
     change = f"{drift:.2f}x slower" if drift > 1 else f"{1 / drift:.2f}x faster"
-    return f"{most.component} is {change} than at first, on the same GPUs."
+    return f"{worst.component} is {change} than at first, on the same GPUs."
 
 
 def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
@@ -142,9 +142,13 @@ def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
         return ""
     whole = share(max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s))
     placed = [cost for cost in costs if cost.idle is not None and cost.component not in chart.on_cpu]
-    most = max(placed, key=lambda cost: cost.idle or 0.0, default=None)
-    who = f"; most of all those of {most.component} ({share(most.idle)} of an iteration)" if most and most.idle else ""
-    return f"GPUs were idle for {whole} of the time{who}."
+    idlest = max(placed, key=lambda cost: cost.idle or 0.0, default=None)
+    worst = (
+        f"; most of all those of {idlest.component} ({share(idlest.idle)} of an iteration)"
+        if idlest and idlest.idle
+        else ""
+    )
+    return f"GPUs were idle for {whole} of the time{worst}."
 
 
 def _others(story: RunStory) -> str:

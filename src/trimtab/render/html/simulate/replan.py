@@ -15,7 +15,7 @@ from typing import Any
 from rich.markup import escape
 
 from trimtab.render.html.kit.labels import escape as escape_html
-from trimtab.render.html.kit.page import list_section, page_foot, page_head
+from trimtab.render.html.kit.page import list_section, page_foot, page_head, page_header
 from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
 from trimtab.render.html.simulate.report import both, compared, line, section
 from trimtab.render.output import out, plain_table
@@ -199,9 +199,7 @@ def report(
     lede = f"From the first iteration to the last. {_over(scenario)}."
     parts = [
         page_head(scenario.name),
-        '<header>\n<p class="eyebrow">trimtab simulate</p>\n'
-        f"<h1>{escape_html(scenario.name)}</h1>\n"
-        f'<p class="lede">{escape_html("; ".join(scenario.assumptions()[:2]))}.</p>\n</header>',
+        page_header("trimtab simulate", scenario.name, f"{'; '.join(scenario.assumptions()[:2])}."),
         section(
             "total", "Time of the run", lede, both(lambda w, p: bars_svg("Time of the run", totals, w, p), "total"),
             HEADS, body,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trimtab.render.html.kit.labels import escape
-from trimtab.render.html.kit.page import NARROW_PX, WIDE_PX, list_section, page_foot, page_head
+from trimtab.render.html.kit.page import NARROW_PX, WIDE_PX, list_section, page_foot, page_head, page_header
 from trimtab.render.html.kit.page import both as draw_both
 from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
 from trimtab.render.text.simulate import PolicyComparison, brief
@@ -71,12 +71,7 @@ def _headline(scenario: PolicyComparison, rows: Sequence[PolicySummary], runs: S
         ),
     ]
     intro = (sentence[:1].upper() + sentence[1:] for sentence in scenario.assumptions()[:2])
-    drawn = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in tiles)
-    return (
-        f'<header>\n<p class="eyebrow">trimtab {verb}</p>\n<h1>{escape(scenario.name)}</h1>\n'
-        f'<p class="lede">{escape(". ".join(intro))}.</p>\n'
-        f'<dl class="numbers">{drawn}</dl>\n</header>'
-    )
+    return page_header(f"trimtab {verb}", scenario.name, ". ".join(intro) + ".", tiles)
 
 
 def _class(name: str, rows: Sequence[PolicySummary], seeds: int) -> str:

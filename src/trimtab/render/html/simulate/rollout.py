@@ -17,7 +17,7 @@ from typing import Any
 from rich.markup import escape
 
 from trimtab.render.html.kit.labels import escape as escape_html
-from trimtab.render.html.kit.page import card, list_section, page_foot, page_head, section
+from trimtab.render.html.kit.page import card, list_section, page_foot, page_head, page_header, section
 from trimtab.render.html.simulate.pictures import PolicyBar, bars_svg
 from trimtab.render.html.simulate.report import both, recommended
 from trimtab.render.output import out, plain_table
@@ -212,11 +212,9 @@ def report(
         "Against static: engine-seconds over those of the cheapest static fleet with steps as short, within 2 %, "
         "or with waits as short."
     )
-    heading = escape_html(scenario.name)
     parts = [
         page_head(scenario.name),
-        f'<header>\n<p class="eyebrow">trimtab simulate</p>\n<h1>{heading}</h1>\n'
-        f'<p class="lede">{escape_html(scenario.assumptions()[1])}.</p>\n</header>',
+        page_header("trimtab simulate", scenario.name, f"{scenario.assumptions()[1]}."),
         _figure("engine", "Engine-seconds", "Of a step with its training, or of the whole trace.", engine),
         _figure("steps", "Step time", "From the first prompt to the last answer.", steps),
         *([] if advice is None else [recommended(advice)]),
