@@ -243,7 +243,7 @@ def test_a_drained_pool_starts_nothing_until_it_is_opened_again(
 ) -> None:
     pool = session.pool("closing", {"cpu": 1})
     status, out, _ = call(capsys, "pool", "drain", "closing")
-    assert (status, out) == (0, "pool closing starts nothing new: 0 in its slots, 0 waiting\n")
+    assert (status, out) == (0, "pool closing starts nothing new: 0 running, 0 waiting\n")
     task = pool.submit(Actor, resources={"cpu": 1}, id="newcomer")
     assert asked(capsys, "explain", "newcomer")["reason"]["code"] == "DRAINED"
     assert "closing (drained)" in call(capsys, "pool", "list")[1]

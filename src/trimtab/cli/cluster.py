@@ -309,12 +309,12 @@ def _stay(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
     try:
         with cluster_live.ClusterStatusLoop(ledger, cluster) as look:
-            cluster_live.watch(look.while_it_lives, hints)
+            cluster_live.watch(look.status_while_alive, hints)
         cause = _head_cause(ledger, cluster)
     except KeyboardInterrupt:
         cause = ""
     finally:
-        with cluster_live.deaf():
+        with cluster_live.ignore_signals():
             if not _head_cause(ledger, cluster):
                 err.print("ending the cluster")
             now = ledger.read().get(cluster.address, cluster)

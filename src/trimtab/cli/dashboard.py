@@ -142,7 +142,7 @@ def top(
 
         trimtab top runs/grpo-1 --once
     """
-    from trimtab.render.text.top import picture, plain
+    from trimtab.render.text.top import picture, print_once
 
     if not 0.1 <= every <= 3600:
         raise InputError(f"--every is {every:g}", where="command line", hint="seconds, 0.1 to 3600")
@@ -150,7 +150,7 @@ def top(
     with contextlib.closing(source):
         source.look()
         if once or not out.is_terminal:
-            plain(source)
+            print_once(source)
             return
         from rich.live import Live
 

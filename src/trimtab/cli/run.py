@@ -65,7 +65,7 @@ def run(
         trimtab run --resume runs/grpo-1 --iterations 400
     """
     from trimtab.cli.dashboard import beside
-    from trimtab.render.live.run import RunDisplay, answers_alone, signals_told
+    from trimtab.render.live.run import RunDisplay, signal_callbacks, stdout_to_stderr
     from trimtab.render.text.run import RunNarrator
 
     if local and address:
@@ -78,16 +78,16 @@ def run(
     story = RunNarrator(asked.run_job.iterations, measuring=_measures(asked, resume))
     where: dict[str, Any] = {"folder": str(resume or folder or "")}
 
-    def heard(event: str, facts: dict[str, Any]) -> None:
+    def on_event(event: str, facts: dict[str, Any]) -> None:
         if event == "starting":
             where.update(facts)
-        display.heard(event, facts)
+        display.on_event(event, facts)
 
     def asked_now() -> None:
         with contextlib.suppress(TrimtabError):  # it has not begun, or is over
             asked.ask("asked by SIGUSR1")
             display.say("asked whether the plan is still right")
-            story.say_next()
+            story.report_next_decision()
 
     def said(line: str) -> None:
         """Where the dashboard is; said also to those who want no progress."""
@@ -102,14 +102,14 @@ def run(
         hush()
     with RunDisplay(asked.name, story, quiet=quiet) as display:
         display.say(_asked_words(asked))
-        with answers_alone(), signals_told(display.interrupted, asked_now):
+        with stdout_to_stderr(), signal_callbacks(display.interrupted, asked_now):
             end = asked.run(
                 local=local,
                 address=address,
                 folder=resume or folder,
                 resume=resume is not None,
                 plan=given,
-                on_event=heard,
+                on_event=on_event,
                 beside=beside(said, port) if dashboard or port is not None else None,
             )
     again = " --local" if local else f" --address {address}" if address else ""

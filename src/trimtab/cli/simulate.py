@@ -86,8 +86,8 @@ class ScenarioKind:
 
 
 def _pools() -> ScenarioKind:
-    from trimtab.render.html.simulate import pool as simulate_pool
     from trimtab.render.html.simulate import report as simulate_report
+    from trimtab.render.html.simulate.sweeps import pool_recommendation, pool_sweep
     from trimtab.render.live.simulate import pool_runs
     from trimtab.render.text import simulate as simulate_text
     from trimtab.replay.pool.scenario import read
@@ -95,8 +95,8 @@ def _pools() -> ScenarioKind:
     return ScenarioKind(
         read,
         pool_runs,
-        lambda *said: (simulate_pool.swept(*said), []),
-        simulate_pool.recommendation,
+        lambda *said: (pool_sweep(*said), []),
+        pool_recommendation,
         simulate_report.report,
         simulate_text.as_json,
         simulate_text.as_csv,
@@ -105,16 +105,16 @@ def _pools() -> ScenarioKind:
 
 
 def _rollouts() -> ScenarioKind:
-    from trimtab.render.html.simulate import recommend as simulate_recommend
     from trimtab.render.html.simulate import rollout as simulate_rollout
+    from trimtab.render.html.simulate.sweeps import rollout_recommendation, rollout_sweep
     from trimtab.render.live.simulate import rollout_runs
     from trimtab.replay.rollout.scenario import read
 
     return ScenarioKind(
         read,
         rollout_runs,
-        simulate_recommend.swept,
-        simulate_recommend.recommendation,
+        rollout_sweep,
+        rollout_recommendation,
         simulate_rollout.report,
         simulate_rollout.as_json,
         simulate_rollout.as_csv,
@@ -124,14 +124,15 @@ def _rollouts() -> ScenarioKind:
 
 def _loops() -> ScenarioKind:
     from trimtab.render.html.simulate import replan as simulate_loop
+    from trimtab.render.html.simulate.sweeps import replan_recommendation, replan_sweep
     from trimtab.render.live.simulate import loop_runs
     from trimtab.replay.replan.scenario import read
 
     return ScenarioKind(
         read,
         loop_runs,
-        lambda *said: (simulate_loop.swept(*said), []),
-        simulate_loop.recommendation,
+        lambda *said: (replan_sweep(*said), []),
+        replan_recommendation,
         simulate_loop.report,
         simulate_loop.as_json,
         simulate_loop.as_csv,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.model.workflow import Node
-from trimtab.render.live.run import RunDisplay, signals_told
+from trimtab.render.live.run import RunDisplay, signal_callbacks
 from trimtab.render.output import out
 from trimtab.render.text.run import RunNarrator
 
@@ -47,9 +47,9 @@ class DemoEvents:
         self._begun: set[str] = set()
         self._threads: list[threading.Thread] = []
 
-    def heard(self, event: str, facts: dict[str, Any]) -> None:
+    def on_event(self, event: str, facts: dict[str, Any]) -> None:
         """Events of the run, as they are told."""
-        self._display.heard(event, facts)
+        self._display.on_event(event, facts)
         if event == "iteration":
             number = facts["iteration"]["number"]
             if number >= JOINS_AT:
@@ -98,7 +98,7 @@ def run_demo(folder: Path) -> int:
     from trimtab.render.html.run.figures import costs, idle_shares, metric_names
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import in_words
+    from trimtab.render.html.run.summary import summary_lines
     from trimtab.render.html.run.timeline import run_chart
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
@@ -112,17 +112,17 @@ def run_demo(folder: Path) -> int:
     out.print("[bold]trimtab demo[/]: GRPO on a Ray of its own with 8 logical GPUs on 2 nodes; Ray starts ...")
     with EmbeddedRay(job.job.cluster) as ray, connect(name="demo") as session:
         session.preemption(same_pool=True, same_pool_gap=1.0)
-        with RunDisplay("grpo", story) as display, signals_told(display.interrupted, lambda: None):
-            happenings = DemoEvents(ray, session, display)
-            happenings.run = run = ClusterRun(job, target, session, on_event=happenings.heard)
+        with RunDisplay("grpo", story) as display, signal_callbacks(display.interrupted, lambda: None):
+            demo_events = DemoEvents(ray, session, display)
+            demo_events.run = run = ClusterRun(job, target, session, on_event=demo_events.on_event)
             end = run.run()
-            happenings.wait()
+            demo_events.wait()
         session.shutdown()
     told = read_story(target)
     report = target / "report.html"
     write_text(report, run_report(told, title="trimtab demo", command="trimtab demo"))
     out.print()
-    for line in in_words(told, run_chart(told), costs(told, idle_shares(told)), metric_names(told, [])):
+    for line in summary_lines(told, run_chart(told), costs(told, idle_shares(told)), metric_names(told, [])):
         out.print(line, markup=False)
     out.print(f"the whole of it on one timeline: {report}", markup=False)
     return 0 if end.state == "done" else 4

@@ -64,7 +64,7 @@ def test_a_finished_log_is_answered_as_data_and_as_a_page(
     for word in data["advice"]["command_line"]:
         assert word.strip("'").split("=")[0] in html
     assert "Where each step goes" in html
-    assert "The plan that is advised" in html
+    assert "Advised plan" in html
     assert not re.findall(r"(?:src|href)=", html)
 
 

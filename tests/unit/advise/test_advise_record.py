@@ -93,7 +93,7 @@ def test_an_advised_run_is_a_run_for_report_top_and_dashboard(
     log.write_text(case.write(case.told(saves=20)))
     seen = look(folder, log, case, once=True)
     story = read_story(folder)
-    assert not story.unclear
+    assert not story.unparsed_lines
     assert [one.iteration.number for one in story.iterations] == list(range(1, 61))
     assert story.end_s == pytest.approx(sum(one.iteration.wall_s for one in story.iterations))
     assert [one.iteration.extra for one in story.iterations[:3]] == [("warm-up",), ("warm-up",), ()]
@@ -101,7 +101,7 @@ def test_an_advised_run_is_a_run_for_report_top_and_dashboard(
     last = story.iterations[-1].iteration
     bars = {bar.component: bar.end - bar.start for bar in story.bars if bar.iteration == 60 and bar.doing == "run"}
     assert bars == {one.component: pytest.approx(min(one.busy_s, last.wall_s), abs=1e-4) for one in last.components}
-    (advised,) = [one for one in story.happenings if one.kind == "advice"]
+    (advised,) = [one for one in story.timeline_events if one.kind == "advice"]
     assert [advised.title.partition(": ")[2], advised.code] == [seen.news[0].advice.plan.describe(), "DRIFTED"]  # type: ignore[union-attr]
     at = next(one.end_s for one in story.iterations if one.iteration.number == seen.news[0].step)
     assert advised.t_s == pytest.approx(at)
@@ -143,7 +143,7 @@ def test_waits_are_drawn_as_gpus_in_use_and_never_as_own_time(tmp_path: Path) ->
     with closing(DashboardSource(folder)) as source:
         whole = source.look()
         assert whole is not None
-        assert "a wait, no cost" in whole["whole"]["panels"]["advice"]
+        assert "waiting, not a cost" in whole["whole"]["panels"]["advice"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -170,7 +170,7 @@ def test_advice_that_comes_back_is_said_to_be_that_of_before(tmp_path: Path) -> 
     seen = look(folder, log, RLINF)
     assert [one.what for one in seen.news] == ["advised", "withdrawn", "stands again"]
     assert seen.news[2].sentence.startswith(f"that of step {seen.news[0].step}: ")
-    titles = [one.title for one in read_story(folder).happenings]
+    titles = [one.title for one in read_story(folder).timeline_events]
     assert any(title.startswith("the advice is void") for title in titles)
 
 
@@ -204,7 +204,7 @@ def test_steps_that_were_written_while_nobody_looked_are_told_when_somebody_does
     look(folder, log)
     story = read_story(folder)
     assert [one.iteration.number for one in story.iterations] == list(range(1, 13))
-    assert [one.title for one in story.happenings if one.kind == "resumed"] == [
+    assert [one.title for one in story.timeline_events if one.kind == "resumed"] == [
         "resumed after iteration 0; 60 iterations after that are run again"
     ]
 

@@ -404,7 +404,7 @@ def _shown(folder: Path) -> Any:
 
     Console(file=StringIO()).print(picture(source, 40))
     assert source.board is not None
-    assert len(source.board.story.unclear) <= 2
+    assert len(source.board.story.unparsed_lines) <= 2
 
 
 def _reported(folder: Path) -> Any:

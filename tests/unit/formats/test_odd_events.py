@@ -58,7 +58,7 @@ def test_the_dashboard_answers_and_counts_odd_lines(tmp_path: Path) -> None:
         status, state = asked(server.port, "/state")
         assert status == 200
         assert state["fault"] == ""
-        assert state["notes"] == [f"{len(ODD)} lines of events.jsonl could not be understood"]
+        assert state["notes"] == [f"{len(ODD)} lines of events.jsonl could not be parsed"]
         assert asked(server.port, "/story?kind=component&name=rollout")[0] == 200
 
 
@@ -67,7 +67,7 @@ def test_top_and_the_report_go_on_without_odd_lines(tmp_path: Path, capsys: pyte
     assert command(["top", str(folder), "--once"]) == 0
     assert "40 of 40 iterations" in capsys.readouterr().out
     assert command(["report", str(folder), "--output", str(tmp_path / "report.html")]) == 0
-    assert len(read_story(folder).unclear) == len(ODD)
+    assert len(read_story(folder).unparsed_lines) == len(ODD)
 
 
 @pytest.mark.parametrize("odd", ODD)

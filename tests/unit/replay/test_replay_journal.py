@@ -521,7 +521,7 @@ def test_replay_says_that_the_same_comes_out_and_how_tasks_fared(
 ) -> None:
     assert run(["replay", str(kept)]) == 0
     text = said(capsys)
-    assert "the same events gave the same instructions" in text
+    assert "the same events give the same instructions" in text
     assert "50 tasks in" in text
     assert "as it was" not in text
     assert run(["replay", str(segment(kept)), "--with", "fifo", "--with", "clairvoyant"]) == 0
@@ -540,7 +540,7 @@ def test_replay_answers_as_json_csv_and_a_page(kept: Path, tmp_path: Path, capsy
     assert [one["policy"] for one in answer["summary"]] == ["recorded", "as it was", "las"]
     text = page.read_text()
     assert "trimtab replay" in text
-    assert "what the journal says" in text
+    assert "as recorded in the journal" in text
     assert run(["replay", str(kept), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["policy"] for row in rows] == ["recorded"]
@@ -553,7 +553,7 @@ def test_a_journal_that_was_changed_is_told_with_the_event(copy: Path, capsys: p
     path.write_text("".join([*lines[:at], *lines[at + 1 :]]))
     assert run(["replay", str(copy)]) == 2
     text = said(capsys)
-    assert "the machine says something else to" in text
+    assert "the machine gives different instructions for" in text
     assert "the journal was changed" in text
 
 

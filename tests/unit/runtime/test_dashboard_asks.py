@@ -105,8 +105,8 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
             return str(source.whole()["panels"]["events"])
 
         until(lambda: "the first plan" in shown())
-        assert source.whole()["panels"]["standing"] == "It runs."
-        assert "asked" in source.change("replan", {})
+        assert source.whole()["panels"]["standing"] == "Running."
+        assert "requested" in source.change("replan", {})
         asks.ask(folder, asks.RUN, {"ask": "a cake"})
         until(lambda: "is the plan still right? (asked on the dashboard)" in shown())
         until(lambda: "not understood" in shown())
@@ -114,7 +114,7 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
         asked_at = len(source.board.story.decisions)
         until(lambda: shown() and source.board is not None and len(source.board.story.decisions) > asked_at)
         assert "of yesterday" not in shown()
-        with pytest.raises(InputError, match="cannot be asked for here"):
+        with pytest.raises(InputError, match="is not available here"):
             source.change("drain-worker", {"worker": "rollout-1"})
     finally:
         run.stop()

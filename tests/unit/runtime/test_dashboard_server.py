@@ -118,7 +118,7 @@ def test_whatever_changes_something_needs_the_token(run: Growing) -> None:
         assert heard() == []
         status, _, said = asked(server, "/change/replan", "POST", b"{}", Authorization=f"Bearer {TOKEN}")
         assert (status, heard()) == (200, [{"ask": "replan", "why": "asked on the dashboard"}])
-        assert "asked" in json.loads(said)["said"]
+        assert "requested" in json.loads(said)["said"]
         assert asked(server, "/change/replan", "POST", b"[1]", Authorization=f"Bearer {TOKEN}")[0] == 400
         assert asked(server, "/change/drain-node", "POST", b"{}", Authorization=f"Bearer {TOKEN}")[0] == 400
         assert asked(server, "/change/replan", "POST", b" " * 20_000, Authorization=f"Bearer {TOKEN}")[0] == 413
@@ -307,12 +307,12 @@ def test_stories_are_answered_and_unknown_ones_are_not_there(run: Growing, serve
 
 
 def test_a_controller_that_cannot_be_reached_is_said_and_the_run_is_shown_all_the_same(run: Growing) -> None:
-    def opens() -> Any:
+    def connect() -> Any:
         raise UnreachableError("no Ray runs here")
 
-    with serving(run.folder, opens=opens) as server:
+    with serving(run.folder, connect=connect) as server:
         state = json.loads(asked(server, "/state")[2])
-        assert state["notes"] == ["the controller cannot be asked: no Ray runs here"]
+        assert state["notes"] == ["the controller cannot be reached: no Ray runs here"]
         assert "rollout" in state["panels"]["components"]
         assert asked(server, "/story?kind=task&name=nobody")[0] == 502
 
