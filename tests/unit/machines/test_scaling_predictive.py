@@ -244,7 +244,7 @@ def test_policies_are_known_by_name_and_cost_aware_is_not_among_them() -> None:
 
 def test_what_another_policy_has_kept_counts_for_nothing() -> None:
     looks = Looks()
-    for kept in ([1, 2], {"mine": 3}, {"rhythm": {"new": 1}, "stream": {}}):
+    for kept in ([1, 2], {"mine": 3}, {"pattern": {"new": 1}, "stream": {}}):
         looks.state = replace(looks.state, memory=replace(looks.state.memory, kept=kept))
         assert looks.look(30) == 4
 

@@ -13,7 +13,7 @@ from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.diagnose.fitting import NodeSpace, place
 from trimtab.machines.diagnose.snapshot import GcsSnapshot, PendingWorkload, ResourceHolder, WorkloadKind
 
-MOST_TRIED = 60  # holders; of more, the largest
+MAX_TRIED = 60  # holders; of more, the largest
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ def without(spaces: Sequence[NodeSpace], gone: Iterable[Blocker]) -> list[NodeSp
     return [replace(one, free=one.free.plus(freed.get(one.node, NOTHING))) for one in spaces]
 
 
-def who_would_free(
+def blockers_to_remove(
     waiting: PendingWorkload, spaces: Sequence[NodeSpace], holders: Iterable[ResourceHolder]
 ) -> tuple[Blocker, ...]:
     """A small set of holders without whom the asks fit; empty where no set of known holders will do."""
-    wanted = {name for ask in waiting.asks for name, _ in ask.amounts}
+    wanted = {name for request in waiting.requests for name, _ in request.amounts}
     nodes = {one.node for one in spaces}
     known = [
         one
@@ -64,16 +64,16 @@ def who_would_free(
         and any(name in wanted for name, _ in one.amounts)
     ]
     known.sort(key=lambda one: (-max(units for name, units in one.amounts if name in wanted), one.id))
-    if len(waiting.asks) == 1:
+    if len(waiting.requests) == 1:
         return _on_one_node(waiting, spaces, known)
-    return _smallest(waiting, spaces, known[:MOST_TRIED])
+    return _smallest(waiting, spaces, known[:MAX_TRIED])
 
 
 def _on_one_node(waiting: PendingWorkload, spaces: Sequence[NodeSpace], known: list[Blocker]) -> tuple[Blocker, ...]:
     best: tuple[Blocker, ...] = ()
     for space in spaces:
         there = [one for one in known if any(part.node == space.node for part in one.parts)]
-        found = _smallest(waiting, [space], there[:MOST_TRIED])
+        found = _smallest(waiting, [space], there[:MAX_TRIED])
         if found and (not best or (len(found), _units(found)) < (len(best), _units(best))):
             best = found
     return best
@@ -81,7 +81,7 @@ def _on_one_node(waiting: PendingWorkload, spaces: Sequence[NodeSpace], known: l
 
 def _smallest(waiting: PendingWorkload, spaces: Sequence[NodeSpace], known: list[Blocker]) -> tuple[Blocker, ...]:
     def fits(gone: list[Blocker]) -> bool:
-        return place(waiting.asks, without(spaces, gone), waiting.strategy).nodes is not None
+        return place(waiting.requests, without(spaces, gone), waiting.strategy).nodes is not None
 
     if not fits(known):
         return ()
@@ -107,7 +107,7 @@ class WorkloadHoldings:
 
     job: str
     kind: WorkloadKind
-    like: str
+    class_name: str
     held: tuple[Blocker, ...]
 
     @property
@@ -116,39 +116,42 @@ class WorkloadHoldings:
         return total([one.amounts for one in self.held])
 
 
-def claim_of(waiting: PendingWorkload, survey: GcsSnapshot) -> WorkloadHoldings:
+def holdings_of(waiting: PendingWorkload, snapshot: GcsSnapshot) -> WorkloadHoldings:
     """What waits, with what its siblings hold."""
     held = [
         one
-        for one in survey.holders
+        for one in snapshot.holders
         if one.kind is waiting.kind
         and one.group is None
-        and (one.id == waiting.id or (one.job == waiting.job and bool(waiting.job) and one.like == waiting.like))
+        and (
+            one.id == waiting.id
+            or (one.job == waiting.job and bool(waiting.job) and one.class_name == waiting.class_name)
+        )
     ]
-    return WorkloadHoldings(waiting.job, waiting.kind, waiting.like, tuple(blockers_of(held)))
+    return WorkloadHoldings(waiting.job, waiting.kind, waiting.class_name, tuple(blockers_of(held)))
 
 
 def rival(
     waiting: PendingWorkload,
     others: Iterable[PendingWorkload],
-    survey: GcsSnapshot,
+    snapshot: GcsSnapshot,
     spaces: Callable[[PendingWorkload], Sequence[NodeSpace]],
 ) -> tuple[PendingWorkload, WorkloadHoldings, WorkloadHoldings] | None:
     """Somebody else who waits, each of the two holding what the other needs; with what each of them holds.
 
     A placement group that lost a bundle blocks others by what it still holds, whether they block it or not.
     """
-    mine = claim_of(waiting, survey)
-    distinct = {(one.job, one.kind, one.like, one.pinned, one.asks): one for one in others}
+    mine = holdings_of(waiting, snapshot)
+    distinct = {(one.job, one.kind, one.class_name, one.pinned, one.requests): one for one in others}
     for other in distinct.values():
-        if (other.job, other.kind, other.like) == (waiting.job, waiting.kind, waiting.like):
+        if (other.job, other.kind, other.class_name) == (waiting.job, waiting.kind, waiting.class_name):
             continue
-        theirs = claim_of(other, survey)
-        broken = other.kind is WorkloadKind.group and any(ask.node is not None for ask in other.asks)
+        theirs = holdings_of(other, snapshot)
+        broken = other.kind is WorkloadKind.group and any(request.node is not None for request in other.requests)
         if not theirs.held or not (mine.held or broken):
             continue
-        if place(waiting.asks, without(spaces(waiting), theirs.held), waiting.strategy).nodes is None:
+        if place(waiting.requests, without(spaces(waiting), theirs.held), waiting.strategy).nodes is None:
             continue
-        if broken or place(other.asks, without(spaces(other), mine.held), other.strategy).nodes is not None:
+        if broken or place(other.requests, without(spaces(other), mine.held), other.strategy).nodes is not None:
             return other, mine, theirs
     return None

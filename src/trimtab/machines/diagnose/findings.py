@@ -69,12 +69,12 @@ class Finding:
     """Why some things alike wait. `never`: they cannot start on the nodes that are here and stay."""
 
     cause: WaitCause
-    who: tuple[PendingWorkload, ...]
+    workloads: tuple[PendingWorkload, ...]
     sentence: str
     never: bool = False
     asked: Resources = NOTHING  # by the ask that the rows are about
     rows: tuple[NodeFit, ...] = ()
-    frees: tuple[str, ...] = ()  # what would help, the best first
+    remedies: tuple[str, ...] = ()  # what would help, the best first
     blockers: tuple[str, ...] = ()  # ids of those who would have to end
     followers: tuple[PendingWorkload, ...] = ()  # wait for these, and for nothing else
     rival: str | None = None  # HALF_HELD: the id of the other one that waits
@@ -82,19 +82,19 @@ class Finding:
     @property
     def count(self) -> int:
         """How many things wait for this cause."""
-        return sum(one.count for one in (*self.who, *self.followers))
+        return sum(one.count for one in (*self.workloads, *self.followers))
 
     @property
     def since(self) -> float | None:
         """When the first of them began to wait, where that is known."""
-        return min((one.since for one in self.who if one.since is not None), default=None)
+        return min((one.since for one in self.workloads if one.since is not None), default=None)
 
 
 @dataclass(frozen=True)
 class DiagnosisNote:
     """Something worth knowing."""
 
-    remark: NoteKind
+    kind: NoteKind
     sentence: str
 
 

@@ -29,7 +29,7 @@ from trimtab.machines.diagnose.rollout_scaling import SCALING_CHECKS
 from trimtab.model.rollout import ReleaseSupport
 
 MOVED_SHARE = 0.05  # of those answered: more that moved is worth a word ...
-MOVED_LEAST = 10  # ... unless they are few
+MIN_MOVED = 10  # ... unless they are few
 AWAITED_S = 60.0  # weights that do not come for so long
 OBEYS = "an engine obeys whoever reaches it, and can be stopped or given other weights"
 
@@ -60,19 +60,19 @@ def examine_settings(warnings: Iterable[str], exposed: Iterable[tuple[str, str]]
 def ordered(found: Iterable[RolloutFinding]) -> tuple[RolloutFinding, ...]:
     """The worst first; else as they were found."""
     weights = list(Severity)
-    return tuple(sorted(found, key=lambda one: weights.index(one.weight)))
+    return tuple(sorted(found, key=lambda one: weights.index(one.severity)))
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
-def nobody_serves(seen: StatusReader) -> Iterator[RolloutFinding]:
+def none_serving(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Workers are there, and none of them takes requests."""
     if seen.of("active"):
         return
     if not seen.workers:
         yield RolloutFinding(
-            RolloutIssue.nobody_serves,
+            RolloutIssue.none_serving,
             Severity.stuck,
             "there is no engine",
             "name engines in the job file, or add one: POST /workers",
@@ -80,10 +80,10 @@ def nobody_serves(seen: StatusReader) -> Iterator[RolloutFinding]:
         return
     states = {state: len(seen.of(state)) for state in dict.fromkeys(one["state"] for one in seen.workers)}
     said = ", ".join(f"{count} {state}" for state, count in states.items())
-    weight = Severity.note if set(states) == {"starting"} else Severity.stuck
+    severity = Severity.note if set(states) == {"starting"} else Severity.stuck
     yield RolloutFinding(
-        RolloutIssue.nobody_serves,
-        weight,
+        RolloutIssue.none_serving,
+        severity,
         f"no engine serves: {said}",
         "the other findings say why of each",
         tuple(one["name"] for one in seen.workers),
@@ -114,9 +114,9 @@ def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
             )
         elif one["state"] == "lost":
             ours = one.get("startable")
-            do = "it is started again when it is needed" if ours else "start it again at the same address"
+            fix = "it is started again when it is needed" if ours else "start it again at the same address"
             yield RolloutFinding(
-                RolloutIssue.engine_lost, Severity.fault, f"{one['name']} is lost: {said}", do, (one["name"],)
+                RolloutIssue.engine_lost, Severity.fault, f"{one['name']} is lost: {said}", fix, (one["name"],)
             )
         else:
             yield RolloutFinding(
@@ -145,7 +145,7 @@ def engines_never_reached(seen: StatusReader) -> Iterator[RolloutFinding]:
 
 def engines_without_weights(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Up, and not serving for want of the trainer's weights: whose turn is it?"""
-    for ailment, state, what in (
+    for issue, state, what in (
         (RolloutIssue.weights_old, "stale", "has not the trainer's weights"),
         (RolloutIssue.weights_gone, "empty", "has no weights: they were discarded"),
     ):
@@ -165,17 +165,17 @@ def engines_without_weights(seen: StatusReader) -> Iterator[RolloutFinding]:
         names = tuple(one["name"] for one in waiting)
         sentence = f"{some(names)} {what} ({reason_of(waiting[0])[1]})"
         if seen.refits or any(one.get("doing") == "refit" for one in waiting):
-            yield RolloutFinding(
-                ailment, Severity.note, f"{sentence}; a refit is under way", "it ends by itself", names
-            )
+            yield RolloutFinding(issue, Severity.note, f"{sentence}; a refit is under way", "it ends by itself", names)
         elif seen.owner("refit") == "trainer":
-            do = "the trainer has to refit it (a restart, a loss or a sleep that discards takes its weights' word away)"
+            fix = (
+                "the trainer has to refit it (a restart, a loss or a sleep that discards takes its weights' word away)"
+            )
             yield RolloutFinding(
-                ailment, Severity.stuck, f"{sentence}; refits are the trainer's, and none is under way", do, names
+                issue, Severity.stuck, f"{sentence}; refits are the trainer's, and none is under way", fix, names
             )
         else:
             yield RolloutFinding(
-                ailment,
+                issue,
                 Severity.stuck,
                 f"{sentence}; refits are trimtab's, and none is under way",
                 "say where the weights lie: refit.load(path), or start the engines with them",
@@ -197,7 +197,7 @@ def refits(seen: StatusReader) -> Iterator[RolloutFinding]:
         )
 
 
-def others_hands(seen: StatusReader) -> Iterator[RolloutFinding]:
+def external_actions(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that others paused, put to sleep, or took."""
     for one in seen.workers:
         code, said = reason_of(one)
@@ -336,7 +336,7 @@ def requests_that_moved(seen: StatusReader) -> Iterator[RolloutFinding]:
     counters = seen.status.get("counters") or {}
     answered = sum(count for name, count in counters.items() if name.startswith("answered_"))
     moved = counters.get("moved", 0) + counters.get("restarted", 0)
-    if moved >= MOVED_LEAST and moved > MOVED_SHARE * answered:
+    if moved >= MIN_MOVED and moved > MOVED_SHARE * answered:
         yield RolloutFinding(
             RolloutIssue.moved_often,
             Severity.note,
@@ -405,12 +405,12 @@ def _setting(sentence: str) -> RolloutFinding:
 
 
 CHECKS: tuple[RolloutCheck, ...] = (
-    nobody_serves,
+    none_serving,
     engines_in_trouble,
     engines_never_reached,
     engines_without_weights,
     refits,
-    others_hands,
+    external_actions,
     releases,
     exposed,
     memory,

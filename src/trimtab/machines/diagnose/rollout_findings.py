@@ -31,7 +31,7 @@ class RolloutIssue(str, enum.Enum):
     """What was found: stable constants."""
 
     # engines
-    nobody_serves = "NOBODY_SERVES"
+    none_serving = "NOBODY_SERVES"
     engine_awaited = "ENGINE_AWAITED"  # the job file names it, and it was never reached
     engine_lost = "ENGINE_LOST"  # its process is gone, or it cannot be reached
     engine_wedged = "ENGINE_WEDGED"  # healthy by its own word, and does not answer
@@ -79,11 +79,11 @@ class RolloutIssue(str, enum.Enum):
 class RolloutFinding:
     """One cause: whom it concerns, what was seen, what to do."""
 
-    ailment: RolloutIssue
-    weight: Severity
+    issue: RolloutIssue
+    severity: Severity
     sentence: str
-    do: str
-    who: tuple[str, ...] = ()  # workers or request classes
+    fix: str
+    affected: tuple[str, ...] = ()  # workers or request classes
 
 
 class StatusReader:

@@ -77,12 +77,12 @@ def not_scaling_down(seen: StatusReader) -> Iterator[RolloutFinding]:
             "it goes on when the refit has ended",
         )
         return
-    holds, most_held = seen.holds, max(seen.holds.values(), default=0)
-    if most_held >= seen.serving:
+    holds, max_held = seen.holds, max(seen.holds.values(), default=0)
+    if max_held >= seen.serving:
         yield RolloutFinding(
             RolloutIssue.held,
             Severity.note,
-            f"{spare}: {most_held} are held ready by {some(tuple(holds))}",
+            f"{spare}: {max_held} are held ready by {some(tuple(holds))}",
             "whoever holds them lets go (a validation that has ended?)",
             tuple(holds),
         )
@@ -113,8 +113,8 @@ def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
         return
     code, said = reason_of(seen.decision)
     if code in NOT_DOWN:
-        ailment, weight, do = NOT_DOWN[code]
-        yield RolloutFinding(ailment, weight, f"{spare}: {said}", do)
+        issue, severity, fix = NOT_DOWN[code]
+        yield RolloutFinding(issue, severity, f"{spare}: {said}", fix)
     elif code == ReasonCode.not_yet.value:
         cooldown_s = float(seen.elastic.get("scale_down_cooldown", 0.0))
         ago_s = min((one["ago_s"] for one in seen.steps if one.get("ago_s") is not None), default=None)
@@ -142,23 +142,23 @@ def drains_that_do_not_end(seen: StatusReader) -> Iterator[RolloutFinding]:
         running, outside = one.get("running", 0), one.get("outside") or 0
         late = f"{one['name']} has drained for {one['since_s']:.0f} s, {limit_s:g} s were allowed"
         if one.get("doing"):
-            cause, do = f"its {one['doing']} is under way", "it has a deadline of its own"
+            cause, fix = f"its {one['doing']} is under way", "it has a deadline of its own"
         elif running and seen.owner("abort") == "trainer":
             cause = f"{requests_text(running)} run there, and cutting them is the trainer's"
-            do = "the trainer aborts them, or ownership.abort: trimtab lets them go on elsewhere"
+            fix = "the trainer aborts them, or ownership.abort: trimtab lets them go on elsewhere"
         elif outside:
             cause = f"{requests_text(outside)} of others run there, by its own figures"
-            do = "whoever sent them there ends them: trimtab neither knows nor cuts them"
+            fix = "whoever sent them there ends them: trimtab neither knows nor cuts them"
         elif running:
-            cause, do = (
+            cause, fix = (
                 f"{requests_text(running)} there do not end",
                 "its own log says why; it is lost if it stays deaf",
             )
         elif seen.refits:
-            cause, do = "a refit counts on it", "it goes on when the refit has ended"
+            cause, fix = "a refit counts on it", "it goes on when the refit has ended"
         else:
-            cause, do = "its own figures are old, so nobody knows that it is idle", "see that its metrics answer"
-        yield RolloutFinding(RolloutIssue.drain_late, Severity.stuck, f"{late}: {cause}", do, (one["name"],))
+            cause, fix = "its own figures are old, so nobody knows that it is idle", "see that its metrics answer"
+        yield RolloutFinding(RolloutIssue.drain_late, Severity.stuck, f"{late}: {cause}", fix, (one["name"],))
 
 
 def not_scaling_up(seen: StatusReader) -> Iterator[RolloutFinding]:

@@ -126,7 +126,7 @@ class ResourceHolder:
     node: str
     amounts: Resources
     job: str = ""
-    like: str = ""  # actors: their class; siblings of one job are told together
+    class_name: str = ""  # actors: their class; siblings of one job are told together
     group: str | None = None
     bundle: int | None = None
     gpus: tuple[int, ...] = ()  # by index, where Ray says
@@ -139,19 +139,19 @@ class PendingWorkload:
     id: str
     kind: WorkloadKind
     name: str
-    asks: tuple[ResourceRequest, ...]
+    requests: tuple[ResourceRequest, ...]
     stage: PendingStage = PendingStage.room
     strategy: PlacementStrategy = PlacementStrategy.pack
     since: float | None = None
     at_least: bool = False  # it may have waited for longer: `since` is when it was first seen to
     job: str = ""
-    like: str = ""
+    class_name: str = ""
     count: int = 1  # so many alike, of which Ray gives no more than the number
     pinned: str | None = None  # to this node alone
     group: str | None = None  # it runs inside this placement group ...
     bundle: int | None = None  # ... in this bundle of it; None: in any
     node: str | None = None  # where its process starts
-    began_over: bool = False  # it ran before, and is started again
+    restarted: bool = False  # it ran before, and is started again
     queued: bool = True  # Ray counts it among what waits for room; else it has room, or may use one node alone
 
 
@@ -201,9 +201,9 @@ class GcsSnapshot:
     holders: tuple[ResourceHolder, ...] = ()
     groups: tuple[PlacementGroupSnapshot, ...] = ()
     jobs: tuple[RayJob, ...] = ()
-    foreign: tuple[NonRayGpuUser, ...] = ()
-    kinds: tuple[NodeType, ...] = ()
-    given_up: tuple[AbandonedWorkload, ...] = ()
+    non_ray_gpu_users: tuple[NonRayGpuUser, ...] = ()
+    node_types: tuple[NodeType, ...] = ()
+    abandoned: tuple[AbandonedWorkload, ...] = ()
     address: str = ""
     faults: tuple[str, ...] = ()  # what could not be looked at
 
@@ -243,6 +243,6 @@ def named(nodes: Iterable[NodeSnapshot]) -> tuple[NodeSnapshot, ...]:
     return tuple(replace(one, name=name(one)) for one in nodes)
 
 
-def asked_in_all(asks: Sequence[ResourceRequest]) -> Resources:
+def total_requested(requests: Sequence[ResourceRequest]) -> Resources:
     """What asks come to together, without those that have their place."""
-    return total([one.amounts for one in asks if one.node is None]) if asks else NOTHING
+    return total([one.amounts for one in requests if one.node is None]) if requests else NOTHING

@@ -27,7 +27,7 @@ from trimtab.model.plan import Plan
 from trimtab.model.workflow import PlacementJob
 
 KIND_LABEL = "ray.io/accelerator-type"
-MOST_CPU_ASKS = 64
+MAX_CPU_REQUESTS = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PlannedGroup:
     name: str
     gpus: int
     block: int  # so many GPUs on one node
-    asks: tuple[ResourceRequest, ...]
+    requests: tuple[ResourceRequest, ...]
 
 
 @dataclass(frozen=True)
@@ -71,31 +71,31 @@ class WouldFit:
         return all(one.ever for one in self.groups)
 
 
-def would_fit(name: str, job: PlacementJob, plan: Plan, survey: GcsSnapshot) -> WouldFit:
+def would_fit(name: str, job: PlacementJob, plan: Plan, snapshot: GcsSnapshot) -> WouldFit:
     """Whether the groups of a plan find room together."""
     notes: list[str] = []
-    groups = planned(job, plan, survey, notes)
-    staying = [one for one in survey.nodes if one.drain is None]
+    groups = planned(job, plan, snapshot, notes)
+    staying = [one for one in snapshot.nodes if one.drain is None]
     now = _one_by_one(groups, [NodeSpace(one.id, one.free, one.labels) for one in staying])
     ever = _one_by_one(groups, [NodeSpace(one.id, one.total, one.labels) for one in staying])
     fits = tuple(
         GroupFit(
-            group, not a.lacks, not b.lacks, tuple(dict.fromkeys(map(survey.node_name, a.nodes))), a.lacks, b.lacks
+            group, not a.lacks, not b.lacks, tuple(dict.fromkeys(map(snapshot.node_name, a.nodes))), a.lacks, b.lacks
         )
         for group, a, b in zip(groups, now, ever, strict=True)
     )
-    asks = tuple(ask for group in groups for ask in group.asks)
+    requests = tuple(request for group in groups for request in group.requests)
     fine = all(one.now for one in fits)
     return WouldFit(
         fits,
-        None if fine else judge(survey, PendingWorkload(name, WorkloadKind.plan, name, asks)),
+        None if fine else judge(snapshot, PendingWorkload(name, WorkloadKind.plan, name, requests)),
         tuple(dict.fromkeys(notes)),
     )
 
 
-def planned(job: PlacementJob, plan: Plan, survey: GcsSnapshot, notes: list[str]) -> tuple[PlannedGroup, ...]:
+def planned(job: PlacementJob, plan: Plan, snapshot: GcsSnapshot, notes: list[str]) -> tuple[PlannedGroup, ...]:
     """What each group of a plan asks of nodes."""
-    kinds = {dict(one.labels).get(KIND_LABEL) for one in survey.nodes if one.total.get("gpu")} - {None}
+    kinds = {dict(one.labels).get(KIND_LABEL) for one in snapshot.nodes if one.total.get("gpu")} - {None}
     widest = max((node.gpus for node in job.cluster.nodes), default=1) or 1
     groups = []
     for group in plan.groups:
@@ -107,11 +107,11 @@ def planned(job: PlacementJob, plan: Plan, survey: GcsSnapshot, notes: list[str]
         block = _block(job, plan, group.components, widest)
         whole, rest = divmod(len(group.gpus), block)
         sizes = [block] * whole + ([rest] if rest else [])
-        asks = tuple(ResourceRequest(Resources.of(gpu=size), labels) for size in sizes)
-        groups.append(PlannedGroup(", ".join(group.components), len(group.gpus), block, asks))
+        requests = tuple(ResourceRequest(Resources.of(gpu=size), labels) for size in sizes)
+        groups.append(PlannedGroup(", ".join(group.components), len(group.gpus), block, requests))
     for component in job.workflow.components:
         if component.on_cpu and component.cpus:
-            each = math.ceil(component.cpus / MOST_CPU_ASKS)
+            each = math.ceil(component.cpus / MAX_CPU_REQUESTS)
             full = int(component.cpus // each)
             left = component.cpus - full * each
             cpus = [float(each)] * full + ([left] if left else [])
@@ -142,23 +142,23 @@ def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[NodeSpace]) -> 
     before: list[ResourceRequest] = []
     rooms = []
     for group in groups:
-        count = _most(before, group.asks, spaces)
-        fit = place([*before, *group.asks[:count]], spaces)
-        nodes = (fit.nodes or ())[len(before) :] if count == len(group.asks) else ()
-        rooms.append(_RoomFound(nodes, total([ask.amounts for ask in group.asks[count:]])))
-        before += group.asks[:count]
+        count = _most(before, group.requests, spaces)
+        fit = place([*before, *group.requests[:count]], spaces)
+        nodes = (fit.nodes or ())[len(before) :] if count == len(group.requests) else ()
+        rooms.append(_RoomFound(nodes, total([request.amounts for request in group.requests[count:]])))
+        before += group.requests[:count]
     return rooms
 
 
-def _most(before: Sequence[ResourceRequest], asks: Sequence[ResourceRequest], spaces: Sequence[NodeSpace]) -> int:
+def _most(before: Sequence[ResourceRequest], requests: Sequence[ResourceRequest], spaces: Sequence[NodeSpace]) -> int:
     """How many of the asks find room beside those before them: fewer do whenever more do."""
-    low, high = 0, len(asks)
-    if place([*before, *asks], spaces).nodes is not None:
+    low, high = 0, len(requests)
+    if place([*before, *requests], spaces).nodes is not None:
         return high
     high -= 1
     while low < high:
         middle = (low + high + 1) // 2
-        if place([*before, *asks[:middle]], spaces).nodes is not None:
+        if place([*before, *requests[:middle]], spaces).nodes is not None:
             low = middle
         else:
             high = middle - 1

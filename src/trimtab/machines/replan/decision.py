@@ -18,7 +18,7 @@ import numpy as np
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan.estimates import profiled_seconds
-from trimtab.machines.replan.placed_plan import PlacedPlan, near
+from trimtab.machines.replan.placed_plan import PlacedPlan, on_current_gpus
 from trimtab.model.plan import FrameworkRules, Plan
 from trimtab.model.run import DecisionNumbers, MigrationCost, ReplanRules
 from trimtab.model.workflow import Cluster, PlacementJob, Workflow
@@ -39,7 +39,7 @@ COSTS_KEPT = 5  # newest moves of a kind that tell what the next one costs
 class CandidatePlan:
     """A plan that could run instead: seconds per iteration at the estimated levels, and at the sure ones."""
 
-    sited: PlacedPlan
+    placed_plan: PlacedPlan
     seconds: float
     sure_seconds: float
 
@@ -107,7 +107,7 @@ class ReplanPlanner:
             raise why_infeasible(space)
         return PlacedPlan(to_plan(space, found), cluster)
 
-    def look(self, running: PlacedPlan, cluster: Cluster, levels: CostLevels, sure: CostLevels) -> PlanComparison:
+    def compare(self, running: PlacedPlan, cluster: Cluster, levels: CostLevels, sure: CostLevels) -> PlanComparison:
         """What could run instead of a plan whose GPUs are all there."""
         now, now_sure = self.seconds(running.plan, levels), self.seconds(running.plan, sure)
         found: list[FoundPlan] = []
@@ -119,15 +119,17 @@ class ReplanPlanner:
             best = search(space, beat=now).best
             if best is not None:
                 found.append(best)
-                found.extend(self._like(space, running, best, now))
+                found.extend(self._same_groups(space, running, best, now))
         candidates = []
         for one in found:
-            sited = near(PlacedPlan(to_plan(space, one), cluster), running) if space is not None else running
-            if not sited.same_as(running):
-                candidates.append(CandidatePlan(sited, one.seconds, self.seconds(sited.plan, sure)))
+            placed_plan = (
+                on_current_gpus(PlacedPlan(to_plan(space, one), cluster), running) if space is not None else running
+            )
+            if not placed_plan.same_as(running):
+                candidates.append(CandidatePlan(placed_plan, one.seconds, self.seconds(placed_plan.plan, sure)))
         return PlanComparison(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))
 
-    def _like(self, space: PlanSpace, running: PlacedPlan, best: FoundPlan, beat: float) -> list[FoundPlan]:
+    def _same_groups(self, space: PlanSpace, running: PlacedPlan, best: FoundPlan, beat: float) -> list[FoundPlan]:
         """The best plan with the groups of the one that runs, where that is another than the best of all."""
         names = {frozenset(group.components): group.kind for group in running.plan.groups}
 
@@ -201,39 +203,40 @@ def cost_of(
 
 
 def weigh(
-    look: PlanComparison,
+    comparison: PlanComparison,
     costs: Sequence[tuple[float, bool]],
     rules: ReplanRules,
     horizon: int,
     why: Reason,
 ) -> ReplanDecision:
     """Stay or go, by a look; `costs` are those of moving to each candidate, `why` is the reason to go if it pays."""
-    numbers = DecisionNumbers(iteration_s=look.seconds, horizon=horizon, margin=rules.margin)
-    if not look.candidates:
+    numbers = DecisionNumbers(iteration_s=comparison.seconds, horizon=horizon, margin=rules.margin)
+    if not comparison.candidates:
         return ReplanDecision(
-            None, Reason(ReasonCode.no_gain, f"no plan is faster than {_s(look.seconds)} an iteration"), numbers
+            None, Reason(ReasonCode.no_gain, f"no plan is faster than {_s(comparison.seconds)} an iteration"), numbers
         )
     worth = [
-        min(look.sure_seconds - one.sure_seconds, look.seconds - one.seconds) * horizon - cost * (1 + rules.margin)
-        for one, (cost, _) in zip(look.candidates, costs, strict=True)
+        min(comparison.sure_seconds - one.sure_seconds, comparison.seconds - one.seconds) * horizon
+        - cost * (1 + rules.margin)
+        for one, (cost, _) in zip(comparison.candidates, costs, strict=True)
     ]
     chosen = max(range(len(worth)), key=lambda at: (worth[at], -at))
-    one, (cost, known) = look.candidates[chosen], costs[chosen]
-    gain, sure = look.seconds - one.seconds, look.sure_seconds - one.sure_seconds
+    one, (cost, known) = comparison.candidates[chosen], costs[chosen]
+    gain, sure = comparison.seconds - one.seconds, comparison.sure_seconds - one.sure_seconds
     numbers = replace(
         numbers, new_iteration_s=one.seconds, gain_s=gain, sure_gain_s=sure, cost_s=cost, cost_measured=known
     )
-    said = f"{one.sited.plan.describe()} would take {_s(one.seconds)} instead of {_s(look.seconds)}"
-    if gain < rules.least_gain * look.seconds:
+    said = f"{one.placed_plan.plan.describe()} would take {_s(one.seconds)} instead of {_s(comparison.seconds)}"
+    if gain < rules.least_gain * comparison.seconds:
         return ReplanDecision(None, Reason(ReasonCode.no_gain, f"{said}: less than {rules.least_gain:.0%}"), numbers)
-    if sure < rules.least_gain / 2 * look.sure_seconds:
+    if sure < rules.least_gain / 2 * comparison.sure_seconds:
         said += f", but only {_s(max(sure, 0.0))} of that is more than noise"
         return ReplanDecision(None, Reason(ReasonCode.within_noise, said), numbers)
     if worth[chosen] <= 0:
         price = f"{_s(cost)} {'as measured' if known else 'assumed'}"
         said += f": {_s(min(gain, sure))} x {horizon} iterations do not pay for a move of {price}"
         return ReplanDecision(None, Reason(ReasonCode.not_worth, said), numbers)
-    return ReplanDecision(one.sited, Reason(why.code, f"{why.sentence}; {said}"), numbers)
+    return ReplanDecision(one.placed_plan, Reason(why.code, f"{why.sentence}; {said}"), numbers)
 
 
 def _s(seconds: float) -> str:

@@ -14,7 +14,7 @@ from trimtab.machines.replan.decision import PlanComparison, ReplanDecision, Rep
 from trimtab.machines.replan.estimates import CostEstimates, profiled_seconds, sure_level
 from trimtab.machines.replan.events import SetGpuRange
 from trimtab.machines.replan.explain import costs_text, drift_reason
-from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, changes, seats, without
+from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, changes, gpu_slots, without
 from trimtab.machines.replan.state import PromisedGain, ReplanState
 from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ChangeKind, DecisionNumbers, Iteration, MigrationCost, ReplanRules
@@ -22,7 +22,7 @@ from trimtab.model.workflow import Workflow
 
 AGAIN = 0.02  # levels that have moved by less since the last look need no new one
 SOME = 3  # predictions compared before they are distrusted
-MOST_SETBACKS = 5  # doublings of the dwell time
+MAX_SETBACKS = 5  # doublings of the dwell time
 
 
 class DriftMonitor:
@@ -39,7 +39,9 @@ class DriftMonitor:
             self.planner.prepare(run.cluster)
         self.estimates = CostEstimates(workflow, rules)
         self.costs: list[MigrationCost] = []  # of moves that arrived, newest last
-        self._look: PlanComparison | None = None  # of `run.looked`; can be worked out again, so it is in no snapshot
+        self._comparison: PlanComparison | None = (
+            None  # of `run.compared_levels`; can be worked out again, so it is in no snapshot
+        )
 
     # ---- iterations ------------------------------------------------------------------------------------------------
 
@@ -84,7 +86,7 @@ class DriftMonitor:
 
     # ---- other plans -----------------------------------------------------------------------------------------------
 
-    def verdict(self) -> ReplanDecision:
+    def decide(self) -> ReplanDecision:
         """Stay or go, from what is known now, with a new look at the plans where the last one is out of date."""
         estimates = self.estimates.all()
         run = self.run
@@ -92,51 +94,51 @@ class DriftMonitor:
         sure = {name: sure_level(one, run.reference[name]) for name, one in estimates.items()}
         drifted = [name for name in sure if sure[name] != run.reference[name]]
         why = drift_reason(drifted, levels, run, self.planner.times(run.running.plan, levels))
-        look, fresh = self._looked(levels, sure)
-        verdict = self._weighed(look, why)
-        if verdict.to is not None and not fresh:
+        comparison, fresh = self._compared(levels, sure)
+        decision = self._weighed(comparison, why)
+        if decision.to is not None and not fresh:
             # A move rests on what is known now, not on what was known when there was no reason to look again.
-            self.look_again()
-            verdict = self._weighed(self._looked(levels, sure)[0], why)
-        if verdict.reason.code is ReasonCode.no_gain and why.code is ReasonCode.better_plan:
+            self.invalidate()
+            decision = self._weighed(self._compared(levels, sure)[0], why)
+        if decision.reason.code is ReasonCode.no_gain and why.code is ReasonCode.better_plan:
             steady = Reason(ReasonCode.costs_steady, costs_text(estimates, run.reference, drifted))
-            verdict = ReplanDecision(None, steady, verdict.numbers)
-        return verdict
+            decision = ReplanDecision(None, steady, decision.numbers)
+        return decision
 
-    def look_again(self) -> None:
+    def invalidate(self) -> None:
         """The plan in place or the cluster is another one: what was seen of the plans says nothing any more."""
-        self._look, self.run.looked, self.run.looked_sure = None, {}, {}
+        self._comparison, self.run.compared_levels, self.run.compared_sure_levels = None, {}, {}
 
-    def _looked(self, levels: dict[str, float], sure: dict[str, float]) -> tuple[PlanComparison, bool]:
+    def _compared(self, levels: dict[str, float], sure: dict[str, float]) -> tuple[PlanComparison, bool]:
         """A look at the plans there are, and whether it is a new one."""
         run = self.run
-        then = run.looked_sure
+        then = run.compared_sure_levels
         fresh = not then or any(abs(sure[name] / then[name] - 1) > AGAIN for name in sure)
         if fresh:
-            self._look, run.looked, run.looked_sure = None, levels, sure
-        if self._look is None:
+            self._comparison, run.compared_levels, run.compared_sure_levels = None, levels, sure
+        if self._comparison is None:
             usable = without(run.cluster, run.leaving)
-            self._look = self.planner.look(run.running, usable, run.looked, run.looked_sure)
-        return self._look, fresh
+            self._comparison = self.planner.compare(run.running, usable, run.compared_levels, run.compared_sure_levels)
+        return self._comparison, fresh
 
-    def _weighed(self, look: PlanComparison, why: Reason) -> ReplanDecision:
-        costs = [self.cost(one.sited) for one in look.candidates]
-        verdict = weigh(look, costs, self.rules, self.horizon(), why)
-        return ReplanDecision(verdict.to, verdict.reason, self._with_dwell(verdict.numbers))
+    def _weighed(self, comparison: PlanComparison, why: Reason) -> ReplanDecision:
+        costs = [self.cost(one.placed_plan) for one in comparison.candidates]
+        decision = weigh(comparison, costs, self.rules, self.horizon(), why)
+        return ReplanDecision(decision.to, decision.reason, self._with_dwell(decision.numbers))
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
-    def must_go(self) -> bool:
+    def must_migrate(self) -> bool:
         """Whether GPUs of the plan in place are gone or will go."""
         return bool(self.run.lost) or self.run.running.uses(self.run.leaving)
 
-    def stands(self, sited: PlacedPlan) -> bool:
+    def is_available(self, placed_plan: PlacedPlan) -> bool:
         """Whether all GPUs of a plan are there to stay."""
-        return sited.on(self.run.cluster) is not None and not sited.uses(self.run.leaving)
+        return placed_plan.on(self.run.cluster) is not None and not placed_plan.uses(self.run.leaving)
 
-    def used_seats(self) -> set[GpuSlot]:
+    def used_slots(self) -> set[GpuSlot]:
         """Where the plan in place is."""
-        here = seats(self.run.running.cluster)
+        here = gpu_slots(self.run.running.cluster)
         return {here[rank] for group in self.run.running.plan.groups for rank in group.gpus}
 
     def levels(self) -> dict[str, float]:
@@ -152,12 +154,12 @@ class DriftMonitor:
     def horizon(self) -> int:
         """Iterations for which a gain counts."""
         remaining = self.run.remaining
-        most = self.rules.horizon_iterations
-        return most if remaining is None else min(most, remaining)
+        max_iterations = self.rules.horizon_iterations
+        return max_iterations if remaining is None else min(max_iterations, remaining)
 
     def dwell(self) -> int:
         """Iterations between two moves."""
-        return int(self.rules.dwell_iterations * 2 ** min(self.run.setbacks, MOST_SETBACKS))
+        return int(self.rules.dwell_iterations * 2 ** min(self.run.setbacks, MAX_SETBACKS))
 
     def _with_dwell(self, numbers: DecisionNumbers) -> DecisionNumbers:
         moved_at = self.run.moved_at
@@ -183,9 +185,9 @@ class DriftMonitor:
         """How far the fleet may change the size of elastic components under the plan."""
         found = []
         for name in self.rules.elastic:
-            most = len(self.run.running.plan.placed(name).gpus)
+            max_gpus = len(self.run.running.plan.placed(name).gpus)
             alone = any(group.components == (name,) for group in self.run.running.plan.groups)
             slack = self.rules.range_slack
-            least = self.planner.fewest(self.run.running.plan, name, self.levels(), slack) if alone else most
-            found.append(SetGpuRange(name, least, most))
+            min_gpus = self.planner.fewest(self.run.running.plan, name, self.levels(), slack) if alone else max_gpus
+            found.append(SetGpuRange(name, min_gpus, max_gpus))
         return tuple(found)

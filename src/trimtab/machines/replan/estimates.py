@@ -27,7 +27,7 @@ STICKS_OUT_WIDTHS = 5.0  # spreads; whatever is larger
 JUMP = 3  # iterations in a row that stick out on one side are no exception any more
 SOME = 3  # iterations before one can stick out
 TREND_SOME = 6  # iterations before a trend is believed
-TREND_LEAST = 0.04  # relative change over the window; whatever is larger ...
+MIN_TREND = 0.04  # relative change over the window; whatever is larger ...
 TREND_WIDTHS = 3.0  # ... spreads
 MAD_TO_SIGMA = 1.4826
 USUAL_SPREAD, USUAL_WEIGHT = 0.03, 4  # of real steps; counts as so many iterations, as a few that agree say little
@@ -149,7 +149,7 @@ def _fit(points: list[tuple[int, float]]) -> tuple[float, float, float]:
     end = float(np.median(level))
     around = _spread(level - end)
     # Neighbours are alike, so noise has trends too: only one that carries the level well beyond its spread is one.
-    if abs(slope) * (at[-1] - at[0]) <= max(TREND_LEAST, TREND_WIDTHS * around):
+    if abs(slope) * (at[-1] - at[0]) <= max(MIN_TREND, TREND_WIDTHS * around):
         return middle, spread, 0.0
     return end, around, slope
 

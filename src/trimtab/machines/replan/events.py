@@ -204,8 +204,8 @@ class SetGpuRange:
     """The fleet may give the component between so many GPUs and so many."""
 
     component: str
-    least: int
-    most: int
+    min_gpus: int
+    max_gpus: int
 
 
 @dataclass(frozen=True)

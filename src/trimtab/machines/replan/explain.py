@@ -19,21 +19,21 @@ class ReplanStories:
     """What became of the run and of its newest moves."""
 
     def __init__(self) -> None:
-        self.chapters: dict[str, list[StoryEntry]] = {RUN: []}
+        self.entries: dict[str, list[StoryEntry]] = {RUN: []}
 
-    def write(self, subject: str, chapter: StoryEntry) -> None:
+    def write(self, subject: str, entry: StoryEntry) -> None:
         """Add a chapter, unless it says of the run what its last one said, only with other figures."""
-        story = self.chapters.setdefault(subject, [])
+        story = self.entries.setdefault(subject, [])
         last = story[-1] if story and subject == RUN else None
-        if last is not None and (last.state, last.reason.code) == (chapter.state, chapter.reason.code):
+        if last is not None and (last.state, last.reason.code) == (entry.state, entry.reason.code):
             return
-        add_chapter(story, chapter)
-        for old in [name for name in self.chapters if name != RUN][:-MOVES_KEPT]:
-            del self.chapters[old]
+        add_chapter(story, entry)
+        for old in [name for name in self.entries if name != RUN][:-MOVES_KEPT]:
+            del self.entries[old]
 
     def of(self, subject: str) -> tuple[StoryEntry, ...]:
         """One story, as long as it is remembered."""
-        return tuple(self.chapters.get(subject, ()))
+        return tuple(self.entries.get(subject, ()))
 
 
 def drift_reason(
@@ -44,9 +44,9 @@ def drift_reason(
     Of what has drifted, that is named which makes seconds, and nothing that is small beside an iteration.
     """
     away = {name: abs(1 - run.reference[name] / levels[name]) * seconds.get(name, 0.0) for name in drifted}
-    least = SMALL * max(seconds.values(), default=0.0)
-    far = sorted((name for name in drifted if away[name] >= least), key=lambda name: -away[name])
-    said = [run.room] if run.room else []
+    smallest = SMALL * max(seconds.values(), default=0.0)
+    far = sorted((name for name in drifted if away[name] >= smallest), key=lambda name: -away[name])
+    said = [run.cluster_change] if run.cluster_change else []
     if far:
         named = ", ".join(f"{name} takes {levels[name] / run.reference[name]:.2f} times" for name in far[:NAMED])
         more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
@@ -76,7 +76,7 @@ def gone_reason(run: ReplanState) -> Reason:
     return Reason(ReasonCode.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
 
 
-def room_text(before: Cluster, after: Cluster, why: str) -> str:
+def cluster_change_text(before: Cluster, after: Cluster, why: str) -> str:
     """How a cluster has changed."""
     return f"{why}: {after.gpus} GPUs, there were {before.gpus}"
 

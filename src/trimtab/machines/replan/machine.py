@@ -9,7 +9,7 @@ iteration counted twice; two moves at once; a move for noise, for periodic work,
 that pays for it (only a plan whose GPUs are gone or will go has to move whatever it costs); a wait without a deadline.
 
 The rooms: `estimates` tells what everything costs now, `deciding` weighs gain against cost, `moves` has the stages,
-`seats` knows plans on clusters that change, `records` remembers.
+`gpu_slots` knows plans on clusters that change, `records` remembers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trimtab.machines.replan import events as e
 from trimtab.machines.replan.checks import check_cluster, check_iteration, check_machine
 from trimtab.machines.replan.decision import ReplanDecision
 from trimtab.machines.replan.drift import DriftMonitor
-from trimtab.machines.replan.explain import RUN, ReplanStories, gone_reason, room_text
+from trimtab.machines.replan.explain import RUN, ReplanStories, cluster_change_text, gone_reason
 from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
-from trimtab.machines.replan.placed_plan import PlacedPlan, changes, near, reseated, seats, without
+from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, with_gpu_slots, without
 from trimtab.machines.replan.state import (
     PromisedGain,
     ReplanState,
@@ -60,12 +60,12 @@ class ReplanMachine:
         self.rules = rules
         self.workflow = workflow
         self._run = ReplanState(PlacedPlan(plan, cluster), cluster, dict.fromkeys(workflow.names, 1.0))
-        self._watch = DriftMonitor(self._run, workflow, rules, allowed)
+        self._drift = DriftMonitor(self._run, workflow, rules, allowed)
         self._stories = ReplanStories()
         self._out: list[e.ReplanInstruction] = []
-        self._moves = moves = MigrationTracker(rules, self._watch.costs, self._say)
+        self._moves = moves = MigrationTracker(rules, self._drift.costs, self._emit)
         moves.on_arrived, moves.on_back, moves.on_stuck = self._moving_to_arrived, self._rolling_to_old, self._to_stuck
-        self._doors: dict[type, Callable[[Any, float], None]] = {
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
             e.RunResumed: self._on_run_resumed,
             e.IterationDone: self._on_iteration_done,
             e.ClusterChanged: self._on_cluster_changed,
@@ -88,7 +88,7 @@ class ReplanMachine:
         now = max(float(now), self._run.now)
         before, self._run.now, self._out = self._run.now, now, []
         try:
-            self._doors[type(event)](event, now)
+            self._handlers[type(event)](event, now)
         except InputError:
             self._run.now = before
             raise
@@ -111,16 +111,16 @@ class ReplanMachine:
         run.moved_at = None if run.moved_at is None else min(run.moved_at, run.done)
         run.stopped = run.retry_at = run.wait_until = None
         run.failed_tries = 0
-        self._watch.estimates.forget_after(run.done)
+        self._drift.estimates.forget_after(run.done)
         moving = self._moves.moving
         if moving is not None:
             if moving.failed is None:
-                self._moves.give_up("the run was resumed in the midst of it", now)
+                self._moves.fail("the run was resumed in the midst of it", now)
             else:
-                self._moves.back(now)
+                self._moves.roll_back(now)
             return
         self._set_ranges()
-        if self._watch.must_go():
+        if self._drift.must_migrate():
             self._forced(now)
 
     def _on_iteration_done(self, event: e.IterationDone, now: float) -> None:
@@ -136,9 +136,9 @@ class ReplanMachine:
         run.done = one.number
         if run.remaining is not None:
             run.remaining = max(0, run.remaining - 1)
-        short = self._watch.take(one, moving=self._moves.moving is not None)
+        short = self._drift.take(one, moving=self._moves.moving is not None)
         if short is not None:
-            self._tell(short)
+            self._notify(short)
         if run.stopped is None:
             self._decide(now)
 
@@ -147,31 +147,35 @@ class ReplanMachine:
         run = self._run
         if (event.cluster, event.leaving, event.deadline) == (run.cluster, run.leaving, run.leave_by):
             return
-        run.room = run.room if event.cluster == run.cluster else room_text(run.cluster, event.cluster, event.why.value)
-        there = set(seats(event.cluster))
-        gone = {node for node, gpu in self._watch.used_seats() if (node, gpu) not in there}
+        run.cluster_change = (
+            run.cluster_change
+            if event.cluster == run.cluster
+            else cluster_change_text(run.cluster, event.cluster, event.why.value)
+        )
+        there = set(gpu_slots(event.cluster))
+        gone = {node for node, gpu in self._drift.used_slots() if (node, gpu) not in there}
         run.cluster, run.leaving, run.leave_by = event.cluster, event.leaving, event.deadline
         if not run.lost and not gone:
-            standing = run.running.on(event.cluster)
-            if standing is None:  # a node of the same name has another kind of GPU: it is another one
-                gone = {node for node, _ in self._watch.used_seats()}
+            moved = run.running.on(event.cluster)
+            if moved is None:  # a node of the same name has another kind of GPU: it is another one
+                gone = {node for node, _ in self._drift.used_slots()}
             else:
-                run.running = standing
+                run.running = moved
         run.lost = tuple(sorted({*run.lost, *gone}))
-        self._watch.look_again()
+        self._drift.invalidate()
         run.failed_tries, run.retry_at = 0, None
         run.advised = None
         moving = self._moves.moving
         if moving is not None:
-            if moving.failed is None and not self._watch.stands(moving.to):
-                self._moves.give_up("GPUs of the new plan are gone or will go", now)
+            if moving.failed is None and not self._drift.is_available(moving.to):
+                self._moves.fail("GPUs of the new plan are gone or will go", now)
             return
         if run.stopped is None:
             self._decide(now)
 
     def _on_asked(self, event: e.ReplanRequested, now: float) -> None:
         if self._run.stopped is not None:
-            self._tell(self._run.stopped)
+            self._notify(self._run.stopped)
             return
         self._decide(now, asked=True)
 
@@ -184,25 +188,25 @@ class ReplanMachine:
         if event.component not in self.rules.elastic or event.component not in self.workflow.names:
             raise InputError(f"{event.component} is not elastic", hint="name it in the rules of the run: elastic")
         self._run.used[event.component] = event.gpus
-        for one in self._watch.ranges():
-            if one.component == event.component and not one.least <= event.gpus <= one.most:
-                self._say(one)
+        for one in self._drift.ranges():
+            if one.component == event.component and not one.min_gpus <= event.gpus <= one.max_gpus:
+                self._emit(one)
 
     def _on_seated(self, event: e.PlanPlaced, now: float) -> None:
         run = self._run
         if run.lost or self._moves.moving is not None:
             raise InputError("no plan is in place that could have been put anywhere", where="PlanPlaced")
         try:
-            run.running = reseated(run.running, dict(event.where))
+            run.running = with_gpu_slots(run.running, dict(event.where))
         except ValueError as error:
             raise InputError(str(error), where="PlanPlaced") from None
-        self._watch.look_again()
+        self._drift.invalidate()
 
     def _on_advice_taken(self, event: e.AdviceTaken, now: float) -> None:
         run = self._run
         if run.advised is None or self._moves.moving is not None:
             raise InputError("nothing is advised that could have been taken", where="AdviceTaken")
-        self._settle(run.advised, run.advised_levels)
+        self._set_plan(run.advised, run.advised_levels)
         self._write(RUN, "moved", Reason(ReasonCode.arrived, f"the advice was taken: {run.running.plan.describe()}"))
 
     def _on_tick(self, event: e.ReplanTick, now: float) -> None:
@@ -223,32 +227,32 @@ class ReplanMachine:
         if self._moves.moving is not None:
             self._stay(Reason(ReasonCode.moving, f"move {self._moves.begun} is under way"), DecisionNumbers())
             return
-        if self._watch.must_go():
+        if self._drift.must_migrate():
             self._forced(now)
             return
         run, rules = self._run, self.rules
-        measured = self._watch.estimates.measured
-        if measured < rules.least_iterations and not asked and not run.room:
+        measured = self._drift.estimates.measured
+        if measured < rules.least_iterations and not asked and not run.cluster_change:
             said = f"{measured} of {rules.least_iterations} iterations are measured that tell costs"
             self._stay(Reason(ReasonCode.too_few, said), DecisionNumbers())
             return
-        verdict = self._watch.verdict()
-        numbers = verdict.numbers
-        if verdict.to is None:
-            self._stay(verdict.reason, numbers)
+        decision = self._drift.decide()
+        numbers = decision.numbers
+        if decision.to is None:
+            self._stay(decision.reason, numbers)
             return
-        bias = self._watch.bias
+        bias = self._drift.bias
         if bias is not None and not 1 / (1 + rules.trust) <= bias <= 1 + rules.trust:
-            said = f"an iteration takes {bias:.2f} times what the model says of it; {verdict.reason.sentence}"
+            said = f"an iteration takes {bias:.2f} times what the model says of it; {decision.reason.sentence}"
             self._stay(Reason(ReasonCode.model_off, said), numbers)
             return
         if rules.mode is ReplanMode.advise or (asked and numbers.dwell_left):
-            self._advise(verdict)
+            self._advise(decision)
         elif numbers.dwell_left:
-            said = f"{numbers.dwell_left} iterations too soon after the last move; {verdict.reason.sentence}"
+            said = f"{numbers.dwell_left} iterations too soon after the last move; {decision.reason.sentence}"
             self._stay(Reason(ReasonCode.dwell, said), numbers)
         else:
-            self._begin(verdict, now)
+            self._begin(decision, now)
 
     def _forced(self, now: float) -> None:
         """The plan cannot go on, or not for long: whatever is best of what is left, at whatever cost."""
@@ -258,20 +262,20 @@ class ReplanMachine:
             said = f"{why.sentence}; {run.failed_tries} of {rules.tries} tries to move failed"
             self._stay(Reason(ReasonCode.plan_gone, said), DecisionNumbers())
             return
-        levels = self._watch.levels()
+        levels = self._drift.levels()
         try:
-            to = near(self._watch.planner.best(without(run.cluster, run.leaving), levels), run.running)
+            to = on_current_gpus(self._drift.planner.best(without(run.cluster, run.leaving), levels), run.running)
         except (InfeasibleError, InputError) as error:
             self._nothing_fits(Reason(ReasonCode.no_plan, f"{why.sentence}; {error.what}"), now)
             return
         run.wait_until = None
-        cost, known = self._watch.cost(to)
+        cost, known = self._drift.cost(to)
         numbers = DecisionNumbers(new_iteration_s=to.plan.iteration_seconds, cost_s=cost, cost_measured=known)
-        verdict = ReplanDecision(to, Reason(why.code, f"{why.sentence}; {to.plan.describe()}"), numbers)
+        decision = ReplanDecision(to, Reason(why.code, f"{why.sentence}; {to.plan.describe()}"), numbers)
         if rules.mode is ReplanMode.advise:
-            self._advise(verdict)
+            self._advise(decision)
         else:
-            self._begin(verdict, now, forced=True)
+            self._begin(decision, now, forced=True)
 
     def _nothing_fits(self, reason: Reason, now: float) -> None:
         run = self._run
@@ -280,61 +284,61 @@ class ReplanMachine:
             return
         if run.wait_until is None and self.rules.mode is ReplanMode.auto:
             run.wait_until = now + self.rules.wait_s
-        self._tell(reason)
+        self._notify(reason)
 
-    def _advise(self, verdict: ReplanDecision) -> None:
-        assert verdict.to is not None
-        self._run.advised, self._run.advised_levels = verdict.to, self._watch.levels()
-        self._write(RUN, "advised", verdict.reason)
-        self._say(e.AdvisePlan(verdict.to.plan, verdict.reason, verdict.numbers))
+    def _advise(self, decision: ReplanDecision) -> None:
+        assert decision.to is not None
+        self._run.advised, self._run.advised_levels = decision.to, self._drift.levels()
+        self._write(RUN, "advised", decision.reason)
+        self._emit(e.AdvisePlan(decision.to.plan, decision.reason, decision.numbers))
 
     def _stay(self, reason: Reason, numbers: DecisionNumbers) -> None:
         self._write(RUN, "stays", reason)
-        self._say(e.KeepPlan(reason, numbers))
+        self._emit(e.KeepPlan(reason, numbers))
 
     # ---- moves -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, verdict: ReplanDecision, now: float, forced: bool = False) -> None:
+    def _begin(self, decision: ReplanDecision, now: float, forced: bool = False) -> None:
         run = self._run
-        assert verdict.to is not None
+        assert decision.to is not None
         alive = None
         if run.lost:
-            alive = frozenset(seat for seat in seats(run.cluster) if seat[0] not in run.lost)
+            alive = frozenset(seat for seat in gpu_slots(run.cluster) if seat[0] not in run.lost)
         move = Migration(
             self._moves.begun + 1,
             run.running.plan,
-            verdict.to.plan,
-            changes(run.running, verdict.to, alive),
-            verdict.reason,
-            verdict.numbers,
+            decision.to.plan,
+            changes(run.running, decision.to, alive),
+            decision.reason,
+            decision.numbers,
             forced,
         )
         run.promise = None
-        self._write(f"move {move.id}", "begun", verdict.reason)
-        self._write(RUN, "moving", verdict.reason)
+        self._write(f"move {move.id}", "begun", decision.reason)
+        self._write(RUN, "moving", decision.reason)
         longest_s = max([*run.walls, run.running.plan.iteration_seconds])
         ends_s = (1 + self.workflow.staleness) * longest_s  # those ahead have begun, and end first
-        self._moves.begin(move, verdict.to, self._watch.levels(), ends_s, now)
+        self._moves.begin(move, decision.to, self._drift.levels(), ends_s, now)
 
     def _moving_to_arrived(self, moving: OngoingMigration) -> None:
         run, move = self._run, moving.move
-        numbers, before, bias = move.numbers, run.running, self._watch.bias
-        self._settle(moving.to, moving.levels)
+        numbers, before, bias = move.numbers, run.running, self._drift.bias
+        self._set_plan(moving.to, moving.levels)
         if not move.forced and numbers.gain_s and numbers.iteration_s:
             run.promise = PromisedGain(before, numbers.gain_s / numbers.iteration_s, bias or 1.0)
         reason = Reason(ReasonCode.arrived, f"move {move.id} is done: {run.running.plan.describe()}")
         self._write(f"move {move.id}", "arrived", reason)
-        self._tell(reason)
+        self._notify(reason)
         self._set_ranges()
 
-    def _settle(self, to: PlacedPlan, levels: dict[str, float]) -> None:
+    def _set_plan(self, to: PlacedPlan, levels: dict[str, float]) -> None:
         """Another plan is in place."""
         run = self._run
-        standing = to.on(run.cluster)
-        assert standing is not None, "a plan in place whose GPUs are not there"
-        run.running, run.reference = standing, dict(levels)
-        run.lost, run.room, run.moved_at = (), "", run.done
-        self._watch.look_again()
+        moved = to.on(run.cluster)
+        assert moved is not None, "a plan in place whose GPUs are not there"
+        run.running, run.reference = moved, dict(levels)
+        run.lost, run.cluster_change, run.moved_at = (), "", run.done
+        self._drift.invalidate()
         run.failed_tries, run.retry_at, run.wait_until = 0, None, None
         run.bias, run.walls, run.promise, run.advised = [], [], None, None
 
@@ -347,9 +351,9 @@ class ReplanMachine:
             ReasonCode.rolled_back, f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
         )
         self._write(f"move {move.id}", "rolled back", reason)
-        self._tell(reason)
+        self._notify(reason)
         self._set_ranges()
-        if not self._watch.must_go():
+        if not self._drift.must_migrate():
             return
         run.failed_tries += 1
         if run.failed_tries < self.rules.tries:
@@ -365,20 +369,20 @@ class ReplanMachine:
         run = self._run
         run.stopped, run.wait_until, run.retry_at = reason, None, None
         self._write(RUN, "stopped", reason)
-        self._say(e.StopRun(reason))
+        self._emit(e.StopRun(reason))
 
     # ---- saying ----------------------------------------------------------------------------------------------------
 
-    def _say(self, instruction: e.ReplanInstruction) -> None:
+    def _emit(self, instruction: e.ReplanInstruction) -> None:
         self._out.append(instruction)
 
-    def _tell(self, reason: Reason) -> None:
+    def _notify(self, reason: Reason) -> None:
         self._write(RUN, "told", reason)
-        self._say(e.Notify(reason))
+        self._emit(e.Notify(reason))
 
     def _set_ranges(self) -> None:
-        for one in self._watch.ranges():
-            self._say(one)
+        for one in self._drift.ranges():
+            self._emit(one)
 
     def _write(self, subject: str, state: str, reason: Reason) -> None:
         self._stories.write(subject, StoryEntry(self._run.now, state, reason))
@@ -391,7 +395,7 @@ class ReplanMachine:
         return self._run.running.plan
 
     @property
-    def sited(self) -> PlacedPlan:
+    def placed_plan(self) -> PlacedPlan:
         """The plan in place, and the cluster that its ranks count through."""
         return self._run.running
 
@@ -421,9 +425,9 @@ class ReplanMachine:
         return self._run.stopped
 
     @property
-    def watch(self) -> DriftMonitor:
+    def drift(self) -> DriftMonitor:
         """The run's figures: estimates, ranges, what a component would take on other GPUs."""
-        return self._watch
+        return self._drift
 
     def costs(self) -> tuple[MigrationCost, ...]:
         """What past moves cost."""
@@ -431,7 +435,7 @@ class ReplanMachine:
 
     def estimates(self) -> dict[str, CostEstimate]:
         """What every component costs now, against its profile."""
-        return self._watch.estimates.all()
+        return self._drift.estimates.all()
 
     def story(self, subject: str = RUN) -> tuple[StoryEntry, ...]:
         """What became of the run, or of `move 3`, as long as it is remembered."""
@@ -443,11 +447,11 @@ class ReplanMachine:
         """Everything that is remembered, as plain data."""
         return {
             "run": dump_run(self._run),
-            "tracks": dump_tracks(self._watch.estimates.tracks),
+            "tracks": dump_tracks(self._drift.estimates.tracks),
             "moving": dump_moving(self._moves.moving),
             "begun": self._moves.begun,
             "costs": encode(self._moves.costs),
-            "stories": encode(self._stories.chapters),
+            "stories": encode(self._stories.entries),
         }
 
     @classmethod
@@ -461,14 +465,14 @@ class ReplanMachine:
         """A machine that goes on from a dump, with the settings that it had."""
         run = load_run(data["run"])
         machine = cls(workflow, run.cluster, run.running.plan, rules, allowed)
-        machine._run = machine._watch.run = run
-        machine._watch.estimates.tracks = load_tracks(data["tracks"])
+        machine._run = machine._drift.run = run
+        machine._drift.estimates.tracks = load_tracks(data["tracks"])
         machine._moves.moving = load_moving(data["moving"])
         machine._moves.begun = data["begun"]
         machine._moves.costs[:] = load_costs(data["costs"])
-        machine._stories.chapters = load_stories(data["stories"])
+        machine._stories.entries = load_stories(data["stories"])
         return machine
 
     def check(self) -> None:
         """Raise AssertionError where something is true of the run that must not be."""
-        check_machine(self._run, self._moves, self._watch.estimates, self.rules, self.next_deadline())
+        check_machine(self._run, self._moves, self._drift.estimates, self.rules, self.next_deadline())

@@ -38,10 +38,10 @@ class MigrationTracker:
     """At most one move under way, and what past ones cost."""
 
     def __init__(
-        self, rules: ReplanRules, costs: list[MigrationCost], say: Callable[[e.ReplanInstruction], None]
+        self, rules: ReplanRules, costs: list[MigrationCost], emit: Callable[[e.ReplanInstruction], None]
     ) -> None:
         self._rules = rules
-        self._say = say
+        self._emit = emit
         self.moving: OngoingMigration | None = None
         self.begun = 0  # moves ever begun; the newest one's id
         self.costs = costs  # of moves that arrived, newest last
@@ -58,8 +58,8 @@ class MigrationTracker:
         drain_s = self._rules.stage_limit_s + 2 * ends_s
         end = now + drain_s + (len(STAGES) - 1) * self._rules.stage_limit_s
         self.moving = OngoingMigration(move, to, levels, STAGES[0], now + drain_s, end)
-        self._say(e.BeginMigration(move, end))
-        self._say(e.RunMigrationStage(move, STAGES[0], self.moving.deadline))
+        self._emit(e.BeginMigration(move, end))
+        self._emit(e.RunMigrationStage(move, STAGES[0], self.moving.deadline))
 
     def stage_done(self, event: e.MigrationStageDone, now: float) -> None:
         """To the next stage, or to arrived."""
@@ -72,12 +72,12 @@ class MigrationTracker:
             return
         moving.stage = STAGES[STAGES.index(event.stage) + 1]
         moving.deadline = min(moving.end, now + self._rules.stage_limit_s)
-        self._say(e.RunMigrationStage(moving.move, moving.stage, moving.deadline))
+        self._emit(e.RunMigrationStage(moving.move, moving.stage, moving.deadline))
 
     def stage_failed(self, event: e.MigrationStageFailed, now: float) -> None:
         """To rolling back."""
         if self._current(event.move, event.stage) is not None:
-            self.give_up(event.why or "no cause was given", now)
+            self.fail(event.why or "no cause was given", now)
 
     def rolled_back(self, event: e.RolledBack, now: float) -> None:
         """From rolling back to the old plan."""
@@ -92,16 +92,16 @@ class MigrationTracker:
         if moving is not None and moving.failed is not None and moving.move.id == event.move:
             self._rolling_to_stuck(moving, event.why)
 
-    def give_up(self, why: str, now: float) -> None:
+    def fail(self, why: str, now: float) -> None:
         """From any stage to rolling back."""
         moving = self.moving
         assert moving is not None
         if moving.failed is not None:
             return
         moving.failed = Reason(ReasonCode.stage_failed, f"{moving.stage.value}: {why}")
-        self.back(now)
+        self.roll_back(now)
 
-    def back(self, now: float) -> None:
+    def roll_back(self, now: float) -> None:
         """Say that the old plan is to be put in place; said again where nobody is at it any more."""
         moving = self.moving
         assert moving is not None
@@ -110,7 +110,7 @@ class MigrationTracker:
         begins = now if moving.took else max(now, moving.deadline)
         moving.deadline = begins + self._rules.rollback_limit_s
         done = tuple(stage for stage, _ in moving.took)
-        self._say(e.RollBackMigration(moving.move, done, moving.stage, moving.failed, moving.deadline))
+        self._emit(e.RollBackMigration(moving.move, done, moving.stage, moving.failed, moving.deadline))
 
     def late(self, now: float) -> None:
         """Whatever has not ended by its deadline has failed."""
@@ -118,7 +118,7 @@ class MigrationTracker:
         if moving is None or now < moving.deadline:
             return
         if moving.failed is None:
-            self.give_up("it took longer than it may", now)
+            self.fail("it took longer than it may", now)
         else:
             self._rolling_to_stuck(moving, "the way back took longer than it may")
 

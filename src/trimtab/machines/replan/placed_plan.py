@@ -18,7 +18,7 @@ GpuSlot = tuple[str, int]
 
 
 @lru_cache(maxsize=16)
-def seats(cluster: Cluster) -> tuple[GpuSlot, ...]:
+def gpu_slots(cluster: Cluster) -> tuple[GpuSlot, ...]:
     """The seat of every rank."""
     return tuple((node.name, index) for node in cluster.nodes for index in range(node.gpus))
 
@@ -39,10 +39,10 @@ class PlacedPlan:
         """The same GPUs as ranks of another cluster; None where some are not there, or are of another kind."""
         if cluster == self.cluster:
             return self
-        here = seats(self.cluster)
+        here = gpu_slots(self.cluster)
         kinds = {node.name: node.gpu for node in self.cluster.nodes}
         same = {node.name for node in cluster.nodes if kinds.get(node.name) == node.gpu}
-        there = {seat: rank for rank, seat in enumerate(seats(cluster)) if seat[0] in same}
+        there = {seat: rank for rank, seat in enumerate(gpu_slots(cluster)) if seat[0] in same}
         used = {rank for group in self.plan.groups for rank in group.gpus}
         if any(here[rank] not in there for rank in used):
             return None
@@ -60,15 +60,15 @@ class PlacedPlan:
 
     def uses(self, nodes: tuple[str, ...]) -> bool:
         """Whether any of its GPUs is on one of these nodes."""
-        here = seats(self.cluster)
+        here = gpu_slots(self.cluster)
         return any(here[rank][0] in nodes for group in self.plan.groups for rank in group.gpus)
 
-    def seats_of(self, component: str) -> tuple[GpuSlot, ...]:
+    def slots_of(self, component: str) -> tuple[GpuSlot, ...]:
         """Where a component computes."""
-        here = seats(self.cluster)
+        here = gpu_slots(self.cluster)
         return tuple(here[rank] for rank in self.plan.placed(component).gpus)
 
-    def company(self, component: str) -> tuple[str, ...]:
+    def group_of(self, component: str) -> tuple[str, ...]:
         """Who shares its GPUs, itself among them."""
         return next((group.components for group in self.plan.groups if component in group.components), ())
 
@@ -77,18 +77,18 @@ class PlacedPlan:
         return not any(change.how is not ChangeKind.stays for change in changes(self, other))
 
 
-def reseated(sited: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) -> PlacedPlan:
+def with_gpu_slots(placed_plan: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) -> PlacedPlan:
     """The same plan on the nodes where its components were put: (node, GPUs there), by any component of a group.
 
     Groups of which nothing is told stay where they are as far as that is free, and take what is left of their kind.
     Raises ValueError where these nodes do not have so many GPUs, or a group has another number of them.
     """
     free: dict[str, list[int]] = {}
-    kinds = {node.name: node.gpu for node in sited.cluster.nodes}
-    for rank, (node, _) in enumerate(seats(sited.cluster)):
+    kinds = {node.name: node.gpu for node in placed_plan.cluster.nodes}
+    for rank, (node, _) in enumerate(gpu_slots(placed_plan.cluster)):
         free.setdefault(node, []).append(rank)
     ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for group in sited.plan.groups:
+    for group in placed_plan.plan.groups:
         told = next((where[name] for name in group.components if name in where), None)
         if told is None:
             continue
@@ -104,7 +104,7 @@ def reseated(sited: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) 
         if len(found) != len(group.gpus):
             raise ValueError(f"{', '.join(group.components)} has {len(found)} GPUs, not {len(group.gpus)}")
         ranks[group.components] = tuple(sorted(found))
-    for group in sited.plan.groups:
+    for group in placed_plan.plan.groups:
         if group.components not in ranks:
             left = [rank for node, some in free.items() if kinds[node] == group.kind for rank in some]
             kept = [rank for rank in left if rank in group.gpus]
@@ -114,23 +114,23 @@ def reseated(sited: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) 
             ranks[group.components] = tuple(sorted(chosen))
             for node in free:
                 free[node] = [rank for rank in free[node] if rank not in chosen]
-    return PlacedPlan(_on_ranks(sited.plan, ranks), sited.cluster)
+    return PlacedPlan(_on_ranks(placed_plan.plan, ranks), placed_plan.cluster)
 
 
-def near(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
+def on_current_gpus(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
     """The same plan on GPUs that its components have already, as far as they do: no needless move.
 
     A plan whose groups share GPUs stays as it was laid out.
     """
     if to.plan.overlaps:
         return to
-    rank_of = {seat: rank for rank, seat in enumerate(seats(to.cluster))}
+    rank_of = {seat: rank for rank, seat in enumerate(gpu_slots(to.cluster))}
     kinds = [node.gpu for node in to.cluster.nodes for _ in range(node.gpus)]
     known = {(node.name, node.gpu) for node in running.cluster.nodes}
-    usable = [(name, kind) in known for (name, _), kind in zip(seats(to.cluster), kinds, strict=True)]
+    usable = [(name, kind) in known for (name, _), kind in zip(gpu_slots(to.cluster), kinds, strict=True)]
     old: dict[str, set[int]] = {}
     for name in (one.name for one in running.plan.components):
-        held = {rank_of[seat] for seat in running.seats_of(name) if seat in rank_of}
+        held = {rank_of[seat] for seat in running.slots_of(name) if seat in rank_of}
         old[name] = {rank for rank in held if usable[rank]}
     taken: set[int] = set()
     ranks: dict[tuple[str, ...], list[int]] = {}
@@ -168,11 +168,11 @@ def changes(
     found = []
     for placed in before.plan.components:
         name = placed.name
-        old, new = before.seats_of(name), after.seats_of(name)
+        old, new = before.slots_of(name), after.slots_of(name)
         how = ChangeKind.stays
         if alive is not None and not alive.issuperset(old):
             how = ChangeKind.replaced
-        elif before.company(name) != after.company(name):
+        elif before.group_of(name) != after.group_of(name):
             how = ChangeKind.regroups
         elif placed.variant != after.plan.placed(name).variant:
             how = ChangeKind.moves  # another way to run is another process, wherever it is

@@ -41,7 +41,7 @@ class ReplanState:
     leaving: tuple[str, ...] = ()
     leave_by: float | None = None
     lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was put in place
-    room: str = ""  # how the cluster has changed since the plan was made; empty: not
+    cluster_change: str = ""  # how the cluster has changed since the plan was made; empty: not
     moved_at: int | None = None  # iterations counted when the last move ended, well or not
     setbacks: int = 0  # moves in a row that failed or fell short
     bias: list[float] = field(default_factory=list)  # measured over predicted time under this plan, newest last
@@ -51,8 +51,8 @@ class ReplanState:
     promise: PromisedGain | None = None
     advised: PlacedPlan | None = None  # what was said last, and not done
     advised_levels: dict[str, float] = field(default_factory=dict)
-    looked: dict[str, float] = field(default_factory=dict)  # levels of the last look at the plans; empty: none
-    looked_sure: dict[str, float] = field(default_factory=dict)
+    compared_levels: dict[str, float] = field(default_factory=dict)  # levels of the last look at the plans; empty: none
+    compared_sure_levels: dict[str, float] = field(default_factory=dict)
     failed_tries: int = 0  # of a move that has to be
     retry_at: float | None = None
     wait_until: float | None = None  # for nodes, where nothing fits
@@ -61,9 +61,9 @@ class ReplanState:
 
 def dump_run(run: ReplanState) -> dict[str, Any]:
     """The run as plain data."""
-    plain = ("now", "done", "remaining", "leave_by", "room", "moved_at", "setbacks", "bias", "walls", "switching",
-             "used", "reference", "advised_levels", "looked", "looked_sure", "failed_tries", "retry_at",
-             "wait_until")  # fmt: skip
+    plain = ("now", "done", "remaining", "leave_by", "cluster_change", "moved_at", "setbacks", "bias", "walls",
+             "switching", "used", "reference", "advised_levels", "compared_levels", "compared_sure_levels",
+             "failed_tries", "retry_at", "wait_until")  # fmt: skip
     return {
         **{name: encode(getattr(run, name)) for name in plain},
         "running": encode(run.running),
@@ -82,15 +82,15 @@ def load_run(data: dict[str, Any]) -> ReplanState:
     promise, advised, stopped = kept.pop("promise"), kept.pop("advised"), kept.pop("stopped")
     if promise is not None:
         promise = PromisedGain(
-            _sited(promise["before"]), promise["share"], promise["bias"], list(promise.get("walls", []))
+            _placed_plan(promise["before"]), promise["share"], promise["bias"], list(promise.get("walls", []))
         )
     return ReplanState(
-        running=_sited(kept.pop("running")),
+        running=_placed_plan(kept.pop("running")),
         cluster=decode(Cluster, kept.pop("cluster")),
         leaving=tuple(kept.pop("leaving")),
         lost=tuple(kept.pop("lost")),
         promise=promise,
-        advised=_sited(advised) if advised is not None else None,
+        advised=_placed_plan(advised) if advised is not None else None,
         stopped=decode(Reason, stopped) if stopped is not None else None,
         **{name: _copied(value) for name, value in kept.items()},
     )
@@ -116,7 +116,7 @@ def load_moving(data: Any) -> OngoingMigration | None:
             numbers=decode(DecisionNumbers, move["numbers"]),
             forced=move.get("forced", False),
         ),
-        to=_sited(data["to"]),
+        to=_placed_plan(data["to"]),
         levels=dict(data["levels"]),
         stage=MigrationStage(data["stage"]),
         deadline=data["deadline"],
@@ -143,14 +143,14 @@ def load_costs(data: list[Any]) -> list[MigrationCost]:
 
 def load_stories(data: dict[str, Any]) -> dict[str, list[StoryEntry]]:
     """Stories from plain data."""
-    return {name: [decode(StoryEntry, one) for one in chapters] for name, chapters in data.items()}
+    return {name: [decode(StoryEntry, one) for one in entries] for name, entries in data.items()}
 
 
 def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
 
 
-def _sited(data: dict[str, Any]) -> PlacedPlan:
+def _placed_plan(data: dict[str, Any]) -> PlacedPlan:
     return PlacedPlan(_plan(data["plan"]), decode(Cluster, data["cluster"]))
 
 

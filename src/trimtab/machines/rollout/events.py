@@ -42,7 +42,7 @@ class TokensStreamed:
     attempt: int
     tokens: int
     version: int | None = None
-    again: bool = False  # some of them cannot be named, so that after a cut it starts from the prompt
+    restart: bool = False  # some of them cannot be named, so that after a cut it starts from the prompt
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AttemptFailed:
     tokens: int  # in this attempt, that are good
     why: str
     fatal: bool = False
-    gone: bool = False  # the engine went away under it: it may have died of this request
+    engine_died: bool = False  # the engine went away under it: it may have died of this request
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class WorkerReclaimed:
     deadline: float
     why: str
     forced: bool = False
-    patient: bool = False  # what runs there has all of that time; else as long as a drain takes, for somebody waits
+    full_notice: bool = False  # what runs there has all of that time; else as long as a drain takes, for somebody waits
 
 
 @dataclass(frozen=True)
@@ -297,8 +297,8 @@ class HoldReleased:
 class WorkerRangeSet:
     """The plan's range is another."""
 
-    least: int
-    most: int
+    min_workers: int
+    max_workers: int
 
 
 @dataclass(frozen=True)

@@ -63,28 +63,28 @@ class RolloutWorker:
     asleep: bool = False
     paused: bool = False  # trimtab asked for it, and no resume has been confirmed since
     paused_elsewhere: bool = False  # by others: requests sent there would hang
-    unwell: bool = False  # as its health check last said
-    out: bool = False  # out of service for good: its refits or starts failed too often
+    unhealthy: bool = False  # as its health check last said
+    disabled: bool = False  # out of service for good: its refits or starts failed too often
     leaving: bool = False  # to go for good
-    taken: bool = False  # given to others
-    drain_by: float | None = None  # when what is left on it is cut; exactly while draining
-    drain_began: float | None = None
-    drain_cut: bool = False  # what was left has been told to end
-    heard: float = 0.0  # when anything of its requests was last heard
+    reclaimed: bool = False  # given to others
+    drain_deadline: float | None = None  # when what is left on it is cut; exactly while draining
+    drain_started_at: float | None = None
+    drain_expired: bool = False  # what was left has been told to end
+    last_response_at: float = 0.0  # when anything of its requests was last heard
     faults: int = 0  # requests broken in a row
     failures: int = 0  # starts, wakes or refits failed in a row
     probes: int = 0  # failed in a row
-    try_at: float | None = None  # nothing is tried before; then a tick does it
+    retry_at: float | None = None  # nothing is tried before; then a tick does it
     attempt: int = 0  # of acts
-    doing: OngoingAction | None = None
+    action: OngoingAction | None = None
     held: dict[str, SentAttempt] = field(default_factory=dict)  # by request#attempt: what is really there
-    ghosts: dict[str, SentAttempt] = field(
+    zombies: dict[str, SentAttempt] = field(
         default_factory=dict
     )  # what was there when it was lost, if its process may live
     outside: int = 0  # requests there that are not ours, by its own figures ...
     kv_full: bool = False
-    load_until: float | None = None  # ... that are believed until then
-    load_asked: bool = False  # it has given figures: having none now is not the same as having nothing to do
+    load_fresh_until: float | None = None  # ... that are believed until then
+    reports_load: bool = False  # it has given figures: having none now is not the same as having nothing to do
     served: int = 0
     story: list[StoryEntry] = field(default_factory=list)
 
@@ -109,12 +109,12 @@ class RolloutRequest:
     spans: list[Span] = field(default_factory=list)  # of those tokens
     attempt: int = 0
     worker: str = ""  # where its attempt is; empty unless sent, streaming or moving
-    again: bool = False  # what it has is thrown away at the next cut
+    restart: bool = False  # what it has is thrown away at the next cut
     breaks: int = 0
-    deadly: int = 0  # engines in a row that were gone before they made a token of it
+    poison_count: int = 0  # engines in a row that were gone before they made a token of it
     moves: int = 0
     avoid: str = ""  # the worker it broke on
-    wanted: list[str] = field(default_factory=list)  # whom the answer goes to: itself, and others with its key
+    recipients: list[str] = field(default_factory=list)  # whom the answer goes to: itself, and others with its key
     end: End | None = None  # once answered
     story: list[StoryEntry] = field(default_factory=list)
 
@@ -163,14 +163,14 @@ class RolloutCounters:
 
     now: float = 0.0
     version: int = 0  # of the trainer's weights
-    least: int = 1
-    most: int = 1
+    min_workers: int = 1
+    max_workers: int = 1
     arrivals: int = 0
     joins: int = 0
-    next_look: float | None = None
-    scaled: int | None = None
-    scaled_until: float | None = None
-    scaled_why: str = ""
+    next_evaluation: float | None = None
+    manual_workers: int | None = None
+    manual_until: float | None = None
+    manual_why: str = ""
     holds: dict[str, tuple[int, float | None]] = field(default_factory=dict)
     membership: Membership = field(default_factory=lambda: Membership(0))  # of the last refit, or of the open one
     answered: int = 0  # all that ever were
@@ -181,14 +181,14 @@ class RolloutCounters:
     service_s: FadingMean = field(default_factory=FadingMean)  # of a request, from being sent to its end
 
 
-def held_key(request: str, attempt: int) -> str:
+def attempt_key(request: str, attempt: int) -> str:
     """How an attempt is called on its worker."""
     return f"{request}#{attempt}"
 
 
 def worker_view(worker: RolloutWorker, outstanding_tokens: int) -> WorkerView:
     """The worker as others see it."""
-    doing = worker.doing
+    action = worker.action
     return WorkerView(
         worker.id,
         worker.state,
@@ -200,12 +200,12 @@ def worker_view(worker: RolloutWorker, outstanding_tokens: int) -> WorkerView:
         worker.spec,
         paused=worker.paused or worker.paused_elsewhere,
         asleep=worker.asleep,
-        doing=None if doing is None else doing.verb,
-        deadline=worker.drain_by if doing is None else doing.deadline,
+        doing=None if action is None else action.verb,
+        deadline=worker.drain_deadline if action is None else action.deadline,
         served=worker.served,
         paused_elsewhere=worker.paused_elsewhere,
-        taken=worker.taken,
-        outside=worker.outside if worker.load_until is not None else 0,
+        taken=worker.reclaimed,
+        outside=worker.outside if worker.load_fresh_until is not None else 0,
     )
 
 

@@ -45,7 +45,7 @@ class WorkerLane:
     groups: dict[str, None] = field(default_factory=dict)  # prefixes it is believed to have, the latest last
 
     @property
-    def room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether it takes one more."""
         return (
             self.count + self.outside < self.limit
@@ -62,8 +62,8 @@ class RequestQueue:
     waiting: dict[str, RolloutRequest] = field(default_factory=dict)  # exactly those that wait
     # All that wait are in one of these, and some that do not any more:
     fresh: deque[RolloutRequest] = field(default_factory=deque)  # in order of arrival
-    back: list[tuple[int, str]] = field(default_factory=list)  # a heap: sent before, and back again
-    last: int = 0  # the highest number that `fresh` has seen
+    requeued: list[tuple[int, str]] = field(default_factory=list)  # a heap: sent before, and back again
+    last_number: int = 0  # the highest number that `fresh` has seen
     groups: dict[str, deque[RolloutRequest]] = field(
         default_factory=dict
     )  # by group, in order: exactly those that wait
@@ -74,7 +74,7 @@ class RoutingChoice(NamedTuple):
 
     request: RolloutRequest
     worker: str
-    near: bool  # its prefix is there already
+    prefix_hit: bool  # its prefix is there already
 
 
 class LengthPredictor:
@@ -117,8 +117,8 @@ class Router:
         self.rules = rules
         self.predictor = LengthPredictor()
         self.lanes: dict[str, WorkerLane] = {}  # workers that may serve, with room or without
-        self.lines = {one.name: RequestQueue(one) for one in rules.classes}
-        self._by_priority = sorted(self.lines.values(), key=lambda line: (-line.spec.priority, line.spec.name))
+        self.queues = {one.name: RequestQueue(one) for one in rules.classes}
+        self._by_priority = sorted(self.queues.values(), key=lambda queue: (-queue.spec.priority, queue.spec.name))
         self._heap: list[tuple[int, int, int, str]] = []  # load, number, stamp, worker
         self._stamp = 0
         self.homes: dict[str, str] = {}  # by group: the worker that served it last; oldest first
@@ -137,10 +137,10 @@ class Router:
 
     def changed(self, lane: WorkerLane) -> None:
         """Its load or its room is another."""
-        if lane.stamp == 0 or lane.load != lane.placed or not lane.room:
+        if lane.stamp == 0 or lane.load != lane.placed or not lane.has_capacity:
             self._place(lane)
 
-    def eased(self, lane: WorkerLane) -> None:
+    def load_decreased(self, lane: WorkerLane) -> None:
         """Its load fell a little: only worth a new place when it adds up."""
         if lane.stamp == 0 or (lane.placed - lane.load) * REFRESH_SHARE > lane.placed:
             self._place(lane)
@@ -155,7 +155,7 @@ class Router:
             heapq.heappush(self._heap, (placed, lane.number, lane.stamp, lane.worker))
 
     def _place(self, lane: WorkerLane) -> None:
-        if not lane.room:
+        if not lane.has_capacity:
             lane.stamp = lane.placed = 0
             return
         self._stamp += 1
@@ -173,7 +173,7 @@ class Router:
             return None
         return lane
 
-    def least(self, avoid: str = "") -> WorkerLane | None:
+    def least_loaded(self, avoid: str = "") -> WorkerLane | None:
         """The open worker with room that has the fewest tokens outstanding; another than `avoid`, if there is one."""
         heap, first = self._heap, None
         while heap:
@@ -195,18 +195,18 @@ class Router:
 
     def push(self, request: RolloutRequest) -> None:
         """It waits. Whoever was here before keeps its place by its number."""
-        line = self.lines[request.spec.class_]
-        if request.id in line.waiting:
+        queue = self.queues[request.spec.class_]
+        if request.id in queue.waiting:
             return
-        line.waiting[request.id] = request
+        queue.waiting[request.id] = request
         self.queued += 1
-        if request.number > line.last:
-            line.last = request.number
-            line.fresh.append(request)
+        if request.number > queue.last_number:
+            queue.last_number = request.number
+            queue.fresh.append(request)
         else:
-            heapq.heappush(line.back, (request.number, request.id))
+            heapq.heappush(queue.requeued, (request.number, request.id))
         if request.spec.group:
-            same = line.groups.setdefault(request.spec.group, deque())
+            same = queue.groups.setdefault(request.spec.group, deque())
             at = len(same)
             while at and same[at - 1].number > request.number:  # whoever was sent before and comes back
                 at -= 1
@@ -214,35 +214,35 @@ class Router:
 
     def drop(self, request: RolloutRequest) -> None:
         """It does not wait any more."""
-        line = self.lines[request.spec.class_]
-        if line.waiting.pop(request.id, None) is None:
+        queue = self.queues[request.spec.class_]
+        if queue.waiting.pop(request.id, None) is None:
             return
         self.queued -= 1
         group = request.spec.group
         if group:
-            same = line.groups[group]
+            same = queue.groups[group]
             if same[0] is request:
                 same.popleft()
             else:
                 same.remove(request)
             if not same:
-                del line.groups[group]
-        if len(line.fresh) + len(line.back) > 64 + 2 * len(line.waiting):
-            line.fresh.clear()
-            line.back = sorted((one.number, one.id) for one in line.waiting.values())
+                del queue.groups[group]
+        if len(queue.fresh) + len(queue.requeued) > 64 + 2 * len(queue.waiting):
+            queue.fresh.clear()
+            queue.requeued = sorted((one.number, one.id) for one in queue.waiting.values())
 
     def _head(self) -> tuple[RequestQueue, RolloutRequest] | None:
-        for line in self._by_priority:
-            waiting, fresh, back = line.waiting, line.fresh, line.back
+        for queue in self._by_priority:
+            waiting, fresh, requeued = queue.waiting, queue.fresh, queue.requeued
             if not waiting:
                 continue
             while fresh and fresh[0].id not in waiting:
                 fresh.popleft()
-            while back and back[0][1] not in waiting:
-                heapq.heappop(back)
-            if not back or (fresh and fresh[0].number < back[0][0]):
-                return line, fresh[0]
-            return line, waiting[back[0][1]]
+            while requeued and requeued[0][1] not in waiting:
+                heapq.heappop(requeued)
+            if not requeued or (fresh and fresh[0].number < requeued[0][0]):
+                return queue, fresh[0]
+            return queue, waiting[requeued[0][1]]
         return None
 
     # ---- the choice ------------------------------------------------------------------------------------------------
@@ -251,21 +251,21 @@ class Router:
         """Who is sent where next; None: nobody waits, or nobody has room."""
         if self.queued == 0:
             return None
-        lane = self.least()
+        lane = self.least_loaded()
         if lane is None:
             return None
         head = self._head()
         if head is None:
             return None
-        line, request = head
+        queue, request = head
         home = self._home(request, lane)
         if home is not None:
             return RoutingChoice(request, home.worker, True)
-        neighbour = self._neighbour(line, request, lane)
-        if neighbour is not None:
-            return RoutingChoice(neighbour, lane.worker, True)
+        match = self._prefix_match(queue, request, lane)
+        if match is not None:
+            return RoutingChoice(match, lane.worker, True)
         if request.avoid == lane.worker:
-            lane = self.least(request.avoid) or lane
+            lane = self.least_loaded(request.avoid) or lane
         return RoutingChoice(request, lane.worker, False)
 
     def _home(self, request: RolloutRequest, least: WorkerLane) -> WorkerLane | None:
@@ -274,18 +274,18 @@ class Router:
         if not group:
             return None
         lane = self.lanes.get(self.homes.get(group, ""))
-        if lane is None or not lane.room or lane.worker == request.avoid or group not in lane.groups:
+        if lane is None or not lane.has_capacity or lane.worker == request.avoid or group not in lane.groups:
             return None
         worth = self.rules.affinity_requests * self.predictor.cost(request.spec, request.tokens)
         return lane if lane.load - least.load <= worth else None
 
-    def _neighbour(self, line: RequestQueue, head: RolloutRequest, lane: WorkerLane) -> RolloutRequest | None:
+    def _prefix_match(self, queue: RequestQueue, head: RolloutRequest, lane: WorkerLane) -> RolloutRequest | None:
         """Somebody near the head of the queue whose prefix this worker has."""
-        if not line.groups or head.spec.group in lane.groups:
+        if not queue.groups or head.spec.group in lane.groups:
             return None
         last = head.number + self.rules.affinity_window
         for group in lane.groups:
-            same = line.groups.get(group)
+            same = queue.groups.get(group)
             if same is not None and same[0].number <= last and same[0].avoid != lane.worker:
                 return same[0]
         return None

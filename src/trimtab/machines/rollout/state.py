@@ -17,7 +17,7 @@ from trimtab.machines.rollout.records import OngoingRefit, RolloutCounters, Roll
 from trimtab.machines.rollout.routing import Router, WorkerLane
 from trimtab.model.rollout import RequestState, RolloutRules, ScaleStep, WorkerState
 
-EVERYBODY = ("", "")  # the timer of what concerns no single worker or request
+GLOBAL_TIMER = ("", "")  # the timer of what concerns no single worker or request
 
 TimerKey = tuple[str, str]  # "w" and a worker, "r" and a request, "s" and an attempt
 
@@ -27,45 +27,45 @@ class RolloutState:
 
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
-        self.rest = RolloutCounters(version=rules.version, least=rules.least, most=rules.most)
+        self.counters = RolloutCounters(version=rules.version, min_workers=rules.least, max_workers=rules.most)
         self.workers: dict[str, RolloutWorker] = {}  # in order of joining
         self.requests: dict[str, RolloutRequest] = {}  # accepted and not answered
         self.past: dict[str, RolloutRequest] = {}  # answered not long ago, oldest first
         self.keys: dict[str, str] = {}  # by the client's key: the request, which is in one of the above
-        self.joined: dict[str, str] = {}  # by id: the live request whose answer it waits for, where that is another
+        self.coalesced: dict[str, str] = {}  # by id: the live request whose answer it waits for, where that is another
         self.refit: OngoingRefit | None = None
         self.steps: list[ScaleStep] = []  # the last ones
         self.takers: tuple[Taker, ...] = ()
         # What follows can be worked out from the above (the router's prefixes and means apart).
         self.router = Router(rules)
-        self.later: dict[str, RolloutRequest] = {}  # queued for a version that has not come yet
-        self.later_of: Counter[str] = Counter()  # by class: how many of those there are
-        self.where: dict[str, str] = {}  # by request#attempt: the worker that holds it
-        self.out: list[RolloutInstruction] = []
+        self.parked: dict[str, RolloutRequest] = {}  # queued for a version that has not come yet
+        self.parked_by_class: Counter[str] = Counter()  # by class: how many of those there are
+        self.worker_by_attempt: dict[str, str] = {}  # by request#attempt: the worker that holds it
+        self.instructions: list[RolloutInstruction] = []
         self._timers: list[tuple[float, TimerKey]] = []  # a heap; has every due time, and some that have changed since
         self._armed: dict[TimerKey, float] = {}  # the earliest in the heap
         self._touched: dict[TimerKey, None] = {}  # whose due time may have changed
 
     # ---- stories ---------------------------------------------------------------------------------------------------
 
-    def write_worker(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
+    def set_worker_state(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
         """The worker is now there, for this reason."""
-        now = self.rest.now
+        now = self.counters.now
         if state is not worker.state:
             worker.since = now
         worker.state, worker.reason = state, reason
         add_chapter(worker.story, StoryEntry(now, state.value, reason))
         self.touch("w", worker.id)
 
-    def write_request(self, request: RolloutRequest, state: RequestState, reason: Reason) -> None:
+    def set_request_state(self, request: RolloutRequest, state: RequestState, reason: Reason) -> None:
         """The request is now there, for this reason."""
-        now = self.rest.now
+        now = self.counters.now
         request.state, request.reason, request.since = state, reason, now
         add_chapter(request.story, StoryEntry(now, state.value, reason))
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
-    def of(self, *states: WorkerState) -> Iterator[RolloutWorker]:
+    def workers_in(self, *states: WorkerState) -> Iterator[RolloutWorker]:
         """Workers in these states, in order of joining."""
         return (one for one in self.workers.values() if one.state in states)
 
@@ -75,34 +75,34 @@ class RolloutState:
 
     def attempt(self, key: str) -> SentAttempt | None:
         """The attempt, if a worker holds it and is not lost."""
-        worker = self.workers.get(self.where.get(key, ""))
+        worker = self.workers.get(self.worker_by_attempt.get(key, ""))
         return None if worker is None else worker.held.get(key)
 
     def load_of(self, worker: RolloutWorker) -> int:
         """Tokens outstanding there, predicted."""
         return sum(one.cost for one in worker.held.values())
 
-    def coming(self, worker: RolloutWorker) -> bool:
+    def will_serve(self, worker: RolloutWorker) -> bool:
         """Whether it will serve by itself: being started, or waits for weights."""
-        if worker.leaving or worker.taken or worker.out:
+        if worker.leaving or worker.reclaimed or worker.disabled:
             return False
         return worker.state in (WorkerState.starting, WorkerState.stale, WorkerState.empty)
 
     # ---- requests for a version that has not come ------------------------------------------------------------------
 
-    def put_off(self, request: RolloutRequest) -> None:
+    def park(self, request: RolloutRequest) -> None:
         """It waits for a version."""
-        self.later[request.id] = request
-        self.later_of[request.spec.class_] += 1
+        self.parked[request.id] = request
+        self.parked_by_class[request.spec.class_] += 1
 
-    def put_on(self, request: RolloutRequest) -> None:
+    def unpark(self, request: RolloutRequest) -> None:
         """It does not wait for one any more, if it did."""
-        if self.later.pop(request.id, None) is not None:
-            self.later_of[request.spec.class_] -= 1
+        if self.parked.pop(request.id, None) is not None:
+            self.parked_by_class[request.spec.class_] -= 1
 
     # ---- lanes -----------------------------------------------------------------------------------------------------
 
-    def lane(self, worker: RolloutWorker) -> None:
+    def update_lane(self, worker: RolloutWorker) -> None:
         """Open or close the worker for requests, as it now is. The one place where a lane is made."""
         may = worker.state is WorkerState.active and not worker.paused and not worker.paused_elsewhere
         lane = self.router.lanes.get(worker.id)
@@ -113,12 +113,12 @@ class RolloutState:
         if lane is None:
             lane = WorkerLane(worker.id, worker.number, worker.spec.limit, worker.spec.token_limit)
             lane.count, lane.load = len(worker.held), self.load_of(worker)
-            self.figures(worker, lane)
+            self.update_lane_load(worker, lane)
             self.router.open(lane)
 
-    def figures(self, worker: RolloutWorker, lane: WorkerLane) -> None:
+    def update_lane_load(self, worker: RolloutWorker, lane: WorkerLane) -> None:
         """What the engine says of itself, as long as it is believed."""
-        believed = worker.load_until is not None and self.rest.now < worker.load_until
+        believed = worker.load_fresh_until is not None and self.counters.now < worker.load_fresh_until
         lane.outside = worker.outside if believed else 0
         lane.closed = worker.kv_full and believed
 
@@ -137,10 +137,10 @@ class RolloutState:
             self._armed[timer] = due
             heapq.heappush(self._timers, (due, timer))
 
-    def look_soon(self) -> None:
+    def evaluate_soon(self) -> None:
         """The number of workers is to be looked at as soon as time passes."""
-        self.rest.next_look = self.rest.now
-        self.touch(*EVERYBODY)
+        self.counters.next_evaluation = self.counters.now
+        self.touch(*GLOBAL_TIMER)
 
     def touched(self) -> list[TimerKey]:
         """Those whose due time may have changed, once."""
@@ -157,6 +157,6 @@ class RolloutState:
         if self._armed.get(timer) == at:
             del self._armed[timer]
 
-    def timers_of(self, timer: TimerKey) -> float | None:
+    def armed_at(self, timer: TimerKey) -> float | None:
         """When it is woken at the latest, if ever."""
         return self._armed.get(timer)

@@ -22,7 +22,7 @@ EFFORT = 1.5e9
 ONE_HOST = 20_000
 """Steps that looking at one host costs besides its sums."""
 
-LEAST_ORDERS = 40
+MIN_ORDERS = 40
 
 PlacedStages = tuple[tuple[int, int, int], ...]
 """For each stage its first cut, its last cut and the number of its class (here: of its host)."""
@@ -42,14 +42,14 @@ def lower_bound(space: PartitionSpace, objective: Objective) -> float:
         low, high = (low, middle) if np.isfinite(whole) else (middle + 1, high)
     steps = np.arange(space.layers)
     work = float(space.seconds[:, steps, steps + 1].min(axis=0).sum())
-    return max(float(values[high]) if high < len(values) else np.inf, work / space.most_devices)
+    return max(float(values[high]) if high < len(values) else np.inf, work / space.max_devices)
 
 
 def improve(space: PartitionSpace, order: list[int], objective: Objective) -> tuple[PlacedStages, Score] | None:
     """A good schedule of hosts that are each a class of their own, starting from an order of them."""
     best = best_in_order(space, order, objective)
     one = 2 * len(order) * (ONE_HOST + space.layers**2 + space.layers * len(order))
-    left = max(LEAST_ORDERS, int(EFFORT / one))
+    left = max(MIN_ORDERS, int(EFFORT / one))
     better = True
     while better and left > 0:
         better = False
@@ -104,7 +104,7 @@ def best_in_order(space: PartitionSpace, order: list[int], objective: Objective)
 def _fold(space: PartitionSpace, order: list[int], bottleneck: float, *, add: bool) -> PlacedStages | None:
     """Dynamic programming over cuts for hosts in order; costs are added, or the largest counts."""
     layers, size = space.layers, len(order)
-    stages = space.most_devices
+    stages = space.max_devices
 
     def within(values: Floats) -> Floats:
         return np.where(values <= bottleneck, values, np.inf)

@@ -27,7 +27,7 @@ GAPS = (1 / 16, 1 / 4, 1 / 2, 1.0)
 FEW_LABELS = 60_000
 """So many labels are searched through without looking for prices first."""
 
-MOST_LABELS = 20_000_000
+MAX_LABELS = 20_000_000
 """Labels after which the search stops and gives what it has, without the proof: some 400 MB."""
 
 FEW_TO_COMPARE = 64
@@ -158,10 +158,10 @@ def least_latency(
     if not np.isfinite(free.whole):
         return None
     searches = _LabelSearches(paths, vectors)
-    if (free.used <= np.array(space.counts)).all() and free.used.sum() <= space.most_devices:
+    if (free.used <= np.array(space.counts)).all() and free.used.sum() <= space.max_devices:
         # No limit binds: only ties are left to compare.
         latency = paths.latency(free.pieces)
-        ties = searches.run(free, free.whole, latency * (1 + 2 * TIE), MOST_LABELS)
+        ties = searches.run(free, free.whole, latency * (1 + 2 * TIE), MAX_LABELS)
         return LatencyPath((ties or (latency, free.pieces))[1], latency, latency, ties is not None)
     searches.can_finish = completable(space, vectors, may)
     if not any(searches.can_finish[0]):
@@ -175,7 +175,7 @@ def least_latency(
         known = beam if known is None else min(known, beam)
     for part in GAPS:
         threshold = bound + part * (known[0] * (1 + 2 * TIE) - bound)
-        found = searches.run(best, bound, threshold, MOST_LABELS)
+        found = searches.run(best, bound, threshold, MAX_LABELS)
         if searches.gave_up:
             break
         if found is not None and found[0] * (1 + TIE) <= threshold:
@@ -190,7 +190,7 @@ def price(paths: PathFinder, free: PricedPaths) -> tuple[PricedPaths, float, Kno
     that turns. On sums of many devices this settles faster than one step along the excess.
     """
     space = paths.space
-    limits = np.array([*space.counts, space.most_devices], dtype=np.float64)
+    limits = np.array([*space.counts, space.max_devices], dtype=np.float64)
     best, bound, now = free, free.whole, free
     # The last price is for all devices together.
     prices = np.zeros(space.classes + 1)
@@ -238,18 +238,18 @@ class _LabelSearches:
         self.least = np.full(vectors.size, np.inf)
         self.marked = np.zeros(vectors.size, dtype=np.bool_)
 
-    def run(self, priced: PricedPaths, bound: float, threshold: float, most_labels: int) -> KnownPath | None:
+    def run(self, priced: PricedPaths, bound: float, threshold: float, max_labels: int) -> KnownPath | None:
         """The best schedule under a threshold, or `None`: there is none, or (then `gave_up`) too many labels pass."""
         self.gave_up = False
         try:
-            return LabelSearch(self, priced, bound, threshold, most_labels).run()
+            return LabelSearch(self, priced, bound, threshold, max_labels).run()
         except TooManyLabels:
             self.gave_up = True
             return None
 
     def beam(self, priced: PricedPaths, bound: float, width: int) -> KnownPath:
         """A good schedule: at every cut and class only the most promising labels are kept."""
-        found = LabelSearch(self, priced, bound, np.inf, MOST_LABELS, width).run()
+        found = LabelSearch(self, priced, bound, np.inf, MAX_LABELS, width).run()
         # What is kept can be finished, so something always is.
         assert found is not None
         return found
@@ -269,12 +269,12 @@ class LabelSearch:
         priced: PricedPaths,
         bound: float,
         threshold: float,
-        most_labels: int,
+        max_labels: int,
         width: int | None = None,
     ) -> None:
         self.shared, self.paths, self.vectors = shared, shared.paths, shared.vectors
         self.space = self.paths.space
-        self.from_here, self.most_labels, self.width = priced, most_labels, width
+        self.from_here, self.max_labels, self.width = priced, max_labels, width
         self.rest_after, self.rest_before = self.paths.rests(priced.prices)
         self.limit = threshold + (priced.whole - bound)
         # Rounding must not drop a label that lies on the threshold.
@@ -376,7 +376,7 @@ class LabelSearch:
     def count(self, more: int) -> None:
         """Give up where memory would run out."""
         self.held += more
-        if self.held > self.most_labels:
+        if self.held > self.max_labels:
             raise TooManyLabels
 
     def merged(self, pieces: list[PathLabels]) -> PathLabels:

@@ -50,13 +50,13 @@ from trimtab.plan.partition.space import (
     transfer_seconds,
 )
 
-MOST_WORK = 1.5e11
+MAX_WORK = 1.5e11
 """Bits that one test of a bottleneck may touch in the exact search: some two seconds."""
 
-MOST_STAGES = 2e7
+MAX_STAGES = 2e7
 """Possible stages, over all kinds of hosts, for which costs may be held in memory: some 500 MB."""
 
-MOST_BYTES = 1e9
+MAX_BYTES = 1e9
 """Memory that the sets of the exact search may take."""
 
 EXACT = "exact"
@@ -82,7 +82,7 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
     if job.model.layers == 0:
         return PartitionAnswer(job, objective, Schedule(()), 0.0, True, True, (), EXACT)
     classes = host_classes(job)
-    if job.model.layers**2 * len(classes) > MOST_STAGES:
+    if job.model.layers**2 * len(classes) > MAX_STAGES:
         raise InputError(
             f"{job.model.layers} layers on {len(classes)} kinds of hosts are too many to plan",
             hint="join neighbouring layers into one, adding up their time_s and mem_MB",
@@ -119,7 +119,7 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
 def _small_enough(space: PartitionSpace) -> bool:
     size = math.prod(count + 1 for count in space.counts)
     work = float(size) * space.layers * space.classes * (space.classes + 8)
-    return work <= MOST_WORK and size * space.layers * space.classes / 4 <= MOST_BYTES
+    return work <= MAX_WORK and size * space.layers * space.classes / 4 <= MAX_BYTES
 
 
 def _exact(
@@ -189,7 +189,7 @@ def _frontier(space: PartitionSpace, vectors: DeviceVectors) -> tuple[FrontierPo
             spans += [(low, middle), (middle, high)]
     points = []
     known = sorted((at, devices) for at, devices in needed.items() if devices is not None)
-    for devices in range(1, space.most_devices + 1):
+    for devices in range(1, space.max_devices + 1):
         at = next((at for at, fewest in known if fewest <= devices), None)
         if at is not None:
             points.append(FrontierPoint(devices, float(values[at])))

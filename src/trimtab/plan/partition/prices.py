@@ -63,7 +63,7 @@ def _settled(space: PartitionSpace, bottleneck: float) -> tuple[Pieces | None, b
     paths = PathFinder(space, bottleneck)
     for costs in (paths.by_end, paths.by_begin, paths.cut, paths.enter, paths.leave):
         costs[np.isfinite(costs)] = 0.0
-    limits = np.array([*space.counts, space.most_devices], dtype=np.float64)
+    limits = np.array([*space.counts, space.max_devices], dtype=np.float64)
     prices = 1.0 / limits
     for _ in range(ROUNDS):
         now = paths.priced(prices[:-1] + prices[-1])

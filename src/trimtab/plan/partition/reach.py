@@ -38,7 +38,7 @@ def vectors_of(space: PartitionSpace) -> DeviceVectors:
         size *= count + 1
     grids = np.ix_(*[np.arange(count + 1, dtype=np.int16) for count in reversed(space.counts)])
     totals = sum(grids, np.zeros((), dtype=np.int16)).reshape(-1)
-    room = totals < space.most_devices
+    room = totals < space.max_devices
     growing = []
     for t, count in enumerate(space.counts):
         digit = np.broadcast_to(grids[len(space.counts) - 1 - t], [c + 1 for c in reversed(space.counts)]).reshape(-1)

@@ -49,7 +49,7 @@ class PartitionSpace:
     cut: Floats
     enter: Floats
     leave: Floats
-    most_devices: int
+    max_devices: int
 
     @property
     def classes(self) -> int:

@@ -20,7 +20,7 @@ from trimtab.plan.placement.timeline import to_plan
 
 STEPS_UP = tuple(1 + 0.05 * step for step in range(1, 21))
 STEPS_DOWN = tuple(1 - 0.05 * step for step in range(1, 11))
-MOST_NEAR_TIES = 5
+MAX_NEAR_TIES = 5
 MANY_GROUPINGS = 1_000
 
 
@@ -105,7 +105,7 @@ def near_ties(space: PlanSpace, best: FoundPlan, noise: float) -> tuple[Plan, ..
     remaining = [g for g in space.groupings() if g.cells != best.grouping.cells]
     ceiling = best.seconds * (1 + noise)
     ties: list[FoundPlan] = []
-    while remaining and len(ties) < MOST_NEAR_TIES:
+    while remaining and len(ties) < MAX_NEAR_TIES:
         outcome = search(space, remaining, beat=ceiling)
         if outcome.best is None:
             break

@@ -70,7 +70,7 @@ class CostOption:
         )
 
 
-def ways_to_run(component: Component, cluster: Cluster, kind: str, most_gpus: int) -> tuple[CostOption, ...]:
+def ways_to_run(component: Component, cluster: Cluster, kind: str, max_gpus: int) -> tuple[CostOption, ...]:
     """Every way to run a component on up to so many GPUs of a kind, in order of count, then variant.
 
     Counts whose active part alone exceeds the GPU's memory are left out.
@@ -79,17 +79,17 @@ def ways_to_run(component: Component, cluster: Cluster, kind: str, most_gpus: in
     found = [
         option
         for index, variant in enumerate(component.variants)
-        for option in _variant_options(index, variant, kind, most_gpus)
+        for option in _variant_options(index, variant, kind, max_gpus)
         if limit is None or fits(option.active_gb, limit)
     ]
     return tuple(sorted(found, key=lambda option: (option.gpus, option.variant)))
 
 
-def _variant_options(index: int, variant: Variant, kind: str, most_gpus: int) -> list[CostOption]:
+def _variant_options(index: int, variant: Variant, kind: str, max_gpus: int) -> list[CostOption]:
     points = variant.points(kind)
     if not points:
         return []
-    counts = range(variant.multiple_of, most_gpus + 1, variant.multiple_of) if variant.gpus is None else variant.gpus
+    counts = range(variant.multiple_of, max_gpus + 1, variant.multiple_of) if variant.gpus is None else variant.gpus
     active, resident = variant.memory.active, variant.memory.resident
     return [
         CostOption(
@@ -101,7 +101,7 @@ def _variant_options(index: int, variant: Variant, kind: str, most_gpus: int) ->
             host_gb=variant.host_memory_gb,
         )
         for gpus in counts
-        if gpus <= most_gpus and variant.allows(gpus)
+        if gpus <= max_gpus and variant.allows(gpus)
     ]
 
 

@@ -78,21 +78,27 @@ class ExecutionOrder:
     Components that share GPUs have to be off them at the beginning, all others on theirs. Before `first` everything
     counts as done, the weight sync too.
 
-    With staleness a component without inputs that receives no weights could run ahead for ever; `most_open` iterations
-    are in the works at most. One more than there are components costs nothing: whatever circle of waits goes through
-    that limit holds every component's time once at most, and the period is at least each of these.
+    With staleness a component without inputs that receives no weights could run ahead without limit, so at most
+    `max_open_iterations` iterations are open. The default, one more than there are components, costs no time: a cycle
+    of waits through that limit contains each component's time at most once, and the period is at least each of these.
     """
 
     def __init__(
-        self, workflow: Workflow, plan: Plan, *, first: int = 1, last: int | None = None, most_open: int | None = None
+        self,
+        workflow: Workflow,
+        plan: Plan,
+        *,
+        first: int = 1,
+        last: int | None = None,
+        max_open_iterations: int | None = None,
     ) -> None:
         self.batches = workflow.batches
         self.first = first
         self.last = last
         enough = max(len(workflow.components), workflow.staleness) + 1
-        self.most_open = enough if most_open is None else most_open
+        self.max_open_iterations = enough if max_open_iterations is None else max_open_iterations
         self._staleness = workflow.staleness
-        self._roles = _roles(workflow, plan)
+        self._progress = _progress(workflow, plan)
         self._members = {name: group.components for group in plan.groups for name in group.components}
         sync = workflow.weight_sync
         self._source = sync.source if sync else None
@@ -103,13 +109,13 @@ class ExecutionOrder:
     @property
     def finished(self) -> int:
         """The last iteration that is over, its sync included; `first` - 1 before any is."""
-        done = min(role.ended for role in self._roles.values()) // self.batches
+        done = min(progress.ended for progress in self._progress.values()) // self.batches
         return self.first - 1 + (done if self._source is None else min(done, self._synced))
 
     @property
     def idle(self) -> bool:
         """Whether nothing has begun that has not ended."""
-        return not self._syncing and not any(r.turning or r.begun > r.ended for r in self._roles.values())
+        return not self._syncing and not any(r.turning or r.begun > r.ended for r in self._progress.values())
 
     @property
     def over(self) -> bool:
@@ -119,150 +125,156 @@ class ExecutionOrder:
     @property
     def loaded(self) -> frozenset[str]:
         """The components that are on their GPUs now."""
-        return frozenset(role.name for role in self._roles.values() if role.loaded)
+        return frozenset(progress.name for progress in self._progress.values() if progress.loaded)
 
     def ended_by(self, component: str) -> int:
         """The last iteration of which a component has ended all batches."""
-        return self.first - 1 + self._roles[component].ended // self.batches
+        return self.first - 1 + self._progress[component].ended // self.batches
 
     def is_idle(self, component: str) -> bool:
         """Whether a component does nothing now."""
-        role = self._roles[component]
+        progress = self._progress[component]
         syncs = self._syncing and component in (self._source, self._target)
-        return role.begun == role.ended and not role.turning and not syncs
+        return progress.begun == progress.ended and not progress.turning and not syncs
 
     def is_between(self, component: str) -> bool:
         """Whether a component is in the midst of no iteration: the next batch that it begins is a first one."""
-        role = self._roles[component]
-        return role.begun == role.ended and role.begun % self.batches == 0
+        progress = self._progress[component]
+        return progress.begun == progress.ended and progress.begun % self.batches == 0
 
     def stop_after(self, iteration: int) -> int:
         """Begin no iteration after this one, or after those that somebody has begun; gives the one that is then last.
 
         Every component comes to the same iteration, so that a plan can change, or a run end, with nothing half done.
         """
-        furthest = max(-(-r.begun // self.batches) for r in self._roles.values()) + self.first - 1
+        furthest = max(-(-r.begun // self.batches) for r in self._progress.values()) + self.first - 1
         last = max(iteration, furthest)
         self.last = last if self.last is None else min(self.last, last)
         return self.last
 
     def ready(self) -> tuple[PlanAction, ...]:
         """What may begin now: always the same for the same past, components in workflow order."""
-        acts: list[PlanAction] = []
-        for role in self._roles.values():
-            act = self._next(role)
-            if act is not None:
-                acts.append(act)
+        actions: list[PlanAction] = []
+        for progress in self._progress.values():
+            action = self._next(progress)
+            if action is not None:
+                actions.append(action)
         if self._source is not None and self._target is not None and not self._syncing and self._may_sync():
-            acts.append(WeightSyncStep(self._source, self._target, self.first + self._synced))
-        return tuple(acts)
+            actions.append(WeightSyncStep(self._source, self._target, self.first + self._synced))
+        return tuple(actions)
 
-    def begin(self, act: PlanAction) -> None:
+    def begin(self, action: PlanAction) -> None:
         """An act has begun. Raises ValueError where it may not."""
-        if act not in self.ready():
-            raise ValueError(f"{act} may not begin now")
-        if isinstance(act, WeightSyncStep):
+        if action not in self.ready():
+            raise ValueError(f"{action} may not begin now")
+        if isinstance(action, WeightSyncStep):
             self._syncing = True
-        elif isinstance(act, GpuTurn):
-            self._roles[act.component].turning = True
-            for name in act.offload:
-                self._roles[name].loaded = False
+        elif isinstance(action, GpuTurn):
+            self._progress[action.component].turning = True
+            for name in action.offload:
+                self._progress[name].loaded = False
         else:
-            self._roles[act.component].begun += 1
+            self._progress[action.component].begun += 1
 
-    def end(self, act: PlanAction) -> None:
+    def end(self, action: PlanAction) -> None:
         """An act has ended. Raises ValueError where it had not begun."""
-        if isinstance(act, WeightSyncStep):
-            if not self._syncing or act.iteration != self.first + self._synced:
-                raise ValueError(f"{act} had not begun")
+        if isinstance(action, WeightSyncStep):
+            if not self._syncing or action.iteration != self.first + self._synced:
+                raise ValueError(f"{action} had not begun")
             self._synced += 1
             self._syncing = False
             return
-        role = self._roles[act.component]
-        if isinstance(act, GpuTurn):
-            if not role.turning or act.iteration != self.first + role.turns:
-                raise ValueError(f"{act} had not begun")
-            role.turns += 1
-            role.turning = False
-            role.loaded = True
+        progress = self._progress[action.component]
+        if isinstance(action, GpuTurn):
+            if not progress.turning or action.iteration != self.first + progress.turns:
+                raise ValueError(f"{action} had not begun")
+            progress.turns += 1
+            progress.turning = False
+            progress.loaded = True
             return
-        number = (act.iteration - self.first) * self.batches + act.batch
-        if role.begun != number + 1 or role.ended != number:
-            raise ValueError(f"{act} had not begun")
-        role.ended += 1
+        number = (action.iteration - self.first) * self.batches + action.batch
+        if progress.begun != number + 1 or progress.ended != number:
+            raise ValueError(f"{action} had not begun")
+        progress.ended += 1
 
     def check(self) -> None:
         """Raise AssertionError where what must never happen has happened."""
-        for role in self._roles.values():
-            assert role.ended <= role.begun <= role.ended + 1, f"{role.name} does two batches at once"
-            assert role.loaded or role.begun == role.ended, f"{role.name} works without its GPUs"
-            for parent in role.parents:
-                assert role.begun <= self._roles[parent].ended, f"{role.name} took what {parent} has not made"
+        for progress in self._progress.values():
+            assert progress.ended <= progress.begun <= progress.ended + 1, f"{progress.name} does two batches at once"
+            assert progress.loaded or progress.begun == progress.ended, f"{progress.name} works without its GPUs"
+            for parent in progress.parents:
+                assert progress.begun <= self._progress[parent].ended, (
+                    f"{progress.name} took what {parent} has not made"
+                )
         for members in set(self._members.values()):
-            at_work = [n for n in members if self._roles[n].turning or self._roles[n].begun > self._roles[n].ended]
+            at_work = [
+                n for n in members if self._progress[n].turning or self._progress[n].begun > self._progress[n].ended
+            ]
             assert len(at_work) <= 1, f"{' and '.join(at_work)} are at work on the same GPUs"
         if self._target is not None:
-            begun = -(-self._roles[self._target].begun // self.batches)
+            begun = -(-self._progress[self._target].begun // self.batches)
             assert begun <= self._synced + 1 + self._staleness, f"{self._target} works with weights that are too old"
 
-    def _next(self, role: _ComponentProgress) -> PlanAction | None:
+    def _next(self, progress: _ComponentProgress) -> PlanAction | None:
         """What a component does next, if it may begin now."""
-        if role.turning or role.begun > role.ended:
+        if progress.turning or progress.begun > progress.ended:
             return None
-        at, batch = divmod(role.begun, self.batches)
+        at, batch = divmod(progress.begun, self.batches)
         iteration = self.first + at
         if batch == 0:
-            if (self.last is not None and iteration > self.last) or not self._open(role, at):
+            if (self.last is not None and iteration > self.last) or not self._open(progress, at):
                 return None
-            if role.shares and role.turns == at and self._has_to_turn(role):
-                return GpuTurn(role.name, iteration, self._to_offload(role))
-            if not self._weights_allow(role, at):
+            if progress.shares and progress.turns == at and self._has_to_turn(progress):
+                return GpuTurn(progress.name, iteration, self._to_offload(progress))
+            if not self._weights_allow(progress, at):
                 return None
-        needed = at * self.batches + min((batch // role.chunk + 1) * role.chunk, self.batches)
-        if any(self._roles[parent].ended < needed for parent in role.parents):
+        needed = at * self.batches + min((batch // progress.chunk + 1) * progress.chunk, self.batches)
+        if any(self._progress[parent].ended < needed for parent in progress.parents):
             return None
-        return BatchStep(role.name, iteration, batch)
+        return BatchStep(progress.name, iteration, batch)
 
-    def _open(self, role: _ComponentProgress, at: int) -> bool:
+    def _open(self, progress: _ComponentProgress, at: int) -> bool:
         """Whether earlier iterations, and whoever has its GPUs before it, let a component into its iteration."""
-        allowed = self.most_open if self._staleness else 1
+        allowed = self.max_open_iterations if self._staleness else 1
         if at - (self.finished - self.first + 1) >= allowed:
             return False
-        if role.before is not None:
-            return self._roles[role.before].ended >= (at + 1) * self.batches
-        return self._roles[role.last].ended >= at * self.batches
+        if progress.before is not None:
+            return self._progress[progress.before].ended >= (at + 1) * self.batches
+        return self._progress[progress.last].ended >= at * self.batches
 
-    def _weights_allow(self, role: _ComponentProgress, at: int) -> bool:
-        if role.name == self._source and self._synced < at:
+    def _weights_allow(self, progress: _ComponentProgress, at: int) -> bool:
+        if progress.name == self._source and self._synced < at:
             return False
-        return role.name != self._target or self._synced >= at - self._staleness
+        return progress.name != self._target or self._synced >= at - self._staleness
 
-    def _has_to_turn(self, role: _ComponentProgress) -> bool:
-        return not role.loaded or not role.same_engine
+    def _has_to_turn(self, progress: _ComponentProgress) -> bool:
+        return not progress.loaded or not progress.same_engine
 
-    def _to_offload(self, role: _ComponentProgress) -> tuple[str, ...]:
-        if role.same_engine:
+    def _to_offload(self, progress: _ComponentProgress) -> tuple[str, ...]:
+        if progress.same_engine:
             return ()
-        return tuple(name for name in self._members[role.name] if name != role.name and self._roles[name].loaded)
+        return tuple(
+            name for name in self._members[progress.name] if name != progress.name and self._progress[name].loaded
+        )
 
     def _may_sync(self) -> bool:
         """On-policy the weights go when all of the iteration is over, else when the source is through with it."""
         assert self._source is not None
         wanted = (self._synced + 1) * self.batches
         if self._staleness:
-            return self._roles[self._source].ended >= wanted
-        return all(role.ended >= wanted for role in self._roles.values())
+            return self._progress[self._source].ended >= wanted
+        return all(progress.ended >= wanted for progress in self._progress.values())
 
 
-def _roles(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
+def _progress(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
     """The components of a workflow, in its order, each with its place in the plan."""
     members = {name: group.components for group in plan.groups for name in group.components}
-    roles = {}
+    progress_by_name = {}
     for component in workflow.in_order():
         group = members.get(component.name, (component.name,))
         at = group.index(component.name)
         previous = workflow.component(group[at - 1])
-        roles[component.name] = _ComponentProgress(
+        progress_by_name[component.name] = _ComponentProgress(
             name=component.name,
             parents=component.after,
             chunk=min(component.granularity or workflow.batches, workflow.batches),
@@ -272,14 +284,14 @@ def _roles(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
             same_engine=component.engine is not None and component.engine == previous.engine,
             loaded=len(group) == 1,
         )
-    return roles
+    return progress_by_name
 
 
 @dataclass(frozen=True)
 class PlayedAction:
     """An act that is over, and when it was."""
 
-    act: PlanAction
+    action: PlanAction
     start_s: float
     end_s: float
 
@@ -296,17 +308,17 @@ def play(
     numbers = count()
     running: list[tuple[float, int, float, PlanAction]] = []
     while True:
-        while acts := order.ready():
-            for act in acts:
-                order.begin(act)
-                heapq.heappush(running, (now + perform(act, now), next(numbers), now, act))
+        while actions := order.ready():
+            for action in actions:
+                order.begin(action)
+                heapq.heappush(running, (now + perform(action, now), next(numbers), now, action))
         if not running:
             return
         now = running[0][0]
         while running and running[0][0] <= now:
-            end_s, _, began_s, act = heapq.heappop(running)
-            order.end(act)
-            yield PlayedAction(act, began_s, end_s)
+            end_s, _, began_s, action = heapq.heappop(running)
+            order.end(action)
+            yield PlayedAction(action, began_s, end_s)
 
 
 def batch_seconds(component: Component, batches: int, seconds: float) -> tuple[float, ...]:
@@ -323,9 +335,9 @@ def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[PlanAction], fl
         for placed in plan.components
     }
 
-    def seconds(act: PlanAction) -> float:
-        if isinstance(act, WeightSyncStep):
+    def seconds(action: PlanAction) -> float:
+        if isinstance(action, WeightSyncStep):
             return plan.sync_seconds
-        return switches[act.component] if isinstance(act, GpuTurn) else steps[act.component][act.batch]
+        return switches[action.component] if isinstance(action, GpuTurn) else steps[action.component][action.batch]
 
     return seconds

@@ -69,12 +69,12 @@ def search(
     """
     asked = list(space.groupings() if groupings is None else groupings)
     ground = SearchGround(space, [grouping for grouping in asked if not grouping.spans])
-    hunt = _BoxSearch(ground, beat, limit)
-    lower_bound = hunt.run()
-    best = hunt.best
+    box_search = _BoxSearch(ground, beat, limit)
+    lower_bound = box_search.run()
+    best = box_search.best
     if best is not None and settle_ties:
         ceiling = best.seconds * (1 + TIE)
-        best = simplest(ground, [box for bound, box in hunt.tied if bound <= ceiling], ceiling, 2 * limit) or best
+        best = simplest(ground, [box for bound, box in box_search.tied if bound <= ceiling], ceiling, 2 * limit) or best
     considered = ground.considered
     if spanning := [grouping for grouping in asked if grouping.spans]:
         over = SearchGround(space, spanning)

@@ -339,10 +339,10 @@ class PlanSpace:
             return True
         key = (grouping.groups, grouping.kinds, sizes)
         if key not in self._fits:
-            self._fits[key] = all(self.lying(grouping, sizes, kind) is not None for kind in self.nodes)
+            self._fits[key] = all(self.node_layout(grouping, sizes, kind) is not None for kind in self.nodes)
         return self._fits[key]
 
-    def lying(self, grouping: Grouping, sizes: tuple[int, ...], kind: str) -> tuple[NodeSpread, ...] | None:
+    def node_layout(self, grouping: Grouping, sizes: tuple[int, ...], kind: str) -> tuple[NodeSpread, ...] | None:
         """Where the groups on a kind of GPU lie evenly on its nodes; None where they do not all fit."""
         groups = [(t, size) for t, size in zip(grouping.tables, sizes, strict=True) if t.kind == kind]
         return spread([self.splits(table.members, size, kind) for table, size in groups], self.nodes[kind])

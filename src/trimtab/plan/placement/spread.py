@@ -61,9 +61,9 @@ def positions_of(groups: Sequence[NodeSpread], nodes: Sequence[int]) -> list[Seq
     """The GPUs of groups, counted through the nodes; on each node they follow one another."""
     following = [sum(nodes[:node]) for node in range(len(nodes))]
     positions: list[Sequence[int]] = []
-    for lying in groups:
+    for node_layout in groups:
         mine: list[int] = []
-        for node, gpus in lying:
+        for node, gpus in node_layout:
             mine += range(following[node], following[node] + gpus)
             following[node] += gpus
         positions.append(mine)

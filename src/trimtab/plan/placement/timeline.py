@@ -126,9 +126,9 @@ def _positions(space: PlanSpace, found: FoundPlan, kind: str, mine: list[int]) -
     """The GPUs of groups of one kind, counted through its nodes."""
     nodes = space.nodes[kind]
     if space.even_nodes:
-        lying = space.lying(found.grouping, found.sizes, kind)
-        assert lying is not None, "the search gives only sizes that lie evenly on nodes"
-        return positions_of(lying, nodes)
+        node_layout = space.node_layout(found.grouping, found.sizes, kind)
+        assert node_layout is not None, "the search gives only sizes that lie evenly on nodes"
+        return positions_of(node_layout, nodes)
     strips = []
     for i in mine:
         members = zip(found.grouping.tables[i].members, found.options[i], strict=True)

@@ -55,17 +55,17 @@ def story_data(name: str, told: Data, status: Data) -> dict[str, Any]:
 def finding_data(one: RolloutFinding) -> dict[str, Any]:
     """One finding of the doctor."""
     return {
-        "cause": one.ailment.value,
-        "weight": one.weight.value,
-        "who": list(one.who),
+        "cause": one.issue.value,
+        "weight": one.severity.value,
+        "who": list(one.affected),
         "sentence": one.sentence,
-        "do": one.do,
+        "do": one.fix,
     }
 
 
 def doctor_data(found: Sequence[RolloutFinding], of_what: str) -> dict[str, Any]:
     """What `trimtab rollout doctor` answers."""
-    weights = {weight.value: sum(one.weight is weight for one in found) for weight in Severity}
+    weights = {weight.value: sum(one.severity is weight for one in found) for weight in Severity}
     worst = next((weight.value for weight in Severity if weights[weight.value]), "healthy")
     return {"of": of_what, "health": worst, "counts": weights, "findings": [finding_data(one) for one in found]}
 
@@ -302,11 +302,11 @@ def print_findings(found: Sequence[RolloutFinding], of_what: str) -> None:
     if not found:
         out.print(f"{of_what}: nothing to find fault with", markup=False)
         return
-    counts = [f"{sum(one.weight is weight for one in found)} {weight.value}" for weight in Severity]
+    counts = [f"{sum(one.severity is weight for one in found)} {weight.value}" for weight in Severity]
     out.print(f"{of_what}: {', '.join(words for words in counts if not words.startswith('0 '))}", markup=False)
     for one in found:
         out.print()
-        colour = WEIGHT_COLOURS[one.weight]
+        colour = WEIGHT_COLOURS[one.severity]
         said = escape(one.sentence).replace("\n", "\n  ")
-        out.print(f"[{colour}]{one.weight.value}[/] [bold]{one.ailment.value}[/]  {said}")
-        out.print(f"  do: {one.do}", markup=False)
+        out.print(f"[{colour}]{one.severity.value}[/] [bold]{one.issue.value}[/]  {said}")
+        out.print(f"  do: {one.fix}", markup=False)

@@ -25,21 +25,21 @@ MARGIN = 6  # two more are between columns
 # ---- for programs ---------------------------------------------------------------------------------------------------
 
 
-def as_data(survey: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
+def as_data(snapshot: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
     """What `trimtab why` answers. Times are seconds since 1970; amounts are as Ray counts them, memory in bytes."""
     return {
         "status": "never" if found.never else "waits" if found.waits else "nothing waits",
         "waits": found.waits,
         "never": found.never,
-        "address": survey.address,
-        "at": survey.at,
-        "findings": [finding_data(survey, one) for one in found.findings],
-        "notes": [{"code": one.remark.value, "sentence": one.sentence} for one in found.notes],
-        "nodes": [_node_data(one) for one in survey.nodes],
+        "address": snapshot.address,
+        "at": snapshot.at,
+        "findings": [finding_data(snapshot, one) for one in found.findings],
+        "notes": [{"code": one.kind.value, "sentence": one.sentence} for one in found.notes],
+        "nodes": [_node_data(one) for one in snapshot.nodes],
     }
 
 
-def finding_data(survey: GcsSnapshot, one: Finding) -> dict[str, Any]:
+def finding_data(snapshot: GcsSnapshot, one: Finding) -> dict[str, Any]:
     """One cause with all that belongs to it."""
     return {
         "cause": one.cause.value,
@@ -47,25 +47,25 @@ def finding_data(survey: GcsSnapshot, one: Finding) -> dict[str, Any]:
         "sentence": one.sentence,
         "count": one.count,
         "since": one.since,
-        "waits_s": None if one.since is None else max(0.0, survey.at - one.since),
-        "who": [_waiting_data(survey, each) for each in one.who],
-        "followers": [_waiting_data(survey, each) for each in one.followers],
+        "waits_s": None if one.since is None else max(0.0, snapshot.at - one.since),
+        "who": [_waiting_data(snapshot, each) for each in one.workloads],
+        "followers": [_waiting_data(snapshot, each) for each in one.followers],
         "asked": one.asked.floats(),
         "nodes": [_row_data(row) for row in one.rows],
-        "helps": list(one.frees),
+        "helps": list(one.remedies),
         "blockers": list(one.blockers),
     }
 
 
-def would_fit_data(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -> dict[str, Any]:
+def would_fit_data(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit) -> dict[str, Any]:
     """What `trimtab why --would-fit` answers."""
     return {
         "job": job,
         "plan": plan,
         "fits_now": found.now,
         "fits_ever": found.ever,
-        "address": survey.address,
-        "at": survey.at,
+        "address": snapshot.address,
+        "at": snapshot.at,
         "groups": [
             {
                 "components": one.group.name,
@@ -79,23 +79,23 @@ def would_fit_data(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) ->
             }
             for one in found.groups
         ],
-        "finding": None if found.finding is None else finding_data(survey, found.finding),
+        "finding": None if found.finding is None else finding_data(snapshot, found.finding),
         "notes": list(found.notes),
     }
 
 
-def _waiting_data(survey: GcsSnapshot, one: PendingWorkload) -> dict[str, Any]:
-    job = survey.job(one.job)
+def _waiting_data(snapshot: GcsSnapshot, one: PendingWorkload) -> dict[str, Any]:
+    job = snapshot.job(one.job)
     return {
         "id": one.id,
         "kind": one.kind.value,
         "name": one.name,
-        "class": one.like if one.kind is WorkloadKind.actor else None,
+        "class": one.class_name if one.kind is WorkloadKind.actor else None,
         "stage": one.stage.value,
         "since": one.since,
         "since_is": "unknown" if one.since is None else "first seen" if one.at_least else "told by Ray",
         "count": one.count,
-        "asks": [_ask_data(ask) for ask in one.asks],
+        "asks": [_ask_data(request) for request in one.requests],
         "strategy": one.strategy.value if one.kind is WorkloadKind.group else None,
         "group": one.group,
         "bundle": one.bundle,
@@ -104,9 +104,9 @@ def _waiting_data(survey: GcsSnapshot, one: PendingWorkload) -> dict[str, Any]:
     }
 
 
-def _ask_data(ask: ResourceRequest) -> dict[str, Any]:
-    labels = [[str(one) for one in each] for each in ask.labels]
-    return {"amounts": ask.amounts.floats(), "labels": labels, "node": ask.node}
+def _ask_data(request: ResourceRequest) -> dict[str, Any]:
+    labels = [[str(one) for one in each] for each in request.labels]
+    return {"amounts": request.amounts.floats(), "labels": labels, "node": request.node}
 
 
 def _row_data(row: NodeFit) -> dict[str, Any]:
@@ -136,28 +136,28 @@ def _node_data(one: NodeSnapshot) -> dict[str, Any]:
 # ---- for people -----------------------------------------------------------------------------------------------------
 
 
-def print_why(survey: GcsSnapshot, found: Diagnosis) -> None:
+def print_why(snapshot: GcsSnapshot, found: Diagnosis) -> None:
     """The causes, worst first."""
-    show(picture(survey, found))
+    show(picture(snapshot, found))
 
 
-def picture(survey: GcsSnapshot, found: Diagnosis) -> RenderableType:
+def picture(snapshot: GcsSnapshot, found: Diagnosis) -> RenderableType:
     """The same, to be shown once or again and again."""
-    parts: list[RenderableType] = [_headline(survey, found)]
-    jobs = {each.job for one in found.findings for each in one.who}
+    parts: list[RenderableType] = [_headline(snapshot, found)]
+    jobs = {each.job for one in found.findings for each in one.workloads}
     for one in found.findings:
-        parts += [Text(), _finding(survey, one)]
+        parts += [Text(), _finding(snapshot, one)]
         if len(jobs) > 1:
-            parts += _asked_by(survey, one.who[0].job, MARGIN + 2)
+            parts += _asked_by(snapshot, one.workloads[0].job, MARGIN + 2)
     if found.notes:
         parts.append(Text())
         parts += [_line(f"[dim]note[/]    {escape(one.sentence)}") for one in found.notes]
     if len(jobs) == 1:
-        parts += [Text(), *_asked_by(survey, jobs.pop())]
+        parts += [Text(), *_asked_by(snapshot, jobs.pop())]
     return Group(*parts)
 
 
-def print_would_fit(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
+def print_would_fit(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
     """Whether a plan would find its room."""
     if found.now:
         verdict = "[bold green]fits now[/]"
@@ -170,21 +170,25 @@ def print_would_fit(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -
     for heading in ("group", "asks", "now", "nodes empty"):
         table.add_column(heading)
     for one in found.groups:
-        asks = f"{one.group.gpus} gpu" if one.group.gpus else str(total([ask.amounts for ask in one.group.asks]))
+        requests = (
+            f"{one.group.gpus} gpu"
+            if one.group.gpus
+            else str(total([request.amounts for request in one.group.requests]))
+        )
         if one.group.block > 1:
-            asks += f", {one.group.block} of them on one node"
+            requests += f", {one.group.block} of them on one node"
         now = f"fits on {_names(one.nodes)}" if one.now else f"lacks {one.lacks_now}"
-        table.add_row(escape(one.group.name), asks, escape(now), "fits" if one.ever else f"lacks {one.lacks_ever}")
+        table.add_row(escape(one.group.name), requests, escape(now), "fits" if one.ever else f"lacks {one.lacks_ever}")
     parts += [Text(), table]
     if found.finding is not None:
-        parts += [Text(), _finding(survey, found.finding, heading=False)]
+        parts += [Text(), _finding(snapshot, found.finding, heading=False)]
     parts += [_line(f"[dim]note[/]    {escape(one)}") for one in found.notes]
     show(Group(*parts))
 
 
-def _headline(survey: GcsSnapshot, found: Diagnosis) -> Text:
-    nodes = f"{len(survey.nodes)} nodes" if len(survey.nodes) != 1 else "1 node"
-    where = f"[dim]({escape(survey.address)}, {nodes})[/]"
+def _headline(snapshot: GcsSnapshot, found: Diagnosis) -> Text:
+    nodes = f"{len(snapshot.nodes)} nodes" if len(snapshot.nodes) != 1 else "1 node"
+    where = f"[dim]({escape(snapshot.address)}, {nodes})[/]"
     if not found.waits:
         return _line(f"[bold green]Nothing waits.[/] {where}")
     soon = sum(one.count for one in found.findings if one.cause in UNDER_WAY)
@@ -196,7 +200,7 @@ def _headline(survey: GcsSnapshot, found: Diagnosis) -> Text:
     return _line(f"{', '.join(said)} {where}")
 
 
-def _finding(survey: GcsSnapshot, one: Finding, *, heading: bool = True) -> RenderableType:
+def _finding(snapshot: GcsSnapshot, one: Finding, *, heading: bool = True) -> RenderableType:
     """A word in the margin, and beside it who waits, why, node by node, and what helps."""
     word, colour = ("WAITS", "yellow")
     if one.never:
@@ -205,11 +209,11 @@ def _finding(survey: GcsSnapshot, one: Finding, *, heading: bool = True) -> Rend
         word, colour = ("STARTS", "green")
     parts: list[RenderableType] = []
     if heading:
-        parts.append(_line(f"[bold]{escape(_who(one))}[/]{_since(survey, one)}"))
+        parts.append(_line(f"[bold]{escape(_who(one))}[/]{_since(snapshot, one)}"))
     parts += [_line(f"[bold]{one.cause.value}[/]: {escape(one.sentence)}"), *_nodes(one)]
     helps = Table.grid(padding=(0, 2, 0, 0))
     helps.add_column(style="dim", justify="right")
-    for number, way in enumerate(one.frees):
+    for number, way in enumerate(one.remedies):
         helps.add_row("or" if number else "helps", escape(way))
     if one.followers:
         helps.add_row("behind it", escape(_names([each.name for each in one.followers])))
@@ -221,8 +225,8 @@ def _finding(survey: GcsSnapshot, one: Finding, *, heading: bool = True) -> Rend
     return margin
 
 
-def _asked_by(survey: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
-    job = survey.job(id)
+def _asked_by(snapshot: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
+    job = snapshot.job(id)
     if job is None or not job.command:
         return []
     by = f"asked by {job.command} (process {job.pid} on {job.address})"
@@ -232,8 +236,8 @@ def _asked_by(survey: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableT
 def _who(one: Finding) -> str:
     """All of them; two that block each other side by side."""
     sides: dict[tuple[WorkloadKind, str, str], list[PendingWorkload]] = {}
-    for each in one.who:
-        sides.setdefault((each.kind, each.job, each.like), []).append(each)
+    for each in one.workloads:
+        sides.setdefault((each.kind, each.job, each.class_name), []).append(each)
     return " and ".join(_alike(each) for each in sides.values())
 
 
@@ -249,23 +253,23 @@ def _alike(who: Sequence[PendingWorkload]) -> str:
     names = list(dict.fromkeys(each.name or each.id[:12] for each in who))
     if number == 1:
         text = f"{sort} {names[0]}"
-        if first.kind is WorkloadKind.actor and first.like != first.name:
-            text += f" ({first.like})"
+        if first.kind is WorkloadKind.actor and first.class_name != first.name:
+            text += f" ({first.class_name})"
     else:
         text = f"{number} {sort}s {_names(names)}"
     if first.kind is WorkloadKind.group:
-        bundles = len(first.asks)
+        bundles = len(first.requests)
         text += f" ({'1 bundle' if bundles == 1 else f'{bundles} bundles, {first.strategy.value}'})"
-    elif first.asks and first.asks[0].amounts:
-        text += f", {first.asks[0].amounts}" + (" each" if number > 1 else "")
+    elif first.requests and first.requests[0].amounts:
+        text += f", {first.requests[0].amounts}" + (" each" if number > 1 else "")
     return text
 
 
-def _since(survey: GcsSnapshot, one: Finding) -> str:
+def _since(snapshot: GcsSnapshot, one: Finding) -> str:
     if one.since is None:
         return " [dim]since an unknown time[/]"
-    at_least = "at least " if any(each.at_least for each in one.who) else ""
-    return f" [dim]for {at_least}{span(survey.at - one.since)}[/]"
+    at_least = "at least " if any(each.at_least for each in one.workloads) else ""
+    return f" [dim]for {at_least}{span(snapshot.at - one.since)}[/]"
 
 
 def _nodes(one: Finding) -> list[RenderableType]:

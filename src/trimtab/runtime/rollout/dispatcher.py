@@ -164,7 +164,7 @@ class Dispatcher:
         attempt.asked.take(piece)
         if piece.missing:  # at once: an answer that has a gap must never be carried on from
             self._core.tell(
-                e.TokensStreamed(attempt.asked.spec.id, attempt.number, attempt.asked.made, None, again=True)
+                e.TokensStreamed(attempt.asked.spec.id, attempt.number, attempt.asked.made, None, restart=True)
             )
 
     def _ended(self, attempt: RequestAttempt, finish: FinishReason | None) -> e.RolloutEvent:
@@ -182,7 +182,7 @@ class Dispatcher:
         name, made = attempt.asked.spec.id, self._made(attempt)
         if attempt.cut:
             return e.AbortDone(name, attempt.number, made)
-        return e.AttemptFailed(name, attempt.number, made, why, gone=gone)
+        return e.AttemptFailed(name, attempt.number, made, why, engine_died=gone)
 
     def _made(self, attempt: RequestAttempt) -> int:
         return attempt.asked.made if attempt.asked.attempt == attempt.number else 0

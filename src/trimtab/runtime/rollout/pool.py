@@ -253,7 +253,7 @@ class RolloutPool(RequestApi):
         core = self._core
         core.hand(worker)
         wait_s = core.machine.rules.drain_s + core.machine.rules.abort_s if deadline_s is None else deadline_s
-        core.tell(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", patient=True))
+        core.tell(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", full_notice=True))
 
     def take(self, worker: str, deadline_s: float, why: str, *, forced: bool = False) -> None:
         """It is given to others after so long at the latest, until `resume`; `forced`: whatever that leaves."""

@@ -31,7 +31,7 @@ def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
         },
         "steps": [{**encode(one), "ago_s": now - one.at} for one in machine.steps[-STEPS_SHOWN:]],
         "scaling": machine.scaling(),
-        "range": {"least": sample.least, "most": sample.most},
+        "range": {"least": sample.min_workers, "most": sample.max_workers},
         "load": {
             "queued": sample.queued, "running": sample.running, "draining": sample.draining, "fresh": sample.fresh,
             "capacity": sample.capacity,

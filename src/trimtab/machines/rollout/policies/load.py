@@ -54,8 +54,8 @@ class LoadSample:
     draining_workers: int
     ready_to_wake: int  # INACTIVE workers that can be had
     capacity: int  # requests that one worker takes
-    least: int  # limits as they are now
-    most: int
+    min_workers: int  # limits as they are now
+    max_workers: int
     takers: tuple[Taker, ...] = ()
     costs: SleepCosts = SleepCosts()
     fresh: bool = True  # False: some of this could not be asked, or is old
@@ -65,9 +65,10 @@ class LoadSample:
     def __post_init__(self) -> None:
         if self.capacity < 1:
             raise InputError(f"a worker takes at least one request, not {self.capacity}", where="the load sample")
-        if not 0 <= self.least <= self.most:
+        if not 0 <= self.min_workers <= self.max_workers:
             raise InputError(
-                f"no number of workers is at least {self.least} and at most {self.most}", where="the load sample"
+                f"no number of workers is at least {self.min_workers} and at most {self.max_workers}",
+                where="the load sample",
             )
 
     @property
@@ -87,7 +88,7 @@ class LoadSample:
 
     def within(self, workers: int) -> int:
         """The nearest number of workers that the limits allow."""
-        return min(max(workers, self.least), self.most)
+        return min(max(workers, self.min_workers), self.max_workers)
 
     @property
     def ratio(self) -> float:

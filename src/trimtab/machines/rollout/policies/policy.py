@@ -126,14 +126,14 @@ def _name(state: PolicyState) -> str:
 
 
 def _limited(reason: Reason, wanted: int, sample: LoadSample) -> Reason:
-    limit = f"at least {sample.least}" if wanted < sample.least else f"at most {sample.most}"
+    limit = f"at least {sample.min_workers}" if wanted < sample.min_workers else f"at most {sample.max_workers}"
     return Reason(ReasonCode.limits, f"{reason.sentence}; {workers_text(wanted)} were wanted, {limit} are allowed")
 
 
 @register("static")
 def static(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
     """All workers that can be had, up to the most, whatever the load."""
-    workers = sample.most
+    workers = sample.max_workers
     code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.limits
     reason = Reason(code, f"the policy is static: all {workers_text(workers)}, whatever the load")
     return state, Decision(workers, reason, f"{workers_text(workers)} serve")

@@ -119,26 +119,36 @@ def cost_aware(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Dec
 def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[PolicyState, Decision]:
     """A worker of a step goes where it will be asleep for longer than `worth_s`."""
     config = state.config
-    rhythm, flow = _known(state.memory.kept)
+    pattern, stream_memory = _known(state.memory.kept)
     if sample.inside != sample.serving:
-        return _said(state, rhythm, flow, sample, sample.inside, ReasonCode.limits, "the limits ask for another number")
+        return _said(
+            state, pattern, stream_memory, sample, sample.inside, ReasonCode.limits, "the limits ask for another number"
+        )
     if not config.enable_elastic:
-        return _said(state, rhythm, flow, sample, sample.serving, ReasonCode.switched_off, "enable_elastic is off")
+        return _said(
+            state, pattern, stream_memory, sample, sample.serving, ReasonCode.switched_off, "enable_elastic is off"
+        )
     if not sample.fresh:
         return _said(
-            state, rhythm, flow, sample, sample.serving, ReasonCode.load_unknown, "the load is not known for certain"
+            state,
+            pattern,
+            stream_memory,
+            sample,
+            sample.serving,
+            ReasonCode.load_unknown,
+            "the load is not known for certain",
         )
     look_s, rent_s = config.monitoring_interval, _rent_s(sample)
-    rhythm, flow = rhythm.look(sample, look_s, rent_s), flow.look(sample)
-    if rhythm.stream:
-        workers, said = _in_stream(state, sample, flow)
+    pattern, stream_memory = pattern.look(sample, look_s, rent_s), stream_memory.look(sample)
+    if pattern.stream:
+        workers, said = _in_stream(state, sample, stream_memory)
     elif sample.costs.wake_s is None:
-        workers, said = _probe(rhythm, sample)
-        rhythm = replace(rhythm, probed=rhythm.probed or workers < sample.serving)
+        workers, said = _probe(pattern, sample)
+        pattern = replace(pattern, probed=pattern.probed or workers < sample.serving)
     elif sample.load == 0:
-        workers, said = _between(rhythm, sample, look_s, worth_s)
+        workers, said = _between(pattern, sample, look_s, worth_s)
     else:
-        workers, said = _in_step(rhythm, sample, look_s, worth_s)
+        workers, said = _in_step(pattern, sample, look_s, worth_s)
     workers = sample.within(workers)
     code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.load_high
     if workers < sample.serving:
@@ -147,60 +157,62 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
             workers, reason = for_takers(sample, workers, said)
             code, said = reason.code, reason.sentence
     if workers != sample.serving:
-        rhythm = rhythm.gave(max(sample.serving - workers, 0))
-        flow = flow.stepped(sample, workers) if rhythm.stream else flow
+        pattern = pattern.gave(max(sample.serving - workers, 0))
+        stream_memory = stream_memory.stepped(sample, workers) if pattern.stream else stream_memory
         said = f"{said}: {sample.serving} to {workers_text(workers)}"
-    return _said(state, rhythm, flow, sample, workers, code, said)
+    return _said(state, pattern, stream_memory, sample, workers, code, said)
 
 
-def _in_stream(state: PolicyState, sample: LoadSample, flow: StreamMemory) -> tuple[int, str]:
-    needed = stream.up(flow, sample, MARGIN * (sample.costs.wake_s or WAKE_S) + state.config.monitoring_interval)
+def _in_stream(state: PolicyState, sample: LoadSample, stream_memory: StreamMemory) -> tuple[int, str]:
+    needed = stream.up(
+        stream_memory, sample, MARGIN * (sample.costs.wake_s or WAKE_S) + state.config.monitoring_interval
+    )
     if needed > sample.serving:
         return needed, f"{sample.load} requests, {sample.queued} of them wait, and it rises"
-    fewest = stream.down(flow, sample)
-    if fewest < sample.serving and not sample.queued and flow.may_down(sample.now, state.config):
+    fewest = stream.down(stream_memory, sample)
+    if fewest < sample.serving and not sample.queued and stream_memory.may_down(sample.now, state.config):
         return fewest, f"the load of the last {stream.REMEMBERED_S:g} s would fit"
     return sample.serving, f"{sample.load} requests, as the last minutes asked for"
 
 
-def _probe(rhythm: LoadPattern, sample: LoadSample) -> tuple[int, str]:
+def _probe(pattern: LoadPattern, sample: LoadSample) -> tuple[int, str]:
     """What a step may count on is not guessed: in its tail, somebody idle sleeps and is woken at once."""
-    if sample.draining_workers or (rhythm.probed and sample.serving >= sample.most):
+    if sample.draining_workers or (pattern.probed and sample.serving >= sample.max_workers):
         return sample.serving, "how long waking takes is not known yet"
-    if sample.serving < sample.most:
-        return sample.most, "a worker sleeps that is to be awake"
+    if sample.serving < sample.max_workers:
+        return sample.max_workers, "a worker sleeps that is to be awake"
     if not sample.idle or not sample.load or sample.queued:
         return sample.serving, "how long waking takes is not known yet"
     return sample.serving - 1, "an idle worker sleeps and wakes once, so that it is known what that takes"
 
 
-def _between(rhythm: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
-    if rhythm.ended is None:
+def _between(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
+    if pattern.ended is None:
         return sample.serving, "nothing has been asked yet"
-    if not rhythm.pauses:
-        return sample.most, "how long it is until the next step is not known yet"
-    left_s = max(0.0, rhythm.ended + rhythm.pause_s() - sample.now)
+    if not pattern.pauses:
+        return sample.max_workers, "how long it is until the next step is not known yet"
+    left_s = max(0.0, pattern.ended + pattern.pause_s() - sample.now)
     free_s = left_s - _back_s(sample, look_s)
     if free_s <= 0:
-        return sample.most, f"the next step is due in {left_s:.0f} s"
+        return sample.max_workers, f"the next step is due in {left_s:.0f} s"
     if free_s <= worth_s + _sleep_s(sample):
         return sample.serving, f"the next step is due in {left_s:.0f} s, too soon to give anybody up"
-    return sample.least, f"nothing will be asked for {left_s:.0f} s"
+    return sample.min_workers, f"nothing will be asked for {left_s:.0f} s"
 
 
-def _in_step(rhythm: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
+def _in_step(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
     if sample.queued:
-        return sample.most, f"{sample.queued} requests of a step wait"
+        return sample.max_workers, f"{sample.queued} requests of a step wait"
     left = f"{sample.load} requests of a step are left"
     if not sample.idle:
         return sample.serving, f"{left}, and nobody is idle"
-    if not rhythm.pauses:
+    if not pattern.pauses:
         return sample.serving, f"{left}, and how long it is until the next one is not known yet"
-    if rhythm.late and rhythm.spare(sample.now, _rent_s(sample), look_s) < sample.idle:
+    if pattern.late and pattern.spare(sample.now, _rent_s(sample), look_s) < sample.idle:
         return sample.serving, f"{left}, and more may come"
     # The step may end at any moment; whoever goes must be back when the next one begins.
-    pause_s = rhythm.pause_s() - _back_s(sample, look_s)
-    if pause_s <= 0 or rhythm.left_s(sample.now) + pause_s <= worth_s:
+    pause_s = pattern.pause_s() - _back_s(sample, look_s)
+    if pause_s <= 0 or pattern.left_s(sample.now) + pause_s <= worth_s:
         return sample.serving, f"{left}, and the next one comes too soon to give anybody up"
     return sample.serving - sample.idle, f"{left}, and {sample.idle} have none of them"
 
@@ -225,24 +237,24 @@ def _back_s(sample: LoadSample, look_s: float) -> float:
 def _known(kept: Any) -> tuple[LoadPattern, StreamMemory]:
     """As it was kept; what another policy or version has kept counts for nothing."""
     try:
-        rhythm, flow = kept["rhythm"], kept["stream"]
-        lists = {name: tuple(rhythm[name]) for name in ("steps", "pauses")}
-        pairs = tuple((at, idle) for at, idle in rhythm["idle"])
-        loads = tuple((at, load, workers) for at, load, workers in flow["loads"])
-        return LoadPattern(**{**rhythm, **lists, "idle": pairs}), StreamMemory(**{**flow, "loads": loads})
+        pattern, stream_memory = kept["pattern"], kept["stream"]
+        lists = {name: tuple(pattern[name]) for name in ("steps", "pauses")}
+        pairs = tuple((at, idle) for at, idle in pattern["idle"])
+        loads = tuple((at, load, workers) for at, load, workers in stream_memory["loads"])
+        return LoadPattern(**{**pattern, **lists, "idle": pairs}), StreamMemory(**{**stream_memory, "loads": loads})
     except (TypeError, KeyError, ValueError):
         return LoadPattern(), StreamMemory()
 
 
 def _said(
     state: PolicyState,
-    rhythm: LoadPattern,
-    flow: StreamMemory,
+    pattern: LoadPattern,
+    stream_memory: StreamMemory,
     sample: LoadSample,
     workers: int,
     code: ReasonCode,
     said: str,
 ) -> tuple[PolicyState, Decision]:
-    kept = {"rhythm": asdict(rhythm), "stream": asdict(flow)}
+    kept = {"pattern": asdict(pattern), "stream": asdict(stream_memory)}
     after = replace(state, memory=replace(state.memory, kept=kept))
     return after, Decision(workers, Reason(code, said), f"{workers_text(workers)} serve")

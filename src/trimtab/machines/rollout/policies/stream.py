@@ -19,7 +19,7 @@ from trimtab.model.elastic_config import ElasticConfig
 REMEMBERED_S = 180.0  # loads of so long decide whether a worker is spare
 BINS = 60  # of what is remembered; of each the greatest load
 WAIT_S = 1.0  # in the queue, that nobody minds
-MOST_OVER = 0.25  # and at most such a share of the load waits
+MAX_WAITING_SHARE = 0.25  # and at most such a share of the load waits
 FITTED = 0.9  # of those times it must have fitted
 RISING_S = 60.0  # the load's way up is taken from so long
 QUICK_LOOKS = 3  # looks whose mean decides on a step up
@@ -70,7 +70,7 @@ def on(capacity: int, load: float, was: int, workers: int) -> float:
 def room(sample: LoadSample, workers: int) -> float:
     """The load that so many workers take, with nobody waiting for longer than is tolerated."""
     each_s = sample.service_s
-    return workers * sample.capacity * (1 + (min(WAIT_S / each_s, MOST_OVER) if each_s else 0.0))
+    return workers * sample.capacity * (1 + (min(WAIT_S / each_s, MAX_WAITING_SHARE) if each_s else 0.0))
 
 
 def up(stream: StreamMemory, sample: LoadSample, ahead_s: float) -> int:
@@ -85,7 +85,7 @@ def up(stream: StreamMemory, sample: LoadSample, ahead_s: float) -> int:
         rising = max(0.0, (level - on(sample.capacity, load, there, max(sample.active, 1))) / (now - at))
     expected = min(level, sample.load) + rising * ahead_s
     workers, active = max(sample.serving, 1), max(sample.active, 1)
-    while workers < sample.most and on(sample.capacity, expected, active, workers) > room(sample, workers):
+    while workers < sample.max_workers and on(sample.capacity, expected, active, workers) > room(sample, workers):
         workers += 1
     return max(workers, sample.serving)
 
@@ -95,10 +95,12 @@ def down(stream: StreamMemory, sample: LoadSample) -> int:
     known_s = sample.now - (stream.since if stream.since is not None else sample.now)
     # What is known of less than that time may be the beginning of more: twice the load, at first.
     caution = 1 + max(0.0, 1 - known_s / REMEMBERED_S)
-    workers = max(sample.least, math.ceil(sample.serving / 2))  # what is wrong about half of them can be made good
+    workers = max(
+        sample.min_workers, math.ceil(sample.serving / 2)
+    )  # what is wrong about half of them can be made good
     while workers < sample.serving:
-        most = room(sample, workers)
-        over = sum(on(sample.capacity, caution * load, there, workers) > most for _, load, there in stream.loads)
+        max_load = room(sample, workers)
+        over = sum(on(sample.capacity, caution * load, there, workers) > max_load for _, load, there in stream.loads)
         if over <= (1 - FITTED) * len(stream.loads):
             break
         workers += 1

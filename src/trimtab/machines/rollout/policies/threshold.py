@@ -54,7 +54,7 @@ def _decide(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> 
     """How many workers, and why. Limits come first, then what is not known, then the load."""
     serving, inside = sample.serving, sample.inside
     if inside != serving:
-        limit = f"at least {sample.least}" if inside > serving else f"at most {sample.most}"
+        limit = f"at least {sample.min_workers}" if inside > serving else f"at most {sample.max_workers}"
         return inside, Reason(ReasonCode.limits, f"{workers_text(serving)} serve, {limit} are to: {inside}")
     if not config.enable_elastic:
         return serving, Reason(ReasonCode.switched_off, f"enable_elastic is off: {workers_text(serving)} stay")
@@ -80,7 +80,8 @@ def _up(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tupl
     above = f"{_load(sample)} is above {config.scale_up_threshold:g}"
     if workers == serving:
         return serving, Reason(
-            ReasonCode.limits, f"{above}, {workers_text(needed)} would be right, but at most {sample.most} are allowed"
+            ReasonCode.limits,
+            f"{above}, {workers_text(needed)} would be right, but at most {sample.max_workers} are allowed",
         )
     if serving == 0:  # requests wait and nobody serves them: there is nothing to be careful about
         return workers, Reason(ReasonCode.load_high, f"{_load(sample)}: 0 to {workers_text(workers)}")
@@ -106,8 +107,8 @@ def _down(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tu
     peak = max([float(sample.load), *(span.peak for span in window)])
     needed = sample.within(_needed(config, sample, peak))
     below = f"{_load(sample)} is below {config.scale_down_threshold:g}"
-    if serving <= sample.least:
-        return serving, Reason(ReasonCode.limits, f"{below}, but at least {sample.least} are to serve")
+    if serving <= sample.min_workers:
+        return serving, Reason(ReasonCode.limits, f"{below}, but at least {sample.min_workers} are to serve")
     if sample.within(_needed(config, sample, sample.load)) >= serving:
         return serving, Reason(
             ReasonCode.load_fits, f"{below}, but would be above {config.fit_share:.3g} on one worker less"
@@ -245,8 +246,10 @@ def _stepped(
 
 
 def _expectation(config: ElasticConfig, sample: LoadSample, workers: int) -> ExpectedEffect:
-    most = max(_share(sample, workers), config.fit_share if workers != sample.serving else config.scale_up_threshold)
-    return ExpectedEffect(sample.now, workers, most, workers - sample.serving)
+    max_ratio = max(
+        _share(sample, workers), config.fit_share if workers != sample.serving else config.scale_up_threshold
+    )
+    return ExpectedEffect(sample.now, workers, max_ratio, workers - sample.serving)
 
 
 def _share(sample: LoadSample, workers: int) -> float:
