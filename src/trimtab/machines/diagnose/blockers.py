@@ -29,16 +29,16 @@ class Blocker:
     @property
     def amounts(self) -> Resources:
         """All of it."""
-        return total([one.amounts for one in self.parts])
+        return total([part.amounts for part in self.parts])
 
 
 def blockers_of(holders: Iterable[ResourceHolder]) -> list[Blocker]:
     """Holders of nodes, each told once."""
     parts: dict[str, list[ResourceHolder]] = {}
-    for one in holders:
-        if one.group is None and one.amounts:
-            parts.setdefault(one.id, []).append(one)
-    return [Blocker(id, each[0].kind, each[0].name, each[0].job, tuple(each)) for id, each in parts.items()]
+    for holder in holders:
+        if holder.group is None and holder.amounts:
+            parts.setdefault(holder.id, []).append(holder)
+    return [Blocker(id, held[0].kind, held[0].name, held[0].job, tuple(held)) for id, held in parts.items()]
 
 
 def without(spaces: Sequence[NodeSpace], gone: Iterable[Blocker]) -> list[NodeSpace]:
@@ -47,7 +47,7 @@ def without(spaces: Sequence[NodeSpace], gone: Iterable[Blocker]) -> list[NodeSp
     for blocker in gone:
         for part in blocker.parts:
             freed[part.node] = freed.get(part.node, NOTHING).plus(part.amounts)
-    return [replace(one, free=one.free.plus(freed.get(one.node, NOTHING))) for one in spaces]
+    return [replace(space, free=space.free.plus(freed.get(space.node, NOTHING))) for space in spaces]
 
 
 def blockers_to_remove(
@@ -55,15 +55,15 @@ def blockers_to_remove(
 ) -> tuple[Blocker, ...]:
     """A small set of holders without whom the asks fit; empty where no set of known holders will do."""
     wanted = {name for request in waiting.requests for name, _ in request.amounts}
-    nodes = {one.node for one in spaces}
+    nodes = {space.node for space in spaces}
     known = [
-        one
-        for one in blockers_of(holders)
-        if one.id != waiting.id
-        and any(part.node in nodes for part in one.parts)
-        and any(name in wanted for name, _ in one.amounts)
+        blocker
+        for blocker in blockers_of(holders)
+        if blocker.id != waiting.id
+        and any(part.node in nodes for part in blocker.parts)
+        and any(name in wanted for name, _ in blocker.amounts)
     ]
-    known.sort(key=lambda one: (-max(units for name, units in one.amounts if name in wanted), one.id))
+    known.sort(key=lambda blocker: (-max(units for name, units in blocker.amounts if name in wanted), blocker.id))
     if len(waiting.requests) == 1:
         return _on_one_node(waiting, spaces, known)
     return _smallest(waiting, spaces, known[:MAX_TRIED])
@@ -72,7 +72,7 @@ def blockers_to_remove(
 def _on_one_node(waiting: PendingWorkload, spaces: Sequence[NodeSpace], known: list[Blocker]) -> tuple[Blocker, ...]:
     best: tuple[Blocker, ...] = ()
     for space in spaces:
-        there = [one for one in known if any(part.node == space.node for part in one.parts)]
+        there = [blocker for blocker in known if any(part.node == space.node for part in blocker.parts)]
         found = _smallest(waiting, [space], there[:MAX_TRIED])
         if found and (not best or (len(found), _units(found)) < (len(best), _units(best))):
             best = found
@@ -90,15 +90,15 @@ def _smallest(waiting: PendingWorkload, spaces: Sequence[NodeSpace], known: list
         middle = (low + high) // 2
         low, high = (low, middle) if fits(known[:middle]) else (middle + 1, high)
     chosen = known[:low]
-    for one in list(chosen):  # the largest were taken first: a smaller one may be enough
-        rest = [other for other in chosen if other is not one]
+    for blocker in list(chosen):  # the largest were taken first: a smaller one may be enough
+        rest = [other for other in chosen if other is not blocker]
         if fits(rest):
             chosen = rest
     return tuple(chosen)
 
 
 def _units(blockers: tuple[Blocker, ...]) -> int:
-    return sum(units for one in blockers for _, units in one.amounts)
+    return sum(units for blocker in blockers for _, units in blocker.amounts)
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,19 @@ class WorkloadHoldings:
     @property
     def amounts(self) -> Resources:
         """What it holds."""
-        return total([one.amounts for one in self.held])
+        return total([blocker.amounts for blocker in self.held])
 
 
 def holdings_of(waiting: PendingWorkload, snapshot: GcsSnapshot) -> WorkloadHoldings:
     """What waits, with what its siblings hold."""
     held = [
-        one
-        for one in snapshot.holders
-        if one.kind is waiting.kind
-        and one.group is None
+        holder
+        for holder in snapshot.holders
+        if holder.kind is waiting.kind
+        and holder.group is None
         and (
-            one.id == waiting.id
-            or (one.job == waiting.job and bool(waiting.job) and one.class_name == waiting.class_name)
+            holder.id == waiting.id
+            or (holder.job == waiting.job and bool(waiting.job) and holder.class_name == waiting.class_name)
         )
     ]
     return WorkloadHoldings(waiting.job, waiting.kind, waiting.class_name, tuple(blockers_of(held)))
@@ -142,7 +142,7 @@ def rival(
     A placement group that lost a bundle blocks others by what it still holds, whether they block it or not.
     """
     mine = holdings_of(waiting, snapshot)
-    distinct = {(one.job, one.kind, one.class_name, one.pinned, one.requests): one for one in others}
+    distinct = {(other.job, other.kind, other.class_name, other.pinned, other.requests): other for other in others}
     for other in distinct.values():
         if (other.job, other.kind, other.class_name) == (waiting.job, waiting.kind, waiting.class_name):
             continue

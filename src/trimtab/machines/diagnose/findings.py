@@ -82,12 +82,12 @@ class Finding:
     @property
     def count(self) -> int:
         """How many things wait for this cause."""
-        return sum(one.count for one in (*self.workloads, *self.followers))
+        return sum(workload.count for workload in (*self.workloads, *self.followers))
 
     @property
     def since(self) -> float | None:
         """When the first of them began to wait, where that is known."""
-        return min((one.since for one in self.workloads if one.since is not None), default=None)
+        return min((workload.since for workload in self.workloads if workload.since is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Diagnosis:
     @property
     def waits(self) -> int:
         """How many things wait."""
-        return sum(one.count for one in self.findings)
+        return sum(finding.count for finding in self.findings)
 
     @property
     def never(self) -> int:
         """How many of them cannot start."""
-        return sum(one.count for one in self.findings if one.never)
+        return sum(finding.count for finding in self.findings if finding.never)

@@ -62,9 +62,9 @@ def place(
     todo = [request for request in requests if request.node is None]
     settled = {request.node for request in requests if request.node is not None}
     if strategy is PlacementStrategy.strict_pack:
-        found = _on_one(todo, [one for one in spaces if not settled or one.node in settled])
+        found = _on_one(todo, [space for space in spaces if not settled or space.node in settled])
     elif strategy is PlacementStrategy.strict_spread:
-        found = _on_different(todo, [one for one in spaces if one.node not in settled])
+        found = _on_different(todo, [space for space in spaces if space.node not in settled])
     elif len({(request.amounts, request.labels) for request in todo}) <= 1:
         found = _alike(todo, spaces)
     else:
@@ -105,7 +105,7 @@ def _on_different(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) 
             return NO_FIT
         while end is not None:  # along the chain, back to the ask that began it
             mover = came_from[end]
-            left = next((at for at, one in on.items() if one == mover), None)
+            left = next((at for at, placed in on.items() if placed == mover), None)
             on[end] = mover
             end = left
     node_of = {request: spaces[at].node for at, request in on.items()}

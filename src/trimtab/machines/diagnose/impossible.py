@@ -42,14 +42,14 @@ def _alone(
     workloads: tuple[PendingWorkload, ...], request: ResourceRequest, name: str, nodes: Sequence[NodeSnapshot]
 ) -> Finding | None:
     for resource, units in request.amounts:
-        if not any(one.total.get(resource) for one in nodes):
+        if not any(node.total.get(resource) for node in nodes):
             return _no_node_has(workloads, name, resource, units, nodes)
-    able = [one for one in nodes if request.accepts(one.labels)]
+    able = [node for node in nodes if request.accepts(node.labels)]
     if not able:
         return _no_label(workloads, request, name, nodes)
-    if any(request.amounts.within(one.total) for one in able):
+    if any(request.amounts.within(node.total) for node in able):
         return None
-    near = min(able, key=lambda one: _size(request.amounts.minus(one.total)))
+    near = min(able, key=lambda node: _size(request.amounts.minus(node.total)))
     of = f" of those with {_labels(request)}" if len(able) < len(nodes) else ""
     lacks = request.amounts.minus(near.total)
     has = ", ".join(amount_text(resource, near.total.get(resource)) for resource, _ in lacks)
@@ -63,7 +63,9 @@ def _alone(
 def _no_node_has(
     workloads: tuple[PendingWorkload, ...], name: str, resource: str, units: int, nodes: Sequence[NodeSnapshot]
 ) -> Finding:
-    known = {one for node in nodes for one, _ in node.total if not one.startswith("node:")}
+    known = {
+        resource_name for node in nodes for resource_name, _ in node.total if not resource_name.startswith("node:")
+    }
     near = nearest(resource, known - {resource})
     sentence = f"{name} asks {amount_text(resource, units)}, and no node has any {resource}"
     start = "--num-gpus" if resource == "gpu" else f"""--resources='{{"{resource}": {units / 10_000:g}}}'"""
@@ -74,10 +76,10 @@ def _no_node_has(
 def _no_label(
     workloads: tuple[PendingWorkload, ...], request: ResourceRequest, name: str, nodes: Sequence[NodeSnapshot]
 ) -> Finding:
-    keys = sorted({one.key for each in request.labels for one in each})
+    keys = sorted({selector.key for selectors in request.labels for selector in selectors})
     there = []
     for key in keys:
-        values = sorted({dict(one.labels)[key] for one in nodes if key in dict(one.labels)})
+        values = sorted({dict(node.labels)[key] for node in nodes if key in dict(node.labels)})
         there.append(f"{key} is {' or '.join(values[:5])}" if values else f"no node has a label {key}")
     sentence = f"{name} asks for a node with {_labels(request)}, and there is none: {'; '.join(there)}"
     remedies = ("ask for a label that is there", f"start a node with `ray start ... --labels {keys[0]}=...`")
@@ -91,7 +93,7 @@ def _together(workloads: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnapsh
     parts = f"{len(first.requests)} {'bundles' if first.kind is WorkloadKind.group else 'parts'}"
     if first.strategy is PlacementStrategy.strict_spread:
         able = sum(
-            1 for one in nodes if any(NodeSpace(one.id, one.total, one.labels).takes(request) for request in todo)
+            1 for node in nodes if any(NodeSpace(node.id, node.total, node.labels).takes(request) for request in todo)
         )
         sentence = (
             f"STRICT_SPREAD asks a node for each of its {len(first.requests)} bundles, and {_of(able)} could take one"
@@ -99,13 +101,13 @@ def _together(workloads: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnapsh
         remedies = ("SPREAD in place of STRICT_SPREAD", f"{max(1, len(first.requests) - able)} more nodes")
         return Finding(WaitCause.too_few_nodes, workloads, sentence, True, remedies=remedies)
     if first.strategy is PlacementStrategy.strict_pack:
-        near = min(nodes, key=lambda one: _size(asked.minus(one.total)))
+        near = min(nodes, key=lambda node: _size(asked.minus(node.total)))
         lacks = asked.minus(near.total)
         has = f"{near.name} comes nearest and lacks {lacks} even when empty" if lacks else "labels rule the others out"
         sentence = f"STRICT_PACK asks all {len(first.requests)} bundles, {asked}, on one node; {has}"
         remedies = ("PACK in place of STRICT_PACK", f"a node with {asked}")
         return Finding(WaitCause.too_big_together, workloads, sentence, True, remedies=remedies)
-    whole = total([one.total for one in nodes])
+    whole = total([node.total for node in nodes])
     lacks = asked.minus(whole)
     if lacks:
         has = ", ".join(amount_text(resource, whole.get(resource)) for resource, _ in lacks)
@@ -124,7 +126,9 @@ def _largest(requests: Sequence[ResourceRequest]) -> Resources:
 
 
 def _labels(request: ResourceRequest) -> str:
-    return " or ".join(" and ".join(str(one) for one in each) or "any labels" for each in request.labels)
+    return " or ".join(
+        " and ".join(str(selector) for selector in selectors) or "any labels" for selectors in request.labels
+    )
 
 
 def _of(count: int) -> str:

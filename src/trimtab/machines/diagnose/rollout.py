@@ -37,7 +37,7 @@ OBEYS = "an engine obeys whoever reaches it, and can be stopped or given other w
 def examine(status: Data, holders: Mapping[str, Sequence[int]] | None = None) -> tuple[RolloutFinding, ...]:
     """What ails a pool, the worst first. `holders` are the processes that compute on GPUs here, by GPU, where seen."""
     seen = StatusReader(status, holders or {})
-    found = [one for check in CHECKS for one in check(seen)]
+    found = [finding for check in CHECKS for finding in check(seen)]
     return ordered(found)
 
 
@@ -60,7 +60,7 @@ def examine_settings(warnings: Iterable[str], exposed: Iterable[tuple[str, str]]
 def ordered(found: Iterable[RolloutFinding]) -> tuple[RolloutFinding, ...]:
     """The worst first; else as they were found."""
     weights = list(Severity)
-    return tuple(sorted(found, key=lambda one: weights.index(one.severity)))
+    return tuple(sorted(found, key=lambda finding: weights.index(finding.severity)))
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def none_serving(seen: StatusReader) -> Iterator[RolloutFinding]:
             "name engines in the job file, or add one: POST /workers",
         )
         return
-    states = {state: len(seen.of(state)) for state in dict.fromkeys(one["state"] for one in seen.workers)}
+    states = {state: len(seen.of(state)) for state in dict.fromkeys(worker["state"] for worker in seen.workers)}
     said = ", ".join(f"{count} {state}" for state, count in states.items())
     severity = Severity.note if set(states) == {"starting"} else Severity.stuck
     yield RolloutFinding(
@@ -86,58 +86,58 @@ def none_serving(seen: StatusReader) -> Iterator[RolloutFinding]:
         severity,
         f"no engine serves: {said}",
         "the other findings say why of each",
-        tuple(one["name"] for one in seen.workers),
+        tuple(worker["name"] for worker in seen.workers),
     )
 
 
 def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Lost, wedged, faulty, given up: which, and what is to be done."""
-    for one in seen.of("lost", "suspect", "inactive"):
-        code, said = reason_of(one)
+    for worker in seen.of("lost", "suspect", "inactive"):
+        code, said = reason_of(worker)
         if code == ReasonCode.restarts_used.value:
             yield RolloutFinding(
                 RolloutIssue.given_up,
                 Severity.fault,
-                f"{one['name']}: {said}",
-                f"mend what it says, then `trimtab rollout resume {one['name']}` has it tried again",
-                (one["name"],),
+                f"{worker['name']}: {said}",
+                f"mend what it says, then `trimtab rollout resume {worker['name']}` has it tried again",
+                (worker["name"],),
             )
-        elif one["state"] == "inactive":
+        elif worker["state"] == "inactive":
             continue
         elif code == ReasonCode.hung.value:
             yield RolloutFinding(
                 RolloutIssue.engine_wedged,
                 Severity.fault,
-                f"{one['name']} does not answer, whatever its health check says: {said}",
+                f"{worker['name']} does not answer, whatever its health check says: {said}",
                 "its own log says what it waits for; start it again if it does not come to",
-                (one["name"],),
+                (worker["name"],),
             )
-        elif one["state"] == "lost":
-            ours = one.get("startable")
+        elif worker["state"] == "lost":
+            ours = worker.get("startable")
             fix = "it is started again when it is needed" if ours else "start it again at the same address"
             yield RolloutFinding(
-                RolloutIssue.engine_lost, Severity.fault, f"{one['name']} is lost: {said}", fix, (one["name"],)
+                RolloutIssue.engine_lost, Severity.fault, f"{worker['name']} is lost: {said}", fix, (worker["name"],)
             )
         else:
             yield RolloutFinding(
                 RolloutIssue.engine_faulty,
                 Severity.fault,
-                f"{one['name']} is suspected: {said}",
+                f"{worker['name']} is suspected: {said}",
                 "nothing new goes there until it has answered; its own log says what broke",
-                (one["name"],),
+                (worker["name"],),
             )
 
 
 def engines_never_reached(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that are to be attached, and are not there."""
-    known = {one["name"] for one in seen.workers}
-    said = {one.get("worker") or "": one for one in seen.status.get("warnings") or ()}
-    for worker, one in said.items():
-        if worker not in known and one.get("code") == ReasonCode.not_reached.value:
+    known = {worker["name"] for worker in seen.workers}
+    said = {warning.get("worker") or "": warning for warning in seen.status.get("warnings") or ()}
+    for worker, warning in said.items():
+        if worker not in known and warning.get("code") == ReasonCode.not_reached.value:
             yield RolloutFinding(
                 RolloutIssue.engine_awaited,
                 Severity.fault,
-                f"{worker}: {one['sentence']}",
+                f"{worker}: {warning['sentence']}",
                 "start it, or mend its address in the job file",
                 (worker,),
             )
@@ -150,21 +150,21 @@ def engines_without_weights(seen: StatusReader) -> Iterator[RolloutFinding]:
         (RolloutIssue.weights_gone, "empty", "has no weights: they were discarded"),
     ):
         there = seen.of(state)
-        failed = [one for one in there if reason_of(one)[0] == ReasonCode.refit_failed.value]
-        for one in failed:
+        failed = [worker for worker in there if reason_of(worker)[0] == ReasonCode.refit_failed.value]
+        for worker in failed:
             yield RolloutFinding(
                 RolloutIssue.refit_failed,
                 Severity.fault,
-                f"{one['name']}: {reason_of(one)[1]}",
+                f"{worker['name']}: {reason_of(worker)[1]}",
                 "refit it again; until then it does not serve, whatever it reports",
-                (one["name"],),
+                (worker["name"],),
             )
-        waiting = [one for one in there if one not in failed]
+        waiting = [worker for worker in there if worker not in failed]
         if not waiting:
             continue
-        names = tuple(one["name"] for one in waiting)
+        names = tuple(worker["name"] for worker in waiting)
         sentence = f"{some(names)} {what} ({reason_of(waiting[0])[1]})"
-        if seen.refits or any(one.get("doing") == "refit" for one in waiting):
+        if seen.refits or any(worker.get("doing") == "refit" for worker in waiting):
             yield RolloutFinding(issue, Severity.note, f"{sentence}; a refit is under way", "it ends by itself", names)
         elif seen.owner("refit") == "trainer":
             fix = (
@@ -199,41 +199,43 @@ def refits(seen: StatusReader) -> Iterator[RolloutFinding]:
 
 def external_actions(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that others paused, put to sleep, or took."""
-    for one in seen.workers:
-        code, said = reason_of(one)
-        if one.get("paused_elsewhere"):
+    for worker in seen.workers:
+        code, said = reason_of(worker)
+        if worker.get("paused_elsewhere"):
             yield RolloutFinding(
                 RolloutIssue.paused,
                 Severity.note,
-                f"{one['name']} was paused by others: nothing is sent there",
+                f"{worker['name']} was paused by others: nothing is sent there",
                 "whoever paused it resumes it; a trainer does so around a weight update",
-                (one["name"],),
+                (worker["name"],),
             )
-        elif one.get("taken"):
+        elif worker.get("taken"):
             yield RolloutFinding(
                 RolloutIssue.drained,
                 Severity.note,
-                f"{one['name']} is taken ({said})",
-                f"`trimtab rollout resume {one['name']}` lets it serve again; a pool gives it back by itself",
-                (one["name"],),
+                f"{worker['name']} is taken ({said})",
+                f"`trimtab rollout resume {worker['name']}` lets it serve again; a pool gives it back by itself",
+                (worker["name"],),
             )
-        elif one["state"] == "inactive" and one.get("asleep") and seen.owner("sleep") == "trainer":
+        elif worker["state"] == "inactive" and worker.get("asleep") and seen.owner("sleep") == "trainer":
             yield RolloutFinding(
                 RolloutIssue.asleep,
                 Severity.note,
-                f"{one['name']} sleeps, and waking it is the trainer's ({code}: {said})",
+                f"{worker['name']} sleeps, and waking it is the trainer's ({code}: {said})",
                 "the trainer wakes it, or ownership.sleep: trimtab",
-                (one["name"],),
+                (worker["name"],),
             )
 
 
 def releases(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines whose release was never tried, or is not said."""
     unknown = [
-        one for one in seen.workers if one.get("release") in (ReleaseSupport.untried.value, ReleaseSupport.unsaid.value)
+        worker
+        for worker in seen.workers
+        if worker.get("release") in (ReleaseSupport.untried.value, ReleaseSupport.unsaid.value)
     ]
-    for note in dict.fromkeys(one.get("note") or one["release"] for one in unknown):
-        names = tuple(one["name"] for one in unknown if (one.get("note") or one["release"]) == note)
+    for note in dict.fromkeys(worker.get("note") or worker["release"] for worker in unknown):
+        names = tuple(worker["name"] for worker in unknown if (worker.get("note") or worker["release"]) == note)
         yield RolloutFinding(
             RolloutIssue.release_unknown,
             Severity.note,
@@ -246,20 +248,20 @@ def releases(seen: StatusReader) -> Iterator[RolloutFinding]:
 def exposed(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that others than this machine can reach."""
     near = []
-    for one in seen.workers:
-        host = _host(one.get("url") or "")
+    for worker in seen.workers:
+        host = _host(worker.get("url") or "")
         if host is None or host.is_loopback:
             continue
         if host.is_global or host.is_unspecified:
             yield RolloutFinding(
                 RolloutIssue.exposed,
                 Severity.stuck,
-                f"{one['name']} is at {host}, which is no private address: {OBEYS}",
+                f"{worker['name']} is at {host}, which is no private address: {OBEYS}",
                 "give it a loopback or private address",
-                (one["name"],),
+                (worker["name"],),
             )
         else:
-            near.append(one["name"])
+            near.append(worker["name"])
     if near:
         yield RolloutFinding(
             RolloutIssue.exposed,
@@ -275,8 +277,8 @@ def exposed(seen: StatusReader) -> Iterator[RolloutFinding]:
 
 def memory(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that sleep and keep their memory."""
-    for one in seen.workers:
-        said = seen.memory_kept(one)
+    for worker in seen.workers:
+        said = seen.memory_kept(worker)
         if not said:
             continue
         held = "; ".join(f"GPU {gpu}: process {some([str(pid) for pid in pids])}" for gpu, pids in seen.holders.items())
@@ -286,7 +288,7 @@ def memory(seen: StatusReader) -> Iterator[RolloutFinding]:
             said + (f"; on this machine's GPUs compute {held}" if held else ""),
             "start the engine with its memory saver (vLLM --enable-sleep-mode, SGLang --enable-memory-saver), and see "
             "whether another process holds the rest",
-            (one["name"],),
+            (worker["name"],),
         )
 
 
@@ -295,13 +297,15 @@ def memory(seen: StatusReader) -> Iterator[RolloutFinding]:
 
 def queues(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Requests are refused, or were."""
-    full = [one for one in seen.status.get("queue") or () if one.get("limit") and one["waiting"] >= one["limit"]]
-    for one in full:
-        name, why = one["class"], (one.get("reason") or {}).get("sentence")
+    full = [
+        queue for queue in seen.status.get("queue") or () if queue.get("limit") and queue["waiting"] >= queue["limit"]
+    ]
+    for queue in full:
+        name, why = queue["class"], (queue.get("reason") or {}).get("sentence")
         yield RolloutFinding(
             RolloutIssue.queue_full,
             Severity.stuck,
-            f"class {name}: {requests_text(one['waiting'])} wait, which is all it may have; more are refused"
+            f"class {name}: {requests_text(queue['waiting'])} wait, which is all it may have; more are refused"
             + (f" (the oldest waits: {why})" if why else ""),
             f"more engines, fewer requests at once, or a higher classes.{name}.queue_limit",
             (name,),
@@ -318,16 +322,16 @@ def queues(seen: StatusReader) -> Iterator[RolloutFinding]:
 
 def requests_for_later(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Requests that wait for weights which nobody brings."""
-    for one in seen.status.get("queue") or ():
-        reason = one.get("reason") or {}
-        if reason.get("code") == ReasonCode.version_awaited.value and one.get("oldest_s", 0.0) > AWAITED_S:
+    for queue in seen.status.get("queue") or ():
+        reason = queue.get("reason") or {}
+        if reason.get("code") == ReasonCode.version_awaited.value and queue.get("oldest_s", 0.0) > AWAITED_S:
             yield RolloutFinding(
                 RolloutIssue.weights_awaited,
                 Severity.stuck,
-                f"class {one['class']}: {requests_text(one['waiting'])} wait, the oldest for {one['oldest_s']:.0f} s: "
+                f"class {queue['class']}: {requests_text(queue['waiting'])} wait, the oldest for {queue['oldest_s']:.0f} s: "
                 f"{reason['sentence']}",
                 "the trainer refits the engines, or clients ask for a version that is served",
-                (one["class"],),
+                (queue["class"],),
             )
 
 
@@ -349,8 +353,8 @@ def requests_that_moved(seen: StatusReader) -> Iterator[RolloutFinding]:
 def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Requests that ended without an answer: why, and on which worker."""
     alike: dict[tuple[str, str], list[str]] = {}
-    for one in seen.status.get("failed") or ():
-        alike.setdefault((one["code"], one.get("worker") or ""), []).append(str(one["sentence"]))
+    for failure in seen.status.get("failed") or ():
+        alike.setdefault((failure["code"], failure.get("worker") or ""), []).append(str(failure["sentence"]))
     for (code, worker), said in alike.items():
         on = f" on {worker}" if worker else ""
         if code == ReasonCode.retries_used.value:

@@ -110,7 +110,7 @@ class StatusReader:
 
     def of(self, *states: str) -> list[Data]:
         """The workers in these states."""
-        return [one for one in self.workers if one["state"] in states]
+        return [worker for worker in self.workers if worker["state"] in states]
 
     def owner(self, verb: str) -> str:
         """Who carries a verb out."""
@@ -144,8 +144,9 @@ class StatusReader:
             return said
         if not worker.get("asleep"):
             return ""
-        told = [one["sentence"] for one in self.status.get("warnings") or () if one.get("worker") == worker["name"]]
-        return next((str(one).removeprefix("sleep: ") for one in reversed(told) if one.startswith("sleep: ")), "")
+        warnings = self.status.get("warnings") or ()
+        own = [warning["sentence"] for warning in warnings if warning.get("worker") == worker["name"]]
+        return next((str(text).removeprefix("sleep: ") for text in reversed(own) if text.startswith("sleep: ")), "")
 
 
 RolloutCheck = Callable[[StatusReader], Iterator[RolloutFinding]]

@@ -117,7 +117,7 @@ def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
         yield RolloutFinding(issue, severity, f"{spare}: {said}", fix)
     elif code == ReasonCode.not_yet.value:
         cooldown_s = float(seen.elastic.get("scale_down_cooldown", 0.0))
-        ago_s = min((one["ago_s"] for one in seen.steps if one.get("ago_s") is not None), default=None)
+        ago_s = min((step["ago_s"] for step in seen.steps if step.get("ago_s") is not None), default=None)
         if ago_s is not None and ago_s < cooldown_s:
             left = f"{cooldown_s - ago_s:.0f} s of scale_down_cooldown {cooldown_s:g} s are left"
             yield RolloutFinding(
@@ -136,13 +136,13 @@ def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
 def drains_that_do_not_end(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Draining for longer than a drain may take: what is it that does not end?"""
     limit_s = seen.rules.drain_s
-    for one in seen.of("draining"):
-        if one.get("since_s", 0.0) <= limit_s or (one.get("deadline_s") or 0.0) > 0:
+    for worker in seen.of("draining"):
+        if worker.get("since_s", 0.0) <= limit_s or (worker.get("deadline_s") or 0.0) > 0:
             continue
-        running, outside = one.get("running", 0), one.get("outside") or 0
-        late = f"{one['name']} has drained for {one['since_s']:.0f} s, {limit_s:g} s were allowed"
-        if one.get("doing"):
-            cause, fix = f"its {one['doing']} is under way", "it has a deadline of its own"
+        running, outside = worker.get("running", 0), worker.get("outside") or 0
+        late = f"{worker['name']} has drained for {worker['since_s']:.0f} s, {limit_s:g} s were allowed"
+        if worker.get("doing"):
+            cause, fix = f"its {worker['doing']} is under way", "it has a deadline of its own"
         elif running and seen.owner("abort") == "trainer":
             cause = f"{requests_text(running)} run there, and cutting them is the trainer's"
             fix = "the trainer aborts them, or ownership.abort: trimtab lets them go on elsewhere"
@@ -158,7 +158,7 @@ def drains_that_do_not_end(seen: StatusReader) -> Iterator[RolloutFinding]:
             cause, fix = "a refit counts on it", "it goes on when the refit has ended"
         else:
             cause, fix = "its own figures are old, so nobody knows that it is idle", "see that its metrics answer"
-        yield RolloutFinding(RolloutIssue.drain_late, Severity.stuck, f"{late}: {cause}", fix, (one["name"],))
+        yield RolloutFinding(RolloutIssue.drain_late, Severity.stuck, f"{late}: {cause}", fix, (worker["name"],))
 
 
 def not_scaling_up(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -180,10 +180,10 @@ def not_scaling_up(seen: StatusReader) -> Iterator[RolloutFinding]:
 
 def steps_that_did_not_come_true(seen: StatusReader) -> Iterator[RolloutFinding]:
     """The last steps expected something that did not happen."""
-    judged = [one for one in seen.steps if one.get("came_true") is not None]
+    judged = [step for step in seen.steps if step.get("came_true") is not None]
     untrue = 0
-    for one in reversed(judged):
-        if one["came_true"]:
+    for step in reversed(judged):
+        if step["came_true"]:
             break
         untrue += 1
     if untrue >= UNTRUE_STEPS:

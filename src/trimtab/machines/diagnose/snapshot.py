@@ -67,7 +67,9 @@ class ResourceRequest:
 
     def accepts(self, labels: Labels) -> bool:
         """Whether the labels of a node will do."""
-        return not self.labels or any(all(one.matches(labels) for one in each) for each in self.labels)
+        return not self.labels or any(
+            all(selector.matches(labels) for selector in selectors) for selectors in self.labels
+        )
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class GcsSnapshot:
 
     def node(self, id: str | None) -> NodeSnapshot | None:
         """The node of that id, if it lives."""
-        return next((one for one in self.nodes if one.id == id), None)
+        return next((node for node in self.nodes if node.id == id), None)
 
     def node_name(self, id: str | None) -> str:
         """What people call a node, also one that is gone."""
@@ -218,31 +220,31 @@ class GcsSnapshot:
 
     def job(self, id: str) -> RayJob | None:
         """The job of that id."""
-        return next((one for one in self.jobs if one.id == id), None)
+        return next((job for job in self.jobs if job.id == id), None)
 
     def group(self, id: str | None) -> PlacementGroupSnapshot | None:
         """The placement group of that id, if it stands."""
-        return next((one for one in self.groups if one.id == id), None)
+        return next((group for group in self.groups if group.id == id), None)
 
     def unexplained(self, node: NodeSnapshot) -> Resources:
         """What is taken on a node by nobody that Ray names: processes that are being started, short tasks."""
-        known = total([one.amounts for one in self.holders if one.node == node.id and one.group is None])
+        known = total([holder.amounts for holder in self.holders if holder.node == node.id and holder.group is None])
         return node.total.minus(node.free).minus(known)
 
 
 def named(nodes: Iterable[NodeSnapshot]) -> tuple[NodeSnapshot, ...]:
     """Nodes with names that tell them apart: the given name, else the address, else the beginning of the id."""
     nodes = tuple(nodes)
-    names, addresses = Counter(one.name for one in nodes), Counter(one.address for one in nodes)
+    names, addresses = Counter(node.name for node in nodes), Counter(node.address for node in nodes)
 
-    def name(one: NodeSnapshot) -> str:
-        if one.name and names[one.name] == 1:
-            return one.name
-        return one.address if one.address and addresses[one.address] == 1 else one.id[:SHORT_ID]
+    def name(node: NodeSnapshot) -> str:
+        if node.name and names[node.name] == 1:
+            return node.name
+        return node.address if node.address and addresses[node.address] == 1 else node.id[:SHORT_ID]
 
-    return tuple(replace(one, name=name(one)) for one in nodes)
+    return tuple(replace(node, name=name(node)) for node in nodes)
 
 
 def total_requested(requests: Sequence[ResourceRequest]) -> Resources:
     """What asks come to together, without those that have their place."""
-    return total([one.amounts for one in requests if one.node is None]) if requests else NOTHING
+    return total([request.amounts for request in requests if request.node is None]) if requests else NOTHING

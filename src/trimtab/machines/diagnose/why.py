@@ -44,35 +44,40 @@ BLOCKERS_NAMED = 4
 def diagnose(snapshot: GcsSnapshot) -> Diagnosis:
     """The cause of every wait, what would help, and what else is worth knowing."""
     alike: dict[object, list[PendingWorkload]] = {}
-    groups = {one.id for one in snapshot.waiting if one.kind is WorkloadKind.group}
+    groups = {workload.id for workload in snapshot.waiting if workload.kind is WorkloadKind.group}
     followers: dict[str, list[PendingWorkload]] = {}
-    for one in snapshot.waiting:
-        if one.stage is PendingStage.room and one.group in groups:
-            followers.setdefault(str(one.group), []).append(one)
+    for workload in snapshot.waiting:
+        if workload.stage is PendingStage.room and workload.group in groups:
+            followers.setdefault(str(workload.group), []).append(workload)
         else:
-            alike.setdefault(_sort(one), []).append(one)
+            alike.setdefault(_sort(workload), []).append(workload)
     findings = []
     for workloads in alike.values():
-        behind = [one for each in workloads for one in followers.get(each.id, ()) if each.kind is WorkloadKind.group]
+        behind = [
+            follower
+            for workload in workloads
+            if workload.kind is WorkloadKind.group
+            for follower in followers.get(workload.id, ())
+        ]
         findings.append(_finding(snapshot, tuple(workloads), tuple(behind)))
     findings = _pairs(findings)
-    findings.sort(key=lambda one: (not one.never, one.cause in UNDER_WAY, one.since or snapshot.at))
+    findings.sort(key=lambda finding: (not finding.never, finding.cause in UNDER_WAY, finding.since or snapshot.at))
     return Diagnosis(tuple(findings), _notes(snapshot))
 
 
 def _pairs(findings: list[Finding]) -> list[Finding]:
     """Two that block each other are told as one."""
     told: list[Finding] = []
-    for one in findings:
-        ids = {each.id for each in one.workloads}
+    for finding in findings:
+        ids = {workload.id for workload in finding.workloads}
         match = next((other for other in told if other.rival in ids), None)
-        if match is None or one.rival not in {each.id for each in match.workloads}:
-            told.append(one)
+        if match is None or finding.rival not in {workload.id for workload in match.workloads}:
+            told.append(finding)
         else:
             both = replace(
-                match, workloads=(*match.workloads, *one.workloads), blockers=(*match.blockers, *one.blockers)
+                match, workloads=(*match.workloads, *finding.workloads), blockers=(*match.blockers, *finding.blockers)
             )
-            told[told.index(match)] = replace(both, followers=(*match.followers, *one.followers))
+            told[told.index(match)] = replace(both, followers=(*match.followers, *finding.followers))
     return told
 
 
@@ -81,11 +86,11 @@ def judge(snapshot: GcsSnapshot, waiting: PendingWorkload) -> Finding:
     return _finding(snapshot, (waiting,), ())
 
 
-def _sort(one: PendingWorkload) -> object:
+def _sort(workload: PendingWorkload) -> object:
     """Things with the same are told as one."""
     return (
-        one.kind, one.job, one.class_name, one.requests, one.stage, one.strategy, one.pinned, one.group, one.bundle,
-        one.node if one.stage is PendingStage.starting or not one.queued else None, one.restarted, one.queued,
+        workload.kind, workload.job, workload.class_name, workload.requests, workload.stage, workload.strategy, workload.pinned, workload.group, workload.bundle,
+        workload.node if workload.stage is PendingStage.starting or not workload.queued else None, workload.restarted, workload.queued,
     )  # fmt: skip
 
 
@@ -114,11 +119,20 @@ def _starting(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
     first = workloads[0]
     node = snapshot.node_name(first.node)
     if any(request.amounts.get("gpu") for request in first.requests):
-        mine = {place for one in snapshot.holders if one.id in {each.id for each in workloads} for place in one.gpus}
-        for one in snapshot.non_ray_gpu_users:
-            if one.node == first.node and one.node is not None and (not mine or one.place is None or one.place in mine):
-                sentence = f"it has GPU {one.gpu} on {node}, but {gpu_user_text(one)}; Ray does not know that"
-                end = f"process {one.pid} ends, or the node is started without that GPU (CUDA_VISIBLE_DEVICES)"
+        mine = {
+            place
+            for holder in snapshot.holders
+            if holder.id in {workload.id for workload in workloads}
+            for place in holder.gpus
+        }
+        for gpu_user in snapshot.non_ray_gpu_users:
+            if (
+                gpu_user.node == first.node
+                and gpu_user.node is not None
+                and (not mine or gpu_user.place is None or gpu_user.place in mine)
+            ):
+                sentence = f"it has GPU {gpu_user.gpu} on {node}, but {gpu_user_text(gpu_user)}; Ray does not know that"
+                end = f"process {gpu_user.pid} ends, or the node is started without that GPU (CUDA_VISIBLE_DEVICES)"
                 return Finding(WaitCause.gpu_outside, workloads, sentence, remedies=(end,))
     again = "is started again" if first.restarted else "is started"
     sentence = f"it has its room on {node} and {again}: its process or constructor is not ready"
@@ -155,10 +169,13 @@ def _in_group(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
     if any(asked.within(group.free[i]) for i in bundles):
         sentence = f"there is room for it in {name}: Ray is about to start it"
         return Finding(WaitCause.fits, workloads, sentence, asked=asked, remedies=_if_late(snapshot, workloads))
-    inside = [one for one in snapshot.holders if one.group == group.id and one.bundle in (None, *bundles)]
+    inside = [holder for holder in snapshot.holders if holder.group == group.id and holder.bundle in (None, *bundles)]
     held = total([group.bundles[i].minus(group.free[i]) for i in bundles])
-    names = _some([f"{one.kind.value} {one.name}" for one in inside]) or "a process that is being started"
-    parts = [f"{_number(one, held.get(one))} of {amount_text(one, total(sizes).get(one))}" for one, _ in asked]
+    names = _some([f"{holder.kind.value} {holder.name}" for holder in inside]) or "a process that is being started"
+    parts = [
+        f"{_number(resource, held.get(resource))} of {amount_text(resource, total(sizes).get(resource))}"
+        for resource, _ in asked
+    ]
     sentence = f"it asks {asked} in {name}, where {_some(parts)} {_is(parts)} taken by {names}"
     remedies = (f"{names} ends", "a group with more bundles")
     return Finding(
@@ -175,8 +192,8 @@ def _bundle(bundle: int | None) -> str:
 
 def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
     first = workloads[0]
-    allowed = [one for one in snapshot.nodes if first.pinned in (None, one.id)]
-    staying = [one for one in allowed if one.drain is None]
+    allowed = [node for node in snapshot.nodes if first.pinned in (None, node.id)]
+    staying = [node for node in allowed if node.drain is None]
     if not allowed and first.pinned is not None:
         sentence = f"it may run on node {first.pinned[:12]} alone, and that node is not there"
         return Finding(
@@ -197,9 +214,9 @@ def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
     elif ever.possible:
         found = _taken(snapshot, workloads, staying)
     else:
-        found = impossible(workloads, [one for one in allowed if one.drain is None] or allowed)
+        found = impossible(workloads, [node for node in allowed if node.drain is None] or allowed)
     if found.cause is not WaitCause.draining:
-        found = _beside_goers(snapshot, found, [one for one in allowed if one.drain is not None])
+        found = _beside_goers(snapshot, found, [node for node in allowed if node.drain is not None])
     if found.never:
         found = _unless_nodes_come(snapshot, found, staying)
     kept = sum(1 for request in first.requests if request.node is not None)
@@ -210,7 +227,7 @@ def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
 
 
 def _spaces(nodes: Iterable[NodeSnapshot], *, empty: bool = False) -> list[NodeSpace]:
-    return [NodeSpace(one.id, one.total if empty else one.free, one.labels) for one in nodes]
+    return [NodeSpace(node.id, node.total if empty else node.free, node.labels) for node in nodes]
 
 
 def _fit(waiting: PendingWorkload, nodes: Iterable[NodeSnapshot], *, empty: bool = False) -> FitResult:
@@ -221,7 +238,7 @@ def _fit(waiting: PendingWorkload, nodes: Iterable[NodeSnapshot], *, empty: bool
         for request in waiting.requests:
             if request.node is not None:
                 kept[request.node] = kept.get(request.node, NOTHING).plus(request.amounts)
-    spaces = [NodeSpace(one.node, one.free.minus(kept.get(one.node, NOTHING)), one.labels) for one in spaces]
+    spaces = [NodeSpace(space.node, space.free.minus(kept.get(space.node, NOTHING)), space.labels) for space in spaces]
     return place(waiting.requests, spaces, waiting.strategy)
 
 
@@ -254,16 +271,16 @@ def _drains(
     fit: FitResult,
     can_stay: bool,
 ) -> Finding:
-    going = [one for one in allowed if one.drain is not None]
+    going = [node for node in allowed if node.drain is not None]
     if fit.nodes is not None:
-        used = [one for one in going if one.id in fit.nodes]
+        used = [node for node in going if node.id in fit.nodes]
         verb = "would fit"
     else:
         used = [
-            one for one in going if any(_space(one, empty=True).takes(request) for request in workloads[0].requests)
+            node for node in going if any(_space(node, empty=True).takes(request) for request in workloads[0].requests)
         ] or going
         verb = "would fit, were it empty,"
-    names = _some([f"{one.name}, which {drain_text(one, snapshot.at)}" for one in used])
+    names = _some([f"{node.name}, which {drain_text(node, snapshot.at)}" for node in used])
     rest = "no other node has that much free" if can_stay else "no node that stays is large enough"
     remedies = ["a node like it joins"]
     if can_stay:
@@ -276,11 +293,13 @@ def _drains(
 def _beside_goers(snapshot: GcsSnapshot, found: Finding, going: list[NodeSnapshot]) -> Finding:
     """Nodes that will go are not counted: that is said, where they could take some of it."""
     of_use = [
-        one for one in going if any(_space(one, empty=True).takes(request) for request in found.workloads[0].requests)
+        node
+        for node in going
+        if any(_space(node, empty=True).takes(request) for request in found.workloads[0].requests)
     ]
     if not of_use:
         return found
-    names = _some([f"{one.name}, which {drain_text(one, snapshot.at)}" for one in of_use])
+    names = _some([f"{node.name}, which {drain_text(node, snapshot.at)}" for node in of_use])
     return replace(found, sentence=f"{found.sentence}; not counted: {names}")
 
 
@@ -292,9 +311,13 @@ def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], stayin
     """It would fit, were the nodes empty: who holds what it needs?"""
     first = workloads[0]
     others = [
-        one for one in snapshot.waiting if one.stage is PendingStage.room and one.group is None and one.id != first.id
+        workload
+        for workload in snapshot.waiting
+        if workload.stage is PendingStage.room and workload.group is None and workload.id != first.id
     ]
-    match = rival(first, others, snapshot, lambda one: _spaces([n for n in staying if one.pinned in (None, n.id)]))
+    match = rival(
+        first, others, snapshot, lambda other: _spaces([node for node in staying if other.pinned in (None, node.id)])
+    )
     if match is not None:
         other, mine, theirs = match
         own = f"{title(first)} holds {mine.amounts}" if mine.held else f"{title(first)} holds nothing"
@@ -303,14 +326,14 @@ def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], stayin
             sentence += ": each holds what the other waits for"
         one_yields = f"{title(other)} lets go of what it holds, or {title(first)} does, and starts whole later"
         at_once = "take all of it at once: one placement group for each of them, or a gang of a pool"
-        blocks = tuple(one.id for one in theirs.held)
+        blocks = tuple(blocker.id for blocker in theirs.held)
         return Finding(
             WaitCause.half_held, workloads, sentence, remedies=(one_yields, at_once), blockers=blocks, rival=other.id
         )
     remedies, leaves = _remedies(snapshot, first, staying)
     lacking = _hardest(first, staying)
-    able = [one for one in staying if any(_space(one, empty=True).takes(request) for request in first.requests)]
-    free, asked = total([one.free for one in able]), total_requested(first.requests)
+    able = [node for node in staying if any(_space(node, empty=True).takes(request) for request in first.requests)]
+    free, asked = total([node.free for node in able]), total_requested(first.requests)
     names = [name for name, _ in asked]
     if asked.within(free):
         sentence = f"{_of(names, free, able)}, but in pieces: {_pieces(first, lacking, able)}"
@@ -322,7 +345,7 @@ def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], stayin
         sentence += ", the only node it may use"
     if any(kind.coming for kind in snapshot.node_types):
         sentence += "; the autoscaler is starting nodes"
-    return Finding(cause, workloads, sentence, remedies=remedies, blockers=tuple(one.id for one in leaves))
+    return Finding(cause, workloads, sentence, remedies=remedies, blockers=tuple(blocker.id for blocker in leaves))
 
 
 def _remedies(
@@ -331,14 +354,14 @@ def _remedies(
     """What would make room, and who would have to end for it: others, if that is enough, before its own siblings."""
     # Actors of one class are asked for by number; placement groups of a job have nothing else in common.
     siblings = holdings_of(waiting, snapshot).held if waiting.kind is WorkloadKind.actor else ()
-    own = {waiting.id, *(one.id for one in siblings)}
-    others = [one for one in snapshot.holders if one.id not in own]
+    own = {waiting.id, *(blocker.id for blocker in siblings)}
+    others = [holder for holder in snapshot.holders if holder.id not in own]
     leaves = blockers_to_remove(waiting, _spaces(nodes), others) or blockers_to_remove(
         waiting, _spaces(nodes), snapshot.holders
     )
     if not leaves:
         return ("what runs there now ends",), ()
-    if all(one.id in own for one in leaves):
+    if all(blocker.id in own for blocker in leaves):
         same = f"all are {waiting.class_name} of one job"
         fewer = f"{_leaving(snapshot, leaves)}; or the program asks for fewer of them: {same}"
         return (fewer, *([] if waiting.pinned else ["a node joins"])), ()
@@ -347,7 +370,7 @@ def _remedies(
 
 def _of(names: list[str], free: Resources, nodes: list[NodeSnapshot]) -> str:
     """`1 of 4 gpu is free on 2 nodes`, of everything that is asked."""
-    whole = total([one.total for one in nodes])
+    whole = total([node.total for node in nodes])
     parts = [f"{_number(name, free.get(name))} of {amount_text(name, whole.get(name))}" for name in names]
     where = nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes"
     return f"{_some(parts)} {_is(parts)} free on {where}"
@@ -364,7 +387,7 @@ def _number(name: str, units: int) -> str:
 def _pieces(waiting: PendingWorkload, request: ResourceRequest, nodes: list[NodeSnapshot]) -> str:
     if waiting.strategy is PlacementStrategy.strict_pack and len(waiting.requests) > 1:
         return f"no node has {total_requested(waiting.requests)} for all of its bundles"
-    if not any(_space(one).takes(request) for one in nodes):
+    if not any(_space(node).takes(request) for node in nodes):
         nearest = min(nodes, key=lambda node: sum(units for _, units in request.amounts.minus(node.free)))
         lacks = request.amounts.minus(nearest.free)
         return f"no node has {request.amounts} at once; {nearest.name} comes nearest and lacks {lacks}"
@@ -404,8 +427,8 @@ def _hardest(waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> Resourc
     def rank(request: ResourceRequest) -> tuple[int, int, int]:
         spaces, empty = _spaces(nodes), _spaces(nodes, empty=True)
         return (
-            sum(one.takes(request) for one in empty),
-            sum(one.takes(request) for one in spaces),
+            sum(space.takes(request) for space in empty),
+            sum(space.takes(request) for space in spaces),
             -sum(units for _, units in request.amounts),
         )
 
@@ -416,17 +439,17 @@ def _rows(snapshot: GcsSnapshot, waiting: PendingWorkload, nodes: Sequence[NodeS
     """Every node beside the hardest ask, the nearest to taking it first."""
     request = _hardest(waiting, nodes)
     rows = []
-    for one in nodes:
+    for node in nodes:
         notes = []
-        if one.drain is not None:
-            notes.append(drain_text(one, snapshot.at))
-        if not request.accepts(one.labels):
-            notes.append(_labels_text(request, one))
-        fits = room_for(request, _space(one))
+        if node.drain is not None:
+            notes.append(drain_text(node, snapshot.at))
+        if not request.accepts(node.labels):
+            notes.append(_labels_text(request, node))
+        fits = room_for(request, _space(node))
         if fits and len(waiting.requests) > 1:
             notes.append(f"room for {min(fits, len(waiting.requests))} of its {len(waiting.requests)} bundles")
-        lacks, lacks_empty = request.amounts.minus(one.free), request.amounts.minus(one.total)
-        rows.append(NodeFit(one.name, one.free, one.total, lacks, lacks_empty, "; ".join(notes)))
+        lacks, lacks_empty = request.amounts.minus(node.free), request.amounts.minus(node.total)
+        rows.append(NodeFit(node.name, node.free, node.total, lacks, lacks_empty, "; ".join(notes)))
     return tuple(sorted(rows, key=lambda row: (_size(row.lacks_empty), _size(row.lacks), row.node)))
 
 
@@ -435,7 +458,9 @@ def _size(amounts: Resources) -> tuple[int, int]:
 
 
 def _labels_text(request: ResourceRequest, node: NodeSnapshot) -> str:
-    keys = dict.fromkeys(one.key for each in request.labels for one in each if not one.matches(node.labels))
+    keys = dict.fromkeys(
+        selector.key for selectors in request.labels for selector in selectors if not selector.matches(node.labels)
+    )
     labels = dict(node.labels)
     return ", ".join(f"{key} is {labels[key]}" if key in labels else f"no label {key}" for key in keys)
 
@@ -443,10 +468,10 @@ def _labels_text(request: ResourceRequest, node: NodeSnapshot) -> str:
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
-def title(one: PendingWorkload) -> str:
+def title(workload: PendingWorkload) -> str:
     """What people call it: `actor Trainer`, `placement group left`."""
-    sort = "placement group" if one.kind is WorkloadKind.group else one.kind.value
-    return f"{sort} {one.name or one.id[:12]}"
+    sort = "placement group" if workload.kind is WorkloadKind.group else workload.kind.value
+    return f"{sort} {workload.name or workload.id[:12]}"
 
 
 def drain_text(node: NodeSnapshot, now: float) -> str:
@@ -459,24 +484,24 @@ def drain_text(node: NodeSnapshot, now: float) -> str:
     return text + (f" ({node.drain.cause})" if node.drain.cause else "")
 
 
-def gpu_user_text(one: NonRayGpuUser) -> str:
+def gpu_user_text(gpu_user: NonRayGpuUser) -> str:
     """`process 4711 (python train.py) holds 61 of 80 GiB of it, outside Ray`."""
-    workloads = f"process {one.pid}" + (f" ({one.command})" if one.command else "")
-    if not one.used_bytes:
-        return f"{workloads} uses it, outside Ray"
-    of = f" of {one.of_bytes / 2**30:.3g}" if one.of_bytes else ""
-    return f"{workloads} holds {one.used_bytes / 2**30:.3g}{of} GiB of it, outside Ray"
+    process = f"process {gpu_user.pid}" + (f" ({gpu_user.command})" if gpu_user.command else "")
+    if not gpu_user.used_bytes:
+        return f"{process} uses it, outside Ray"
+    of = f" of {gpu_user.of_bytes / 2**30:.3g}" if gpu_user.of_bytes else ""
+    return f"{process} holds {gpu_user.used_bytes / 2**30:.3g}{of} GiB of it, outside Ray"
 
 
 def _leaving(snapshot: GcsSnapshot, blockers: tuple[Blocker, ...]) -> str:
-    busy = {one.group for one in snapshot.holders if one.group is not None}
+    busy = {holder.group for holder in snapshot.holders if holder.group is not None}
     names = []
-    for one in blockers:
-        sort = "placement group" if one.kind is WorkloadKind.group else one.kind.value
-        idle = " (nothing runs in it)" if one.kind is WorkloadKind.group and one.id not in busy else ""
-        job = snapshot.job(one.job)
+    for blocker in blockers:
+        sort = "placement group" if blocker.kind is WorkloadKind.group else blocker.kind.value
+        idle = " (nothing runs in it)" if blocker.kind is WorkloadKind.group and blocker.id not in busy else ""
+        job = snapshot.job(blocker.job)
         ended = " of a job that has ended" if job is not None and job.ended else ""
-        names.append(f"{sort} {one.name or one.id[:12]}{ended}{idle}, which holds {one.amounts}")
+        names.append(f"{sort} {blocker.name or blocker.id[:12]}{ended}{idle}, which holds {blocker.amounts}")
     return f"{_some(names)}, {'ends' if len(names) == 1 else 'end'}"
 
 
@@ -488,7 +513,7 @@ def _if_late(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> t
 
 
 def _longest(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> float | None:
-    return max((snapshot.at - one.since for one in workloads if one.since is not None), default=None)
+    return max((snapshot.at - workload.since for workload in workloads if workload.since is not None), default=None)
 
 
 def _some(words: Sequence[str]) -> str:
@@ -501,9 +526,9 @@ def _some(words: Sequence[str]) -> str:
 
 def _notes(snapshot: GcsSnapshot) -> tuple[DiagnosisNote, ...]:
     notes = [
-        DiagnosisNote(NoteKind.draining, f"node {one.name} {drain_text(one, snapshot.at)}")
-        for one in snapshot.nodes
-        if one.drain is not None
+        DiagnosisNote(NoteKind.draining, f"node {node.name} {drain_text(node, snapshot.at)}")
+        for node in snapshot.nodes
+        if node.drain is not None
     ]
     for gpu_user in snapshot.non_ray_gpu_users:
         gpu = f"GPU {gpu_user.gpu}" + (
@@ -529,8 +554,8 @@ def _counted(snapshot: GcsSnapshot, gpu_user: NonRayGpuUser) -> str:
     if gpu_user.node is None:
         return "no node of this cluster has that GPU"
     users = [
-        one.name
-        for one in snapshot.holders
-        if one.node == gpu_user.node and gpu_user.place is not None and gpu_user.place in one.gpus
+        holder.name
+        for holder in snapshot.holders
+        if holder.node == gpu_user.node and gpu_user.place is not None and gpu_user.place in holder.gpus
     ]
     return f"Ray has given it to {_some(users)}" if users else "Ray counts it as its own"

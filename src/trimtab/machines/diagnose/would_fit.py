@@ -63,21 +63,21 @@ class WouldFit:
     @property
     def now(self) -> bool:
         """Whether all of it could start now."""
-        return all(one.now for one in self.groups)
+        return all(group.now for group in self.groups)
 
     @property
     def ever(self) -> bool:
         """Whether all of it could start, were the nodes empty."""
-        return all(one.ever for one in self.groups)
+        return all(group.ever for group in self.groups)
 
 
 def would_fit(name: str, job: PlacementJob, plan: Plan, snapshot: GcsSnapshot) -> WouldFit:
     """Whether the groups of a plan find room together."""
     notes: list[str] = []
     groups = planned(job, plan, snapshot, notes)
-    staying = [one for one in snapshot.nodes if one.drain is None]
-    now = _one_by_one(groups, [NodeSpace(one.id, one.free, one.labels) for one in staying])
-    ever = _one_by_one(groups, [NodeSpace(one.id, one.total, one.labels) for one in staying])
+    staying = [node for node in snapshot.nodes if node.drain is None]
+    now = _one_by_one(groups, [NodeSpace(node.id, node.free, node.labels) for node in staying])
+    ever = _one_by_one(groups, [NodeSpace(node.id, node.total, node.labels) for node in staying])
     fits = tuple(
         GroupFit(
             group, not a.lacks, not b.lacks, tuple(dict.fromkeys(map(snapshot.node_name, a.nodes))), a.lacks, b.lacks
@@ -85,7 +85,7 @@ def would_fit(name: str, job: PlacementJob, plan: Plan, snapshot: GcsSnapshot) -
         for group, a, b in zip(groups, now, ever, strict=True)
     )
     requests = tuple(request for group in groups for request in group.requests)
-    fine = all(one.now for one in fits)
+    fine = all(fit.now for fit in fits)
     return WouldFit(
         fits,
         None if fine else judge(snapshot, PendingWorkload(name, WorkloadKind.plan, name, requests)),
@@ -95,7 +95,7 @@ def would_fit(name: str, job: PlacementJob, plan: Plan, snapshot: GcsSnapshot) -
 
 def planned(job: PlacementJob, plan: Plan, snapshot: GcsSnapshot, notes: list[str]) -> tuple[PlannedGroup, ...]:
     """What each group of a plan asks of nodes."""
-    kinds = {dict(one.labels).get(KIND_LABEL) for one in snapshot.nodes if one.total.get("gpu")} - {None}
+    kinds = {dict(node.labels).get(KIND_LABEL) for node in snapshot.nodes if node.total.get("gpu")} - {None}
     widest = max((node.gpus for node in job.cluster.nodes), default=1) or 1
     groups = []
     for group in plan.groups:
@@ -111,10 +111,10 @@ def planned(job: PlacementJob, plan: Plan, snapshot: GcsSnapshot, notes: list[st
         groups.append(PlannedGroup(", ".join(group.components), len(group.gpus), block, requests))
     for component in job.workflow.components:
         if component.on_cpu and component.cpus:
-            each = math.ceil(component.cpus / MAX_CPU_REQUESTS)
-            full = int(component.cpus // each)
-            left = component.cpus - full * each
-            cpus = [float(each)] * full + ([left] if left else [])
+            size = math.ceil(component.cpus / MAX_CPU_REQUESTS)
+            full = int(component.cpus // size)
+            left = component.cpus - full * size
+            cpus = [float(size)] * full + ([left] if left else [])
             groups.append(
                 PlannedGroup(component.name, 0, 0, tuple(ResourceRequest(Resources.of(cpu=size)) for size in cpus))
             )
@@ -127,7 +127,7 @@ def _block(job: PlacementJob, plan: Plan, components: Sequence[str], widest: int
     for name in components:
         chosen = plan.placed(name).variant
         variants = job.workflow.component(name).variants
-        sizes += [one.multiple_of for one in variants if one.name == chosen]
+        sizes += [variant.multiple_of for variant in variants if variant.name == chosen]
     return min(max(sizes), widest)
 
 

@@ -15,17 +15,17 @@ from trimtab.model.workflow import Workflow
 
 def check_iteration(iteration: Iteration, workflow: Workflow) -> None:
     """Raise InputError where an iteration names a component that the workflow has not, or more than it has."""
-    for one in iteration.components:
-        if one.component not in workflow.names:
-            near = nearest(one.component, workflow.names)
+    for component in iteration.components:
+        if component.component not in workflow.names:
+            near = nearest(component.component, workflow.names)
             raise InputError(
-                f"there is no component named {one.component}",
+                f"there is no component named {component.component}",
                 where=f"iteration {iteration.number}",
                 hint=f"did you mean {near}?" if near else f"components are: {', '.join(workflow.names)}",
             )
-        if one.batches is not None and one.batches > workflow.batches:
+        if component.batches is not None and component.batches > workflow.batches:
             raise InputError(
-                f"{one.component} did {one.batches} batches of {workflow.batches}",
+                f"{component.component} did {component.batches} batches of {workflow.batches}",
                 where=f"iteration {iteration.number}",
             )
 

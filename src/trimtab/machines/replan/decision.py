@@ -85,7 +85,7 @@ class ReplanPlanner:
 
     def _shape(self, plan: Plan) -> GroupingShape:
         position = {component.name: i for i, component in enumerate(self._simulator.order)}
-        groups = [(tuple(sorted(position[name] for name in one.components)), one.gpus) for one in plan.groups]
+        groups = [(tuple(sorted(position[name] for name in group.components)), group.gpus) for group in plan.groups]
         cells = cells_of(groups) if plan.overlaps else [members for members, _ in groups]
         return shape_of(self._simulator.order, self.workflow, cells)
 
@@ -121,12 +121,14 @@ class ReplanPlanner:
                 found.append(best)
                 found.extend(self._same_groups(space, running, best, now))
         candidates = []
-        for one in found:
+        for candidate in found:
             placed_plan = (
-                on_current_gpus(PlacedPlan(to_plan(space, one), cluster), running) if space is not None else running
+                on_current_gpus(PlacedPlan(to_plan(space, candidate), cluster), running)
+                if space is not None
+                else running
             )
             if not placed_plan.same_as(running):
-                candidates.append(CandidatePlan(placed_plan, one.seconds, self.seconds(placed_plan.plan, sure)))
+                candidates.append(CandidatePlan(placed_plan, candidate.seconds, self.seconds(placed_plan.plan, sure)))
         return PlanComparison(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))
 
     def _same_groups(self, space: PlanSpace, running: PlacedPlan, best: FoundPlan, beat: float) -> list[FoundPlan]:
@@ -166,7 +168,7 @@ class ReplanPlanner:
         times, kind = self.times(plan, levels), kinds_of(plan).get(component, "")
         placed = plan.placed(component)
         part = self.workflow.component(component)
-        variant = next(one for one in part.variants if one.name == placed.variant)
+        variant = next(variant for variant in part.variants if variant.name == placed.variant)
         counts = [gpus for gpus in range(1, len(placed.gpus) + 1) if variant.allows(gpus)] or [len(placed.gpus)]
         limit = self.with_times(plan, times) * (1 + slack)
         low, high = 0, len(counts) - 1
@@ -216,17 +218,17 @@ def weigh(
             None, Reason(ReasonCode.no_gain, f"no plan is faster than {_s(comparison.seconds)} an iteration"), numbers
         )
     worth = [
-        min(comparison.sure_seconds - one.sure_seconds, comparison.seconds - one.seconds) * horizon
+        min(comparison.sure_seconds - candidate.sure_seconds, comparison.seconds - candidate.seconds) * horizon
         - cost * (1 + rules.margin)
-        for one, (cost, _) in zip(comparison.candidates, costs, strict=True)
+        for candidate, (cost, _) in zip(comparison.candidates, costs, strict=True)
     ]
     chosen = max(range(len(worth)), key=lambda at: (worth[at], -at))
-    one, (cost, known) = comparison.candidates[chosen], costs[chosen]
-    gain, sure = comparison.seconds - one.seconds, comparison.sure_seconds - one.sure_seconds
+    candidate, (cost, known) = comparison.candidates[chosen], costs[chosen]
+    gain, sure = comparison.seconds - candidate.seconds, comparison.sure_seconds - candidate.sure_seconds
     numbers = replace(
-        numbers, new_iteration_s=one.seconds, gain_s=gain, sure_gain_s=sure, cost_s=cost, cost_measured=known
+        numbers, new_iteration_s=candidate.seconds, gain_s=gain, sure_gain_s=sure, cost_s=cost, cost_measured=known
     )
-    said = f"{one.placed_plan.plan.describe()} would take {_s(one.seconds)} instead of {_s(comparison.seconds)}"
+    said = f"{candidate.placed_plan.plan.describe()} would take {_s(candidate.seconds)} instead of {_s(comparison.seconds)}"
     if gain < rules.least_gain * comparison.seconds:
         return ReplanDecision(None, Reason(ReasonCode.no_gain, f"{said}: less than {rules.least_gain:.0%}"), numbers)
     if sure < rules.least_gain / 2 * comparison.sure_seconds:
@@ -236,7 +238,7 @@ def weigh(
         price = f"{_s(cost)} {'as measured' if known else 'assumed'}"
         said += f": {_s(min(gain, sure))} x {horizon} iterations do not pay for a move of {price}"
         return ReplanDecision(None, Reason(ReasonCode.not_worth, said), numbers)
-    return ReplanDecision(one.placed_plan, Reason(why.code, f"{why.sentence}; {said}"), numbers)
+    return ReplanDecision(candidate.placed_plan, Reason(why.code, f"{why.sentence}; {said}"), numbers)
 
 
 def _s(seconds: float) -> str:

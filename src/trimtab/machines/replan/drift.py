@@ -45,29 +45,29 @@ class DriftMonitor:
 
     # ---- iterations ------------------------------------------------------------------------------------------------
 
-    def take(self, one: Iteration, moving: bool) -> Reason | None:
+    def take(self, iteration: Iteration, moving: bool) -> Reason | None:
         """Count an iteration's figures; a reason where it shows that the last move fell short."""
         run, plan = self.run, self.run.running.plan
         kinds = kinds_of(plan)
-        self.estimates.take(one, {c.name: (c.variant, kinds.get(c.name, "")) for c in plan.components})
-        for part in one.components:
+        self.estimates.take(iteration, {c.name: (c.variant, kinds.get(c.name, "")) for c in plan.components})
+        for part in iteration.components:
             run.switching[part.component] = part.offload_s + part.onload_s
-        return None if moving or one.extra or one.wall_s <= 0 else self._compare(one)
+        return None if moving or iteration.extra or iteration.wall_s <= 0 else self._compare(iteration)
 
-    def _compare(self, one: Iteration) -> Reason | None:
+    def _compare(self, iteration: Iteration) -> Reason | None:
         """The iteration's wall time beside what the model says of these very times."""
         run = self.run
         batches = self.workflow.batches
-        times = {part.component: part.busy_s * batches / (part.batches or batches) for part in one.components}
-        run.walls = [*run.walls, one.wall_s][-self.rules.window :]
+        times = {part.component: part.busy_s * batches / (part.batches or batches) for part in iteration.components}
+        run.walls = [*run.walls, iteration.wall_s][-self.rules.window :]
         if times.keys() >= set(self.workflow.names):
             predicted = self.planner.with_times(run.running.plan, times)
             if predicted > 0:
-                run.bias = [*run.bias, one.wall_s / predicted][-self.rules.window :]
+                run.bias = [*run.bias, iteration.wall_s / predicted][-self.rules.window :]
         promise = run.promise
         if promise is None:
             return None
-        promise.walls.append(one.wall_s)
+        promise.walls.append(iteration.wall_s)
         if len(promise.walls) < self.rules.least_iterations:
             return None
         run.promise = None
@@ -90,8 +90,8 @@ class DriftMonitor:
         """Stay or go, from what is known now, with a new look at the plans where the last one is out of date."""
         estimates = self.estimates.all()
         run = self.run
-        levels = {name: one.level for name, one in estimates.items()}
-        sure = {name: sure_level(one, run.reference[name]) for name, one in estimates.items()}
+        levels = {name: estimate.level for name, estimate in estimates.items()}
+        sure = {name: sure_level(estimate, run.reference[name]) for name, estimate in estimates.items()}
         drifted = [name for name in sure if sure[name] != run.reference[name]]
         why = drift_reason(drifted, levels, run, self.planner.times(run.running.plan, levels))
         comparison, fresh = self._compared(levels, sure)
@@ -122,7 +122,7 @@ class DriftMonitor:
         return self._comparison, fresh
 
     def _weighed(self, comparison: PlanComparison, why: Reason) -> ReplanDecision:
-        costs = [self.cost(one.placed_plan) for one in comparison.candidates]
+        costs = [self.cost(candidate.placed_plan) for candidate in comparison.candidates]
         decision = weigh(comparison, costs, self.rules, self.horizon(), why)
         return ReplanDecision(decision.to, decision.reason, self._with_dwell(decision.numbers))
 
@@ -143,11 +143,13 @@ class DriftMonitor:
 
     def levels(self) -> dict[str, float]:
         """What every component costs now, against its profile."""
-        return {name: one.level for name, one in self.estimates.all().items()}
+        return {name: estimate.level for name, estimate in self.estimates.all().items()}
 
     def cost(self, to: PlacedPlan) -> tuple[float, bool]:
         """What moving there would cost, and whether that was measured."""
-        touched = tuple(one.component for one in changes(self.run.running, to) if one.how is not ChangeKind.stays)
+        touched = tuple(
+            change.component for change in changes(self.run.running, to) if change.how is not ChangeKind.stays
+        )
         switching_s = sum(self.run.switching.get(name, 0.0) for name in touched)
         return cost_of(touched, self.costs, self.rules, switching_s)
 

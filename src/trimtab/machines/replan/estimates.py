@@ -55,12 +55,12 @@ class CostEstimates:
 
     def take(self, iteration: Iteration, variants: Mapping[str, tuple[str, str]]) -> None:
         """Count an iteration. `variants` says which variant every component ran in, on which kind of GPU."""
-        for one in iteration.components:
-            track = self.tracks[one.component]
+        for component in iteration.components:
+            track = self.tracks[component.component]
             wall = iteration.wall_s or 1.0
-            track.wait_share, track.busy_share = min(1.0, one.wait_s / wall), min(1.0, one.busy_s / wall)
-            track.gpus = one.gpus
-            level = self._level(one, *variants.get(one.component, ("", "")))
+            track.wait_share, track.busy_share = min(1.0, component.wait_s / wall), min(1.0, component.busy_s / wall)
+            track.gpus = component.gpus
+            level = self._level(component, *variants.get(component.component, ("", "")))
             if level is not None and not iteration.extra:
                 track.measured += 1
                 _add(track, iteration.number, math.log(level), self._rules.window)
@@ -68,8 +68,8 @@ class CostEstimates:
     def forget_after(self, number: int) -> None:
         """Iterations after that one are done again."""
         for track in self.tracks.values():
-            track.recent = [one for one in track.recent if one[0] <= number]
-            track.aside = [one for one in track.aside if one[0] <= number]
+            track.recent = [point for point in track.recent if point[0] <= number]
+            track.aside = [point for point in track.aside if point[0] <= number]
 
     def estimate(self, name: str) -> CostEstimate:
         """What a component costs now."""
@@ -90,10 +90,10 @@ class CostEstimates:
         """Iterations that tell something: of the component that was measured least often, if it ever was."""
         return min((track.measured for track in self.tracks.values() if track.measured), default=0)
 
-    def _level(self, one: ComponentTiming, variant: str, kind: str) -> float | None:
-        profiled = profiled_seconds(self._workflow.component(one.component), variant, kind, one.gpus)
+    def _level(self, timing: ComponentTiming, variant: str, kind: str) -> float | None:
+        profiled = profiled_seconds(self._workflow.component(timing.component), variant, kind, timing.gpus)
         batches = self._workflow.batches
-        seconds = one.busy_s * batches / (one.batches or batches)
+        seconds = timing.busy_s * batches / (timing.batches or batches)
         return seconds / profiled if profiled and seconds > 0 else None
 
 
@@ -101,7 +101,7 @@ def profiled_seconds(component: Component, variant: str, kind: str, gpus: int) -
     """Seconds of all batches on so many GPUs as profiled; None where nothing is known."""
     if component.cpu_seconds is not None:
         return component.cpu_seconds
-    chosen = next((one for one in component.variants if one.name == variant), None)
+    chosen = next((known for known in component.variants if known.name == variant), None)
     points = chosen.points(kind) if chosen is not None else ()
     if chosen is None or not points or gpus < 1:
         return None

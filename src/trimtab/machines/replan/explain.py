@@ -58,15 +58,17 @@ def drift_reason(
 
 def costs_text(estimates: Mapping[str, CostEstimate], reference: Mapping[str, float], drifted: Sequence[str]) -> str:
     """How near everything is to what the plan was made for; `drifted` is told from noise, and too small to matter."""
-    name = max(estimates, key=lambda one: abs(estimates[one].middle / reference[one] - 1))
-    one = estimates[name]
-    away, now = one.middle / reference[name] - 1, one.level / reference[name] - 1
+    name = max(estimates, key=lambda each: abs(estimates[each].middle / reference[each] - 1))
+    estimate = estimates[name]
+    away, now = estimate.middle / reference[name] - 1, estimate.level / reference[name] - 1
     said = f"{name} is furthest from what the plan was made for: {away:+.1%}"
     if name in drifted:
-        return f"{said}, more than its noise of {one.width:.1%}, but it is too short a part of an iteration to matter"
-    if one.middle / (1 + one.width) <= reference[name] <= one.middle * (1 + one.width):
-        return f"{said}, within its noise of {one.width:.1%}"
-    return f"{said}, but {now:+.1%} by its trend: with a noise of {one.width:.1%} that is not told from no change"
+        return (
+            f"{said}, more than its noise of {estimate.width:.1%}, but it is too short a part of an iteration to matter"
+        )
+    if estimate.middle / (1 + estimate.width) <= reference[name] <= estimate.middle * (1 + estimate.width):
+        return f"{said}, within its noise of {estimate.width:.1%}"
+    return f"{said}, but {now:+.1%} by its trend: with a noise of {estimate.width:.1%} that is not told from no change"
 
 
 def gone_reason(run: ReplanState) -> Reason:

@@ -124,19 +124,19 @@ class ReplanMachine:
             self._forced(now)
 
     def _on_iteration_done(self, event: e.IterationDone, now: float) -> None:
-        one, run = event.iteration, self._run
-        check_iteration(one, self.workflow)
-        if one.number <= run.done:
+        iteration, run = event.iteration, self._run
+        check_iteration(iteration, self.workflow)
+        if iteration.number <= run.done:
             return  # it was counted
-        if one.number > run.done + 1:
+        if iteration.number > run.done + 1:
             raise InputError(
-                f"iteration {one.number} is told, but the last one counted is {run.done}",
-                hint=f"tell iteration {run.done + 1} first, or that the run was resumed after {one.number - 1}",
+                f"iteration {iteration.number} is told, but the last one counted is {run.done}",
+                hint=f"tell iteration {run.done + 1} first, or that the run was resumed after {iteration.number - 1}",
             )
-        run.done = one.number
+        run.done = iteration.number
         if run.remaining is not None:
             run.remaining = max(0, run.remaining - 1)
-        short = self._drift.take(one, moving=self._moves.moving is not None)
+        short = self._drift.take(iteration, moving=self._moves.moving is not None)
         if short is not None:
             self._notify(short)
         if run.stopped is None:
@@ -188,9 +188,9 @@ class ReplanMachine:
         if event.component not in self.rules.elastic or event.component not in self.workflow.names:
             raise InputError(f"{event.component} is not elastic", hint="name it in the rules of the run: elastic")
         self._run.used[event.component] = event.gpus
-        for one in self._drift.ranges():
-            if one.component == event.component and not one.min_gpus <= event.gpus <= one.max_gpus:
-                self._emit(one)
+        for gpu_range in self._drift.ranges():
+            if gpu_range.component == event.component and not gpu_range.min_gpus <= event.gpus <= gpu_range.max_gpus:
+                self._emit(gpu_range)
 
     def _on_seated(self, event: e.PlanPlaced, now: float) -> None:
         run = self._run
@@ -381,8 +381,8 @@ class ReplanMachine:
         self._emit(e.Notify(reason))
 
     def _set_ranges(self) -> None:
-        for one in self._drift.ranges():
-            self._emit(one)
+        for gpu_range in self._drift.ranges():
+            self._emit(gpu_range)
 
     def _write(self, subject: str, state: str, reason: Reason) -> None:
         self._stories.write(subject, StoryEntry(self._run.now, state, reason))

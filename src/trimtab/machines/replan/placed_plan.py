@@ -129,13 +129,13 @@ def on_current_gpus(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
     known = {(node.name, node.gpu) for node in running.cluster.nodes}
     usable = [(name, kind) in known for (name, _), kind in zip(gpu_slots(to.cluster), kinds, strict=True)]
     old: dict[str, set[int]] = {}
-    for name in (one.name for one in running.plan.components):
+    for name in (component.name for component in running.plan.components):
         held = {rank_of[seat] for seat in running.slots_of(name) if seat in rank_of}
         old[name] = {rank for rank in held if usable[rank]}
     taken: set[int] = set()
     ranks: dict[tuple[str, ...], list[int]] = {}
     company = {group.components for group in running.plan.groups}
-    for group in sorted(to.plan.groups, key=lambda one: one.components not in company):
+    for group in sorted(to.plan.groups, key=lambda group: group.components not in company):
         had = set().union(*(old.get(name, set()) for name in group.components))
         kept = sorted(rank for rank in had - taken if kinds[rank] == group.kind)[: len(group.gpus)]
         ranks[group.components] = kept

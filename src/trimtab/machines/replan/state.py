@@ -111,7 +111,7 @@ def load_moving(data: Any) -> OngoingMigration | None:
             id=move["id"],
             before=_plan(move["before"]),
             after=_plan(move["after"]),
-            changes=tuple(decode(ComponentChange, one) for one in move["changes"]),
+            changes=decode(tuple[ComponentChange, ...], move["changes"]),
             reason=decode(Reason, move["reason"]),
             numbers=decode(DecisionNumbers, move["numbers"]),
             forced=move.get("forced", False),
@@ -133,17 +133,17 @@ def dump_tracks(tracks: dict[str, CostTrack]) -> dict[str, Any]:
 
 def load_tracks(data: dict[str, Any]) -> dict[str, CostTrack]:
     """The newest levels from plain data."""
-    return {name: decode(CostTrack, one) for name, one in data.items()}
+    return decode(dict[str, CostTrack], data)
 
 
 def load_costs(data: list[Any]) -> list[MigrationCost]:
     """What past moves cost, from plain data."""
-    return [decode(MigrationCost, one) for one in data]
+    return decode(list[MigrationCost], data)
 
 
 def load_stories(data: dict[str, Any]) -> dict[str, list[StoryEntry]]:
     """Stories from plain data."""
-    return {name: [decode(StoryEntry, one) for one in entries] for name, entries in data.items()}
+    return decode(dict[str, list[StoryEntry]], data)
 
 
 def _copied(value: Any) -> Any:
@@ -158,8 +158,8 @@ def _plan(data: dict[str, Any]) -> Plan:
     """By hand: the codec reads no literal types."""
     kept = dict(data)
     return Plan(
-        groups=tuple(decode(ComponentGroup, one) for one in kept.pop("groups")),
-        components=tuple(decode(PlacedComponent, one) for one in kept.pop("components")),
-        timeline=tuple(TimelineBar(**one) for one in kept.pop("timeline")),
+        groups=decode(tuple[ComponentGroup, ...], kept.pop("groups")),
+        components=decode(tuple[PlacedComponent, ...], kept.pop("components")),
+        timeline=tuple(TimelineBar(**bar) for bar in kept.pop("timeline")),
         **kept,
     )

@@ -150,7 +150,7 @@ class ActionResults:
             dues.append(worker.action.deadline)
         if worker.drain_deadline is not None and not worker.drain_expired:
             dues.append(worker.drain_deadline)
-        return min((one for one in dues if one is not None), default=None)
+        return min((due for due in dues if due is not None), default=None)
 
     def late(self, name: str) -> None:
         """Its due time has come."""

@@ -38,7 +38,7 @@ class WorkerHealth:
 
     def unresponsive(self, worker: RolloutWorker, why: str) -> None:
         """It does not answer, though it may be healthy."""
-        orphans = sum(one.orphan for one in worker.held.values())
+        orphans = sum(attempt.orphan for attempt in worker.held.values())
         if orphans and worker.state in (S.draining, S.stale, S.empty):
             self.lost(worker, Reason(ReasonCode.hung, f"{why}, and others wait for that"))
         elif orphans >= self.state.rules.faults:

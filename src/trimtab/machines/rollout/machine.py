@@ -187,7 +187,7 @@ class RolloutMachine:
             return self._requests.attempt_due(name)
         refit = self._state.refit
         dues = (self._scaler.due(), None if refit is None else refit.deadline)
-        return min((one for one in dues if one is not None), default=None)
+        return min((due for due in dues if due is not None), default=None)
 
     def _arm(self) -> None:
         state = self._state
@@ -198,7 +198,7 @@ class RolloutMachine:
 
     def workers(self) -> tuple[WorkerView, ...]:
         """All workers, in order of joining."""
-        return tuple(worker_view(one, self._state.load_of(one)) for one in self._state.workers.values())
+        return tuple(worker_view(worker, self._state.load_of(worker)) for worker in self._state.workers.values())
 
     def worker(self, name: str) -> WorkerView | None:
         """One worker."""
@@ -207,7 +207,7 @@ class RolloutMachine:
 
     def requests(self) -> tuple[RequestView, ...]:
         """All requests that are not answered, in order of arrival."""
-        return tuple(request_view(one) for one in self._state.requests.values())
+        return tuple(request_view(request) for request in self._state.requests.values())
 
     def request(self, name: str) -> RequestView | None:
         """One request; answered ones as long as they are remembered."""
@@ -275,9 +275,9 @@ class RolloutMachine:
         return {
             "rules": encode(state.rules),
             "counters": encode(state.counters),
-            "workers": [encode(one) for one in state.workers.values()],
-            "requests": [encode(one) for one in state.requests.values()],
-            "past": [encode(one) for one in state.past.values()],
+            "workers": [encode(worker) for worker in state.workers.values()],
+            "requests": [encode(request) for request in state.requests.values()],
+            "past": [encode(request) for request in state.past.values()],
             "keys": dict(state.keys),
             "coalesced": dict(state.coalesced),
             "refit": encode(state.refit),
@@ -287,7 +287,7 @@ class RolloutMachine:
             "decision": encode(self._scaler.last),
             "means": encode(router.predictor.means),
             "homes": dict(router.homes),
-            "lanes": {name: [one.placed, list(one.groups)] for name, one in router.lanes.items()},
+            "lanes": {name: [lane.placed, list(lane.groups)] for name, lane in router.lanes.items()},
         }
 
     @classmethod
@@ -305,11 +305,11 @@ class RolloutMachine:
         machine._scaler.last = None if decision is None else decode(scaling.Decision, decision)
         router.predictor.means = decode(dict[str, dict[str, FadingMean]], data["means"])
         router.homes = dict(data["homes"])
-        state.past = {one.id: one for one in (decode(RolloutRequest, each) for each in data["past"])}
-        for each in data["requests"]:
-            machine._recall_request(decode(RolloutRequest, each))
-        for each in data["workers"]:
-            machine._recall_worker(decode(RolloutWorker, each))
+        state.past = {request.id: request for request in decode(list[RolloutRequest], data["past"])}
+        for request in decode(list[RolloutRequest], data["requests"]):
+            machine._restore_request(request)
+        for worker in decode(list[RolloutWorker], data["workers"]):
+            machine._restore_worker(worker)
         for name, (placed, groups) in data["lanes"].items():
             lane = router.lanes[name]
             lane.groups = dict.fromkeys(groups)
@@ -318,7 +318,7 @@ class RolloutMachine:
         machine._arm()
         return machine
 
-    def _recall_request(self, request: RolloutRequest) -> None:
+    def _restore_request(self, request: RolloutRequest) -> None:
         state = self._state
         state.requests[request.id] = request
         state.touch("r", request.id)
@@ -329,7 +329,7 @@ class RolloutMachine:
             else:
                 state.router.push(request)
 
-    def _recall_worker(self, worker: RolloutWorker) -> None:
+    def _restore_worker(self, worker: RolloutWorker) -> None:
         state = self._state
         state.workers[worker.id] = worker
         for key in (*worker.held, *worker.zombies):
@@ -383,7 +383,9 @@ class RolloutMachine:
         state, name = self._state, request.id
         assert request.state not in ANSWERED, f"{name}: answered, and remembered as not"
         assert request.recipients, f"{name}: nobody wants it"
-        assert sum(one.tokens for one in request.spans) == request.tokens <= request.spec.max_tokens, f"{name}: tokens"
+        assert sum(span.tokens for span in request.spans) == request.tokens <= request.spec.max_tokens, (
+            f"{name}: tokens"
+        )
         assert request.story[-1].state == request.state.value, f"{name}: story"
         held = state.attempt(attempt_key(name, request.attempt))
         if request.state is RequestState.queued:
@@ -400,8 +402,8 @@ class RolloutMachine:
         assert len(waiting) == state.router.queued, "queued"
         assert all(state.requests[name].state is RequestState.queued for name in (*waiting, *state.parked)), "waits"
         assert not set(waiting) & set(state.parked), "waits twice"
-        assert +state.parked_by_class == Counter(one.spec.class_ for one in state.parked.values()), "later"
-        assert sum(len(one.held) + len(one.zombies) for one in state.workers.values()) == len(
+        assert +state.parked_by_class == Counter(request.spec.class_ for request in state.parked.values()), "parked"
+        assert sum(len(worker.held) + len(worker.zombies) for worker in state.workers.values()) == len(
             state.worker_by_attempt
         ), "held"
         assert all(name in state.requests or name in state.past for name in state.keys.values()), "keys"

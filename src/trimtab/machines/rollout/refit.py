@@ -46,12 +46,12 @@ class RefitCoordinator:
             if not (worker.leaving or worker.reclaimed or worker.disabled):
                 members.append(RefitMember(worker.id, worker.spec.size, offset, worker.incarnation))
                 offset += worker.spec.size
-        old = {(one.worker, one.incarnation) for one in before.members}
-        new = {(one.worker, one.incarnation) for one in members}
+        old = {(member.worker, member.incarnation) for member in before.members}
+        new = {(member.worker, member.incarnation) for member in members}
         if old == new and tuple(members) == before.members:
             return Membership(before.epoch, before.members)
-        joined = tuple(one.worker for one in members if (one.worker, one.incarnation) not in old)
-        left = tuple(one.worker for one in before.members if (one.worker, one.incarnation) not in new)
+        joined = tuple(member.worker for member in members if (member.worker, member.incarnation) not in old)
+        left = tuple(member.worker for member in before.members if (member.worker, member.incarnation) not in new)
         return Membership(before.epoch + 1, tuple(members), joined=joined, left=left)
 
     def in_refit(self, worker: RolloutWorker) -> bool:
@@ -59,8 +59,8 @@ class RefitCoordinator:
         if self.state.refit is None:
             return False
         return any(
-            one.worker == worker.id and one.incarnation == worker.incarnation
-            for one in self.state.counters.membership.members
+            member.worker == worker.id and member.incarnation == worker.incarnation
+            for member in self.state.counters.membership.members
         )
 
     # ---- begin -----------------------------------------------------------------------------------------------------
@@ -78,9 +78,11 @@ class RefitCoordinator:
         state.counters.membership = Membership(
             next_membership.epoch, next_membership.members, True, next_membership.joined, next_membership.left
         )
-        members = [state.workers[one.worker] for one in next_membership.members]
+        members = [state.workers[member.worker] for member in next_membership.members]
         deadline = state.counters.now + rules.refit_s
-        state.refit = OngoingRefit(event.version, event.way, event.in_flight, deadline, [one.id for one in members])
+        state.refit = OngoingRefit(
+            event.version, event.way, event.in_flight, deadline, [worker.id for worker in members]
+        )
         state.counters.version = event.version
         state.touch("", "")
         for worker in members:
@@ -122,7 +124,7 @@ class RefitCoordinator:
             refit.waiting.remove(worker.id)
             self._ready()
         gone = worker.id not in (*refit.confirmed, *refit.failed) and not self.in_refit(worker)
-        if gone and any(one.worker == worker.id for one in self.state.counters.membership.members):
+        if gone and any(member.worker == worker.id for member in self.state.counters.membership.members):
             refit.failed.append(worker.id)
             self._end_if_complete()
 
@@ -131,7 +133,7 @@ class RefitCoordinator:
             return True
         if worker.action is not None and worker.action.verb is WorkerVerb.pause:
             return False
-        return not any(one.abort_by is not None and not one.orphan for one in worker.held.values())
+        return not any(attempt.abort_by is not None and not attempt.orphan for attempt in worker.held.values())
 
     def _ready(self) -> None:
         """Once everybody is quiet, the trainer may send; where refits are trimtab's, it begins."""
@@ -165,7 +167,7 @@ class RefitCoordinator:
     def _same_process(self, worker: RolloutWorker, epoch: int) -> bool:
         membership = self.state.counters.membership
         return membership.epoch == epoch and any(
-            one.worker == worker.id and one.incarnation == worker.incarnation for one in membership.members
+            member.worker == worker.id and member.incarnation == worker.incarnation for member in membership.members
         )
 
     def confirm(self, worker: RolloutWorker, version: int) -> None:
@@ -242,7 +244,7 @@ class RefitCoordinator:
                 refit.failed.append(member.worker)
                 worker.action = None if worker.action and worker.action.verb is WorkerVerb.refit else worker.action
                 self.workers.refit_failed(worker, f"{why}, and nobody confirmed version {refit.version} here")
-        failed = tuple(one.worker for one in membership.members if one.worker not in refit.confirmed)
+        failed = tuple(member.worker for member in membership.members if member.worker not in refit.confirmed)
         sentence = f"{why}: {len(refit.confirmed)} of {counted(len(membership.members), 'worker')} have it"
         code = ReasonCode.refit_failed if failed else ReasonCode.current
         state.instructions.append(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))

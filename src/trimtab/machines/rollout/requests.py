@@ -100,9 +100,9 @@ class RequestTransitions:
     def _refuse(self, spec: RequestSpec, limit: int) -> None:
         state = self.state
         state.counters.refused += 1
-        each = state.counters.service_s.value or 1.0
-        room = sum(lane.limit for lane in state.router.lanes.values()) or 1
-        wait = min(max(each * state.router.queued / room, 0.1), MAX_RETRY_AFTER_S)
+        service_s = state.counters.service_s.value or 1.0
+        capacity = sum(lane.limit for lane in state.router.lanes.values()) or 1
+        wait = min(max(service_s * state.router.queued / capacity, 0.1), MAX_RETRY_AFTER_S)
         reason = Reason(ReasonCode.queue_full, f"{counted(limit, 'request')} of class {spec.class_} wait already")
         state.instructions.append(e.RefuseRequest(spec.id, reason, wait))
 
@@ -118,7 +118,7 @@ class RequestTransitions:
             gone = f"it asked for version {spec.version}, the trainer is at {version}"
             self._fail(request, Reason(ReasonCode.version_gone, gone))
         elif (spec.version or version) > version or (spec.at_least or version) > version:
-            wanted = max(one for one in (spec.version, spec.at_least) if one is not None)
+            wanted = max(wish for wish in (spec.version, spec.at_least) if wish is not None)
             state.park(request)
             state.set_request_state(
                 request,
@@ -134,14 +134,14 @@ class RequestTransitions:
     def version_changed(self) -> None:
         """The trainer's version is another: whoever waits is judged anew."""
         state = self.state
-        parked = sorted(state.parked.values(), key=lambda one: one.number)
+        parked = sorted(state.parked.values(), key=lambda request: request.number)
         pinned = [
-            one
+            request
             for queue in state.router.queues.values()
-            for one in queue.waiting.values()
-            if one.spec.version is not None or one.spec.at_least is not None
+            for request in queue.waiting.values()
+            if request.spec.version is not None or request.spec.at_least is not None
         ]
-        for request in sorted([*parked, *pinned], key=lambda one: one.number):
+        for request in sorted([*parked, *pinned], key=lambda request: request.number):
             state.unpark(request)
             state.router.drop(request)
             self._queue(request, Reason(ReasonCode.queued, f"the trainer is at version {state.counters.version}"))
@@ -387,7 +387,7 @@ class RequestTransitions:
     def _mixes_versions(self, request: RolloutRequest) -> bool:
         """Whether several versions made it, and it may only be one: a refit went over it that trimtab could not cut."""
         pin = request.spec.version
-        if pin is not None and any(one.version != pin for one in request.spans):
+        if pin is not None and any(span.version != pin for span in request.spans):
             return True
         return not request.spec.spans and len(request.spans) > 1
 

@@ -117,7 +117,7 @@ class Router:
         self.rules = rules
         self.predictor = LengthPredictor()
         self.lanes: dict[str, WorkerLane] = {}  # workers that may serve, with room or without
-        self.queues = {one.name: RequestQueue(one) for one in rules.classes}
+        self.queues = {request_class.name: RequestQueue(request_class) for request_class in rules.classes}
         self._by_priority = sorted(self.queues.values(), key=lambda queue: (-queue.spec.priority, queue.spec.name))
         self._heap: list[tuple[int, int, int, str]] = []  # load, number, stamp, worker
         self._stamp = 0
@@ -163,7 +163,7 @@ class Router:
         heapq.heappush(self._heap, (lane.load, lane.number, lane.stamp, lane.worker))
         if len(self._heap) > 64 + 4 * len(self.lanes):
             self._heap = [
-                (one.placed, one.number, one.stamp, one.worker) for one in self.lanes.values() if one.stamp != 0
+                (lane.placed, lane.number, lane.stamp, lane.worker) for lane in self.lanes.values() if lane.stamp != 0
             ]
             heapq.heapify(self._heap)
 
@@ -229,7 +229,7 @@ class Router:
                 del queue.groups[group]
         if len(queue.fresh) + len(queue.requeued) > 64 + 2 * len(queue.waiting):
             queue.fresh.clear()
-            queue.requeued = sorted((one.number, one.id) for one in queue.waiting.values())
+            queue.requeued = sorted((request.number, request.id) for request in queue.waiting.values())
 
     def _head(self) -> tuple[RequestQueue, RolloutRequest] | None:
         for queue in self._by_priority:

@@ -72,8 +72,8 @@ class Scaler:
             state.takers,
             SleepCosts(counters.sleep_s.value, counters.wake_s.value, counters.drain_s.value),
             fresh=all(
-                one.load_fresh_until is not None or not one.reports_load
-                for one in state.workers_in(S.active, S.draining, S.suspect)
+                worker.load_fresh_until is not None or not worker.reports_load
+                for worker in state.workers_in(S.active, S.draining, S.suspect)
             ),
             idle=idle,
             service_s=counters.service_s.value,
@@ -162,7 +162,7 @@ class Scaler:
         """When something about the number changes by time alone."""
         counters = self.state.counters
         dues = [counters.next_evaluation, counters.manual_until, *(until for _, until in counters.holds.values())]
-        return min((one for one in dues if one is not None), default=None)
+        return min((due for due in dues if due is not None), default=None)
 
     def evaluate(self) -> None:
         """Ask, and carry it out."""
@@ -170,7 +170,7 @@ class Scaler:
         now = counters.now
         if counters.manual_until is not None and counters.manual_until <= now:
             counters.manual_workers = counters.manual_until = None
-        counters.holds = {name: one for name, one in counters.holds.items() if one[1] is None or one[1] > now}
+        counters.holds = {name: hold for name, hold in counters.holds.items() if hold[1] is None or hold[1] > now}
         counters.next_evaluation = now + state.rules.monitor_s if state.workers else None
         state.touch("", "")
         if not state.workers:
@@ -221,12 +221,12 @@ class Scaler:
     def _scale_up(self, count: int, reason: Reason) -> list[str]:
         """Called back first, since they are warm; then woken; then started; those that were lost last."""
         changed: list[str] = []
-        for worker in sorted(self.state.workers_in(S.draining), key=lambda one: (-len(one.held), one.number)):
+        for worker in sorted(self.state.workers_in(S.draining), key=lambda worker: (-len(worker.held), worker.number)):
             if len(changed) < count and self.workers.cancel_drain(worker, reason):
                 changed.append(worker.id)
         rank = {S.inactive: 0, S.lost: 1}
-        ready = [one for one in self.state.workers_in(S.inactive, S.lost) if self.workers.available(one)]
-        ready.sort(key=lambda one: (rank[one.state], not one.started, one.asleep, one.number))
+        ready = [worker for worker in self.state.workers_in(S.inactive, S.lost) if self.workers.available(worker)]
+        ready.sort(key=lambda worker: (rank[worker.state], not worker.started, worker.asleep, worker.number))
         for worker in ready[: count - len(changed)]:
             self.workers.bring_up(worker, reason)
             changed.append(worker.id)
@@ -235,10 +235,10 @@ class Scaler:
     def _scale_down(self, count: int, reason: Reason) -> list[str]:
         """Those that wait for weights, then those with the least to do; never so many that too few would serve."""
         load = self.state.load_of
-        waiting = [one for one in self.state.workers_in(S.stale, S.empty) if self.state.will_serve(one)]
-        active = sorted(self.state.workers_in(S.active), key=lambda one: (load(one), -one.number))
-        to_drain = sorted(waiting, key=lambda one: -one.number)[:count]
+        waiting = [worker for worker in self.state.workers_in(S.stale, S.empty) if self.state.will_serve(worker)]
+        active = sorted(self.state.workers_in(S.active), key=lambda worker: (load(worker), -worker.number))
+        to_drain = sorted(waiting, key=lambda worker: -worker.number)[:count]
         to_drain += active[: max(0, min(count - len(to_drain), len(active) - self.floor()))]
         for worker in to_drain:
             self.workers.drain(worker, reason)
-        return [one.id for one in to_drain]
+        return [worker.id for worker in to_drain]

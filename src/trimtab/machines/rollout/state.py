@@ -67,11 +67,11 @@ class RolloutState:
 
     def workers_in(self, *states: WorkerState) -> Iterator[RolloutWorker]:
         """Workers in these states, in order of joining."""
-        return (one for one in self.workers.values() if one.state in states)
+        return (worker for worker in self.workers.values() if worker.state in states)
 
     def count(self, *states: WorkerState) -> int:
         """How many workers are in these states."""
-        return sum(one.state in states for one in self.workers.values())
+        return sum(worker.state in states for worker in self.workers.values())
 
     def attempt(self, key: str) -> SentAttempt | None:
         """The attempt, if a worker holds it and is not lost."""
@@ -80,7 +80,7 @@ class RolloutState:
 
     def load_of(self, worker: RolloutWorker) -> int:
         """Tokens outstanding there, predicted."""
-        return sum(one.cost for one in worker.held.values())
+        return sum(attempt.cost for attempt in worker.held.values())
 
     def will_serve(self, worker: RolloutWorker) -> bool:
         """Whether it will serve by itself: being started, or waits for weights."""

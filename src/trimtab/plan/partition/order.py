@@ -48,8 +48,8 @@ def lower_bound(space: PartitionSpace, objective: Objective) -> float:
 def improve(space: PartitionSpace, order: list[int], objective: Objective) -> tuple[PlacedStages, Score] | None:
     """A good schedule of hosts that are each a class of their own, starting from an order of them."""
     best = best_in_order(space, order, objective)
-    one = 2 * len(order) * (ONE_HOST + space.layers**2 + space.layers * len(order))
-    left = max(MIN_ORDERS, int(EFFORT / one))
+    steps_per_order = 2 * len(order) * (ONE_HOST + space.layers**2 + space.layers * len(order))
+    left = max(MIN_ORDERS, int(EFFORT / steps_per_order))
     better = True
     while better and left > 0:
         better = False

@@ -23,8 +23,8 @@ def why_infeasible(space: PlanSpace) -> InfeasibleError:
 def why_not_apart(space: PlanSpace) -> str:
     """The GPUs that the components need when each has its own."""
     least = {space.order[i].name: min(space.ways[i, kind].least for kind in space.budgets) for i in space.on_gpu}
-    each = ", ".join(f"{name} {gpus}" for name, gpus in least.items())
-    return f"needs at least {sum(least.values())} GPUs ({each})"
+    listed = ", ".join(f"{name} {gpus}" for name, gpus in least.items())
+    return f"needs at least {sum(least.values())} GPUs ({listed})"
 
 
 def why_not_together(space: PlanSpace, members: GroupMembers) -> str:

@@ -324,7 +324,7 @@ def play(
 def batch_seconds(component: Component, batches: int, seconds: float) -> tuple[float, ...]:
     """What each batch of a component takes that takes so long for all of them."""
     shares = completed(component.completion, np.arange(batches + 1) / batches)
-    return tuple(float(one) for one in np.diff(shares) * seconds)
+    return tuple(float(share) for share in np.diff(shares) * seconds)
 
 
 def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[PlanAction], float]:

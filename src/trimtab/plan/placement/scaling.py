@@ -78,7 +78,7 @@ def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...])
     unsure = [name for name in names if best.placed(name).extrapolated or other.placed(name).extrapolated]
     if not unsure:
         return None
-    name = max(unsure, key=lambda each: shifts[each])
+    name = max(unsure, key=shifts.__getitem__)
     points = [point for v in space.job.workflow.component(name).variants for point in v.seconds.values()]
     measured = points[0][0][0]
     counts = [len(plan.placed(name).gpus) for plan in (other, best) if plan.placed(name).extrapolated]
@@ -95,16 +95,16 @@ def _seconds(space: PlanSpace, plan: Plan) -> float:
 
 def scaling_text(scaling: ScalingCaveat) -> str:
     """The assumption in a sentence."""
-    one = f"perfect scaling: {', '.join(scaling.components)} was measured on one number of GPUs only"
+    assumed = f"perfect scaling: {', '.join(scaling.components)} was measured on one number of GPUs only"
     if len(scaling.components) > 1:
-        one = one.replace(" was measured", " were each measured")
+        assumed = assumed.replace(" was measured", " were each measured")
     if scaling.plan is None:
         return (
-            f"{one}; the plan is the same if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up "
+            f"{assumed}; the plan is the same if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up "
             f"(then {time_text(scaling.chosen_seconds)})"
         )
     return (
-        f"{one}; if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up this plan takes "
+        f"{assumed}; if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up this plan takes "
         f"{time_text(scaling.chosen_seconds)}, and {scaling.plan.describe()} takes "
         f"{time_text(scaling.plan.iteration_seconds)}"
         + (f"; measure {scaling.measure[0]} on {scaling.measure[1]} GPUs: that decides" if scaling.measure else "")

@@ -125,9 +125,9 @@ def _padded(of_plans: list[tuple[tuple[int, ...], ...]]) -> Ints:
     )
 
 
-def _joined(one: Ints, other: Ints) -> Ints:
-    width = max(one.shape[2], other.shape[2])
-    wide = [np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=a.shape[1]) for a in (one, other)]
+def _joined(first: Ints, other: Ints) -> Ints:
+    width = max(first.shape[2], other.shape[2])
+    wide = [np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=a.shape[1]) for a in (first, other)]
     return np.concatenate(wide)
 
 
@@ -286,11 +286,13 @@ def _traces(steps: list[_ComponentStep], times: Floats, shapes: GroupingShapes, 
     """For each component the ends of its batches (those that somebody asks for), plans x batches."""
     plans, count = times.shape
     rows = np.arange(plans)
-    one = shapes.before.shape[2] == 1
+    single = shapes.before.shape[2] == 1
     finished = np.full((plans, count + 1), NEVER)
     traces: list[Floats] = []
     for i, step in enumerate(steps):
-        before = finished[rows, shapes.before[:, i, 0]] if one else finished[rows[:, None], shapes.before[:, i]].max(1)
+        before = (
+            finished[rows, shapes.before[:, i, 0]] if single else finished[rows[:, None], shapes.before[:, i]].max(1)
+        )
         free = np.maximum(before + shapes.switch[:, i], gates[:, i])
         own = times[:, i, None]
         offset = free[:, None]

@@ -53,7 +53,7 @@ class LoadPattern:
     def look(self, sample: LoadSample, look_s: float, rent_s: float) -> LoadPattern:
         """With this sample in it."""
         now, load = sample.now, sample.load
-        idle = (*(one for one in self.idle if one[0] >= now - rent_s - look_s), (now, sample.idle))
+        idle = (*(entry for entry in self.idle if entry[0] >= now - rent_s - look_s), (now, sample.idle))
         known = replace(self, load=load, idle=idle)
         if load > 0 and self.load == 0:
             pauses = self.pauses
@@ -88,7 +88,7 @@ class LoadPattern:
     def pause_s(self) -> float:
         """The shortest that the next pause may be, by those that were seen."""
         mean = fmean(self.pauses)
-        squares = sum((one - mean) ** 2 for one in self.pauses) + (SPREAD * mean) ** 2
+        squares = sum((pause_s - mean) ** 2 for pause_s in self.pauses) + (SPREAD * mean) ** 2
         return max(0.0, min(min(self.pauses), mean - SURE * math.sqrt(squares / len(self.pauses))))
 
     def left_s(self, now: float) -> float:

@@ -37,7 +37,7 @@ class StreamMemory:
     def look(self, sample: LoadSample) -> StreamMemory:
         """With this sample in it."""
         now, load, workers = sample.now, sample.load, max(sample.active, 1)
-        loads = [one for one in self.loads if one[0] > now - REMEMBERED_S]
+        loads = [entry for entry in self.loads if entry[0] > now - REMEMBERED_S]
         if loads and now - loads[-1][0] < REMEMBERED_S / BINS * 0.99 and loads[-1][2] == workers:
             loads[-1] = (loads[-1][0], max(loads[-1][1], load), workers)
         else:
@@ -78,7 +78,7 @@ def up(stream: StreamMemory, sample: LoadSample, ahead_s: float) -> int:
     latest = stream.loads[-QUICK_LOOKS:]
     now = sample.now
     level = sum(load for _, load, _ in latest) / len(latest)
-    earlier = next(one for one in stream.loads if one[0] > now - RISING_S or one is stream.loads[-1])
+    earlier = next(entry for entry in stream.loads if entry[0] > now - RISING_S or entry is stream.loads[-1])
     rising = 0.0
     if earlier[0] < latest[0][0]:
         at, load, there = earlier

@@ -136,13 +136,15 @@ def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason
     measured = sleep_s is not None and wake_s is not None
     switch_s = (sleep_s or 0.0) + (wake_s or 0.0) if measured else ASSUMED_SWITCH_S
     takes = f"sleep and wake take {switch_s:.3g} s" + ("" if measured else " (assumed: not measured yet)")
-    wanting = [one for one in sample.takers if one.workers > 0 and one.use_s > switch_s]
+    wanting = [taker for taker in sample.takers if taker.workers > 0 and taker.use_s > switch_s]
     if not wanting:
-        who = ", ".join(f"{one.name} only for {one.use_s:.3g} s" for one in sample.takers if one.workers > 0)
+        who = ", ".join(f"{taker.name} only for {taker.use_s:.3g} s" for taker in sample.takers if taker.workers > 0)
         return sample.serving, Reason(ReasonCode.no_taker, f"{below}, but nobody needs a worker ({who or takes})")
-    spare = min(sample.serving - needed, sum(one.workers for one in wanting))
+    spare = min(sample.serving - needed, sum(taker.workers for taker in wanting))
     given = spare if measured else min(spare, 1)  # one is enough to measure what it takes
-    names = ", ".join(f"{one.name} ({one.use_s:.3g} s)" for one in sorted(wanting, key=lambda one: -one.use_s))
+    names = ", ".join(
+        f"{taker.name} ({taker.use_s:.3g} s)" for taker in sorted(wanting, key=lambda taker: -taker.use_s)
+    )
     workers = sample.serving - given
     return workers, Reason(
         ReasonCode.load_low, f"{below}: {sample.serving} to {workers_text(workers)}, for {names}; {takes}"
