@@ -1,7 +1,7 @@
-"""Who stands in the way of something that waits, and whose leaving would make room.
+"""Finds the workloads that block a waiting one: a small set of holders whose end makes it fit.
 
-Chooses a small set of holders whose end makes the asks fit: added largest first, taken back where not needed. Never
-says that somebody must go; that is for people. Called by `why.py`.
+Holders are added largest first, and removed again where not needed. Only reports; never decides that a workload must
+end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_TRIED = 60  # holders; of more, the largest
 
 @dataclass(frozen=True)
 class Blocker:
-    """All that somebody holds on nodes: an actor, a task, or a whole placement group."""
+    """All that a workload holds on nodes: an actor, a task, or a whole placement group."""
 
     id: str
     kind: WorkloadKind
@@ -28,12 +28,11 @@ class Blocker:
 
     @property
     def amounts(self) -> Resources:
-        """All of it."""
         return total([part.amounts for part in self.parts])
 
 
 def blockers_of(holders: Iterable[ResourceHolder]) -> list[Blocker]:
-    """Holders of nodes, each told once."""
+    """Holders of node resources, grouped by workload."""
     parts: dict[str, list[ResourceHolder]] = {}
     for holder in holders:
         if holder.group is None and holder.amounts:
@@ -42,7 +41,7 @@ def blockers_of(holders: Iterable[ResourceHolder]) -> list[Blocker]:
 
 
 def without(spaces: Sequence[NodeSpace], gone: Iterable[Blocker]) -> list[NodeSpace]:
-    """The spaces as they would be without those."""
+    """The spaces without these blockers."""
     freed: dict[str, Resources] = {}
     for blocker in gone:
         for part in blocker.parts:
@@ -53,7 +52,7 @@ def without(spaces: Sequence[NodeSpace], gone: Iterable[Blocker]) -> list[NodeSp
 def blockers_to_remove(
     waiting: PendingWorkload, spaces: Sequence[NodeSpace], holders: Iterable[ResourceHolder]
 ) -> tuple[Blocker, ...]:
-    """A small set of holders without whom the asks fit; empty where no set of known holders will do."""
+    """A small set of holders without which the requests fit; empty where no set of known holders will do."""
     wanted = {name for request in waiting.requests for name, _ in request.amounts}
     nodes = {space.node for space in spaces}
     known = [
@@ -85,12 +84,12 @@ def _smallest(waiting: PendingWorkload, spaces: Sequence[NodeSpace], known: list
 
     if not fits(known):
         return ()
-    low, high = 0, len(known)  # the fewest of the largest that will do
+    low, high = 0, len(known)  # the fewest of the largest that suffice
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(known[:middle]) else (middle + 1, high)
     chosen = known[:low]
-    for blocker in list(chosen):  # the largest were taken first: a smaller one may be enough
+    for blocker in list(chosen):  # largest first: a smaller one may suffice
         rest = [other for other in chosen if other is not blocker]
         if fits(rest):
             chosen = rest
@@ -103,7 +102,7 @@ def _units(blockers: tuple[Blocker, ...]) -> int:
 
 @dataclass(frozen=True)
 class WorkloadHoldings:
-    """What belongs together: actors of one class and job, or the placement groups of a job; what it holds meanwhile."""
+    """What a workload and its siblings hold: actors of one class and job, or the placement groups of a job."""
 
     job: str
     kind: WorkloadKind
@@ -112,12 +111,11 @@ class WorkloadHoldings:
 
     @property
     def amounts(self) -> Resources:
-        """What it holds."""
         return total([blocker.amounts for blocker in self.held])
 
 
 def holdings_of(waiting: PendingWorkload, snapshot: GcsSnapshot) -> WorkloadHoldings:
-    """What waits, with what its siblings hold."""
+    """What the waiting workload and its siblings hold."""
     held = [
         holder
         for holder in snapshot.holders
@@ -137,7 +135,7 @@ def rival(
     snapshot: GcsSnapshot,
     spaces: Callable[[PendingWorkload], Sequence[NodeSpace]],
 ) -> tuple[PendingWorkload, WorkloadHoldings, WorkloadHoldings] | None:
-    """Somebody else who waits, each of the two holding what the other needs; with what each of them holds.
+    """Another waiting workload, where each of the two holds what the other needs; with the holdings of both.
 
     A placement group that lost a bundle blocks others by what it still holds, whether they block it or not.
     """

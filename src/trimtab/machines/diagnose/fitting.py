@@ -1,8 +1,8 @@
-"""Whether asks fit into nodes: the one question behind every "why does it wait".
+"""Decides whether resource requests fit on nodes.
 
-Answers with a placement, or that there is none. "There is none" is said as proven only where it is: strict strategies
-and asks that are all alike are decided exactly; unlike asks are searched, and where the search is given up the answer
-is "not found", which nobody may take for "never". Pure arithmetic: knows neither Ray nor causes.
+Returns a placement, or that there is none. "None" is proven only where it is exact: strict strategies and identical
+requests are decided exactly; mixed requests are searched, and a search that is given up returns "not found", which must
+never be taken for "never". Pure arithmetic: knows neither Ray nor causes.
 """
 
 from __future__ import annotations
@@ -14,37 +14,35 @@ from trimtab.core.resources import Resources, total
 from trimtab.machines.diagnose.snapshot import ResourceRequest
 from trimtab.model.pool import Labels, PlacementStrategy
 
-EFFORT = 20_000  # places tried before the search is given up
-MAX_SEARCHED = 400  # asks; more are placed largest first and not searched further
+EFFORT = 20_000  # placements tried before the search is given up
+MAX_SEARCHED = 400  # requests; more are placed largest first without a search
 
 
 @dataclass(frozen=True)
 class NodeSpace:
-    """Room on one node. Labels of a node that is not there yet are unknown (None): any will do."""
+    """Free resources of a node. Labels of a node that does not exist yet are unknown (None): any will do."""
 
     node: str
     free: Resources
     labels: Labels | None = ()
 
     def accepts(self, request: ResourceRequest) -> bool:
-        """Whether the labels will do."""
         return self.labels is None or request.accepts(self.labels)
 
     def takes(self, request: ResourceRequest) -> bool:
-        """Whether one ask alone fits."""
         return self.accepts(request) and request.amounts.within(self.free)
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """Where each ask goes (`nodes`, in the order of the asks), or None; `proven` false: none was found in time."""
+    """A node for each request, in order, or None; `proven` false: none was found in time."""
 
     nodes: tuple[str, ...] | None
     proven: bool = True
 
     @property
     def possible(self) -> bool:
-        """Whether it fits, or may fit for all that is known."""
+        """Whether it fits, or may fit."""
         return self.nodes is not None or not self.proven
 
 
@@ -58,11 +56,11 @@ def place(
     *,
     effort: int = EFFORT,
 ) -> FitResult:
-    """Put every ask on a node by the rules of the strategy. Asks that have their place already keep it."""
+    """Put every request on a node by the strategy. Requests that are placed already keep their node."""
     todo = [request for request in requests if request.node is None]
     settled = {request.node for request in requests if request.node is not None}
     if strategy is PlacementStrategy.strict_pack:
-        found = _on_one(todo, [space for space in spaces if not settled or space.node in settled])
+        found = _on_one_node(todo, [space for space in spaces if not settled or space.node in settled])
     elif strategy is PlacementStrategy.strict_spread:
         found = _on_different(todo, [space for space in spaces if space.node not in settled])
     elif len({(request.amounts, request.labels) for request in todo}) <= 1:
@@ -76,13 +74,13 @@ def place(
 
 
 def room_for(request: ResourceRequest, space: NodeSpace) -> int:
-    """How many asks alike fit on a node; asks for nothing count as one."""
+    """How many such requests fit on a node; an empty request counts as one."""
     if not space.takes(request):
         return 0
     return min((space.free.get(name) // units for name, units in request.amounts), default=1)
 
 
-def _on_one(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
+def _on_one_node(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
     together = total([request.amounts for request in requests])
     for space in spaces:
         if together.within(space.free) and all(space.accepts(request) for request in requests):
@@ -91,19 +89,19 @@ def _on_one(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> Fit
 
 
 def _on_different(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
-    """A matching of asks to nodes: each ask in turn takes a free node, at the end of a chain of others that move."""
+    """Bipartite matching of requests to nodes by augmenting paths."""
     if len(requests) > len(spaces):
         return NO_FIT
-    by_ask = {
+    nodes_by_request = {
         request: [at for at, space in enumerate(spaces) if space.takes(request)] for request in dict.fromkeys(requests)
     }
-    options = [by_ask[request] for request in requests]
-    on: dict[int, int] = {}  # node to the ask on it
+    options = [nodes_by_request[request] for request in requests]
+    on: dict[int, int] = {}  # node to its request
     for request in range(len(requests)):
         end, came_from = _free_node(request, options, on)
         if end is None:
             return NO_FIT
-        while end is not None:  # along the chain, back to the ask that began it
+        while end is not None:  # along the path, back to the first request
             mover = came_from[end]
             left = next((at for at, placed in on.items() if placed == mover), None)
             on[end] = mover
@@ -113,7 +111,7 @@ def _on_different(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) 
 
 
 def _free_node(request: int, options: list[list[int]], on: dict[int, int]) -> tuple[int | None, dict[int, int]]:
-    """The nearest free node that a chain of moves leads to, and for each node seen who would move there."""
+    """The nearest free node at the end of an augmenting path, and for each node seen the request that would move there."""
     came_from: dict[int, int] = {}
     movers = [request]
     for mover in movers:
@@ -138,7 +136,7 @@ def _alike(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitR
 
 
 def _unlike(requests: list[ResourceRequest], spaces: Sequence[NodeSpace], effort: int) -> FitResult:
-    """Largest first; where that fails, every way there is, until the effort is spent."""
+    """Largest first; if that fails, exhaustive search until the effort is spent."""
     if not all(any(space.takes(request) for space in spaces) for request in requests):
         return NO_FIT
     everything = total([space.free for space in spaces])
@@ -158,8 +156,11 @@ def _unlike(requests: list[ResourceRequest], spaces: Sequence[NodeSpace], effort
 
 
 class _FitSearch:
-    """Depth first over nodes for each ask in turn. Of asks alike, a later one is never on an earlier node, so that no
-    placement is looked at twice; of nodes alike, only the first is tried."""
+    """Depth-first search over nodes for each request.
+
+    Of identical requests a later one is never on an earlier node, so no placement is tried twice; of identical nodes
+    only the first is tried.
+    """
 
     def __init__(self, requests: list[ResourceRequest], spaces: Sequence[NodeSpace], effort: int) -> None:
         self._asks = requests
@@ -169,7 +170,7 @@ class _FitSearch:
         self.spent = False
 
     def run(self) -> list[int] | None:
-        """Positions of nodes by ask."""
+        """Node index of each request."""
         placed: list[int] = []
         choices = [self._choices(placed)]
         while choices:
@@ -192,7 +193,7 @@ class _FitSearch:
         return None
 
     def _choices(self, placed: list[int]) -> list[int]:
-        """Nodes worth trying for the next ask, the last one first to be tried."""
+        """Nodes worth trying for the next request, in reverse order."""
         request = self._asks[len(placed)]
         before = self._asks[len(placed) - 1] if placed else None
         first = (

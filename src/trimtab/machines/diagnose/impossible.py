@@ -1,6 +1,6 @@
-"""Why something can never start on the nodes that are here: the first condition that rules it out.
+"""Explains why a workload can never start on the nodes that are here: the first condition that rules it out.
 
-Called by `why.py` once it is proven that no placement exists on empty nodes. Looks at bundles one by one first, since
+Called by `why.py` once it is proven that no placement exists on empty nodes. Checks bundles one by one first, since
 "this bundle is too big" helps more than "all together are".
 """
 
@@ -26,7 +26,7 @@ def impossible(workloads: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnaps
     """The cause, where nothing fits even on empty nodes."""
     first = workloads[0]
     if not nodes:
-        sentence = "there is no node that could take anything"
+        sentence = "no node can run workloads"
         return Finding(
             WaitCause.no_node, workloads, sentence, True, remedies=("start a node: `ray start --address=...`",)
         )

@@ -1,11 +1,11 @@
-"""What ails a rollout pool: why it does not scale down, why memory is not free, why requests fail, why engines idle.
+"""Diagnoses a rollout pool: why it does not scale down, keeps memory, fails requests, or has idle engines.
 
-Checks over the plain data of a pool's status, or of settings alone. Each finding names one cause, whom it concerns and
-what to do. What must never happen: a finding without a cause that somebody can act on, or a guess presented as seen; a
-figure that the status does not have is not made up, and the check that needs it says nothing.
+Checks over the plain data of a pool's status, or of settings alone. Each finding names a cause, the workers or classes
+it concerns, and a fix. What must never happen: a finding without a cause that can be acted on, or a guess presented as
+an observation; a check whose figure is missing in the status reports nothing.
 
-A finding weighs as much as it stops: a `fault` is an engine or a request that failed, what is `stuck` stays so until
-somebody does something, a `note` explains what is as it should be and passes by itself or was asked for.
+Severity: a `fault` is a failed engine or request, `stuck` does not change without an action, a `note` explains
+something intended or temporary.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from trimtab.machines.diagnose.rollout_findings import (
 from trimtab.machines.diagnose.rollout_scaling import SCALING_CHECKS
 from trimtab.model.rollout import ReleaseSupport
 
-MOVED_SHARE = 0.05  # of those answered: more that moved is worth a word ...
-MIN_MOVED = 10  # ... unless they are few
-AWAITED_S = 60.0  # weights that do not come for so long
-OBEYS = "an engine obeys whoever reaches it, and can be stopped or given other weights"
+MOVED_SHARE = 0.05  # of answered requests: more moved ones are reported ...
+MIN_MOVED = 10  # ... from this count on
+AWAITED_S = 60.0  # wait for weights before it is reported
+OBEYS = "engines have no authentication: any client can stop them or replace their weights"
 
 
 def examine(status: Data, holders: Mapping[str, Sequence[int]] | None = None) -> tuple[RolloutFinding, ...]:
-    """What ails a pool, the worst first. `holders` are the processes that compute on GPUs here, by GPU, where seen."""
+    """Findings for a pool, the worst first. `holders`: pids that compute on GPUs here, by GPU, where known."""
     seen = StatusReader(status, holders or {})
     found = [finding for check in CHECKS for finding in check(seen)]
     return ordered(found)
 
 
 def examine_settings(warnings: Iterable[str], exposed: Iterable[tuple[str, str]] = ()) -> tuple[RolloutFinding, ...]:
-    """What settings alone tell: likely disappointments, and engines at addresses that the world can reach."""
+    """Findings from settings alone: likely mistakes, and engines at public addresses."""
     found = [_setting(sentence) for sentence in warnings]
     found += [
         RolloutFinding(
             RolloutIssue.exposed,
             Severity.stuck,
-            f"{worker} is at {host}, which is no private address: {OBEYS}",
+            f"{worker} is at {host}, which is no private address; {OBEYS}",
             "give it a loopback or private address; trimtab refuses this one",
             (worker,),
         )
@@ -58,16 +58,14 @@ def examine_settings(warnings: Iterable[str], exposed: Iterable[tuple[str, str]]
 
 
 def ordered(found: Iterable[RolloutFinding]) -> tuple[RolloutFinding, ...]:
-    """The worst first; else as they were found."""
     weights = list(Severity)
     return tuple(sorted(found, key=lambda finding: weights.index(finding.severity)))
 
 
-# ---- engines ---------------------------------------------------------------------------------------------------------
+# ---- engines -------------------------------------------------------------------------------------------------------
 
 
 def none_serving(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Workers are there, and none of them takes requests."""
     if seen.of("active"):
         return
     if not seen.workers:
@@ -85,13 +83,13 @@ def none_serving(seen: StatusReader) -> Iterator[RolloutFinding]:
         RolloutIssue.none_serving,
         severity,
         f"no engine serves: {said}",
-        "the other findings say why of each",
+        "see the other findings for the cause of each",
         tuple(worker["name"] for worker in seen.workers),
     )
 
 
 def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Lost, wedged, faulty, given up: which, and what is to be done."""
+    """Lost, wedged, faulty or disabled engines."""
     for worker in seen.of("lost", "suspect", "inactive"):
         code, said = reason_of(worker)
         if code == ReasonCode.restarts_used.value:
@@ -99,7 +97,7 @@ def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
                 RolloutIssue.given_up,
                 Severity.fault,
                 f"{worker['name']}: {said}",
-                f"mend what it says, then `trimtab rollout resume {worker['name']}` has it tried again",
+                f"fix the cause, then retry: `trimtab rollout resume {worker['name']}`",
                 (worker["name"],),
             )
         elif worker["state"] == "inactive":
@@ -108,13 +106,13 @@ def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.engine_wedged,
                 Severity.fault,
-                f"{worker['name']} does not answer, whatever its health check says: {said}",
-                "its own log says what it waits for; start it again if it does not come to",
+                f"{worker['name']} does not answer, though its health check may pass: {said}",
+                "see its log; restart it if it does not recover",
                 (worker["name"],),
             )
         elif worker["state"] == "lost":
             ours = worker.get("startable")
-            fix = "it is started again when it is needed" if ours else "start it again at the same address"
+            fix = "it is restarted when needed" if ours else "restart it at the same address"
             yield RolloutFinding(
                 RolloutIssue.engine_lost, Severity.fault, f"{worker['name']} is lost: {said}", fix, (worker["name"],)
             )
@@ -123,13 +121,13 @@ def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
                 RolloutIssue.engine_faulty,
                 Severity.fault,
                 f"{worker['name']} is suspected: {said}",
-                "nothing new goes there until it has answered; its own log says what broke",
+                "nothing new is sent there until it answers a probe; see its log",
                 (worker["name"],),
             )
 
 
 def engines_never_reached(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Engines that are to be attached, and are not there."""
+    """Configured engines that were never reached."""
     known = {worker["name"] for worker in seen.workers}
     said = {warning.get("worker") or "": warning for warning in seen.status.get("warnings") or ()}
     for worker, warning in said.items():
@@ -138,15 +136,15 @@ def engines_never_reached(seen: StatusReader) -> Iterator[RolloutFinding]:
                 RolloutIssue.engine_awaited,
                 Severity.fault,
                 f"{worker}: {warning['sentence']}",
-                "start it, or mend its address in the job file",
+                "start it, or correct its address in the job file",
                 (worker,),
             )
 
 
 def engines_without_weights(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Up, and not serving for want of the trainer's weights: whose turn is it?"""
+    """Up, but not serving for lack of the trainer's weights."""
     for issue, state, what in (
-        (RolloutIssue.weights_old, "stale", "has not the trainer's weights"),
+        (RolloutIssue.weights_old, "stale", "does not have the trainer's weights"),
         (RolloutIssue.weights_gone, "empty", "has no weights: they were discarded"),
     ):
         there = seen.of(state)
@@ -167,68 +165,65 @@ def engines_without_weights(seen: StatusReader) -> Iterator[RolloutFinding]:
         if seen.refits or any(worker.get("doing") == "refit" for worker in waiting):
             yield RolloutFinding(issue, Severity.note, f"{sentence}; a refit is under way", "it ends by itself", names)
         elif seen.owner("refit") == "trainer":
-            fix = (
-                "the trainer has to refit it (a restart, a loss or a sleep that discards takes its weights' word away)"
-            )
+            fix = "the trainer must refit it (after a restart, a loss or a discarding sleep its version is unknown)"
             yield RolloutFinding(
-                issue, Severity.stuck, f"{sentence}; refits are the trainer's, and none is under way", fix, names
+                issue, Severity.stuck, f"{sentence}; refits are owned by the trainer, and none is under way", fix, names
             )
         else:
             yield RolloutFinding(
                 issue,
                 Severity.stuck,
-                f"{sentence}; refits are trimtab's, and none is under way",
-                "say where the weights lie: refit.load(path), or start the engines with them",
+                f"{sentence}; refits are owned by trimtab, and none is under way",
+                "load the weights: refit.load(path), or start the engines with them",
                 names,
             )
 
 
 def refits(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """A refit that waits for somebody."""
     refit = seen.status.get("refit") or {}
     waiting = tuple(refit.get("waiting") or ())
     if waiting:
         yield RolloutFinding(
             RolloutIssue.refit_open,
             Severity.note,
-            f"the refit to version {refit.get('version')} waits for {some(waiting)} to be quiet",
-            "requests there are paused or cut; if it lasts, look at those engines",
+            f"the refit to version {refit.get('version')} waits for {some(waiting)} to pause",
+            "its requests are being paused or aborted; if it lasts, check those engines",
             waiting,
         )
 
 
 def external_actions(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Engines that others paused, put to sleep, or took."""
+    """Engines that another client paused, put to sleep, or reclaimed."""
     for worker in seen.workers:
         code, said = reason_of(worker)
         if worker.get("paused_elsewhere"):
             yield RolloutFinding(
                 RolloutIssue.paused,
                 Severity.note,
-                f"{worker['name']} was paused by others: nothing is sent there",
-                "whoever paused it resumes it; a trainer does so around a weight update",
+                f"{worker['name']} was paused by another client: nothing is sent there",
+                "that client must resume it; a trainer pauses engines during a weight update",
                 (worker["name"],),
             )
         elif worker.get("taken"):
             yield RolloutFinding(
                 RolloutIssue.drained,
                 Severity.note,
-                f"{worker['name']} is taken ({said})",
-                f"`trimtab rollout resume {worker['name']}` lets it serve again; a pool gives it back by itself",
+                f"{worker['name']} is lent out ({said})",
+                f"`trimtab rollout resume {worker['name']}` lets it serve again; a pool returns it by itself",
                 (worker["name"],),
             )
         elif worker["state"] == "inactive" and worker.get("asleep") and seen.owner("sleep") == "trainer":
             yield RolloutFinding(
                 RolloutIssue.asleep,
                 Severity.note,
-                f"{worker['name']} sleeps, and waking it is the trainer's ({code}: {said})",
+                f"{worker['name']} sleeps, and the trainer owns its wake ({code}: {said})",
                 "the trainer wakes it, or ownership.sleep: trimtab",
                 (worker["name"],),
             )
 
 
 def releases(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Engines whose release was never tried, or is not said."""
+    """Engines of an untested or unknown release."""
     unknown = [
         worker
         for worker in seen.workers
@@ -240,13 +235,13 @@ def releases(seen: StatusReader) -> Iterator[RolloutFinding]:
             RolloutIssue.release_unknown,
             Severity.note,
             f"{some(names)}: {note}",
-            "watch the first drain, sleep and refit; llama.cpp from a wheel never says one",
+            "watch the first drain, sleep and refit; llama.cpp from a wheel reports no release",
             names,
         )
 
 
 def exposed(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Engines that others than this machine can reach."""
+    """Engines that are reachable from other machines."""
     near = []
     for worker in seen.workers:
         host = _host(worker.get("url") or "")
@@ -256,7 +251,7 @@ def exposed(seen: StatusReader) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.exposed,
                 Severity.stuck,
-                f"{worker['name']} is at {host}, which is no private address: {OBEYS}",
+                f"{worker['name']} is at {host}, which is no private address; {OBEYS}",
                 "give it a loopback or private address",
                 (worker["name"],),
             )
@@ -266,13 +261,13 @@ def exposed(seen: StatusReader) -> Iterator[RolloutFinding]:
         yield RolloutFinding(
             RolloutIssue.exposed,
             Severity.note,
-            f"{some(near)} can be reached by every machine of their network: {OBEYS}",
-            "nothing, if only machines that you trust are in it",
+            f"{some(near)} can be reached by every machine of their network; {OBEYS}",
+            "nothing, if all machines in it are trusted",
             tuple(near),
         )
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------------------------
 
 
 def memory(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -285,18 +280,17 @@ def memory(seen: StatusReader) -> Iterator[RolloutFinding]:
         yield RolloutFinding(
             RolloutIssue.memory_kept,
             Severity.fault,
-            said + (f"; on this machine's GPUs compute {held}" if held else ""),
-            "start the engine with its memory saver (vLLM --enable-sleep-mode, SGLang --enable-memory-saver), and see "
+            said + (f"; GPU processes here: {held}" if held else ""),
+            "start the engine with its memory saver (vLLM --enable-sleep-mode, SGLang --enable-memory-saver), and check "
             "whether another process holds the rest",
             (worker["name"],),
         )
 
 
-# ---- requests --------------------------------------------------------------------------------------------------------
+# ---- requests ------------------------------------------------------------------------------------------------------
 
 
 def queues(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Requests are refused, or were."""
     full = [
         queue for queue in seen.status.get("queue") or () if queue.get("limit") and queue["waiting"] >= queue["limit"]
     ]
@@ -305,7 +299,7 @@ def queues(seen: StatusReader) -> Iterator[RolloutFinding]:
         yield RolloutFinding(
             RolloutIssue.queue_full,
             Severity.stuck,
-            f"class {name}: {requests_text(queue['waiting'])} wait, which is all it may have; more are refused"
+            f"class {name}: {requests_text(queue['waiting'])} wait, the limit of the queue; more are refused"
             + (f" (the oldest waits: {why})" if why else ""),
             f"more engines, fewer requests at once, or a higher classes.{name}.queue_limit",
             (name,),
@@ -316,27 +310,27 @@ def queues(seen: StatusReader) -> Iterator[RolloutFinding]:
             RolloutIssue.queue_full,
             Severity.note,
             f"{requests_text(refused)} were refused since the start; there is room now",
-            "clients that are refused are told when to come back",
+            "refused clients get a retry-after time",
         )
 
 
 def requests_for_later(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Requests that wait for weights which nobody brings."""
+    """Requests that wait for a version that is not published."""
     for queue in seen.status.get("queue") or ():
         reason = queue.get("reason") or {}
         if reason.get("code") == ReasonCode.version_awaited.value and queue.get("oldest_s", 0.0) > AWAITED_S:
             yield RolloutFinding(
                 RolloutIssue.weights_awaited,
                 Severity.stuck,
-                f"class {queue['class']}: {requests_text(queue['waiting'])} wait, the oldest for {queue['oldest_s']:.0f} s: "
-                f"{reason['sentence']}",
+                f"class {queue['class']}: {requests_text(queue['waiting'])} wait, "
+                f"the oldest for {queue['oldest_s']:.0f} s: {reason['sentence']}",
                 "the trainer refits the engines, or clients ask for a version that is served",
                 (queue["class"],),
             )
 
 
 def requests_that_moved(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """So many are cut and go on elsewhere that it costs."""
+    """Too many requests are aborted and moved."""
     counters = seen.status.get("counters") or {}
     answered = sum(count for name, count in counters.items() if name.startswith("answered_"))
     moved = counters.get("moved", 0) + counters.get("restarted", 0)
@@ -344,14 +338,13 @@ def requests_that_moved(seen: StatusReader) -> Iterator[RolloutFinding]:
         yield RolloutFinding(
             RolloutIssue.moved_often,
             Severity.note,
-            f"{requests_text(moved)} were cut and went on elsewhere ({counters.get('restarted', 0)} from the prompt), "
+            f"{requests_text(moved)} were aborted and moved ({counters.get('restarted', 0)} from the prompt), "
             f"of {answered} answered",
-            "where drains cut them, a longer drain_timeout; where engines broke, what the faults say",
+            "a longer drain_timeout, if drains aborted them; if engines failed, see the faults",
         )
 
 
 def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Requests that ended without an answer: why, and on which worker."""
     alike: dict[tuple[str, str], list[str]] = {}
     for failure in seen.status.get("failed") or ():
         alike.setdefault((failure["code"], failure.get("worker") or ""), []).append(str(failure["sentence"]))
@@ -361,8 +354,8 @@ def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.retries_used,
                 Severity.fault,
-                f"{requests_text(len(said))} broke too often{on} and were given up: {said[-1]}",
-                "that engine's log says what it broke on; `trimtab rollout status NAME` tells a request's story",
+                f"{requests_text(len(said))} failed too often{on} and were given up: {said[-1]}",
+                "see that engine's log; `trimtab rollout status NAME` shows the history of a request",
                 (worker,) if worker else (),
             )
         else:
@@ -370,7 +363,7 @@ def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
                 RolloutIssue.requests_failed,
                 Severity.fault,
                 f"{requests_text(len(said))} failed{on}: {code}: {said[-1]}",
-                "`trimtab rollout status NAME` tells a request's story",
+                "`trimtab rollout status NAME` shows the history of a request",
                 (worker,) if worker else (),
             )
     count = (seen.status.get("counters") or {}).get("answered_failed", 0)
@@ -379,21 +372,20 @@ def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
             RolloutIssue.requests_failed,
             Severity.fault,
             f"{requests_text(count)} failed since the start",
-            "each answer says why; so do the warnings of `trimtab rollout status`",
+            "see the error of each answer, and the warnings of `trimtab rollout status`",
         )
 
 
 def settings(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Settings that are likely to disappoint."""
     for sentence in seen.status.get("advice") or ():
         yield _setting(str(sentence))
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- text ---------------------------------------------------------------------------------------------------------
 
 
 def _host(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address of a url; None where it is a name."""
+    """The IP address of a url; None for a host name."""
     place = url.partition("://")[2].partition("/")[0]
     host = place.partition("]")[0].removeprefix("[") if place.startswith("[") else place.rpartition(":")[0] or place
     try:
@@ -403,9 +395,7 @@ def _host(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _setting(sentence: str) -> RolloutFinding:
-    return RolloutFinding(
-        RolloutIssue.setting, Severity.note, sentence, "the tuning page of the docs has a row for each"
-    )
+    return RolloutFinding(RolloutIssue.setting, Severity.note, sentence, "see the tuning page of the docs")
 
 
 CHECKS: tuple[RolloutCheck, ...] = (

@@ -1,10 +1,9 @@
-"""Why things wait: from one look at a cluster to causes, each with what would help.
+"""Diagnoses why workloads wait on a Ray cluster: from a snapshot to causes, each with remedies.
 
-Decides which cause each wait has and whether it can ever end on the nodes that are here and stay. It says "never" only
-where that is proven (`fitting.py`), it never passes over anything that waits, and it asks nobody: the facts come from
-`runtime/rayapi/gcs_snapshot.py`, the words for people go to `render/text/why.py`. The order of questions is the same
-for all: does it fit now; would it fit on a node that will go; would it fit, were the nodes empty; could nodes of the
-autoscaler's take it.
+Finds the cause of each wait, and whether it can ever end on the nodes that are here and stay. "Never" is said only
+where it is proven (`fitting.py`), and no waiting workload is left out. Snapshots come from
+`runtime/rayapi/gcs_snapshot.py`, `render/text/why.py` renders findings. The order of checks is the same for all: does
+it fit now; would it fit on a node that drains; would it fit on empty nodes; could nodes of the autoscaler take it.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from trimtab.machines.diagnose.snapshot import (
 )
 from trimtab.model.pool import PlacementStrategy
 
-LONG_S = 30.0  # Ray places what fits within seconds; after so long something else is wrong
+LONG_S = 30.0  # Ray places what fits within seconds; after this something else is wrong
 BLOCKERS_NAMED = 4
 
 
 def diagnose(snapshot: GcsSnapshot) -> Diagnosis:
-    """The cause of every wait, what would help, and what else is worth knowing."""
+    """The cause of every wait, with remedies, and notes."""
     alike: dict[object, list[PendingWorkload]] = {}
     groups = {workload.id for workload in snapshot.waiting if workload.kind is WorkloadKind.group}
     followers: dict[str, list[PendingWorkload]] = {}
@@ -66,7 +65,7 @@ def diagnose(snapshot: GcsSnapshot) -> Diagnosis:
 
 
 def _pairs(findings: list[Finding]) -> list[Finding]:
-    """Two that block each other are told as one."""
+    """Two workloads that block each other share a finding."""
     told: list[Finding] = []
     for finding in findings:
         ids = {workload.id for workload in finding.workloads}
@@ -82,15 +81,15 @@ def _pairs(findings: list[Finding]) -> list[Finding]:
 
 
 def judge(snapshot: GcsSnapshot, waiting: PendingWorkload) -> Finding:
-    """The cause of one wait."""
     return _finding(snapshot, (waiting,), ())
 
 
 def _sort(workload: PendingWorkload) -> object:
-    """Things with the same are told as one."""
+    """Workloads with the same key share a finding."""
+    node = workload.node if workload.stage is PendingStage.starting or not workload.queued else None
     return (
-        workload.kind, workload.job, workload.class_name, workload.requests, workload.stage, workload.strategy, workload.pinned, workload.group, workload.bundle,
-        workload.node if workload.stage is PendingStage.starting or not workload.queued else None, workload.restarted, workload.queued,
+        workload.kind, workload.job, workload.class_name, workload.requests, workload.stage, workload.strategy,
+        workload.pinned, workload.group, workload.bundle, node, workload.restarted, workload.queued,
     )  # fmt: skip
 
 
@@ -99,10 +98,8 @@ def _finding(
 ) -> Finding:
     first = workloads[0]
     if first.stage is PendingStage.inputs:
-        sentence = "its arguments are not there yet: whatever makes them has not ended, or waits itself"
-        found = Finding(
-            WaitCause.inputs, workloads, sentence, remedies=("look for the tasks whose results it was given",)
-        )
+        sentence = "its arguments are not ready: the tasks that produce them have not ended, or wait themselves"
+        found = Finding(WaitCause.inputs, workloads, sentence, remedies=("check the tasks that produce its arguments",))
     elif first.stage is PendingStage.starting:
         found = _starting(snapshot, workloads)
     elif first.group is not None:
@@ -112,7 +109,7 @@ def _finding(
     return replace(found, followers=followers) if followers else found
 
 
-# ---- it has its place -----------------------------------------------------------------------------------------------
+# ---- placed, starting ----------------------------------------------------------------------------------------------
 
 
 def _starting(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
@@ -135,15 +132,15 @@ def _starting(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
                 end = f"process {gpu_user.pid} ends, or the node is started without that GPU (CUDA_VISIBLE_DEVICES)"
                 return Finding(WaitCause.gpu_outside, workloads, sentence, remedies=(end,))
     again = "is started again" if first.restarted else "is started"
-    sentence = f"it has its room on {node} and {again}: its process or constructor is not ready"
+    sentence = f"it is placed on {node} and {again}: its process or constructor is not ready"
     late = _longest(snapshot, workloads)
-    hint = f"its constructor takes long, or its runtime environment: the logs of {node} say (`ray logs`)"
+    hint = f"its constructor or runtime environment takes long: see the logs of {node} (`ray logs`)"
     return Finding(
         WaitCause.starting, workloads, sentence, remedies=(hint,) if late is not None and late > LONG_S else ()
     )
 
 
-# ---- inside a placement group ---------------------------------------------------------------------------------------
+# ---- inside a placement group --------------------------------------------------------------------------------------
 
 
 def _in_group(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
@@ -151,15 +148,20 @@ def _in_group(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
     group = snapshot.group(first.group)
     asked = total_requested(first.requests)
     if group is None:
-        sentence = f"it is to run in placement group {(first.group or '')[:12]}, which is not there"
+        sentence = f"its placement group {(first.group or '')[:12]} does not exist"
         return Finding(
-            WaitCause.group_gone, workloads, sentence, True, asked, remedies=("end it, and submit it to a group again",)
+            WaitCause.group_gone,
+            workloads,
+            sentence,
+            True,
+            asked,
+            remedies=("cancel it, and submit it to an existing group",),
         )
     name = f"placement group {group.name or group.id[:12]}"
     bundles: Sequence[int] = range(len(group.bundles)) if first.bundle is None else (first.bundle,)
     bundles = [i for i in bundles if i < len(group.bundles)]
     sizes = [group.bundles[i] for i in bundles]
-    # Without a bundle's number Ray takes any one bundle, never two of them.
+    # Without a bundle index Ray uses any single bundle, never two of them.
     if not any(asked.within(size) for size in sizes):
         largest = max(sizes, key=lambda size: sum(units for _, units in size), default=NOTHING)
         sentence = f"it asks {asked} in {name}, whose {_bundle(first.bundle)} {largest}"
@@ -187,7 +189,7 @@ def _bundle(bundle: int | None) -> str:
     return "bundles have at most" if bundle is None else f"bundle {bundle} has"
 
 
-# ---- it looks for room ----------------------------------------------------------------------------------------------
+# ---- waiting for resources ---------------------------------------------------------------------------------------------
 
 
 def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
@@ -195,13 +197,11 @@ def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
     allowed = [node for node in snapshot.nodes if first.pinned in (None, node.id)]
     staying = [node for node in allowed if node.drain is None]
     if not allowed and first.pinned is not None:
-        sentence = f"it may run on node {first.pinned[:12]} alone, and that node is not there"
-        return Finding(
-            WaitCause.no_node, workloads, sentence, True, remedies=("let it run elsewhere, too (soft affinity)",)
-        )
+        sentence = f"it may run on node {first.pinned[:12]} only, which does not exist"
+        return Finding(WaitCause.no_node, workloads, sentence, True, remedies=("use soft node affinity",))
     ready = _set_aside(snapshot, first)
     if ready is not None:
-        sentence = f"room is set aside for it on {ready.name}: its process is being started"
+        sentence = f"its resources are reserved on {ready.name}: its process is being started"
         return Finding(WaitCause.starting, workloads, sentence, remedies=_if_late(snapshot, workloads))
     now = _fit(first, staying)
     if now.nodes is not None:
@@ -231,7 +231,7 @@ def _spaces(nodes: Iterable[NodeSnapshot], *, empty: bool = False) -> list[NodeS
 
 
 def _fit(waiting: PendingWorkload, nodes: Iterable[NodeSnapshot], *, empty: bool = False) -> FitResult:
-    """Whether it fits. Bundles that have their place count as taken also where nodes are thought empty."""
+    """Whether it fits. Bundles already placed count as taken also where nodes are assumed empty."""
     spaces = _spaces(nodes, empty=empty)
     kept: dict[str, Resources] = {}
     if empty:
@@ -243,7 +243,7 @@ def _fit(waiting: PendingWorkload, nodes: Iterable[NodeSnapshot], *, empty: bool
 
 
 def _set_aside(snapshot: GcsSnapshot, waiting: PendingWorkload) -> NodeSnapshot | None:
-    """The node that has given it room though Ray does not say so yet: more is taken there than holders explain."""
+    """The node that has reserved resources for it before Ray says so: more is taken there than holders explain."""
     node = snapshot.node(waiting.node)
     if node is None or waiting.queued or len(waiting.requests) != 1 or not waiting.requests[0].amounts:
         return None
@@ -291,7 +291,7 @@ def _drains(
 
 
 def _beside_goers(snapshot: GcsSnapshot, found: Finding, going: list[NodeSnapshot]) -> Finding:
-    """Nodes that will go are not counted: that is said, where they could take some of it."""
+    """Name draining nodes that could take some of it; they are not counted."""
     of_use = [
         node
         for node in going
@@ -308,7 +308,7 @@ def _space(node: NodeSnapshot, *, empty: bool = False) -> NodeSpace:
 
 
 def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], staying: list[NodeSnapshot]) -> Finding:
-    """It would fit, were the nodes empty: who holds what it needs?"""
+    """It would fit on empty nodes: name what holds its resources."""
     first = workloads[0]
     others = [
         workload
@@ -324,8 +324,8 @@ def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], stayin
         sentence = f"{title(other)} holds {theirs.amounts} and waits for more itself, while {own}"
         if mine.held:
             sentence += ": each holds what the other waits for"
-        one_yields = f"{title(other)} lets go of what it holds, or {title(first)} does, and starts whole later"
-        at_once = "take all of it at once: one placement group for each of them, or a gang of a pool"
+        one_yields = f"{title(other)} releases what it holds, or {title(first)} does, and starts again later"
+        at_once = "acquire all resources at once: one placement group for each, or a gang in a pool"
         blocks = tuple(blocker.id for blocker in theirs.held)
         return Finding(
             WaitCause.half_held, workloads, sentence, remedies=(one_yields, at_once), blockers=blocks, rival=other.id
@@ -351,8 +351,8 @@ def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], stayin
 def _remedies(
     snapshot: GcsSnapshot, waiting: PendingWorkload, nodes: list[NodeSnapshot]
 ) -> tuple[tuple[str, ...], tuple[Blocker, ...]]:
-    """What would make room, and who would have to end for it: others, if that is enough, before its own siblings."""
-    # Actors of one class are asked for by number; placement groups of a job have nothing else in common.
+    """What would make room, and the blockers to end: others, if that is enough, before its own siblings."""
+    # Actors of one class are requested by count; placement groups of a job have nothing else in common.
     siblings = holdings_of(waiting, snapshot).held if waiting.kind is WorkloadKind.actor else ()
     own = {waiting.id, *(blocker.id for blocker in siblings)}
     others = [holder for holder in snapshot.holders if holder.id not in own]
@@ -369,7 +369,7 @@ def _remedies(
 
 
 def _of(names: list[str], free: Resources, nodes: list[NodeSnapshot]) -> str:
-    """`1 of 4 gpu is free on 2 nodes`, of everything that is asked."""
+    """`1 of 4 gpu is free on 2 nodes`, for all requested resources."""
     whole = total([node.total for node in nodes])
     parts = [f"{_number(name, free.get(name))} of {amount_text(name, whole.get(name))}" for name in names]
     where = nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes"
@@ -399,7 +399,7 @@ def _pieces(waiting: PendingWorkload, request: ResourceRequest, nodes: list[Node
 
 
 def _unless_nodes_come(snapshot: GcsSnapshot, found: Finding, staying: list[NodeSnapshot]) -> Finding:
-    """What no node here can take is no lost cause where the autoscaler can add one that can."""
+    """Not "never" where the autoscaler can add a node that fits."""
     first = found.workloads[0]
     if first.pinned is not None or not snapshot.node_types:
         return found
@@ -417,11 +417,11 @@ def _unless_nodes_come(snapshot: GcsSnapshot, found: Finding, staying: list[Node
     return replace(found, cause=WaitCause.nodes_coming, never=False, sentence=sentence)
 
 
-# ---- node by node ---------------------------------------------------------------------------------------------------
+# ---- node by node --------------------------------------------------------------------------------------------------
 
 
 def _hardest(waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> ResourceRequest:
-    """The ask that the fewest nodes have room for; of those, the largest."""
+    """The request that the fewest nodes can take; of those, the largest."""
     todo = [request for request in waiting.requests if request.node is None] or list(waiting.requests)
 
     def rank(request: ResourceRequest) -> tuple[int, int, int]:
@@ -436,7 +436,7 @@ def _hardest(waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> Resourc
 
 
 def _rows(snapshot: GcsSnapshot, waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> tuple[NodeFit, ...]:
-    """Every node beside the hardest ask, the nearest to taking it first."""
+    """All nodes with the hardest request, the nearest fit first."""
     request = _hardest(waiting, nodes)
     rows = []
     for node in nodes:
@@ -465,11 +465,11 @@ def _labels_text(request: ResourceRequest, node: NodeSnapshot) -> str:
     return ", ".join(f"{key} is {labels[key]}" if key in labels else f"no label {key}" for key in keys)
 
 
-# ---- words ----------------------------------------------------------------------------------------------------------
+# ---- text ---------------------------------------------------------------------------------------------------------
 
 
 def title(workload: PendingWorkload) -> str:
-    """What people call it: `actor Trainer`, `placement group left`."""
+    """Display name: `actor Trainer`, `placement group left`."""
     sort = "placement group" if workload.kind is WorkloadKind.group else workload.kind.value
     return f"{sort} {workload.name or workload.id[:12]}"
 

@@ -1,8 +1,7 @@
-"""Whether a plan would find its room on a cluster: now, and were the cluster empty.
+"""Checks whether a plan fits on a cluster: now, and on empty nodes.
 
-A check before anything is started: takes a plan and one look at the cluster, asks for what the plan's groups would ask,
-and says which group does not find its room and by how much. Changes nothing, and plans nothing. GPUs that one copy of a
-model needs together have to be on one node; beyond that a group may lie on any nodes.
+Takes a plan and a snapshot, and reports which group does not fit and by how much. Changes nothing, and plans nothing.
+GPUs of one model copy must be on one node; beyond that a group may lie on any nodes.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ MAX_CPU_REQUESTS = 64
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """Components that share GPUs (or one that takes CPUs only), and what they ask of nodes."""
+    """Components that share GPUs (or a CPU component), and their resource requests."""
 
     name: str
     gpus: int
-    block: int  # so many GPUs on one node
+    block: int  # GPUs that must be on one node
     requests: tuple[ResourceRequest, ...]
 
 
 @dataclass(frozen=True)
 class GroupFit:
-    """Whether a group finds its room once those before it have theirs; what it lacks where it does not."""
+    """Whether a group fits once those before it are placed, and what it lacks."""
 
     group: PlannedGroup
     now: bool
     ever: bool
-    nodes: tuple[str, ...] = ()  # where it would be now
+    nodes: tuple[str, ...] = ()  # where it would run now
     lacks_now: Resources = NOTHING
     lacks_ever: Resources = NOTHING
 
@@ -62,17 +61,16 @@ class WouldFit:
 
     @property
     def now(self) -> bool:
-        """Whether all of it could start now."""
         return all(group.now for group in self.groups)
 
     @property
     def ever(self) -> bool:
-        """Whether all of it could start, were the nodes empty."""
+        """Whether all of it could start on empty nodes."""
         return all(group.ever for group in self.groups)
 
 
 def would_fit(name: str, job: PlacementJob, plan: Plan, snapshot: GcsSnapshot) -> WouldFit:
-    """Whether the groups of a plan find room together."""
+    """Whether the groups of a plan fit together."""
     notes: list[str] = []
     groups = planned(job, plan, snapshot, notes)
     staying = [node for node in snapshot.nodes if node.drain is None]
@@ -94,7 +92,7 @@ def would_fit(name: str, job: PlacementJob, plan: Plan, snapshot: GcsSnapshot) -
 
 
 def planned(job: PlacementJob, plan: Plan, snapshot: GcsSnapshot, notes: list[str]) -> tuple[PlannedGroup, ...]:
-    """What each group of a plan asks of nodes."""
+    """Resource requests of each group of a plan."""
     kinds = {dict(node.labels).get(KIND_LABEL) for node in snapshot.nodes if node.total.get("gpu")} - {None}
     widest = max((node.gpus for node in job.cluster.nodes), default=1) or 1
     groups = []
@@ -103,7 +101,7 @@ def planned(job: PlacementJob, plan: Plan, snapshot: GcsSnapshot, notes: list[st
         if group.kind and kinds:
             labels = ((LabelSelector(KIND_LABEL, (group.kind,)),),)
         elif group.kind:
-            notes.append(f"no node says of which kind its GPUs are: whether they are {group.kind} was not checked")
+            notes.append(f"no node has the label {KIND_LABEL}: whether its GPUs are {group.kind} was not checked")
         block = _block(job, plan, group.components, widest)
         whole, rest = divmod(len(group.gpus), block)
         sizes = [block] * whole + ([rest] if rest else [])
@@ -122,7 +120,7 @@ def planned(job: PlacementJob, plan: Plan, snapshot: GcsSnapshot, notes: list[st
 
 
 def _block(job: PlacementJob, plan: Plan, components: Sequence[str], widest: int) -> int:
-    """GPUs that have to be on one node: the largest model-parallel size of the members, as far as a node reaches."""
+    """GPUs that must be on one node: the largest model-parallel size of the members, capped by the node size."""
     sizes = [1]
     for name in components:
         chosen = plan.placed(name).variant
@@ -132,26 +130,28 @@ def _block(job: PlacementJob, plan: Plan, components: Sequence[str], widest: int
 
 
 @dataclass(frozen=True)
-class _RoomFound:
+class _PlacedGroup:
     nodes: tuple[str, ...]
     lacks: Resources
 
 
-def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[NodeSpace]) -> list[_RoomFound]:
-    """Each group beside those before it: where it goes, and what it lacks."""
+def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[NodeSpace]) -> list[_PlacedGroup]:
+    """Each group after those before it: its nodes, and what it lacks."""
     before: list[ResourceRequest] = []
     rooms = []
     for group in groups:
-        count = _most(before, group.requests, spaces)
+        count = _fitting_count(before, group.requests, spaces)
         fit = place([*before, *group.requests[:count]], spaces)
         nodes = (fit.nodes or ())[len(before) :] if count == len(group.requests) else ()
-        rooms.append(_RoomFound(nodes, total([request.amounts for request in group.requests[count:]])))
+        rooms.append(_PlacedGroup(nodes, total([request.amounts for request in group.requests[count:]])))
         before += group.requests[:count]
     return rooms
 
 
-def _most(before: Sequence[ResourceRequest], requests: Sequence[ResourceRequest], spaces: Sequence[NodeSpace]) -> int:
-    """How many of the asks find room beside those before them: fewer do whenever more do."""
+def _fitting_count(
+    before: Sequence[ResourceRequest], requests: Sequence[ResourceRequest], spaces: Sequence[NodeSpace]
+) -> int:
+    """How many of the requests fit after those before them; monotonic, so bisected."""
     low, high = 0, len(requests)
     if place([*before, *requests], spaces).nodes is not None:
         return high

@@ -228,7 +228,8 @@ def weigh(
     numbers = replace(
         numbers, new_iteration_s=candidate.seconds, gain_s=gain, sure_gain_s=sure, cost_s=cost, cost_measured=known
     )
-    said = f"{candidate.placed_plan.plan.describe()} would take {_s(candidate.seconds)} instead of {_s(comparison.seconds)}"
+    described = candidate.placed_plan.plan.describe()
+    said = f"{described} would take {_s(candidate.seconds)} instead of {_s(comparison.seconds)}"
     if gain < rules.least_gain * comparison.seconds:
         return ReplanDecision(None, Reason(ReasonCode.no_gain, f"{said}: less than {rules.least_gain:.0%}"), numbers)
     if sure < rules.least_gain / 2 * comparison.sure_seconds:

@@ -1,7 +1,7 @@
-"""What comes of acts on workers: each verb's good end, its failure, and its deadline.
+"""Outcomes of worker actions: success, failure and deadline of each verb.
 
-Called by the machine when an act ended, and by time. Every act has an outcome of its own, also when it fails: nothing
-stays "being done" for ever, and nothing is tried for ever. Late news of an act that was given up changes nothing.
+Every action has an outcome: nothing stays in progress for ever, and nothing is retried for ever. Late news of an action
+that was given up changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ S = WorkerState
 
 
 class ActionResults:
-    """Outcomes of acts."""
+    """Applies outcomes of worker actions."""
 
     def __init__(
         self, state: RolloutState, requests: RequestTransitions, workers: WorkerTransitions, health: WorkerHealth
@@ -30,7 +30,6 @@ class ActionResults:
         self.health = health
 
     def action_done(self, event: e.ActionDone) -> None:
-        """Something was done."""
         worker, action = self._take_action(event.worker, event.attempt)
         if worker is None or action is None:
             return
@@ -62,7 +61,6 @@ class ActionResults:
             self.health.recovered(worker, "it answered a probe")
 
     def action_failed(self, event: e.ActionFailed) -> None:
-        """Something could not be done: each verb has an outcome of its own."""
         worker, action = self._take_action(event.worker, event.attempt)
         if worker is None or action is None:
             return
@@ -72,8 +70,8 @@ class ActionResults:
         elif action.verb is WorkerVerb.wake:
             self._wake_failed(worker, why)
         elif action.verb is WorkerVerb.sleep:
-            # It may hold its memory or not, and have its weights or not; it is asked to wake before it serves.
-            self.workers.warn(worker, Reason(ReasonCode.faulty, f"{why}; its memory may not be given back"))
+            # Memory and weights are in an unknown state; it is woken before it serves.
+            self.workers.warn(worker, Reason(ReasonCode.faulty, f"{why}; its memory may not be released"))
             self.workers.mark_asleep(worker, False, why)
         elif action.verb is WorkerVerb.stop:
             self._stop_failed(worker, why)
@@ -106,12 +104,12 @@ class ActionResults:
             self.workers.transition(worker, S.inactive, Reason(ReasonCode.asleep, "its engine was stopped"))
 
     def _stop_failed(self, worker: RolloutWorker, why: str) -> None:
-        """A process that does not end: again, then it is given up, and said so."""
+        """Retry, then give up with a warning."""
         worker.failures += 1
         if worker.failures < self.state.rules.tries:
             self.workers.start_action(worker, WorkerVerb.stop, Reason(ReasonCode.faulty, why))
             return
-        self.workers.warn(worker, Reason(ReasonCode.faulty, f"{why}; it is given up, and may still hold its memory"))
+        self.workers.warn(worker, Reason(ReasonCode.faulty, f"{why}; giving up; it may still hold its memory"))
         if worker.leaving:
             self.workers.forget(worker)
         elif worker.state is not S.lost:
@@ -126,7 +124,7 @@ class ActionResults:
         self.workers.schedule_retry(worker, why)
 
     def _wake_failed(self, worker: RolloutWorker, why: str) -> None:
-        """Out of memory, say: it stays asleep, and what weights it has nobody knows."""
+        """It stays asleep with unknown weights (out of memory, for example)."""
         worker.failures += 1
         worker.version = None
         if worker.failures >= self.state.rules.tries:
@@ -138,10 +136,9 @@ class ActionResults:
         else:
             self.workers.schedule_retry(worker, why)
 
-    # ---- time --------------------------------------------------------------------------------------------------------
+    # ---- time -------------------------------------------------------------------------------------------------------
 
     def due(self, name: str) -> float | None:
-        """When time alone changes something about the worker."""
         worker = self.state.workers.get(name)
         if worker is None:
             return None
@@ -153,7 +150,6 @@ class ActionResults:
         return min((due for due in dues if due is not None), default=None)
 
     def late(self, name: str) -> None:
-        """Its due time has come."""
         state = self.state
         worker, now = state.workers[name], state.counters.now
         if worker.load_fresh_until is not None and worker.load_fresh_until <= now:

@@ -1,10 +1,8 @@
-"""Workers in trouble: who is suspected, probed, given up and back, and what others do to engines behind trimtab's back.
+"""Worker health: suspicion, probes, loss, recovery, and actions of other clients on engines.
 
-Called by the machine for news of health and of others, and by the rooms of requests and acts when something failed. A
-suspect keeps what it has and gets nothing new until it has really answered: a health check that passes proves nothing
-of a wedged engine. What must never happen: a worker lost by a Tick alone (how long it has been unwell is what its
-health check says; a probe it does not answer, or a cut it does not confirm, was asked of it), and what it may still be
-working on forgotten while its process may live.
+A suspect keeps its requests and gets no new ones until it has answered: a passing health check proves nothing about a
+wedged engine. What must never happen: a worker lost by a tick alone (how long it is unhealthy comes from its health
+check; an unanswered probe or an unconfirmed abort was sent to it), and attempts forgotten while its process may run.
 """
 
 from __future__ import annotations
@@ -21,26 +19,25 @@ S = WorkerState
 
 
 class WorkerHealth:
-    """What goes wrong with workers."""
+    """Failures and recovery of workers."""
 
     def __init__(self, state: RolloutState, requests: RequestTransitions, workers: WorkerTransitions) -> None:
         self.state = state
         self.requests = requests
         self.workers = workers
 
-    # ---- trouble -----------------------------------------------------------------------------------------------------
+    # ---- failures ---------------------------------------------------------------------------------------------------
 
     def fault(self, worker: RolloutWorker, why: str) -> None:
-        """A request broke there."""
         worker.faults += 1
         if worker.faults >= self.state.rules.faults:
-            self.suspect(worker, Reason(ReasonCode.faulty, f"{worker.faults} requests in a row broke: {why}"))
+            self.suspect(worker, Reason(ReasonCode.faulty, f"{worker.faults} requests in a row failed: {why}"))
 
     def unresponsive(self, worker: RolloutWorker, why: str) -> None:
-        """It does not answer, though it may be healthy."""
+        """It does not answer, though its health check may pass."""
         orphans = sum(attempt.orphan for attempt in worker.held.values())
         if orphans and worker.state in (S.draining, S.stale, S.empty):
-            self.lost(worker, Reason(ReasonCode.hung, f"{why}, and others wait for that"))
+            self.lost(worker, Reason(ReasonCode.hung, f"{why}, and its drain or refit waits for that"))
         elif orphans >= self.state.rules.faults:
             self.lost(worker, Reason(ReasonCode.hung, f"{why}, nor that of {orphans - 1} others"))
         else:
@@ -48,7 +45,6 @@ class WorkerHealth:
             self.workers.on_worker_changed(worker)
 
     def unhealthy(self, event: e.WorkerUnhealthy) -> None:
-        """Its health check has failed for so long."""
         worker = self.state.workers.get(event.worker)
         if worker is None or worker.state not in (S.active, S.draining, S.stale, S.empty, S.suspect):
             return
@@ -63,7 +59,6 @@ class WorkerHealth:
             self.suspect(worker, reason)
 
     def healthy(self, event: e.WorkerHealthy) -> None:
-        """Its health check passes; whether it answers is another question."""
         worker = self.state.workers.get(event.worker)
         if worker is None or not worker.unhealthy:
             return
@@ -73,12 +68,12 @@ class WorkerHealth:
             self.probe(worker, "its health check passes again")
 
     def responded(self, worker: RolloutWorker) -> None:
-        """Tokens came from it: a suspect that answers is none."""
+        """Tokens came: a suspect that answers is cleared."""
         if worker.state is S.suspect and not worker.unhealthy and worker.faults < self.state.rules.faults:
             self.recovered(worker, "it answers")
 
     def suspect(self, worker: RolloutWorker, reason: Reason) -> None:
-        """Nothing new goes there until it has answered."""
+        """Route nothing new there until it has answered a probe."""
         if worker.state is not S.active:
             return
         self.workers.transition(worker, S.suspect, reason)
@@ -88,13 +83,11 @@ class WorkerHealth:
             self.probe(worker, reason.sentence)
 
     def probe(self, worker: RolloutWorker, why: str) -> None:
-        """See whether it answers."""
         if worker.paused_elsewhere:
-            return  # a probe would hang; whoever resumes it is heard
+            return  # a probe would hang; the resume triggers one
         self.workers.start_action(worker, WorkerVerb.probe, Reason(ReasonCode.faulty, why))
 
     def probe_failed(self, worker: RolloutWorker, why: str) -> None:
-        """It did not: again, then it is lost."""
         if worker.state is not S.suspect:
             return
         worker.probes += 1
@@ -105,7 +98,7 @@ class WorkerHealth:
             self.state.touch("w", worker.id)
 
     def recovered(self, worker: RolloutWorker, why: str) -> None:
-        """It works again. Weights that became old in the meantime stay old."""
+        """It works again. Weights that became stale meanwhile stay stale."""
         current = worker.version is not None and worker.version == self.state.counters.version
         if worker.state is S.suspect and worker.unhealthy:
             return
@@ -119,7 +112,6 @@ class WorkerHealth:
         self.workers.on_worker_changed(worker)
 
     def died(self, event: e.WorkerDied) -> None:
-        """Gone."""
         worker = self.state.workers.get(event.worker)
         if worker is None or worker.state is S.lost:
             return
@@ -129,14 +121,14 @@ class WorkerHealth:
         self.lost(worker, Reason(ReasonCode.process_died, event.why))
 
     def lost(self, worker: RolloutWorker, reason: Reason, *, stop: bool = True) -> None:
-        """Whatever it was, it is not there any more, and neither is what it had."""
+        """Give up the worker and everything on it."""
         if worker.state is S.lost:
             return
         state = self.state
         self.workers.transition(worker, S.lost, reason)
         worker.was_lost, worker.version = True, None
         worker.incarnation += 1
-        # The same process may come back: as asleep and as paused as it was, or was about to be.
+        # The same process may come back: asleep or paused as it was, or was about to be.
         worker.asleep = worker.asleep or (worker.action is not None and worker.action.verb is WorkerVerb.sleep)
         worker.unhealthy = False
         worker.faults = worker.probes = 0
@@ -149,15 +141,15 @@ class WorkerHealth:
         self.workers.on_worker_changed(worker)
         if stop and worker.spec.startable and worker.started:
             self.workers.start_action(
-                worker, WorkerVerb.stop, Reason(reason.code, f"so that nothing of it is left: {reason.sentence}")
+                worker, WorkerVerb.stop, Reason(reason.code, f"its old process must end: {reason.sentence}")
             )
         elif worker.leaving:
             self.workers.forget(worker)
 
-    # ---- news of others ----------------------------------------------------------------------------------------------
+    # ---- other clients ----------------------------------------------------------------------------------------------
 
     def came_up(self, event: e.WorkerUp) -> None:
-        """Up without having been asked to."""
+        """Up without a trimtab action."""
         worker = self.state.workers.get(event.worker)
         if worker is None or worker.state is S.starting:
             return
@@ -173,26 +165,26 @@ class WorkerHealth:
                 worker.was_lost = worker.was_lost or worker.started
                 self.workers.process_started(worker, event.version, "it came up by itself", ours=False)
             elif worker.asleep:
-                self.workers.woken(worker, event.version, "others woke it")
+                self.workers.woken(worker, event.version, "another client woke it")
         elif event.restarted:
-            # Nobody knows when: what was sent last may be with the new process, so it is cut there, too.
-            self.lost(worker, Reason(ReasonCode.process_died, "it was restarted: what it had is gone"), stop=False)
+            # When is unknown: the last requests may be on the new process, so they are aborted there, too.
+            self.lost(worker, Reason(ReasonCode.process_died, "it was restarted, its requests are gone"), stop=False)
             if worker.id in self.state.workers:
                 self.requests.abort_zombies(worker)
                 self.workers.process_started(worker, event.version, "it was restarted", ours=False)
 
     def slept(self, event: e.WorkerSlept) -> None:
-        """Others put it to sleep. What ran there is theirs to have aborted, and is heard of."""
+        """Another client put it to sleep, and is expected to have aborted what ran there."""
         worker = self.state.workers.get(event.worker)
         if worker is None or worker.state in (S.lost, S.starting, S.inactive):
             return
         worker.action = None
         if worker.state is S.draining and worker.held:
             self.requests.abort_all(worker, Reason(ReasonCode.moved, f"{worker.id} was put to sleep"))
-        self.workers.mark_asleep(worker, event.keeps_weights, "others put it to sleep")
+        self.workers.mark_asleep(worker, event.keeps_weights, "another client put it to sleep")
 
     def weights_discarded(self, event: e.WeightsDiscarded) -> None:
-        """Its weights are gone: what it makes from now on is worth nothing."""
+        """Its weights are gone: tokens made from now on are invalid."""
         worker = self.state.workers.get(event.worker)
         if worker is None:
             return
@@ -206,7 +198,7 @@ class WorkerHealth:
             self.workers.request_refit(worker)
 
     def paused_elsewhere(self, event: e.PausedExternally) -> None:
-        """Others pause and resume it. Requests there wait; none is sent there."""
+        """Another client pauses or resumes it. Requests there wait; none is sent there."""
         worker = self.state.workers.get(event.worker)
         if worker is None or worker.paused_elsewhere == event.on or worker.state is S.lost:
             return
@@ -216,11 +208,10 @@ class WorkerHealth:
             self.requests.resumed(worker)
             if worker.state is S.suspect and worker.action is None:
                 self.probe(worker, "it was resumed")
-        sentence = "others paused it: nothing is sent there" if event.on else "others resumed it"
+        sentence = "another client paused it: nothing is sent there" if event.on else "another client resumed it"
         self.state.set_worker_state(worker, worker.state, Reason(ReasonCode.passed_on, sentence))
 
     def load_reported(self, event: e.LoadReported) -> None:
-        """Its own figures, while they are fresh."""
         state = self.state
         worker = state.workers.get(event.worker)
         until = event.at + state.rules.load_fresh_s
@@ -233,7 +224,6 @@ class WorkerHealth:
         self.load_changed(worker)
 
     def load_changed(self, worker: RolloutWorker) -> None:
-        """What it says of itself has come, or is not believed any more."""
         lane = self.state.router.lanes.get(worker.id)
         if lane is not None:
             self.state.update_lane_load(worker, lane)

@@ -1,17 +1,15 @@
-"""Rollout workers and requests: who serves what, who drains, wakes and starts, and that every request is answered once.
+"""Rollout machine: routes requests to workers, drains, wakes and starts workers, answers every request exactly once.
 
-`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
-instructions. It is called by whoever talks to engines, clients and the trainer.
+`handle(event, now)` is the only entry point. Pure: no clock, no I/O; the same events give the same instructions.
 
-The transitions that must not exist are those to ACTIVE from STALE, EMPTY or LOST without a confirmed refit: an engine
-that returns with old weights would answer as if nothing had happened, and the samples would be trained on. Nor is there
-a way back from answered. What must never happen besides: a request lost, answered twice, or sent to a worker that is
-not ACTIVE and current; memory released under a running request; a set of engines that changes during a weight sync;
-fewer workers than the least by trimtab's own doing; a wait without a reason and a deadline.
+Transitions that must not exist: to ACTIVE from STALE, EMPTY or LOST without a confirmed refit (an engine that returns
+with old weights would produce samples that are trained on), and back from answered. What must never happen besides: a
+request lost, answered twice, or sent to a worker that is not ACTIVE and current; memory released under a running
+request; a set of engines that changes during a weight sync; fewer workers than the minimum by trimtab's own action; a
+wait without a reason and a deadline.
 
-The rooms: `rollout_requests` and `rollout_workers` have the lives, `rollout_trouble` and `rollout_acts` what goes wrong
-and what comes of things done, `rollout_refit` the weights, `rollout_scaling` carries out how many, `routing` chooses,
-`rollout_books` remembers.
+`requests` and `workers` hold the transitions, `health` and `actions` failures and action outcomes, `refit` the weights,
+`scaler` applies worker counts, `routing` chooses workers, `state` is shared by all.
 """
 
 from __future__ import annotations
@@ -114,10 +112,10 @@ class RolloutMachine:
             e.RolloutTick: self._on_tick,
         }
 
-    # ---- the door --------------------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.RolloutEvent, now: float) -> list[e.RolloutInstruction]:
-        """What is to be done about the event. Raises InputError or InfeasibleError, with nothing changed."""
+        """Instructions for the event. Raises InputError or InfeasibleError, with nothing changed."""
         state = self._state
         before, state.counters.now = state.counters.now, max(float(now), state.counters.now)
         state.instructions = []
@@ -132,7 +130,7 @@ class RolloutMachine:
         return state.instructions
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
+        """When the next RolloutTick is due."""
         state = self._state
         while (first := state.first_timer()) is not None:
             at, timer = first
@@ -145,7 +143,6 @@ class RolloutMachine:
 
     @property
     def version(self) -> int:
-        """Of the trainer's weights."""
         return self._state.counters.version
 
     # ---- time ------------------------------------------------------------------------------------------------------
@@ -194,30 +191,27 @@ class RolloutMachine:
         for timer in state.touched():
             state.arm(timer, self._due(timer))
 
-    # ---- questions -------------------------------------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------------------------------
 
     def workers(self) -> tuple[WorkerView, ...]:
-        """All workers, in order of joining."""
         return tuple(worker_view(worker, self._state.load_of(worker)) for worker in self._state.workers.values())
 
     def worker(self, name: str) -> WorkerView | None:
-        """One worker."""
         known = self._state.workers.get(name)
         return None if known is None else worker_view(known, self._state.load_of(known))
 
     def requests(self) -> tuple[RequestView, ...]:
-        """All requests that are not answered, in order of arrival."""
         return tuple(request_view(request) for request in self._state.requests.values())
 
     def request(self, name: str) -> RequestView | None:
-        """One request; answered ones as long as they are remembered."""
+        """A request, live or recently answered."""
         state = self._state
         name = state.coalesced.get(name, name)
         known = state.requests.get(name) or state.past.get(name)
         return None if known is None else request_view(known)
 
     def story(self, name: str) -> tuple[StoryEntry, ...]:
-        """What became of a worker or a request, and why."""
+        """State history of a worker or a request, with reasons."""
         state = self._state
         first = state.coalesced.get(name, name)
         known = state.workers.get(name) or state.requests.get(first) or state.past.get(first)
@@ -226,35 +220,33 @@ class RolloutMachine:
         return tuple(known.story)
 
     def membership(self) -> Membership:
-        """Who takes part in the open refit; with none open, who would in the next."""
+        """Members of the open refit; with none open, of the next one."""
         return self._refits.next_membership()
 
     def open_refit(self) -> dict[str, Any] | None:
-        """The refit that is open, as plain data."""
+        """The open refit as plain data."""
         refit = self._state.refit
         return None if refit is None else {**encode(refit), "left_s": refit.deadline - self._state.counters.now}
 
     def sample(self, now: float | None = None) -> scaling.LoadSample:
-        """The load as a scaling policy would see it."""
+        """The load as a scaling policy sees it."""
         sample = self._scaler.sample()
         return sample if now is None else replace(sample, now=now)
 
     @property
     def rules(self) -> RolloutRules:
-        """As given."""
         return self._state.rules
 
     @property
     def steps(self) -> tuple[ScaleStep, ...]:
-        """The last changes of the number of workers."""
         return tuple(self._state.steps)
 
     def scaling(self) -> dict[str, Any]:
-        """What people asked for, and what the policy decided last, as plain data."""
+        """Manual settings and the policy's last decision, as plain data."""
         return self._scaler.status()
 
     def metrics(self) -> dict[str, float]:
-        """The figures that a monitor wants: workers, requests, load as a share of capacity."""
+        """Gauges for monitoring; load_ratio is a share of capacity."""
         sample = self._scaler.sample()
         capacity = sample.active * sample.capacity
         return {
@@ -270,7 +262,6 @@ class RolloutMachine:
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
-        """All that is remembered, as plain data."""
         state, router = self._state, self._state.router
         return {
             "rules": encode(state.rules),
@@ -292,7 +283,7 @@ class RolloutMachine:
 
     @classmethod
     def load(cls, data: dict[str, Any], elastic: ElasticConfig = STATIC) -> RolloutMachine:
-        """A machine that goes on from a snapshot. How workers are scaled comes from where it is set."""
+        """Restores a dump. The scaling settings are not in it."""
         machine = cls(decode(RolloutRules, data["rules"]), elastic)
         state, router = machine._state, machine._state.router
         state.counters = decode(RolloutCounters, data["counters"])
@@ -338,10 +329,10 @@ class RolloutMachine:
         state.touch("w", worker.id)
         state.update_lane(worker)
 
-    # ---- what must be true -----------------------------------------------------------------------------------------
+    # ---- invariants -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError where the machine contradicts itself."""
+        """Raises AssertionError where an invariant is violated."""
         for worker in self._state.workers.values():
             self._check_worker(worker)
         for request in self._state.requests.values():
@@ -349,7 +340,7 @@ class RolloutMachine:
         self._check_queues()
         for timer in self._timed():
             due, armed = self._due(timer), self._state.armed_at(timer)
-            assert due is None or (armed is not None and armed <= due), f"{timer}: nothing wakes it at {due}"
+            assert due is None or (armed is not None and armed <= due), f"{timer}: no timer at {due}"
 
     def _timed(self) -> list[TimerKey]:
         state = self._state
@@ -381,8 +372,8 @@ class RolloutMachine:
 
     def _check_request(self, request: RolloutRequest) -> None:
         state, name = self._state, request.id
-        assert request.state not in ANSWERED, f"{name}: answered, and remembered as not"
-        assert request.recipients, f"{name}: nobody wants it"
+        assert request.state not in ANSWERED, f"{name}: answered, and kept as open"
+        assert request.recipients, f"{name}: no recipient"
         assert sum(span.tokens for span in request.spans) == request.tokens <= request.spec.max_tokens, (
             f"{name}: tokens"
         )
@@ -391,9 +382,9 @@ class RolloutMachine:
         if request.state is RequestState.queued:
             waits = name in state.parked or name in state.router.queues[request.spec.class_].waiting
             assert waits, f"{name}: queued nowhere"
-            assert not request.worker, f"{name}: queued, and with {request.worker}"
+            assert not request.worker, f"{name}: queued, and on {request.worker}"
         else:
-            assert held is not None, f"{name}: with nobody"
+            assert held is not None, f"{name}: on no worker"
             assert state.worker_by_attempt[attempt_key(name, request.attempt)] == request.worker, f"{name}: elsewhere"
 
     def _check_queues(self) -> None:
@@ -408,4 +399,4 @@ class RolloutMachine:
         ), "held"
         assert all(name in state.requests or name in state.past for name in state.keys.values()), "keys"
         assert len(state.past) <= state.rules.answers_kept, "past"
-        assert not (state.router.queued and state.router.least_loaded()), "somebody waits, and somebody has room"
+        assert not (state.router.queued and state.router.least_loaded()), "a request waits, and a worker has capacity"

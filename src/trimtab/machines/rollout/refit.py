@@ -1,14 +1,14 @@
-"""Refits: who takes part, when the trainer may begin, who serves afterwards. The weights are the trainer's.
+"""Refits: membership, when the trainer may begin, which workers serve afterwards. The trainer moves the weights.
 
-Membership is frozen from begin to end: a collective whose set of engines changes under way hangs for ever. Whoever
-comes or goes meanwhile is offered at the next sync; a newcomer is STALE until then. From begin on only the new version
-is current. A refit that fails on some workers leaves these STALE with no version, and the others go on; one that fails
-on all leaves nobody to serve, which is said, and the trainer may begin it again. What must never happen: a refit
-without an end (it has a deadline), and a worker that serves because its refit was merely tried.
+Membership is frozen from begin to end: a collective whose set of engines changes under way hangs for ever. Workers that
+join or leave meanwhile are part of the next sync; a new one is STALE until then. From begin on only the new version is
+current. Workers on which a refit fails are left STALE with no version, and the others go on; if all fail, no worker
+serves, a warning says so, and the trainer may begin again. What must never happen: a refit without an end (it has a
+deadline), and a worker that serves after a refit that was only tried.
 
-Requests that run at the begin: those that may span versions stay paused in place (`keep`) or are cut and go on with
-what they have (`move`, or where the engine cannot pause); those that may not, or want one version, are cut and start
-anew.
+Requests that run at the begin: those that may span versions stay paused in place (`keep`) or are aborted and continue
+with their tokens (`move`, or where the engine cannot pause); those that may not span, or are pinned to one version, are
+aborted and restart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TAKES_PART = (S.active, S.stale, S.empty)
 
 
 class RefitCoordinator:
-    """The trainer's weights on their way."""
+    """Runs weight refits."""
 
     def __init__(self, state: RolloutState, requests: RequestTransitions, workers: WorkerTransitions) -> None:
         self.state = state
@@ -37,7 +37,7 @@ class RefitCoordinator:
     # ---- membership ------------------------------------------------------------------------------------------------
 
     def next_membership(self) -> Membership:
-        """Who takes part now: as frozen, or as it would be at the next begin."""
+        """Members of the open refit, or of the next one."""
         before = self.state.counters.membership
         if self.state.refit is not None:
             return before
@@ -55,7 +55,7 @@ class RefitCoordinator:
         return Membership(before.epoch + 1, tuple(members), joined=joined, left=left)
 
     def in_refit(self, worker: RolloutWorker) -> bool:
-        """Whether an open refit counts on it, as the process it is."""
+        """Whether the open refit includes it, as its current process."""
         if self.state.refit is None:
             return False
         return any(
@@ -66,13 +66,13 @@ class RefitCoordinator:
     # ---- begin -----------------------------------------------------------------------------------------------------
 
     def begun(self, event: e.RefitBegun) -> None:
-        """Freeze, and make everybody quiet."""
+        """Freeze membership and quiesce all members."""
         state, rules = self.state, self.state.rules
         if state.refit is not None:
             if state.refit.version == event.version:
                 return
             raise InputError(
-                f"a refit to version {state.refit.version} is open", hint="end it before another one begins"
+                f"a refit to version {state.refit.version} is open", hint="end it before beginning another"
             )
         next_membership = self.next_membership()
         state.counters.membership = Membership(
@@ -93,8 +93,8 @@ class RefitCoordinator:
         self._ready()
 
     def _quiesce(self, worker: RolloutWorker, event: e.RefitBegun) -> None:
-        reason = Reason(ReasonCode.refitting, f"version {event.version} is on its way")
-        worker.action, worker.retry_at = None, None  # whatever was done to it was for older weights
+        reason = Reason(ReasonCode.refitting, f"version {event.version} is being loaded")
+        worker.action, worker.retry_at = None, None  # actions in progress were for older weights
         if worker.state is not S.empty:
             self.workers.to_stale(worker, reason)
         if not worker.held:
@@ -104,7 +104,7 @@ class RefitCoordinator:
         if self.requests.may_abort():
             self._abort_running(worker, keep, reason)
         if keep and ownership.pause is Owner.trimtab:
-            self.workers.start_action(worker, WorkerVerb.pause, reason)  # also where a resume may be on its way
+            self.workers.start_action(worker, WorkerVerb.pause, reason)  # also where a resume may be in flight
 
     def _abort_running(self, worker: RolloutWorker, keep: bool, reason: Reason) -> None:
         for sent in list(worker.held.values()):
@@ -116,7 +116,7 @@ class RefitCoordinator:
                 self.requests.abort_and_requeue(request, reason, restart=once)
 
     def update_quiesced(self, worker: RolloutWorker) -> None:
-        """Something at the worker ended, or it is gone; perhaps it was the last that had to."""
+        """A worker changed: it may be quiesced now, or be gone from the refit."""
         refit = self.state.refit
         if refit is None:
             return
@@ -136,7 +136,7 @@ class RefitCoordinator:
         return not any(attempt.abort_by is not None and not attempt.orphan for attempt in worker.held.values())
 
     def _ready(self) -> None:
-        """Once everybody is quiet, the trainer may send; where refits are trimtab's, it begins."""
+        """Once all members are quiesced the trainer may send; where trimtab owns refits, it starts them."""
         state, refit = self.state, self.state.refit
         if refit is None or refit.ready or refit.waiting:
             return
@@ -155,13 +155,12 @@ class RefitCoordinator:
     # ---- outcomes --------------------------------------------------------------------------------------------------
 
     def confirmed(self, event: e.RefitConfirmed) -> None:
-        """The trainer vouches for a worker."""
         state = self.state
         worker = state.workers.get(event.worker)
         if worker is None or event.version != state.counters.version:
             return
         if event.epoch is not None and not self._same_process(worker, event.epoch):
-            return  # it was said of a process that is not there any more
+            return  # about an earlier process
         self.confirm(worker, event.version)
 
     def _same_process(self, worker: RolloutWorker, epoch: int) -> bool:
@@ -171,12 +170,12 @@ class RefitCoordinator:
         )
 
     def confirm(self, worker: RolloutWorker, version: int) -> None:
-        """It has these weights, for certain."""
+        """The worker has this version."""
         state, refit = self.state, self.state.refit
         if version != state.counters.version or worker.state in (S.lost, S.starting, S.inactive):
             return
         if refit is not None and not self.in_refit(worker):
-            return  # offered at the next sync
+            return  # joins at the next sync
         self.workers.confirmed(worker, version)
         if refit is None:
             self.workers.activate(worker)
@@ -185,22 +184,21 @@ class RefitCoordinator:
             refit.failed.remove(worker.id)
         if worker.id not in refit.confirmed:
             refit.confirmed.append(worker.id)
-        # Engines that read for themselves need not wait for each other, unless the trainer holds them paused.
+        # Engines that load from disk need not wait for each other, unless the trainer keeps them paused.
         if refit.way is RefitWay.disk and state.rules.ownership.pause is Owner.trimtab and refit.ready:
             self.workers.activate(worker)
         self._end_if_complete()
 
     def failed(self, event: e.RefitFailed) -> None:
-        """The trainer says that a worker has not got them."""
         worker = self.state.workers.get(event.worker)
         if worker is not None and event.version == self.state.counters.version and worker.state is not S.lost:
             self.member_failed(worker, event.why)
 
     def member_failed(self, worker: RolloutWorker, why: str) -> None:
-        """One of them has failed; the others go on."""
+        """One member failed; the others go on."""
         refit = self.state.refit
         if worker.state is S.active:
-            return  # it was confirmed, and serves
+            return  # already confirmed and serving
         if refit is not None and self.in_refit(worker):
             if worker.id in refit.confirmed:
                 refit.confirmed.remove(worker.id)
@@ -210,20 +208,18 @@ class RefitCoordinator:
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
-        """Where refits are trimtab's, the refit is over with its last worker."""
+        """Where trimtab owns refits, the refit ends with its last member."""
         state, refit = self.state, self.state.refit
         if refit is None or not refit.ready or state.rules.ownership.refit is not Owner.trimtab:
             return
         if len(refit.confirmed) + len(refit.failed) >= len(state.counters.membership.members):
-            self._end("all members are through")
+            self._end("all members have reported")
 
     def ended(self, event: e.RefitEnded) -> None:
-        """The trainer says that it is over."""
         if self.state.refit is not None and self.state.refit.version == event.version:
             self._end("the trainer ended it")
 
     def late(self) -> None:
-        """It took too long."""
         self._end(f"it took more than {self.state.rules.refit_s:g} s")
 
     def _end(self, why: str) -> None:
@@ -243,15 +239,15 @@ class RefitCoordinator:
             elif member.worker not in refit.failed:
                 refit.failed.append(member.worker)
                 worker.action = None if worker.action and worker.action.verb is WorkerVerb.refit else worker.action
-                self.workers.refit_failed(worker, f"{why}, and nobody confirmed version {refit.version} here")
+                self.workers.refit_failed(worker, f"{why}, and version {refit.version} was not confirmed here")
         failed = tuple(member.worker for member in membership.members if member.worker not in refit.confirmed)
         sentence = f"{why}: {len(refit.confirmed)} of {counted(len(membership.members), 'worker')} have it"
         code = ReasonCode.refit_failed if failed else ReasonCode.current
         state.instructions.append(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))
         if len(refit.confirmed) < state.counters.min_workers and membership.members:
-            below = f"{sentence}, and at least {state.counters.min_workers} are to serve"
+            below = f"{sentence}, and at least {state.counters.min_workers} must serve"
             state.instructions.append(e.Warn(Reason(ReasonCode.below_min, below)))
         for worker in list(state.workers.values()):
-            self.workers.settle(worker)  # leaves that waited for the end
-            self.workers.request_refit(worker)  # and newcomers
+            self.workers.settle(worker)  # drains that waited for the end
+            self.workers.request_refit(worker)  # and new workers
         state.evaluate_soon()

@@ -1,11 +1,8 @@
-"""Requests of the rollout machine: accepted, sent, moved with what they have, answered exactly once.
+"""Request transitions of the rollout machine: accepted, sent, moved with partial output, answered exactly once.
 
-Called by the machine for events about requests, and by the room of workers when one is emptied or lost. What must never
-happen: a second answer, or none; a request tried again that somebody else aborted; tokens counted twice at a cut;
-a request sent to a worker that the router has not open.
-
-The transition that must not exist is back from answered: news of an attempt that is not the current one frees the place
-on its worker and does nothing else.
+What must never happen: a second answer, or none; a retry of a request that another client aborted; tokens counted twice
+at an abort; a request sent to a worker that the router has not open. The transition that must not exist is back from
+answered: news of an attempt that is not the current one frees its place on the worker and does nothing else.
 """
 
 from __future__ import annotations
@@ -32,20 +29,19 @@ RUNNING = (RequestState.sent, RequestState.streaming)
 
 
 class RequestTransitions:
-    """Lives of requests."""
+    """Transitions of requests."""
 
     def __init__(self, state: RolloutState) -> None:
         self.state = state
-        # What others do when a request ends; set by the machine.
+        # Callbacks, set by the machine.
         self.on_released: Callable[[RolloutWorker], None] = lambda worker: None
         self.on_response: Callable[[RolloutWorker], None] = lambda worker: None
         self.on_fault: Callable[[RolloutWorker, str], None] = lambda worker, why: None
         self.on_unresponsive: Callable[[RolloutWorker, str], None] = lambda worker, why: None
 
-    # ---- in --------------------------------------------------------------------------------------------------------
+    # ---- arrival ----------------------------------------------------------------------------------------------------
 
     def arrived(self, event: e.RequestArrived) -> None:
-        """Accept, refuse or answer it."""
         state, spec = self.state, event.spec
         queue = state.router.queues.get(spec.class_)
         if queue is None:
@@ -64,7 +60,7 @@ class RequestTransitions:
         deadline = spec.deadline
         if deadline is None and queue.spec.deadline_s is not None:
             deadline = now + queue.spec.deadline_s
-        reason = Reason(ReasonCode.queued, "it came")
+        reason = Reason(ReasonCode.queued, "it arrived")
         request = RolloutRequest(
             spec, counters.arrivals, RequestState.queued, reason, now, now, deadline, recipients=[spec.id]
         )
@@ -74,7 +70,7 @@ class RequestTransitions:
         self._queue(request, reason)
 
     def _same_key(self, spec: RequestSpec) -> bool:
-        """Whether the answer is another request's."""
+        """Whether the request shares the answer of another one with its idempotency key."""
         state = self.state
         first = state.keys.get(spec.key)
         if first is None:
@@ -82,8 +78,8 @@ class RequestTransitions:
         known = state.requests.get(first) or state.past[first]
         if (known.spec.prompt_tokens, known.spec.max_tokens) != (spec.prompt_tokens, spec.max_tokens):
             raise InputError(
-                f"request {spec.id}: key {spec.key} belongs to request {first}, which asks something else",
-                hint="a key of its own for each thing asked",
+                f"request {spec.id}: key {spec.key} belongs to request {first}, which has another prompt or limit",
+                hint="use one idempotency key for each distinct request",
             )
         if known.state not in ANSWERED:
             known.recipients.append(spec.id)
@@ -91,7 +87,7 @@ class RequestTransitions:
             return True
         kept = state.counters.now - known.since <= state.rules.key_kept_s
         if known.end not in (End.stop, End.length, End.abort) or not kept:
-            return False  # a failure is not repeated: it is tried anew
+            return False  # failures are not shared: the request is tried again
         reason = Reason(known.reason.code, f"the answer to request {first}, which has the same key")
         state.counters.answered += 1
         state.instructions.append(e.AnswerRequest(spec.id, known.end, known.tokens, tuple(known.spans), reason, first))
@@ -109,7 +105,7 @@ class RequestTransitions:
     # ---- queue and send --------------------------------------------------------------------------------------------
 
     def _queue(self, request: RolloutRequest, reason: Reason) -> None:
-        """It waits for room, for a version, or not at all."""
+        """Queue it for a worker or for a version, or fail it."""
         state, spec, version = self.state, request.spec, self.state.counters.version
         request.worker = ""
         if request.deadline is not None and request.deadline <= state.counters.now:
@@ -132,7 +128,7 @@ class RequestTransitions:
             state.touch("r", request.id)
 
     def version_changed(self) -> None:
-        """The trainer's version is another: whoever waits is judged anew."""
+        """Re-evaluate requests that ask for a version."""
         state = self.state
         parked = sorted(state.parked.values(), key=lambda request: request.number)
         pinned = [
@@ -147,7 +143,6 @@ class RequestTransitions:
             self._queue(request, Reason(ReasonCode.queued, f"the trainer is at version {state.counters.version}"))
 
     def dispatch(self) -> None:
-        """Send whatever can be sent."""
         choose = self.state.router.choose
         while (choice := choose()) is not None:
             self._queued_to_sent(choice)
@@ -183,10 +178,9 @@ class RequestTransitions:
             )
         )
 
-    # ---- news ------------------------------------------------------------------------------------------------------
+    # ---- attempt events ---------------------------------------------------------------------------------------------
 
     def streamed(self, event: e.TokensStreamed) -> None:
-        """Tokens came."""
         found = self._current(event.request, event.attempt)
         if found is None:
             return
@@ -203,7 +197,6 @@ class RequestTransitions:
             self.on_response(worker)
 
     def finished(self, event: e.AttemptFinished) -> None:
-        """The engine ended it in order."""
         found = self._current(event.request, event.attempt)
         if found is None:
             self._release(event.request, event.attempt)
@@ -212,13 +205,13 @@ class RequestTransitions:
         state = self.state
         if worker.version is None:
             self._release(event.request, event.attempt)
-            self._requeue(request, f"{worker.id} finished it with weights that nobody vouches for")
+            self._requeue(request, f"{worker.id} finished it with unconfirmed weights")
             return
         self._count(request, sent, worker, event.tokens, event.version)
         worker.last_response_at, worker.faults = state.counters.now, 0
         worker.served += 1
         state.counters.service_s.add(state.counters.now - sent.at)
-        if request.spec.watched or request.tokens:  # who holds a lease need not say what came of it
+        if request.spec.watched or request.tokens:  # a lease may not report its tokens
             state.router.predictor.learn(request.spec, request.tokens)
         self.on_response(worker)
         if self._mixes_versions(request):
@@ -228,7 +221,7 @@ class RequestTransitions:
         self._release(event.request, event.attempt)
 
     def failed(self, event: e.AttemptFailed) -> None:
-        """It ended otherwise. While it is being cut anyway, that is how cuts end."""
+        """The attempt failed. While an abort is pending, this counts as its end."""
         found = self._current(event.request, event.attempt)
         if found is None:
             self._release(event.request, event.attempt)
@@ -239,14 +232,13 @@ class RequestTransitions:
         if request.state is RequestState.moving:
             self._moving_to_queued(request)
         elif event.fatal:
-            self._fail(request, Reason(ReasonCode.refused, f"{worker.id} says that the request is wrong: {event.why}"))
+            self._fail(request, Reason(ReasonCode.refused, f"{worker.id} rejects the request: {event.why}"))
         else:
             self._count_poison(request, sent, event.engine_died)
             self._broken(request, worker, event.why)
             self.on_fault(worker, event.why)
 
     def aborted_elsewhere(self, event: e.AbortedExternally) -> None:
-        """Somebody else cut it, on purpose."""
         found = self._current(event.request, event.attempt)
         if found is None:
             self._release(event.request, event.attempt)
@@ -255,23 +247,22 @@ class RequestTransitions:
         self._count(request, sent, worker, event.tokens, None)
         self._release(event.request, event.attempt)
         if request.state is RequestState.moving:
-            self._moving_to_queued(request)  # engines do not say who asked: this was trimtab's own
+            self._moving_to_queued(request)  # engines do not name the client: this is trimtab's own abort
         else:
-            why = event.why or "it was aborted on the engine, and not by trimtab"
+            why = event.why or "it was aborted on the engine by another client"
             self._answer(request, RequestState.done, End.abort, Reason(ReasonCode.passed_on, why))
 
     def abort_done(self, event: e.AbortDone) -> None:
-        """A cut is done."""
         self.aborted_elsewhere(e.AbortedExternally(event.request, event.attempt, event.tokens))
 
     def cancelled(self, event: e.RequestCancelled) -> None:
-        """One of those who wait for it does not any more; with the last one it ends."""
+        """Drop one recipient; the request ends with the last one."""
         state = self.state
         first = state.coalesced.pop(event.request, event.request)
         request = state.requests.get(first)
         if request is None or event.request not in request.recipients:
             return
-        reason = Reason(ReasonCode.cancelled, event.why or "the client does not want it any more")
+        reason = Reason(ReasonCode.cancelled, event.why or "the client cancelled it")
         if len(request.recipients) == 1:
             self._end_now(request, RequestState.failed, End.cancelled, reason)
             return
@@ -282,10 +273,10 @@ class RequestTransitions:
             e.AnswerRequest(event.request, End.cancelled, request.tokens, tuple(request.spans), reason, of)
         )
 
-    # ---- cuts, breaks and losses -----------------------------------------------------------------------------------
+    # ---- aborts, failures and losses --------------------------------------------------------------------------------
 
     def abort_and_requeue(self, request: RolloutRequest, reason: Reason, *, restart: bool = False) -> None:
-        """End its attempt and let it go on elsewhere with what it has (`restart`: from the prompt)."""
+        """Abort its attempt and continue elsewhere with its tokens (`restart`: from the prompt)."""
         if request.state in RUNNING or request.state is RequestState.moving:
             request.restart = request.restart or restart
         if request.state in RUNNING:
@@ -294,14 +285,14 @@ class RequestTransitions:
             self.state.set_request_state(request, RequestState.moving, reason)
 
     def abort_all(self, worker: RolloutWorker, reason: Reason) -> None:
-        """All that runs there goes elsewhere."""
+        """Move all running requests off the worker."""
         for sent in list(worker.held.values()):
             request = self.state.requests.get(sent.request)
             if request is not None and request.attempt == sent.attempt:
                 self.abort_and_requeue(request, reason)
 
     def lose_all(self, worker: RolloutWorker, why: str, *, process_gone: bool) -> None:
-        """Nothing of it is counted on any more. Unless its process is gone for certain, it may work on all the same."""
+        """Give up all attempts there. Unless `process_gone`, they are kept as zombies: the process may still run."""
         state = self.state
         for key, sent in list(worker.held.items()):
             request = state.requests.get(sent.request)
@@ -319,26 +310,25 @@ class RequestTransitions:
                 self._broken(request, worker, why)
 
     def _count_poison(self, request: RolloutRequest, sent: SentAttempt, gone: bool) -> None:
-        """Whether the engine may have died of it: then it must not take all others with it."""
+        """Count engines that died of it, so that one request cannot take down all of them."""
         if not gone or request.tokens > sent.base:
             request.poison_count = 0
-        elif request.avoid != request.worker:  # another engine than the one before
+        elif request.avoid != request.worker:  # another engine than the last one
             request.poison_count += 1
 
     def drop_zombies(self, worker: RolloutWorker) -> None:
-        """Its process is gone for certain."""
         for key in worker.zombies:
             del self.state.worker_by_attempt[key]
         worker.zombies = {}
 
     def abort_zombies(self, worker: RolloutWorker) -> None:
-        """It is back: what it may still be working on is cut, and counts as there until it has ended."""
+        """The process is back: abort what it may still run; it counts as held until that has ended."""
         state = self.state
         worker.held, worker.zombies = worker.zombies, {}
         for key, sent in worker.held.items():
             sent.orphan, sent.abort_by = False, state.counters.now + state.rules.abort_s
             state.touch("s", key)
-            reason = Reason(ReasonCode.returned, f"{worker.id} was lost, and its requests went elsewhere")
+            reason = Reason(ReasonCode.returned, f"{worker.id} was lost, and its requests were moved")
             state.instructions.append(e.AbortAttempt(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
 
     def _abort(self, request: RolloutRequest, reason: Reason) -> None:
@@ -352,18 +342,18 @@ class RequestTransitions:
             )
 
     def _broken(self, request: RolloutRequest, worker: RolloutWorker, why: str) -> None:
-        """It broke: again, with what it has, unless it has all or broke too often."""
+        """Requeue it with its tokens, unless it is complete or failed too often."""
         request.breaks += 1
         request.avoid = worker.id
         if request.poison_count >= self.state.rules.deadly:
             engines = counted(request.poison_count, "engine")
-            sentence = f"{engines} in a row were gone before its first token, at last {worker.id}: {why}"
+            sentence = f"{engines} in a row died before its first token, last {worker.id}: {why}"
             self._fail(request, Reason(ReasonCode.retries_used, sentence))
         elif request.breaks > self.state.rules.retries and request.tokens < request.spec.max_tokens:
             times = counted(request.breaks, "time")
-            self._fail(request, Reason(ReasonCode.retries_used, f"it broke {times}, at last on {worker.id}: {why}"))
+            self._fail(request, Reason(ReasonCode.retries_used, f"it failed {times}, last on {worker.id}: {why}"))
         else:
-            self._requeue(request, f"it broke on {worker.id}: {why}")
+            self._requeue(request, f"it failed on {worker.id}: {why}")
 
     def _moving_to_queued(self, request: RolloutRequest) -> None:
         self._requeue(request, request.reason.sentence)
@@ -376,16 +366,16 @@ class RequestTransitions:
             return
         if request.tokens and (restart or not spec.resumable):
             reason = Reason(
-                ReasonCode.restarted, f"{why}; it starts from the prompt, {request.tokens} tokens are thrown away"
+                ReasonCode.restarted, f"{why}; it restarts from the prompt, {request.tokens} tokens are dropped"
             )
             request.tokens, request.spans = 0, []
         else:
-            reason = Reason(ReasonCode.moved, f"{why}; it goes on with the {request.tokens} tokens it has")
+            reason = Reason(ReasonCode.moved, f"{why}; it continues with its {request.tokens} tokens")
         request.restart = False
         self._queue(request, reason)
 
     def _mixes_versions(self, request: RolloutRequest) -> bool:
-        """Whether several versions made it, and it may only be one: a refit went over it that trimtab could not cut."""
+        """Whether several versions made it though it must be one: a refit that trimtab could not abort for."""
         pin = request.spec.version
         if pin is not None and any(span.version != pin for span in request.spans):
             return True
@@ -401,13 +391,13 @@ class RequestTransitions:
         self._answer(request, RequestState.failed, End.failed, reason)
 
     def _end_now(self, request: RolloutRequest, end_state: RequestState, end: End, reason: Reason) -> None:
-        """Answer it, wherever it is, and cut what runs of it."""
+        """Answer it in any state, and abort its attempt."""
         if request.worker:
             self._abort(request, reason)
         self._answer(request, end_state, end, reason)
 
     def _answer(self, request: RolloutRequest, end_state: RequestState, end: End, reason: Reason) -> None:
-        """The one place where a request ends. Whoever wants it is told, once."""
+        """The only place where a request ends: every recipient gets one answer."""
         state = self.state
         del state.requests[request.id]
         state.unpark(request)
@@ -430,19 +420,16 @@ class RequestTransitions:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def request_due(self, name: str) -> float | None:
-        """When a request is too late."""
         request = self.state.requests.get(name)
         return None if request is None else request.deadline
 
     def request_late(self, name: str) -> None:
-        """Its deadline has passed."""
         request = self.state.requests[name]
         waited = self.state.counters.now - request.arrived
         reason = Reason(ReasonCode.too_late, f"not done after {waited:.3g} s; last: {request.reason.sentence}")
         self._end_now(request, RequestState.failed, End.failed, reason)
 
     def attempt_due(self, key: str) -> float | None:
-        """When an attempt that is not heard of is given up."""
         sent = self.state.attempt(key)
         if sent is None or sent.orphan:
             return None
@@ -454,7 +441,7 @@ class RequestTransitions:
         return None if quiet else sent.last + self.state.rules.stall_s
 
     def attempt_late(self, key: str) -> None:
-        """Nothing came for too long, or a cut was not confirmed."""
+        """No token for too long, or an abort was not confirmed."""
         state = self.state
         sent = state.attempt(key)
         assert sent is not None
@@ -465,7 +452,9 @@ class RequestTransitions:
             sent.orphan = True
             if mine and request is not None and request.state is RequestState.moving:
                 self._moving_to_queued(request)
-            self.on_unresponsive(worker, f"it has not confirmed the end of {sent.request} in {state.rules.abort_s:g} s")
+            self.on_unresponsive(
+                worker, f"it has not confirmed the abort of {sent.request} in {state.rules.abort_s:g} s"
+            )
             return
         why = f"no token in {state.rules.stall_s:g} s"
         if not mine or request is None:
@@ -476,10 +465,10 @@ class RequestTransitions:
         if worker.last_response_at + state.rules.stall_s <= state.counters.now:
             self.on_unresponsive(worker, why)
 
-    # ---- what is where ---------------------------------------------------------------------------------------------
+    # ---- attempts on workers ----------------------------------------------------------------------------------------
 
     def _current(self, name: str, attempt: int) -> tuple[RolloutRequest, SentAttempt, RolloutWorker] | None:
-        """The request, if this is news of what it is doing now."""
+        """Request, attempt and worker, if this is the current attempt."""
         state = self.state
         request = state.requests.get(name)
         if request is None or request.attempt != attempt or not request.worker:
@@ -491,9 +480,9 @@ class RequestTransitions:
     def _count(
         self, request: RolloutRequest, sent: SentAttempt, worker: RolloutWorker, tokens: int, version: int | None
     ) -> bool:
-        """Tokens of this attempt, told as a total. Whether it is news.
+        """Count the tokens of this attempt, given as a total; True if there are new ones.
 
-        What is made by weights that nobody vouches for is worth nothing, whatever version the engine reports.
+        Tokens made by unconfirmed weights are not counted, whatever version the engine reports.
         """
         total = min(sent.base + max(0, tokens), request.spec.max_tokens)
         if total <= request.tokens or worker.version is None:
@@ -511,7 +500,7 @@ class RequestTransitions:
         sent.cost = left
 
     def _release(self, name: str, attempt: int) -> None:
-        """An attempt has really ended, whoever it is of."""
+        """An attempt has ended on its worker, current or not."""
         key = attempt_key(name, attempt)
         worker = self.state.workers.get(self.state.worker_by_attempt.get(key, ""))
         if worker is None:
@@ -534,12 +523,12 @@ class RequestTransitions:
             self.state.router.changed(lane)
 
     def resumed(self, worker: RolloutWorker) -> None:
-        """The worker makes tokens again: nobody on it has been silent until now."""
+        """The worker runs again: stall timers of its requests restart."""
         worker.last_response_at = self.state.counters.now
         for key, sent in worker.held.items():
             sent.last = self.state.counters.now
             self.state.touch("s", key)
 
     def may_abort(self) -> bool:
-        """Whether cuts that nobody asked for are trimtab's."""
+        """Whether trimtab may abort requests on its own initiative."""
         return self.state.rules.ownership.abort is Owner.trimtab

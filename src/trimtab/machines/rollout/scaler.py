@@ -1,8 +1,8 @@
-"""Carrying a number of workers out: who is called back, woken, started or drained, and what is said about it.
+"""Applies a worker count: which workers are called back from draining, woken, started or drained.
 
-How many is the policy's decision (`trimtab.machines.rollout.policies.policy`), unless a person has said a number; who
-it is, is decided here. What must never happen: fewer ACTIVE workers than the least by trimtab's own doing, more than
-the most, a worker drained while a refit counts on it, a change without a Reason.
+The count comes from the policy (`trimtab.machines.rollout.policies.policy`) unless it was set by hand. What must never
+happen: fewer ACTIVE workers than the minimum by trimtab's own action, more than the maximum, a worker drained while a
+refit includes it, a change without a Reason.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ STEPS_KEPT = 100
 
 
 class Scaler:
-    """The number of workers."""
+    """Evaluates the policy and applies its decisions."""
 
     def __init__(self, state: RolloutState, workers: WorkerTransitions, policy_state: PolicyState) -> None:
         self.state = state
         self.workers = workers
         self.policy_state = policy_state
-        self.last: scaling.Decision | None = None  # also when it was to stay
+        self.last: scaling.Decision | None = None  # also when it changed nothing
 
-    # ---- what is known ---------------------------------------------------------------------------------------------
+    # ---- sample ---------------------------------------------------------------------------------------------
 
     def sample(self) -> LoadSample:
-        """The load and the workers as they are."""
         state, counters = self.state, self.state.counters
         active, coming, ready, back = 0, 0, 0, 0
         running, draining, drains, idle = 0, 0, 0, 0
@@ -80,11 +79,11 @@ class Scaler:
         )
 
     def _load(self, worker: RolloutWorker) -> int:
-        """Requests there, ours and those of others as far as its figures are fresh."""
+        """Requests there: own ones, and those of other clients while its figures are fresh."""
         return len(worker.held) + (worker.outside if worker.load_fresh_until is not None else 0)
 
     def floor(self) -> int:
-        """The fewest that are wanted now: by plan, or held ready."""
+        """The minimum now: by plan, or by holds."""
         counters = self.state.counters
         return min(
             max([counters.min_workers, *(workers for workers, _ in counters.holds.values())]), counters.max_workers
@@ -93,10 +92,9 @@ class Scaler:
     def _can_cancel_drain(self, worker: RolloutWorker) -> bool:
         return worker.action is None and not (worker.leaving or worker.reclaimed or worker.paused)
 
-    # ---- what people say -------------------------------------------------------------------------------------------
+    # ---- manual settings -------------------------------------------------------------------------------------------
 
     def scale_requested(self, event: e.ScaleRequested) -> None:
-        """By hand: wins until released or expired."""
         counters = self.state.counters
         if not counters.min_workers <= event.workers <= counters.max_workers:
             raise InputError(
@@ -104,38 +102,35 @@ class Scaler:
                 hint=f"the plan's range is {counters.min_workers} to {counters.max_workers}; change that first",
             )
         counters.manual_workers, counters.manual_until = event.workers, event.until
-        counters.manual_why = event.why or "somebody set it by hand"
+        counters.manual_why = event.why or "set by hand"
         self.evaluate()
 
     def scale_released(self, event: e.ScaleReleased) -> None:
-        """The policy decides again."""
         self.state.counters.manual_workers = self.state.counters.manual_until = None
         self.evaluate()
 
     def hold_requested(self, event: e.HoldRequested) -> None:
-        """So many are wanted for a while."""
         if event.workers < 0:
             raise InputError(f"hold {event.name}: {event.workers} workers", hint="0 or more")
         self.state.counters.holds[event.name] = (event.workers, event.until)
         self.evaluate()
 
     def hold_released(self, event: e.HoldReleased) -> None:
-        """They are not wanted any more; the policy gives them up when it sees fit."""
+        """The policy may drain these workers when it decides to."""
         self.state.counters.holds.pop(event.name, None)
         self.state.touch("", "")
 
     def range_set(self, event: e.WorkerRangeSet) -> None:
-        """The plan's range is another."""
         counters = self.state.counters
         if not 0 <= event.min_workers <= event.max_workers:
-            raise InputError(f"least {event.min_workers}, most {event.max_workers} workers", hint="0 <= least <= most")
+            raise InputError(f"min {event.min_workers}, max {event.max_workers} workers", hint="0 <= min <= max")
         counters.min_workers, counters.max_workers = event.min_workers, event.max_workers
         if counters.manual_workers is not None:
             counters.manual_workers = min(max(counters.manual_workers, counters.min_workers), counters.max_workers)
         self.evaluate()
 
     def status(self) -> dict[str, Any]:
-        """What people asked for, and what the policy decided last, as plain data."""
+        """Manual settings and the policy's last decision, as plain data."""
         counters, last = self.state.counters, self.last
         by_hand = (
             None
@@ -156,16 +151,15 @@ class Scaler:
             },
         }
 
-    # ---- looks -----------------------------------------------------------------------------------------------------
+    # ---- evaluation -------------------------------------------------------------------------------------------------
 
     def due(self) -> float | None:
-        """When something about the number changes by time alone."""
+        """When the next evaluation or expiry is due."""
         counters = self.state.counters
         dues = [counters.next_evaluation, counters.manual_until, *(until for _, until in counters.holds.values())]
         return min((due for due in dues if due is not None), default=None)
 
     def evaluate(self) -> None:
-        """Ask, and carry it out."""
         state, counters = self.state, self.state.counters
         now = counters.now
         if counters.manual_until is not None and counters.manual_until <= now:
@@ -194,7 +188,7 @@ class Scaler:
         self._apply(wanted, reason, expects, sample)
 
     def _check_outcome(self, came_true: bool | None, sample: LoadSample) -> None:
-        """Whether the last step did what it said: by the policy's own judgement, or by its number if it was not its."""
+        """Whether the last step came true: by the policy's own check, or by count for manual steps and holds."""
         steps = self.state.steps
         if not steps or steps[-1].came_true is not None:
             return
@@ -219,7 +213,7 @@ class Scaler:
             self.state.instructions.append(e.AnnounceScaleStep(step))
 
     def _scale_up(self, count: int, reason: Reason) -> list[str]:
-        """Called back first, since they are warm; then woken; then started; those that were lost last."""
+        """Draining workers first, since they are warm; then asleep, then stopped, lost ones last."""
         changed: list[str] = []
         for worker in sorted(self.state.workers_in(S.draining), key=lambda worker: (-len(worker.held), worker.number)):
             if len(changed) < count and self.workers.cancel_drain(worker, reason):
@@ -233,7 +227,7 @@ class Scaler:
         return changed
 
     def _scale_down(self, count: int, reason: Reason) -> list[str]:
-        """Those that wait for weights, then those with the least to do; never so many that too few would serve."""
+        """Workers that wait for weights, then the least loaded; never below the floor."""
         load = self.state.load_of
         waiting = [worker for worker in self.state.workers_in(S.stale, S.empty) if self.state.will_serve(worker)]
         active = sorted(self.state.workers_in(S.active), key=lambda worker: (load(worker), -worker.number))

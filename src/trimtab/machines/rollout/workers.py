@@ -1,13 +1,12 @@
-"""Workers of the rollout machine: started, woken, drained, put to sleep, suspected, lost, and back.
+"""Worker transitions of the rollout machine: start, wake, drain, sleep, stop, remove.
 
-Called by the machine for events about workers, and by the rooms of requests, refits and scaling. The transitions that
-must not exist are those to ACTIVE from STALE, EMPTY or LOST without a confirmed refit: an engine that comes back
-reports whatever version it likes, and every answer it gave would be of weights that nobody trains any more. So a
-version is only ever what was confirmed, a loss or a discard takes it away, and `_to_active` looks at nothing else.
+Transitions that must not exist: to ACTIVE from STALE, EMPTY or LOST without a confirmed refit. An engine that comes
+back may report any version, so a version is only ever what was confirmed, a loss or a discard clears it, and
+`to_active` checks nothing else.
 
 What must never happen besides: memory released with requests running (a sleep or stop begins only when nothing is held
-there, but for a worker that is lost anyway); a stop before route off, drain or abort, and sleep; a worker that waits
-for ever (every act, drain and cut has a deadline, with what follows).
+there, except on a lost worker); a stop before route off, drain or abort, and sleep; a worker that waits for ever (every
+action, drain and abort has a deadline and an outcome).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from trimtab.model.rollout import Owner, WorkerState, WorkerVerb
 
 S = WorkerState
 
-# Every edge there is. What is not here does not exist, and `RolloutState` refuses it.
+# All edges of the state graph; `transition` asserts them.
 EDGES: dict[WorkerState, tuple[WorkerState, ...]] = {
     S.active: (S.draining, S.stale, S.empty, S.suspect, S.inactive, S.lost),
     S.draining: (S.active, S.inactive, S.stale, S.empty, S.lost),
@@ -38,28 +37,26 @@ EDGES: dict[WorkerState, tuple[WorkerState, ...]] = {
 
 
 class WorkerTransitions:
-    """Lives of workers."""
+    """Transitions of workers."""
 
     def __init__(self, state: RolloutState, requests: RequestTransitions) -> None:
         self.state = state
         self.requests = requests
-        # What refits do when a worker changes; set by the machine.
+        # Callbacks into the refit coordinator, set by the machine.
         self.on_worker_changed: Callable[[RolloutWorker], None] = lambda worker: None
         self.on_confirmed: Callable[[RolloutWorker, int], None] = lambda worker, version: None
         self.on_refit_failed: Callable[[RolloutWorker, str], None] = lambda worker, why: None
         self.in_refit: Callable[[RolloutWorker], bool] = lambda worker: False
 
-    # ---- joining and leaving -----------------------------------------------------------------------------------------
+    # ---- joining and leaving ----------------------------------------------------------------------------------------
 
     def added(self, event: e.WorkerAdded) -> None:
-        """A worker more. The same again changes nothing."""
+        """Add a worker. Idempotent."""
         state, spec = self.state, event.spec
         known = state.workers.get(spec.id)
         if known is not None:
             if known.spec != spec or known.leaving:
-                raise InputError(
-                    f"there is a worker {spec.id} already", hint="remove it first, or give this one another name"
-                )
+                raise InputError(f"there is a worker {spec.id} already", hint="remove it first, or use another name")
             return
         state.counters.joins += 1
         reason = Reason(ReasonCode.joined, "it was added" + ("" if event.up else "; its engine is not started"))
@@ -74,34 +71,32 @@ class WorkerTransitions:
             state.evaluate_soon()
 
     def removed(self, event: e.WorkerRemoved) -> None:
-        """To go for good, in order."""
         worker = known_worker(self.state.workers, event.worker)
         if worker.leaving:
             return
         worker.leaving = True
-        reason = Reason(ReasonCode.by_hand, event.why or "it is to go")
+        reason = Reason(ReasonCode.by_hand, event.why or "it was removed")
         self._route_off(worker, reason, event.deadline_s)
 
     def reclaimed(self, event: e.WorkerReclaimed) -> None:
-        """Given to others, with notice."""
         state = self.state
         worker = known_worker(state.workers, event.worker)
         if worker.reclaimed:
             return
         if worker.state is S.active and not event.forced and state.count(S.active) <= state.counters.min_workers:
             raise InfeasibleError(
-                f"worker {worker.id} cannot be taken: {counted(state.count(S.active), 'worker')} serve, "
+                f"worker {worker.id} cannot be lent out: {counted(state.count(S.active), 'worker')} serve, "
                 f"and at least {state.counters.min_workers} must",
-                hint="wake or add another one first",
+                hint="wake or add another worker first",
             )
         worker.reclaimed = True
         left_s = max(0.0, event.deadline - state.counters.now - state.rules.abort_s)
         drain_s = left_s if event.full_notice else min(left_s, state.rules.drain_s)
         self._route_off(worker, Reason(ReasonCode.taken, event.why), drain_s)
-        state.evaluate_soon()  # somebody may have to take its place
+        state.evaluate_soon()  # a replacement may be needed
 
     def returned(self, event: e.WorkerReturned) -> None:
-        """May be used again; whatever failed before is forgiven."""
+        """The worker may be used again; earlier failures are forgotten."""
         worker = known_worker(self.state.workers, event.worker)
         worker.reclaimed = worker.disabled = False
         worker.failures, worker.retry_at = 0, None
@@ -111,7 +106,7 @@ class WorkerTransitions:
             self.start_action(
                 worker,
                 WorkerVerb.stop,
-                Reason(ReasonCode.returned, "it may be used again; what is left of it goes first"),
+                Reason(ReasonCode.returned, "it may be used again; its old process is stopped first"),
             )
 
     def _route_off(self, worker: RolloutWorker, reason: Reason, drain_s: float | None) -> None:
@@ -127,10 +122,10 @@ class WorkerTransitions:
             self.state.set_worker_state(worker, worker.state, reason)
             self.deactivate(worker)
 
-    # ---- draining ----------------------------------------------------------------------------------------------------
+    # ---- draining ---------------------------------------------------------------------------------------------------
 
     def drain(self, worker: RolloutWorker, reason: Reason, drain_s: float | None = None) -> None:
-        """Take nothing new; what is left at the deadline is cut and goes elsewhere."""
+        """Take nothing new; at the deadline, remaining requests are aborted and moved."""
         state = self.state
         worker.drain_started_at, worker.drain_expired = state.counters.now, False
         worker.drain_deadline = state.counters.now + (state.rules.drain_s if drain_s is None else drain_s)
@@ -138,11 +133,11 @@ class WorkerTransitions:
             worker.action = None
         self.transition(worker, S.draining, reason)
         if worker.paused:
-            self.expire_drain(worker)  # what is paused here will not end by itself
+            self.expire_drain(worker)  # paused requests do not end by themselves
         self.settle(worker)
 
     def cancel_drain(self, worker: RolloutWorker, reason: Reason) -> bool:
-        """A draining worker serves again. What is being cut goes elsewhere all the same."""
+        """Let a draining worker serve again; aborted requests stay moved. False where it cannot."""
         if worker.state is not S.draining or worker.action is not None or worker.leaving or worker.reclaimed:
             return False
         if worker.paused:
@@ -159,27 +154,26 @@ class WorkerTransitions:
         return True
 
     def expire_drain(self, worker: RolloutWorker) -> None:
-        """Its time to drain is over."""
         worker.drain_expired = True
         waited = self.state.counters.now - (worker.drain_started_at or 0.0)
         if self.requests.may_abort() or worker.paused:
             self.requests.abort_all(
-                worker, Reason(ReasonCode.moved, f"{worker.id} drains, and {waited:.3g} s are over")
+                worker, Reason(ReasonCode.moved, f"{worker.id} drains, and its {waited:.3g} s are over")
             )
         if worker.held and not self.requests.may_abort():
-            left = f"{counted(len(worker.held), 'request')} after {waited:.3g} s, and cutting them is not trimtab's"
+            left = f"{counted(len(worker.held), 'request')} after {waited:.3g} s, and trimtab may not abort them"
             self.warn(worker, Reason(ReasonCode.node_draining, f"it drains, with {left}"))
         self.state.touch("w", worker.id)
         self.settle(worker)
 
     def settle(self, worker: RolloutWorker) -> None:
-        """Something there has ended: go on with whatever waited for it."""
+        """Continue with what waited for requests there to end."""
         if worker.state is S.draining and worker.action is None and self._empty(worker) and not self.in_refit(worker):
             self.deactivate(worker)
         self.on_worker_changed(worker)
 
     def _empty(self, worker: RolloutWorker) -> bool:
-        """Whether nothing runs there, ours or others'. Old figures are no proof, until the drain's time is over."""
+        """Whether nothing runs there, of any client. Stale figures prove nothing until the drain has expired."""
         if worker.held:
             return False
         if worker.load_fresh_until is not None:
@@ -187,14 +181,14 @@ class WorkerTransitions:
         return worker.drain_expired or not worker.reports_load
 
     def deactivate(self, worker: RolloutWorker) -> None:
-        """Nothing runs there: sleep, then stop where it is to go for good. Called until nothing is left to do."""
+        """Sleep, then stop where it is being removed. Called until nothing is left to do."""
         state, spec = self.state, worker.spec
         if worker.action is not None or worker.state in (S.starting, S.active):
             return
         if worker.state is S.draining and worker.drain_started_at is not None and not worker.held:
             state.counters.drain_s.add(state.counters.now - worker.drain_started_at)
             worker.drain_started_at = None
-        # Whoever runs an engine that is attached here goes on with it as it is.
+        # An attached engine is left as it is when its worker is removed.
         ours = state.rules.ownership.sleep is Owner.trimtab and (spec.startable or not worker.leaving)
         up = worker.state is S.draining
         if up and spec.can_sleep and ours and not worker.asleep:
@@ -211,17 +205,17 @@ class WorkerTransitions:
             )
 
     def forget(self, worker: RolloutWorker) -> None:
-        """It is gone for good."""
+        """Remove it from the state."""
         state = self.state
         self.requests.lose_all(worker, "it was removed", process_gone=True)
         self.requests.drop_zombies(worker)
         state.router.close(worker.id)
         del state.workers[worker.id]
 
-    # ---- waking and starting -----------------------------------------------------------------------------------------
+    # ---- waking and starting ----------------------------------------------------------------------------------------
 
     def available(self, worker: RolloutWorker) -> bool:
-        """Whether it can be had: nothing is being done to it, and nothing speaks against it."""
+        """Whether it can be brought up now."""
         if (
             worker.reclaimed
             or worker.leaving
@@ -239,10 +233,10 @@ class WorkerTransitions:
         return not worker.asleep or self.state.rules.ownership.sleep is Owner.trimtab
 
     def bring_up(self, worker: RolloutWorker, reason: Reason) -> None:
-        """Start it, wake it, or route it on, whichever it needs."""
+        """Start, wake or route on, whichever it needs."""
         if not worker.started:
             self.transition(worker, S.starting, reason)
-            worker.started = True  # from now on there may be something to stop
+            worker.started = True  # there may be a process to stop from now on
             self.start_action(worker, WorkerVerb.start, reason, self.state.counters.version)
         elif worker.asleep:
             self.transition(worker, S.starting, reason)
@@ -251,10 +245,10 @@ class WorkerTransitions:
             self.woken(worker, None, reason.sentence)
 
     def process_started(self, worker: RolloutWorker, reported: int | None, why: str, *, ours: bool = True) -> None:
-        """A process that was not there before. Its weights are the trainer's only where nobody has trained yet.
+        """A new process. Its weights are current only before the first training step.
 
-        Where others started it (`ours` false), a sleep or pause that was on its way may reach it all the same: it
-        counts as asleep and paused as before, and is woken and resumed before it serves.
+        Where another client started it (`ours` false), a sleep or pause in flight may still reach it: it counts as
+        asleep and paused as before, and is woken and resumed before it serves.
         """
         state = self.state
         self.requests.drop_zombies(worker)
@@ -267,13 +261,13 @@ class WorkerTransitions:
             self.mark_asleep(worker, False, f"{why}, and was asleep when it was last seen")
         elif worker.leaving or worker.reclaimed:
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, why))
-            self.drain(worker, Reason(ReasonCode.taken, "it is not to serve any more"), 0.0)
+            self.drain(worker, Reason(ReasonCode.taken, "it must not serve any more"), 0.0)
         elif not worker.was_lost and reported == state.counters.version == state.rules.version:
             worker.version = reported
             self.to_active(worker, Reason(ReasonCode.current, f"{why}; version {reported}, as the trainer's"))
         else:
             said = "it reports no version" if reported is None else f"it reports version {reported}"
-            sentence = f"{why}; {said}, but nobody has confirmed that it has version {state.counters.version}"
+            sentence = f"{why}; {said}, but version {state.counters.version} is not confirmed"
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, sentence))
             self.request_refit(worker)
 
@@ -285,12 +279,12 @@ class WorkerTransitions:
             worker.version = None
         if worker.leaving or worker.reclaimed:
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, why))
-            self.drain(worker, Reason(ReasonCode.taken, "it is not to serve any more"), 0.0)
+            self.drain(worker, Reason(ReasonCode.taken, "it must not serve any more"), 0.0)
         elif worker.version is None and not worker.spec.sleep_keeps_weights:
             self.transition(worker, S.empty, Reason(ReasonCode.emptied, f"{why}; its weights were discarded"))
             self.request_refit(worker)
         elif worker.version is None or worker.version != state.counters.version:
-            has = "nobody knows what weights it has" if worker.version is None else f"it has version {worker.version}"
+            has = "its weights are unknown" if worker.version is None else f"it has version {worker.version}"
             sentence = f"{why}; {has}, the trainer is at {state.counters.version}"
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, sentence))
             self.request_refit(worker)
@@ -301,7 +295,7 @@ class WorkerTransitions:
             self.to_active(worker, Reason(ReasonCode.current, f"{why}; version {worker.version}, as the trainer's"))
 
     def mark_asleep(self, worker: RolloutWorker, keeps_weights: bool, why: str) -> None:
-        """It is asleep, or as good as: what it needs next is a wake, or its end."""
+        """It is asleep, or must be treated so: next is a wake or a stop."""
         worker.asleep = True
         worker.load_fresh_until, worker.reports_load = None, False
         if not keeps_weights:
@@ -311,17 +305,16 @@ class WorkerTransitions:
         else:
             self.transition(worker, S.inactive, Reason(ReasonCode.asleep, why))
 
-    # ---- what is done to it ------------------------------------------------------------------------------------------
+    # ---- actions ------------------------------------------------------------------------------------------
 
     def start_action(self, worker: RolloutWorker, verb: WorkerVerb, reason: Reason, version: int | None = None) -> None:
-        """Have something done, with a deadline."""
         state = self.state
         assert verb not in (WorkerVerb.sleep, WorkerVerb.stop) or not worker.held or worker.state is S.lost, worker.id
         worker.attempt += 1
         deadline = state.counters.now + self._allowed_s(verb)
         worker.action = OngoingAction(verb, worker.attempt, state.counters.now, deadline, version)
         worker.retry_at = None
-        worker.paused = worker.paused or verb is WorkerVerb.pause  # even if nobody confirms it
+        worker.paused = worker.paused or verb is WorkerVerb.pause  # even if it is never confirmed
         state.touch("w", worker.id)
         state.instructions.append(
             e.WorkerAction(worker.id, worker.attempt, verb, deadline, reason, version, worker.spec.sleep_keeps_weights)
@@ -341,7 +334,7 @@ class WorkerTransitions:
         }[verb]
 
     def schedule_retry(self, worker: RolloutWorker, why: str) -> None:
-        """Not at once, and not for ever."""
+        """Exponential backoff; disabled after `rules.tries` failures."""
         rules = self.state.rules
         if worker.id not in self.state.workers:
             return
@@ -349,16 +342,16 @@ class WorkerTransitions:
             worker.disabled = True
             self.warn(
                 worker,
-                Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not tried again"),
+                Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried"),
             )
             return
         worker.retry_at = self.state.counters.now + rules.back_off_s * 2 ** (worker.failures - 1)
         self.state.touch("w", worker.id)
 
-    # ---- weights -----------------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
     def request_refit(self, worker: RolloutWorker) -> None:
-        """Where refits are trimtab's, a worker that waits for weights is given them; otherwise the trainer's turn."""
+        """Refit a worker that waits for weights, where refits are owned by trimtab."""
         state = self.state
         if state.rules.ownership.refit is not Owner.trimtab or state.refit is not None:
             return
@@ -370,7 +363,7 @@ class WorkerTransitions:
             )
 
     def confirmed(self, worker: RolloutWorker, version: int) -> None:
-        """It has the trainer's weights: the one way back to ACTIVE from STALE and EMPTY."""
+        """It has the current weights: the only way back to ACTIVE from STALE and EMPTY."""
         worker.version, worker.was_lost, worker.failures = version, False, 0
         worker.disabled = False
         if worker.state is S.empty:
@@ -379,7 +372,7 @@ class WorkerTransitions:
             )
 
     def activate(self, worker: RolloutWorker) -> None:
-        """Serve, resuming first where trimtab paused it."""
+        """Serve, after a resume where trimtab paused it."""
         if worker.state not in (S.stale, S.empty) or worker.version != self.state.counters.version:
             return
         if worker.paused:
@@ -391,7 +384,7 @@ class WorkerTransitions:
         self.to_active(worker, Reason(ReasonCode.current, f"it has version {worker.version}, confirmed"))
 
     def refit_failed(self, worker: RolloutWorker, why: str) -> None:
-        """It has not got them, and what it has now nobody knows. Out of service until it gets them."""
+        """Its weights are unknown: out of service until a refit succeeds."""
         worker.version = None
         self.requests.abort_all(worker, Reason(ReasonCode.refit_failed, f"{worker.id}: {why}"))
         if worker.state in (S.stale, S.empty):
@@ -400,10 +393,10 @@ class WorkerTransitions:
         if self.state.rules.ownership.refit is Owner.trimtab:
             self.schedule_retry(worker, why)
 
-    # ---- transitions -------------------------------------------------------------------------------------------------
+    # ---- transitions ------------------------------------------------------------------------------------------------
 
     def to_active(self, worker: RolloutWorker, reason: Reason) -> None:
-        """The only way to ACTIVE."""
+        """The only transition to ACTIVE."""
         assert worker.version is not None, worker.id
         assert worker.version == self.state.counters.version, worker.id
         assert not worker.was_lost, worker.id
@@ -412,11 +405,10 @@ class WorkerTransitions:
         self.transition(worker, S.active, reason)
 
     def to_stale(self, worker: RolloutWorker, reason: Reason) -> None:
-        """The trainer has newer weights."""
         self.transition(worker, S.stale, reason)
 
     def transition(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
-        """Along an edge that exists, with a reason. Its lane opens and closes with it."""
+        """Change state along an existing edge. Its lane opens and closes with it."""
         assert state is worker.state or state in EDGES[worker.state], (worker.id, worker.state, state)
         if state is not S.draining:
             worker.drain_deadline = worker.drain_started_at = None
@@ -425,6 +417,5 @@ class WorkerTransitions:
         self.state.update_lane(worker)
 
     def warn(self, worker: RolloutWorker, reason: Reason) -> None:
-        """Somebody should know."""
         self.state.instructions.append(e.Warn(reason, worker.id))
         self.state.set_worker_state(worker, worker.state, reason)

@@ -100,8 +100,8 @@ def scaling_text(scaling: ScalingCaveat) -> str:
         assumed = assumed.replace(" was measured", " were each measured")
     if scaling.plan is None:
         return (
-            f"{assumed}; the plan is the same if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up "
-            f"(then {time_text(scaling.chosen_seconds)})"
+            f"{assumed}; the plan is the same if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect "
+            f"speed-up (then {time_text(scaling.chosen_seconds)})"
         )
     return (
         f"{assumed}; if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up this plan takes "

@@ -1,12 +1,12 @@
-"""The policy `predictive`: learns how the load comes and goes, and has workers ready before they are needed.
+"""The policy `predictive`: learns the load pattern, and has workers ready before they are needed.
 
-Two kinds of load are told apart by themselves. In steps, all prompts come at once and the next come when the trainer
-has trained: workers that run empty in the tail of a step are let go, all but the least while it trains, and all are
-back before the next step. A stream has no end (`trimtab.machines.rollout.policies.stream`): as many workers as its
-last minutes needed.
+Two load patterns are told apart. In steps, all prompts arrive at once, and the next ones arrive after the training
+step: workers that run empty in the tail of a step are released, all but the minimum while it trains, and all are back
+before the next step. A stream has no end (`trimtab.machines.rollout.policies.stream`): as many workers as its last
+minutes needed.
 
-What it must never do: slow an answer of a step down by putting it together with others; let the prompts of a step find
-workers asleep because of a pause that it has not seen; give a worker up on a sample that is old or missing.
+What must never happen: an answer of a step is slowed down by packing it with others; prompts of a step find workers
+asleep because of a pause length that was never observed; a worker is released on a stale or missing sample.
 """
 
 from __future__ import annotations
@@ -23,35 +23,34 @@ from trimtab.machines.rollout.policies.stream import StreamMemory
 from trimtab.machines.rollout.policies.threshold import for_takers
 
 WAKE_S, SLEEP_S = 10.0, 5.0  # assumed until measured
-WEIGHTS_S = 5.0  # to be up so long before a step, so that new weights find them
-MARGIN = 1.25  # waking is judged to take so much longer than measured
-BEGIN_S = 10.0  # the prompts of a step come within so long, or within two looks
+WEIGHTS_S = 5.0  # lead time before a step, for the weight sync
+MARGIN = 1.25  # safety factor on measured wake times
+BEGIN_S = 10.0  # the prompts of a step arrive within this time, or within two evaluations
 KEPT = 8  # steps and pauses
-SPREAD = 0.1  # of pauses, as a share: assumed before it is seen, and worth one of them afterwards
-SURE = 3.0  # standard deviations: a pause that is shorter than expected costs far more than workers that are early
-RISES = 5  # looks at which the load rose again, after a begin: it is a stream
-LONG = 3.0  # and, where steps were seen, that has lasted so many times as long as they do
+SPREAD = 0.1  # relative spread of pauses: the prior, with the weight of one observation
+SURE = 3.0  # standard deviations: a shorter pause than expected costs far more than early workers
+RISES = 5  # rises of the load after a begin that make it a stream ...
+LONG = 3.0  # ... if it lasts this many times as long as observed steps
 
 
 @dataclass(frozen=True)
 class LoadPattern:
-    """What is known of steps, and of now. Times are those of looks; None: never seen."""
+    """Observed steps and pauses. Times are those of evaluations; None: never observed."""
 
-    load: int = 0  # at the last look
-    begun: float | None = None  # of what is there now
+    load: int = 0  # at the last evaluation
+    begun: float | None = None  # of the current load
     ended: float | None = None  # of the last step
-    first: int = 0  # the greatest load while prompts came
+    first: int = 0  # the peak while prompts arrived
     rises: int = 0
-    late: bool = False  # in a step, more came after its begin
-    steps: tuple[float, ...] = ()  # how long they took, the latest last
+    late: bool = False  # more arrived after the begin of a step
+    steps: tuple[float, ...] = ()  # durations, the latest last
     pauses: tuple[float, ...] = ()  # between steps, the latest last
-    probed: bool = False  # somebody was sent to sleep to learn what that takes
-    idle: tuple[tuple[float, int], ...] = ()  # time, workers with nothing to do
-    rose: bool = False  # what is there now looks like a stream
-    streams: bool = False  # what was there before did
+    probed: bool = False  # a worker was put to sleep to measure it
+    idle: tuple[tuple[float, int], ...] = ()  # time, idle workers
+    rose: bool = False  # the current load looks like a stream
+    streams: bool = False  # the load before did
 
     def look(self, sample: LoadSample, look_s: float, rent_s: float) -> LoadPattern:
-        """With this sample in it."""
         now, load = sample.now, sample.load
         idle = (*(entry for entry in self.idle if entry[0] >= now - rent_s - look_s), (now, sample.idle))
         known = replace(self, load=load, idle=idle)
@@ -82,47 +81,45 @@ class LoadPattern:
 
     @property
     def stream(self) -> bool:
-        """Whether it is taken for a stream: it looks like one, or what was there before did."""
         return self.rose or self.streams
 
     def pause_s(self) -> float:
-        """The shortest that the next pause may be, by those that were seen."""
+        """Lower bound of the next pause, from the observed ones."""
         mean = fmean(self.pauses)
         squares = sum((pause_s - mean) ** 2 for pause_s in self.pauses) + (SPREAD * mean) ** 2
         return max(0.0, min(min(self.pauses), mean - SURE * math.sqrt(squares / len(self.pauses))))
 
     def left_s(self, now: float) -> float:
-        """Of the step that runs, at least, if it is as the last ones were."""
+        """Minimum remaining time of the current step, if it is like the last ones."""
         return max(0.0, self.begun + min(self.steps) - now) if self.begun is not None and self.steps else 0.0
 
     def spare(self, now: float, rent_s: float, look_s: float) -> int:
-        """Workers that had nothing to do for as long as giving one up and having it back takes."""
+        """Workers that were idle for at least as long as a release and return takes."""
         seen = [idle for at, idle in self.idle if at >= now - rent_s - look_s]
         whole = self.idle and self.idle[0][0] <= now - rent_s
         return min(seen) if seen and whole else 0
 
     def gave(self, count: int) -> LoadPattern:
-        """So many idle ones are let go."""
         return replace(self, idle=tuple((at, max(idle - count, 0)) for at, idle in self.idle))
 
 
 def predictive(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """All for a step's beginning, no idle one in its tail, the least while it trains, and all back in time."""
+    """All workers at the begin of a step, no idle one in its tail, the minimum while it trains, all back in time."""
     return _decide(state, sample, 0.0)
 
 
 def cost_aware(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """As `predictive`, but a worker goes only where it will be free for longer than that costs, as measured."""
+    """As `predictive`, but a worker is released only if it will be free for longer than that costs, as measured."""
     return _decide(state, sample, _rent_s(sample) + (sample.costs.drain_s or 0.0) + WEIGHTS_S)
 
 
 def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[PolicyState, Decision]:
-    """A worker of a step goes where it will be asleep for longer than `worth_s`."""
+    """A worker of a step is released only if it will be asleep for longer than `worth_s`."""
     config = state.config
     pattern, stream_memory = _known(state.memory.kept)
     if sample.inside != sample.serving:
         return _said(
-            state, pattern, stream_memory, sample, sample.inside, ReasonCode.limits, "the limits ask for another number"
+            state, pattern, stream_memory, sample, sample.inside, ReasonCode.limits, "the limits require another number"
         )
     if not config.enable_elastic:
         return _said(
@@ -136,7 +133,7 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
             sample,
             sample.serving,
             ReasonCode.load_unknown,
-            "the load is not known for certain",
+            "the load is not known",
         )
     look_s, rent_s = config.monitoring_interval, _rent_s(sample)
     pattern, stream_memory = pattern.look(sample, look_s, rent_s), stream_memory.look(sample)
@@ -172,23 +169,23 @@ def _in_stream(state: PolicyState, sample: LoadSample, stream_memory: StreamMemo
     fewest = stream.down(stream_memory, sample)
     if fewest < sample.serving and not sample.queued and stream_memory.may_down(sample.now, state.config):
         return fewest, f"the load of the last {stream.REMEMBERED_S:g} s would fit"
-    return sample.serving, f"{sample.load} requests, as the last minutes asked for"
+    return sample.serving, f"{sample.load} requests, as many as the last minutes needed"
 
 
 def _probe(pattern: LoadPattern, sample: LoadSample) -> tuple[int, str]:
-    """What a step may count on is not guessed: in its tail, somebody idle sleeps and is woken at once."""
+    """Measure instead of guess: in the tail of a step an idle worker sleeps and is woken at once."""
     if sample.draining_workers or (pattern.probed and sample.serving >= sample.max_workers):
         return sample.serving, "how long waking takes is not known yet"
     if sample.serving < sample.max_workers:
-        return sample.max_workers, "a worker sleeps that is to be awake"
+        return sample.max_workers, "a sleeping worker is needed"
     if not sample.idle or not sample.load or sample.queued:
         return sample.serving, "how long waking takes is not known yet"
-    return sample.serving - 1, "an idle worker sleeps and wakes once, so that it is known what that takes"
+    return sample.serving - 1, "an idle worker sleeps and wakes once to measure how long that takes"
 
 
 def _between(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
     if pattern.ended is None:
-        return sample.serving, "nothing has been asked yet"
+        return sample.serving, "no request has arrived yet"
     if not pattern.pauses:
         return sample.max_workers, "how long it is until the next step is not known yet"
     left_s = max(0.0, pattern.ended + pattern.pause_s() - sample.now)
@@ -196,8 +193,8 @@ def _between(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: f
     if free_s <= 0:
         return sample.max_workers, f"the next step is due in {left_s:.0f} s"
     if free_s <= worth_s + _sleep_s(sample):
-        return sample.serving, f"the next step is due in {left_s:.0f} s, too soon to give anybody up"
-    return sample.min_workers, f"nothing will be asked for {left_s:.0f} s"
+        return sample.serving, f"the next step is due in {left_s:.0f} s, too soon to release a worker"
+    return sample.min_workers, f"no request is expected for {left_s:.0f} s"
 
 
 def _in_step(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
@@ -205,20 +202,20 @@ def _in_step(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: f
         return sample.max_workers, f"{sample.queued} requests of a step wait"
     left = f"{sample.load} requests of a step are left"
     if not sample.idle:
-        return sample.serving, f"{left}, and nobody is idle"
+        return sample.serving, f"{left}, and no worker is idle"
     if not pattern.pauses:
         return sample.serving, f"{left}, and how long it is until the next one is not known yet"
     if pattern.late and pattern.spare(sample.now, _rent_s(sample), look_s) < sample.idle:
         return sample.serving, f"{left}, and more may come"
-    # The step may end at any moment; whoever goes must be back when the next one begins.
+    # The step may end at any moment; released workers must be back when the next one begins.
     pause_s = pattern.pause_s() - _back_s(sample, look_s)
     if pause_s <= 0 or pattern.left_s(sample.now) + pause_s <= worth_s:
-        return sample.serving, f"{left}, and the next one comes too soon to give anybody up"
-    return sample.serving - sample.idle, f"{left}, and {sample.idle} have none of them"
+        return sample.serving, f"{left}, and the next one comes too soon to release a worker"
+    return sample.serving - sample.idle, f"{left}, and {workers_text(sample.idle)} are idle"
 
 
 def _rent_s(sample: LoadSample) -> float:
-    """What giving a worker up and having it back takes."""
+    """Time to release a worker and get it back."""
     return MARGIN * (_sleep_s(sample) + (sample.costs.wake_s or WAKE_S))
 
 
@@ -227,15 +224,15 @@ def _sleep_s(sample: LoadSample) -> float:
 
 
 def _back_s(sample: LoadSample, look_s: float) -> float:
-    """How long before they are needed workers are to be woken."""
+    """How long before they are needed workers are woken."""
     return MARGIN * (sample.costs.wake_s or WAKE_S) + WEIGHTS_S + 2 * look_s
 
 
-# ---- what is remembered -----------------------------------------------------------------------------------------
+# ---- memory -----------------------------------------------------------------------------------------
 
 
 def _known(kept: Any) -> tuple[LoadPattern, StreamMemory]:
-    """As it was kept; what another policy or version has kept counts for nothing."""
+    """Decode the memory; that of another policy or version is ignored."""
     try:
         pattern, stream_memory = kept["pattern"], kept["stream"]
         lists = {name: tuple(pattern[name]) for name in ("steps", "pauses")}
