@@ -1,4 +1,4 @@
-"""What is refused at the door, and what must be true of a run after every event."""
+"""Input checks and invariants of the replan machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.model.workflow import Workflow
 
 
 def check_iteration(iteration: Iteration, workflow: Workflow) -> None:
-    """Raise InputError where an iteration names a component that the workflow has not, or more than it has."""
+    """Raises InputError for an unknown component, or too many batches."""
     for component in iteration.components:
         if component.component not in workflow.names:
             near = nearest(component.component, workflow.names)
@@ -31,13 +31,11 @@ def check_iteration(iteration: Iteration, workflow: Workflow) -> None:
 
 
 def check_cluster(event: ClusterChanged) -> None:
-    """Raise InputError where two nodes have one name, or a node leaves that is not there."""
+    """Raises InputError for duplicate node names, or a leaving node that does not exist."""
     names = [node.name for node in event.cluster.nodes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InputError(
-            f"two nodes are named {twice}", where="ClusterChanged", hint="a seat is a node and a GPU of it"
-        )
+        raise InputError(f"two nodes are named {twice}", where="ClusterChanged", hint="node names must be unique")
     for name in event.leaving:
         if name not in names:
             raise InputError(f"node {name} will leave, but is not there", where="ClusterChanged")
@@ -46,7 +44,7 @@ def check_cluster(event: ClusterChanged) -> None:
 def check_machine(
     run: ReplanState, moves: MigrationTracker, estimates: CostEstimates, rules: ReplanRules, due: float | None
 ) -> None:
-    """Raise AssertionError where something is true that must not be."""
+    """Raises AssertionError where an invariant is violated."""
     _check_plan(run)
     moving = moves.moving
     if moving is not None:

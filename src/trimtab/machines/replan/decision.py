@@ -1,11 +1,11 @@
-"""Whether another plan is worth moving to: the exact best plan for what is measured now, gain against cost.
+"""Decides whether another plan is worth a migration: the exact best plan at the measured costs, gain against cost.
 
-A look finds the other plans worth naming (the best one, and the best that keeps the groups as they are, which is
-cheaper to reach) and what each takes. Weighing it says stay or go, with the numbers. Neither carries anything out.
+A comparison finds the candidates (the best plan, and the best with the current groups, which is cheaper to reach) and
+their iteration times. `weigh` decides. Neither executes anything.
 
-A gain is counted twice: with the costs as they are estimated, and with costs that have drifted only as far as is told
-from noise. The second one has to pay for the move: when all that changed is noise, it is nothing. What must never
-happen: a move for a gain that noise alone explains, or that is not worth its cost in the iterations that are left.
+A gain is computed twice: at the estimated costs, and at costs that drifted only as far as is certain. The second must
+pay for the migration: when all that changed is noise, it is zero. What must never happen: a migration for a gain that
+noise alone explains, or that does not pay within the remaining iterations.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from trimtab.plan.placement.timeline import to_plan
 
 CostLevels = Mapping[str, float]
 
-COSTS_KEPT = 5  # newest moves of a kind that tell what the next one costs
+COSTS_KEPT = 5  # latest migrations that predict the cost of the next
 
 
 @dataclass(frozen=True)
 class CandidatePlan:
-    """A plan that could run instead: seconds per iteration at the estimated levels, and at the sure ones."""
+    """A plan that could run instead: seconds per iteration at the estimated and at the sure levels."""
 
     placed_plan: PlacedPlan
     seconds: float
@@ -46,18 +46,18 @@ class CandidatePlan:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """What the planner says of the moment: levels it was asked with, the plan that runs, and the others."""
+    """The running plan and its candidates at given levels."""
 
     levels: tuple[tuple[str, float], ...]
     sure: tuple[tuple[str, float], ...]
-    seconds: float  # of the plan that runs, at the estimated levels
+    seconds: float  # of the running plan, at the estimated levels
     sure_seconds: float
     candidates: tuple[CandidatePlan, ...]
 
 
 @dataclass(frozen=True)
 class ReplanDecision:
-    """Stay (no `to`), or go there."""
+    """Keep the plan (no `to`), or migrate."""
 
     to: PlacedPlan | None
     reason: Reason
@@ -65,20 +65,20 @@ class ReplanDecision:
 
 
 class ReplanPlanner:
-    """The placement planner for one workflow whose costs move and whose cluster changes."""
+    """The placement planner for a workflow whose costs and cluster change."""
 
     def __init__(self, workflow: Workflow, allowed: FrameworkRules | None = None) -> None:
         self.workflow = workflow
         self.allowed = allowed
         self._simulator = Simulator(workflow)
-        self._space: PlanSpace | None = None  # at the profile's levels, for the cluster asked for last
+        self._space: PlanSpace | None = None  # at profiled costs, for the last cluster
 
     def seconds(self, plan: Plan, levels: CostLevels) -> float:
-        """What an iteration takes under a plan when each component costs so much more than its profile."""
+        """Iteration time of a plan at these cost levels."""
         return self.with_times(plan, self.times(plan, levels))
 
     def with_times(self, plan: Plan, times: Mapping[str, float]) -> float:
-        """What an iteration takes under a plan when each component takes so long for all batches."""
+        """Iteration time of a plan with these component times for all batches."""
         order = self._simulator.order
         row = np.array([times[component.name] for component in order])
         return float(self._simulator.seconds(row[None, :], GroupingShapes.stack([self._shape(plan)]))[0])
@@ -90,7 +90,7 @@ class ReplanPlanner:
         return shape_of(self._simulator.order, self.workflow, cells)
 
     def times(self, plan: Plan, levels: CostLevels) -> dict[str, float]:
-        """What each component takes for all batches under a plan, so much more than its profile."""
+        """Time of each component for all batches at these levels."""
         kinds = kinds_of(plan)
         times = {}
         for placed in plan.components:
@@ -100,7 +100,7 @@ class ReplanPlanner:
         return times
 
     def best(self, cluster: Cluster, levels: CostLevels) -> PlacedPlan:
-        """The best plan there is. Raises InfeasibleError, or InputError where there is no GPU at all."""
+        """The best plan. Raises InfeasibleError, or InputError where there is no GPU."""
         space = self._at(cluster, levels)
         found = search(space).best
         if found is None:
@@ -108,7 +108,7 @@ class ReplanPlanner:
         return PlacedPlan(to_plan(space, found), cluster)
 
     def compare(self, running: PlacedPlan, cluster: Cluster, levels: CostLevels, sure: CostLevels) -> PlanComparison:
-        """What could run instead of a plan whose GPUs are all there."""
+        """Candidates for a plan whose GPUs all exist."""
         now, now_sure = self.seconds(running.plan, levels), self.seconds(running.plan, sure)
         found: list[FoundPlan] = []
         try:
@@ -132,7 +132,7 @@ class ReplanPlanner:
         return PlanComparison(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))
 
     def _same_groups(self, space: PlanSpace, running: PlacedPlan, best: FoundPlan, beat: float) -> list[FoundPlan]:
-        """The best plan with the groups of the one that runs, where that is another than the best of all."""
+        """The best plan with the current groups, unless it is the best of all."""
         names = {frozenset(group.components): group.kind for group in running.plan.groups}
 
         def alike(grouping: Grouping) -> bool:
@@ -146,7 +146,7 @@ class ReplanPlanner:
         return [other] if other is not None else []
 
     def prepare(self, cluster: Cluster) -> PlanSpace:
-        """All plans for a cluster, as profiled: what does not change with the costs is worked out once."""
+        """The plan space of a cluster at profiled costs; computed once."""
         if self._space is None or self._space.job.cluster != cluster:
             job = PlacementJob(cluster, self.workflow)
             check_cluster(job)
@@ -155,7 +155,7 @@ class ReplanPlanner:
         return self._space
 
     def _at(self, cluster: Cluster, levels: CostLevels) -> PlanSpace:
-        """All plans for a cluster, with costs at these levels."""
+        """The plan space at these levels."""
         space = self.prepare(cluster)
         for index, component in enumerate(space.order):
             level = levels.get(component.name, 1.0)
@@ -164,7 +164,7 @@ class ReplanPlanner:
         return space
 
     def fewest(self, plan: Plan, component: str, levels: CostLevels, slack: float) -> int:
-        """The fewest GPUs of a component that lengthen the iteration by no more than a share of it."""
+        """The fewest GPUs of a component that lengthen the iteration by at most the slack share."""
         times, kind = self.times(plan, levels), kinds_of(plan).get(component, "")
         placed = plan.placed(component)
         part = self.workflow.component(component)
@@ -184,17 +184,16 @@ class ReplanPlanner:
 
 
 def kinds_of(plan: Plan) -> dict[str, str]:
-    """The kind of GPU that each component is on."""
     return {name: group.kind for group in plan.groups for name in group.components}
 
 
 def cost_of(
     touched: Sequence[str], known: Sequence[MigrationCost], rules: ReplanRules, switching_s: float
 ) -> tuple[float, bool]:
-    """What a move of these components would cost, and whether that was measured.
+    """Cost of migrating these components, and whether it was measured.
 
-    Moves of the same components tell most; others tell at least that it is no cheaper than the dearest of them. Until
-    one was measured it is what the rules assume, with what the components need to leave their GPUs and come back.
+    Migrations of the same components count first; else the most expensive recent one. Until one is measured, it is the
+    assumed cost plus the components' offload and onload times.
     """
     same = [cost.seconds for cost in known if cost.touched == tuple(touched)][-COSTS_KEPT:]
     if same:
@@ -211,7 +210,7 @@ def weigh(
     horizon: int,
     why: Reason,
 ) -> ReplanDecision:
-    """Stay or go, by a look; `costs` are those of moving to each candidate, `why` is the reason to go if it pays."""
+    """Keep or migrate; `costs` are those of each candidate, `why` is the reason for a migration that pays."""
     numbers = DecisionNumbers(iteration_s=comparison.seconds, horizon=horizon, margin=rules.margin)
     if not comparison.candidates:
         return ReplanDecision(

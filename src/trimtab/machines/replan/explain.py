@@ -1,4 +1,4 @@
-"""Stories and sentences of the loop: why a plan is kept, left or gone. Decides nothing."""
+"""Stories and reason texts of the replan machine. Decides nothing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from trimtab.model.run import CostEstimate
 from trimtab.model.workflow import Cluster
 
 NAMED = 3
-SMALL = 0.02  # a drift that makes less than this share of the longest component is not named
+SMALL = 0.02  # a drift below this share of the longest component is not named
 RUN = "run"
 MOVES_KEPT = 20
 
 
 class ReplanStories:
-    """What became of the run and of its newest moves."""
+    """State history of the run and of its latest migrations."""
 
     def __init__(self) -> None:
         self.entries: dict[str, list[StoryEntry]] = {RUN: []}
 
     def write(self, subject: str, entry: StoryEntry) -> None:
-        """Add a chapter, unless it says of the run what its last one said, only with other figures."""
+        """Add an entry, unless the run's last entry has the same state and code."""
         story = self.entries.setdefault(subject, [])
         last = story[-1] if story and subject == RUN else None
         if last is not None and (last.state, last.reason.code) == (entry.state, entry.reason.code):
@@ -32,16 +32,15 @@ class ReplanStories:
             del self.entries[old]
 
     def of(self, subject: str) -> tuple[StoryEntry, ...]:
-        """One story, as long as it is remembered."""
         return tuple(self.entries.get(subject, ()))
 
 
 def drift_reason(
     drifted: Sequence[str], levels: Mapping[str, float], run: ReplanState, seconds: Mapping[str, float]
 ) -> Reason:
-    """Why another plan may be better than the one in place; `seconds` are those of each component in an iteration.
+    """Why another plan may be better; `seconds` are the times of each component in an iteration.
 
-    Of what has drifted, that is named which makes seconds, and nothing that is small beside an iteration.
+    Names the drifted components with the largest effect, and none that are small in an iteration.
     """
     away = {name: abs(1 - run.reference[name] / levels[name]) * seconds.get(name, 0.0) for name in drifted}
     smallest = SMALL * max(seconds.values(), default=0.0)
@@ -57,7 +56,7 @@ def drift_reason(
 
 
 def costs_text(estimates: Mapping[str, CostEstimate], reference: Mapping[str, float], drifted: Sequence[str]) -> str:
-    """How near everything is to what the plan was made for; `drifted` is told from noise, and too small to matter."""
+    """Distance of the costs from those the plan was made for; `drifted` is beyond noise, but too small to matter."""
     name = max(estimates, key=lambda each: abs(estimates[each].middle / reference[each] - 1))
     estimate = estimates[name]
     away, now = estimate.middle / reference[name] - 1, estimate.level / reference[name] - 1
@@ -72,14 +71,12 @@ def costs_text(estimates: Mapping[str, CostEstimate], reference: Mapping[str, fl
 
 
 def gone_reason(run: ReplanState) -> Reason:
-    """Why the plan in place cannot go on."""
     if run.lost:
         return Reason(ReasonCode.plan_gone, f"GPUs of the plan are gone with {_names(run.lost)}")
     return Reason(ReasonCode.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
 
 
 def cluster_change_text(before: Cluster, after: Cluster, why: str) -> str:
-    """How a cluster has changed."""
     return f"{why}: {after.gpus} GPUs, there were {before.gpus}"
 
 

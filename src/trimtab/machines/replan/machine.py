@@ -1,15 +1,16 @@
-"""Is the plan still right while it trains? One run: its iterations, its cluster, its plan, and moves to other plans.
+"""Replan machine: keeps a run on the best plan while costs and cluster change, by migrations.
 
-`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
-instructions. It is called by whoever runs the job, live or in a replay.
+`handle(event, now)` is the only entry point. Pure: no clock, no I/O; the same events give the same instructions. Used
+live and in replays.
 
-The transition that must not exist is from one plan to another without all stages of a move done: until the last one is,
-the old plan is the plan, and a move that fails at any stage ends there again. What must never happen besides: an
-iteration counted twice; two moves at once; a move for noise, for periodic work, within the dwell time or without a gain
-that pays for it (only a plan whose GPUs are gone or will go has to move whatever it costs); a wait without a deadline.
+The transition that must not exist is from one plan to another without all stages of a migration done: until the last
+stage is done the old plan is in place, and a migration that fails at any stage ends there again. What must never happen
+besides: an iteration counted twice; two migrations at once; a migration for noise, for periodic work, within the dwell
+time or without a gain that pays for it (only a plan whose GPUs are gone or will go must migrate at any cost); a wait
+without a deadline.
 
-The rooms: `estimates` tells what everything costs now, `deciding` weighs gain against cost, `moves` has the stages,
-`gpu_slots` knows plans on clusters that change, `records` remembers.
+`estimates` measures costs, `decision` weighs gain against cost, `migration` has the stages, `placed_plan` maps plans to
+changing clusters, `state` is the state.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from trimtab.model.workflow import Cluster, Workflow, check_workflow
 
 
 class ReplanMachine:
-    """One run under watch. Events in, instructions out."""
+    """The plan of one run. Events in, instructions out."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class ReplanMachine:
         rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
         allowed: FrameworkRules | None = None,
     ) -> None:
-        """`plan` has ranks of `cluster`; `allowed` is what the framework can run, where there is one."""
+        """`plan` has ranks of `cluster`; `allowed` are the framework's rules, if any."""
         check_workflow(workflow)
         self.rules = rules
         self.workflow = workflow
@@ -81,10 +82,10 @@ class ReplanMachine:
             e.ReplanTick: self._on_tick,
         }
 
-    # ---- the door --------------------------------------------------------------------------------------------------
+    # ---- entry point --------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
-        """What is to be done about the event. Raises InputError for a wrong one, with nothing changed."""
+        """Instructions for the event. Raises InputError for an invalid event, with nothing changed."""
         now = max(float(now), self._run.now)
         before, self._run.now, self._out = self._run.now, now, []
         try:
@@ -95,17 +96,17 @@ class ReplanMachine:
         return self._out
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
+        """When the next ReplanTick is due."""
         if self._run.stopped is not None:
             return None
         dues = (self._moves.due(), self._run.retry_at, self._run.wait_until)
         return min((due for due in dues if due is not None), default=None)
 
-    # ---- what happens to the run -----------------------------------------------------------------------------------
+    # ---- events of the run -----------------------------------------------------------------------------------
 
     def _on_run_resumed(self, event: e.RunResumed, now: float) -> None:
         if event.iteration < 0 or (event.remaining is not None and event.remaining < 0):
-            raise InputError("a run goes on after 0 iterations or more", where="RunResumed")
+            raise InputError("iteration and remaining must be 0 or more", where="RunResumed")
         run = self._run
         run.done, run.remaining = event.iteration, event.remaining
         run.moved_at = None if run.moved_at is None else min(run.moved_at, run.done)
@@ -115,7 +116,7 @@ class ReplanMachine:
         moving = self._moves.moving
         if moving is not None:
             if moving.failed is None:
-                self._moves.fail("the run was resumed in the midst of it", now)
+                self._moves.fail("the run was resumed during the migration", now)
             else:
                 self._moves.roll_back(now)
             return
@@ -127,11 +128,11 @@ class ReplanMachine:
         iteration, run = event.iteration, self._run
         check_iteration(iteration, self.workflow)
         if iteration.number <= run.done:
-            return  # it was counted
+            return  # already counted
         if iteration.number > run.done + 1:
             raise InputError(
-                f"iteration {iteration.number} is told, but the last one counted is {run.done}",
-                hint=f"tell iteration {run.done + 1} first, or that the run was resumed after {iteration.number - 1}",
+                f"iteration {iteration.number} follows {run.done}: iterations are missing",
+                hint=f"report iteration {run.done + 1} first, or RunResumed after {iteration.number - 1}",
             )
         run.done = iteration.number
         if run.remaining is not None:
@@ -157,7 +158,7 @@ class ReplanMachine:
         run.cluster, run.leaving, run.leave_by = event.cluster, event.leaving, event.deadline
         if not run.lost and not gone:
             moved = run.running.on(event.cluster)
-            if moved is None:  # a node of the same name has another kind of GPU: it is another one
+            if moved is None:  # a node of the same name has another kind of GPU: a different node
                 gone = {node for node, _ in self._drift.used_slots()}
             else:
                 run.running = moved
@@ -181,7 +182,7 @@ class ReplanMachine:
 
     def _on_remaining_changed(self, event: e.RemainingChanged, now: float) -> None:
         if event.iterations is not None and event.iterations < 0:
-            raise InputError("fewer than no iterations cannot remain", where="RemainingChanged")
+            raise InputError("remaining iterations must be 0 or more", where="RemainingChanged")
         self._run.remaining = event.iterations
 
     def _on_range_used(self, event: e.GpuRangeUsed, now: float) -> None:
@@ -195,7 +196,7 @@ class ReplanMachine:
     def _on_seated(self, event: e.PlanPlaced, now: float) -> None:
         run = self._run
         if run.lost or self._moves.moving is not None:
-            raise InputError("no plan is in place that could have been put anywhere", where="PlanPlaced")
+            raise InputError("no plan is in place", where="PlanPlaced")
         try:
             run.running = with_gpu_slots(run.running, dict(event.where))
         except ValueError as error:
@@ -205,7 +206,7 @@ class ReplanMachine:
     def _on_advice_taken(self, event: e.AdviceTaken, now: float) -> None:
         run = self._run
         if run.advised is None or self._moves.moving is not None:
-            raise InputError("nothing is advised that could have been taken", where="AdviceTaken")
+            raise InputError("no advice is open", where="AdviceTaken")
         self._set_plan(run.advised, run.advised_levels)
         self._write(RUN, "moved", Reason(ReasonCode.arrived, f"the advice was taken: {run.running.plan.describe()}"))
 
@@ -221,7 +222,7 @@ class ReplanMachine:
             run.retry_at = None
             self._decide(now)
 
-    # ---- deciding --------------------------------------------------------------------------------------------------
+    # ---- decisions --------------------------------------------------------------------------------------------------
 
     def _decide(self, now: float, asked: bool = False) -> None:
         if self._moves.moving is not None:
@@ -233,7 +234,7 @@ class ReplanMachine:
         run, rules = self._run, self.rules
         measured = self._drift.estimates.measured
         if measured < rules.least_iterations and not asked and not run.cluster_change:
-            said = f"{measured} of {rules.least_iterations} iterations are measured that tell costs"
+            said = f"{measured} of {rules.least_iterations} iterations are measured"
             self._stay(Reason(ReasonCode.too_few, said), DecisionNumbers())
             return
         decision = self._drift.decide()
@@ -255,7 +256,7 @@ class ReplanMachine:
             self._begin(decision, now)
 
     def _forced(self, now: float) -> None:
-        """The plan cannot go on, or not for long: whatever is best of what is left, at whatever cost."""
+        """The plan cannot continue, or not for long: migrate to the best remaining plan at any cost."""
         run, rules = self._run, self.rules
         why = gone_reason(run)
         if run.failed_tries >= rules.tries or run.retry_at is not None:
@@ -280,7 +281,7 @@ class ReplanMachine:
     def _nothing_fits(self, reason: Reason, now: float) -> None:
         run = self._run
         if not run.lost:
-            self._stay(reason, DecisionNumbers())  # it goes on until the node goes
+            self._stay(reason, DecisionNumbers())  # it continues until the node goes
             return
         if run.wait_until is None and self.rules.mode is ReplanMode.auto:
             run.wait_until = now + self.rules.wait_s
@@ -296,7 +297,7 @@ class ReplanMachine:
         self._write(RUN, "stays", reason)
         self._emit(e.KeepPlan(reason, numbers))
 
-    # ---- moves -----------------------------------------------------------------------------------------------------
+    # ---- migrations -----------------------------------------------------------------------------------------------------
 
     def _begin(self, decision: ReplanDecision, now: float, forced: bool = False) -> None:
         run = self._run
@@ -332,7 +333,6 @@ class ReplanMachine:
         self._set_ranges()
 
     def _set_plan(self, to: PlacedPlan, levels: dict[str, float]) -> None:
-        """Another plan is in place."""
         run = self._run
         moved = to.on(run.cluster)
         assert moved is not None, "a plan in place whose GPUs are not there"
@@ -371,7 +371,7 @@ class ReplanMachine:
         self._write(RUN, "stopped", reason)
         self._emit(e.StopRun(reason))
 
-    # ---- saying ----------------------------------------------------------------------------------------------------
+    # ---- output ----------------------------------------------------------------------------------------------------
 
     def _emit(self, instruction: e.ReplanInstruction) -> None:
         self._out.append(instruction)
@@ -387,64 +387,58 @@ class ReplanMachine:
     def _write(self, subject: str, state: str, reason: Reason) -> None:
         self._stories.write(subject, StoryEntry(self._run.now, state, reason))
 
-    # ---- what can be asked -----------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """The plan in place."""
         return self._run.running.plan
 
     @property
     def placed_plan(self) -> PlacedPlan:
-        """The plan in place, and the cluster that its ranks count through."""
+        """The plan in place, with the cluster that its ranks refer to."""
         return self._run.running
 
     @property
     def moving_to(self) -> PlacedPlan | None:
-        """Where the move under way goes; ranks count through the nodes that stay."""
+        """Target of the current migration; ranks refer to the nodes that stay."""
         return None if self._moves.moving is None else self._moves.moving.to
 
     @property
     def cluster(self) -> Cluster:
-        """What there is."""
         return self._run.cluster
 
     @property
     def iterations(self) -> int:
-        """Iterations counted."""
         return self._run.done
 
     @property
     def moving(self) -> Migration | None:
-        """The move under way."""
         return None if self._moves.moving is None else self._moves.moving.move
 
     @property
     def stopped(self) -> Reason | None:
-        """Why the run was told to stop, if it was."""
+        """Why StopRun was issued, if it was."""
         return self._run.stopped
 
     @property
     def drift(self) -> DriftMonitor:
-        """The run's figures: estimates, ranges, what a component would take on other GPUs."""
+        """Figures of the run: estimates, ranges, predicted component times."""
         return self._drift
 
     def costs(self) -> tuple[MigrationCost, ...]:
-        """What past moves cost."""
         return tuple(self._moves.costs)
 
     def estimates(self) -> dict[str, CostEstimate]:
-        """What every component costs now, against its profile."""
+        """Current cost of every component relative to its profile."""
         return self._drift.estimates.all()
 
     def story(self, subject: str = RUN) -> tuple[StoryEntry, ...]:
-        """What became of the run, or of `move 3`, as long as it is remembered."""
+        """State history of the run, or of `move 3`."""
         return self._stories.of(subject)
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
-        """Everything that is remembered, as plain data."""
         return {
             "run": dump_run(self._run),
             "tracks": dump_tracks(self._drift.estimates.tracks),
@@ -462,7 +456,7 @@ class ReplanMachine:
         rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
         allowed: FrameworkRules | None = None,
     ) -> ReplanMachine:
-        """A machine that goes on from a dump, with the settings that it had."""
+        """Restores a dump, with the settings that it had."""
         run = load_run(data["run"])
         machine = cls(workflow, run.cluster, run.running.plan, rules, allowed)
         machine._run = machine._drift.run = run
@@ -474,5 +468,5 @@ class ReplanMachine:
         return machine
 
     def check(self) -> None:
-        """Raise AssertionError where something is true of the run that must not be."""
+        """Raises AssertionError where an invariant is violated."""
         check_machine(self._run, self._moves, self._drift.estimates, self.rules, self.next_deadline())

@@ -1,7 +1,7 @@
-"""Plans on clusters that change: whether a plan's GPUs are still there, and what a move changes for whom.
+"""Plans on clusters that change: whether the GPUs of a plan still exist, and what a migration changes.
 
-Ranks count through the nodes of one cluster, so they say nothing once a node is gone: a seat (node, GPU of that node)
-does. A plan never counts as in place on seats that are not there.
+Ranks number the GPUs of one cluster and mean nothing once a node is gone; a slot (node, GPU index) does. A plan never
+counts as in place on slots that do not exist.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ GpuSlot = tuple[str, int]
 
 @lru_cache(maxsize=16)
 def gpu_slots(cluster: Cluster) -> tuple[GpuSlot, ...]:
-    """The seat of every rank."""
+    """The slot of every rank."""
     return tuple((node.name, index) for node in cluster.nodes for index in range(node.gpus))
 
 
 def without(cluster: Cluster, leaving: tuple[str, ...]) -> Cluster:
-    """The cluster without some of its nodes."""
     return replace(cluster, nodes=tuple(node for node in cluster.nodes if node.name not in leaving))
 
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """A plan, and the cluster that its ranks count through."""
+    """A plan, and the cluster that its ranks refer to."""
 
     plan: Plan
     cluster: Cluster
 
     def on(self, cluster: Cluster) -> PlacedPlan | None:
-        """The same GPUs as ranks of another cluster; None where some are not there, or are of another kind."""
+        """The same GPUs as ranks of another cluster; None where some are missing, or of another kind."""
         if cluster == self.cluster:
             return self
         here = gpu_slots(self.cluster)
@@ -59,29 +58,27 @@ class PlacedPlan:
         return PlacedPlan(plan, cluster)
 
     def uses(self, nodes: tuple[str, ...]) -> bool:
-        """Whether any of its GPUs is on one of these nodes."""
         here = gpu_slots(self.cluster)
         return any(here[rank][0] in nodes for group in self.plan.groups for rank in group.gpus)
 
     def slots_of(self, component: str) -> tuple[GpuSlot, ...]:
-        """Where a component computes."""
         here = gpu_slots(self.cluster)
         return tuple(here[rank] for rank in self.plan.placed(component).gpus)
 
     def group_of(self, component: str) -> tuple[str, ...]:
-        """Who shares its GPUs, itself among them."""
+        """Components that share its GPUs, including itself."""
         return next((group.components for group in self.plan.groups if component in group.components), ())
 
     def same_as(self, other: PlacedPlan) -> bool:
-        """Whether nobody has to move from one to the other."""
+        """Whether no component has to move."""
         return not any(change.how is not ChangeKind.stays for change in changes(self, other))
 
 
 def with_gpu_slots(placed_plan: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) -> PlacedPlan:
-    """The same plan on the nodes where its components were put: (node, GPUs there), by any component of a group.
+    """The same plan on the nodes where its components were placed: (node, GPUs there), by any component of a group.
 
-    Groups of which nothing is told stay where they are as far as that is free, and take what is left of their kind.
-    Raises ValueError where these nodes do not have so many GPUs, or a group has another number of them.
+    Other groups keep their GPUs as far as these are free, and take others of their kind. Raises ValueError where the
+    nodes do not have enough GPUs, or a group has another number of them.
     """
     free: dict[str, list[int]] = {}
     kinds = {node.name: node.gpu for node in placed_plan.cluster.nodes}
@@ -118,9 +115,9 @@ def with_gpu_slots(placed_plan: PlacedPlan, where: Mapping[str, Sequence[tuple[s
 
 
 def on_current_gpus(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
-    """The same plan on GPUs that its components have already, as far as they do: no needless move.
+    """The same plan on GPUs that its components already have, to avoid needless moves.
 
-    A plan whose groups share GPUs stays as it was laid out.
+    A plan whose groups share GPUs stays as laid out.
     """
     if to.plan.overlaps:
         return to
@@ -149,7 +146,7 @@ def on_current_gpus(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
 
 
 def _on_ranks(plan: Plan, ranks: Mapping[tuple[str, ...], tuple[int, ...]]) -> Plan:
-    """A plan with other GPUs for its groups; members that use fewer than their group has use its first ones."""
+    """The plan with other GPUs for its groups; members that use fewer than their group use its first ones."""
     of = {name: ranks[group.components] for group in plan.groups for name in group.components}
     return replace(
         plan,
@@ -164,7 +161,7 @@ def _on_ranks(plan: Plan, ranks: Mapping[tuple[str, ...], tuple[int, ...]]) -> P
 def changes(
     before: PlacedPlan, after: PlacedPlan, alive: frozenset[GpuSlot] | None = None
 ) -> tuple[ComponentChange, ...]:
-    """What happens to each component between two plans. `alive`: the seats that are there (None: all of them)."""
+    """What changes for each component between two plans. `alive`: slots that exist (None: all)."""
     found = []
     for placed in before.plan.components:
         name = placed.name
@@ -175,7 +172,7 @@ def changes(
         elif before.group_of(name) != after.group_of(name):
             how = ChangeKind.regroups
         elif placed.variant != after.plan.placed(name).variant:
-            how = ChangeKind.moves  # another way to run is another process, wherever it is
+            how = ChangeKind.moves  # another variant is another process
         elif set(old) < set(new):
             how = ChangeKind.grows
         elif set(new) < set(old):

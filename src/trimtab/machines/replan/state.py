@@ -1,6 +1,6 @@
-"""What the loop remembers of a run, and how it becomes plain data and back.
+"""State of a run, and its conversion to plain data and back.
 
-Settings (the workflow, the rules) are not in it: they come from where they are set.
+Settings (the workflow, the rules) are not part of it.
 """
 
 from __future__ import annotations
@@ -20,47 +20,48 @@ from trimtab.model.workflow import Cluster
 
 @dataclass
 class PromisedGain:
-    """What the last move promised: the plan it left, the share of an iteration it was to gain, walls since."""
+    """Expected gain of the last migration: the plan before it, the expected share of an iteration, iteration times
+    since.
+    """
 
     before: PlacedPlan
     share: float
-    bias: float  # measured over predicted time, before it
+    bias: float  # measured over predicted time before it
     walls: list[float] = field(default_factory=list)
 
 
 @dataclass
 class ReplanState:
-    """A run as the loop knows it."""
+    """State of a run."""
 
-    running: PlacedPlan  # the plan in place; its ranks count through `cluster` unless `lost` names some of its nodes
-    cluster: Cluster  # what is there, leaving nodes among it
-    reference: dict[str, float]  # the level of each component that the plan was made for
+    running: PlacedPlan  # its ranks refer to `cluster`, unless `lost` names some of its nodes
+    cluster: Cluster  # all nodes, including leaving ones
+    reference: dict[str, float]  # cost level of each component for which the plan was made
     now: float = 0.0
-    done: int = 0  # iterations counted; each one once
+    done: int = 0  # iterations counted
     remaining: int | None = None
     leaving: tuple[str, ...] = ()
     leave_by: float | None = None
-    lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was put in place
-    cluster_change: str = ""  # how the cluster has changed since the plan was made; empty: not
-    moved_at: int | None = None  # iterations counted when the last move ended, well or not
-    setbacks: int = 0  # moves in a row that failed or fell short
+    lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was applied
+    cluster_change: str = ""  # how the cluster changed since the plan was made
+    moved_at: int | None = None  # iterations counted when the last migration ended
+    setbacks: int = 0  # consecutive migrations that failed or fell short
     bias: list[float] = field(default_factory=list)  # measured over predicted time under this plan, newest last
     walls: list[float] = field(default_factory=list)  # newest last
     switching: dict[str, float] = field(default_factory=dict)  # offload and onload of each component, as last measured
-    used: dict[str, int] = field(default_factory=dict)  # GPUs that the fleet has given elastic components
+    used: dict[str, int] = field(default_factory=dict)  # GPUs of elastic components
     promise: PromisedGain | None = None
-    advised: PlacedPlan | None = None  # what was said last, and not done
+    advised: PlacedPlan | None = None  # last advice, not taken
     advised_levels: dict[str, float] = field(default_factory=dict)
-    compared_levels: dict[str, float] = field(default_factory=dict)  # levels of the last look at the plans; empty: none
+    compared_levels: dict[str, float] = field(default_factory=dict)  # levels of the last comparison; empty: none
     compared_sure_levels: dict[str, float] = field(default_factory=dict)
-    failed_tries: int = 0  # of a move that has to be
+    failed_tries: int = 0  # of a forced migration
     retry_at: float | None = None
-    wait_until: float | None = None  # for nodes, where nothing fits
+    wait_until: float | None = None  # for nodes, where no plan fits
     stopped: Reason | None = None
 
 
 def dump_run(run: ReplanState) -> dict[str, Any]:
-    """The run as plain data."""
     plain = ("now", "done", "remaining", "leave_by", "cluster_change", "moved_at", "setbacks", "bias", "walls",
              "switching", "used", "reference", "advised_levels", "compared_levels", "compared_sure_levels",
              "failed_tries", "retry_at", "wait_until")  # fmt: skip
@@ -77,7 +78,6 @@ def dump_run(run: ReplanState) -> dict[str, Any]:
 
 
 def load_run(data: dict[str, Any]) -> ReplanState:
-    """A run from plain data."""
     kept = dict(data)
     promise, advised, stopped = kept.pop("promise"), kept.pop("advised"), kept.pop("stopped")
     if promise is not None:
@@ -97,12 +97,10 @@ def load_run(data: dict[str, Any]) -> ReplanState:
 
 
 def dump_moving(moving: OngoingMigration | None) -> Any:
-    """A move under way as plain data."""
     return None if moving is None else encode(moving)
 
 
 def load_moving(data: Any) -> OngoingMigration | None:
-    """A move under way from plain data."""
     if data is None:
         return None
     move = data["move"]
@@ -127,22 +125,18 @@ def load_moving(data: Any) -> OngoingMigration | None:
 
 
 def dump_tracks(tracks: dict[str, CostTrack]) -> dict[str, Any]:
-    """The newest levels as plain data."""
     return {name: encode(track) for name, track in tracks.items()}
 
 
 def load_tracks(data: dict[str, Any]) -> dict[str, CostTrack]:
-    """The newest levels from plain data."""
     return decode(dict[str, CostTrack], data)
 
 
 def load_costs(data: list[Any]) -> list[MigrationCost]:
-    """What past moves cost, from plain data."""
     return decode(list[MigrationCost], data)
 
 
 def load_stories(data: dict[str, Any]) -> dict[str, list[StoryEntry]]:
-    """Stories from plain data."""
     return decode(dict[str, list[StoryEntry]], data)
 
 
@@ -155,7 +149,7 @@ def _placed_plan(data: dict[str, Any]) -> PlacedPlan:
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    """By hand: the codec reads no literal types."""
+    """By hand: the codec does not support Literal types."""
     kept = dict(data)
     return Plan(
         groups=decode(tuple[ComponentGroup, ...], kept.pop("groups")),
