@@ -111,7 +111,7 @@ def _on_different(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) 
 
 
 def _free_node(request: int, options: list[list[int]], on: dict[int, int]) -> tuple[int | None, dict[int, int]]:
-    """The nearest free node at the end of an augmenting path, and for each node seen the request that would move there."""
+    """The free node that ends an augmenting path, and for each visited node the request that would move there."""
     came_from: dict[int, int] = {}
     movers = [request]
     for mover in movers:

@@ -281,8 +281,8 @@ def memory(seen: StatusReader) -> Iterator[RolloutFinding]:
             RolloutIssue.memory_kept,
             Severity.fault,
             said + (f"; GPU processes here: {held}" if held else ""),
-            "start the engine with its memory saver (vLLM --enable-sleep-mode, SGLang --enable-memory-saver), and check "
-            "whether another process holds the rest",
+            "start the engine with its memory saver (vLLM --enable-sleep-mode, SGLang --enable-memory-saver), and "
+            "check whether another process holds the rest",
             (worker["name"],),
         )
 

@@ -189,7 +189,7 @@ def _bundle(bundle: int | None) -> str:
     return "bundles have at most" if bundle is None else f"bundle {bundle} has"
 
 
-# ---- waiting for resources ---------------------------------------------------------------------------------------------
+# ---- waiting for resources -----------------------------------------------------------------------------------------
 
 
 def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:

@@ -82,7 +82,7 @@ class ReplanMachine:
             e.ReplanTick: self._on_tick,
         }
 
-    # ---- entry point --------------------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
         """Instructions for the event. Raises InputError for an invalid event, with nothing changed."""
@@ -297,7 +297,7 @@ class ReplanMachine:
         self._write(RUN, "stays", reason)
         self._emit(e.KeepPlan(reason, numbers))
 
-    # ---- migrations -----------------------------------------------------------------------------------------------------
+    # ---- migrations -------------------------------------------------------------------------------------------------
 
     def _begin(self, decision: ReplanDecision, now: float, forced: bool = False) -> None:
         run = self._run

@@ -1,8 +1,8 @@
-"""Good schedules where there are too many unlike hosts for the exact search: one order of the hosts at a time.
+"""Heuristic schedules for too many different hosts: one order of the hosts at a time.
 
-For a fixed order of hosts, any of which may be left out, the best schedule is found exactly by dynamic programming. The
-order itself is improved by exchanges until none helps or the effort is spent. The result is a schedule, never a proof:
-what bounds it from below is `lower_bound`, which lets every stage take the best host and link there is.
+For a fixed order of hosts, any of which may be skipped, the best schedule is found exactly by dynamic programming. The
+order is improved by exchanges until none helps or the effort is spent. The result is a schedule, never a proof; its
+bound is `lower_bound`, which lets every stage use the best host and link.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from trimtab.plan.partition.reach import candidates
 from trimtab.plan.partition.space import TIE, UNLIMITED, Floats, PartitionSpace
 
 EFFORT = 1.5e9
-"""Steps after which the order is left as it is: some five seconds."""
+"""Steps after which the order is kept: about five seconds."""
 
 ONE_HOST = 20_000
-"""Steps that looking at one host costs besides its sums."""
+"""Overhead of one host in steps."""
 
 MIN_ORDERS = 40
 
@@ -31,7 +31,7 @@ Score = tuple[float, float, int]
 
 
 def lower_bound(space: PartitionSpace, objective: Objective) -> float:
-    """What no schedule can be below: as many of each host as wanted, and no less than an equal share of the work."""
+    """A bound on every schedule: unlimited hosts of each class, and at least an equal share of the work."""
     if objective == "latency":
         return PathFinder(space, UNLIMITED).priced(np.zeros(space.classes)).whole
     values = candidates(space)
@@ -86,7 +86,7 @@ def _better(a: Score, b: Score) -> bool:
 
 
 def best_in_order(space: PartitionSpace, order: list[int], objective: Objective) -> tuple[PlacedStages, Score] | None:
-    """The best schedule whose hosts come in this order, and its score: first what is minimised, then the rest."""
+    """The best schedule with hosts in this order, and its score: first the objective, then the rest."""
     if objective == "latency":
         found = _fold(space, order, UNLIMITED, add=True)
     else:
@@ -102,7 +102,7 @@ def best_in_order(space: PartitionSpace, order: list[int], objective: Objective)
 
 
 def _fold(space: PartitionSpace, order: list[int], bottleneck: float, *, add: bool) -> PlacedStages | None:
-    """Dynamic programming over cuts for hosts in order; costs are added, or the largest counts."""
+    """Dynamic programming over cuts for hosts in order; costs are added, or the maximum counts."""
     layers, size = space.layers, len(order)
     stages = space.max_devices
 
@@ -120,7 +120,7 @@ def _fold(space: PartitionSpace, order: list[int], bottleneck: float, *, add: bo
         if k:
             over = within(space.cut[:, order[:k], t].T)
             reach = cost[:k] + over if add else np.maximum(cost[:k], over)
-            # Where the number of devices is limited, a path that has used them all goes no further.
+            # A path that has used all devices allowed ends here.
             reach = np.where(used[:k] < stages, reach, np.inf)
             origin[1:] = reach[:, 1:].argmin(axis=0)
             before[1:] = reach[:, 1:].min(axis=0)
@@ -159,6 +159,6 @@ def _times(space: PartitionSpace, placed: PlacedStages) -> list[float]:
 
 
 def first_order(job: PipelineJob, hosts: list[Host]) -> list[int]:
-    """Hosts to start with: those of one type together, faster types first, so that few links are between types."""
+    """Initial order: hosts of one type together, faster types first, so that few links cross types."""
     kinds = {kind.name: kind for kind in job.types}
     return sorted(range(len(hosts)), key=lambda i: (sum(kinds[hosts[i].type].time_s), hosts[i].type, i))

@@ -1,8 +1,7 @@
-"""Which layers go on which device: the best pipeline of a job, with its proof and with what to improve.
+"""Entry point of the partition planner: which layers go on which device, with a proof and what to improve.
 
-The one door of the partition planner; commands and runs call it. It chooses between the exact search and, where hosts
-are joined by too many unlike links for that, a search that says it is none and gives a bound. A job without a
-schedule gets the reason, never an empty answer.
+Uses the exact search or, where hosts have too many different links for that, a heuristic search with a lower bound that
+is marked as unproven. A job without a schedule gets the reason, never an empty answer.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from trimtab.plan.partition.space import (
 )
 
 MAX_WORK = 1.5e11
-"""Bits that one test of a bottleneck may touch in the exact search: some two seconds."""
+"""Bits that one bottleneck test may touch in the exact search: about two seconds."""
 
 MAX_STAGES = 2e7
-"""Possible stages, over all kinds of hosts, for which costs may be held in memory: some 500 MB."""
+"""Possible stages, over all classes of hosts, whose costs may be held in memory: about 500 MB."""
 
 MAX_BYTES = 1e9
-"""Memory that the sets of the exact search may take."""
+"""Memory for the sets of the exact search, in bytes."""
 
 EXACT = "exact"
 UNPROVEN = "good orders and prices of hosts; not proven, see the lower bound"
@@ -144,7 +143,7 @@ def _exact(
 def _unproven(
     job: PipelineJob, space: PartitionSpace, classes: list[list[Host]], objective: Objective
 ) -> _FoundSchedule | None:
-    """The better of two good schedules, with the better of two bounds."""
+    """The better of two heuristic schedules, with the better of two bounds."""
     best: tuple[float, tuple[tuple[int, int, Host], ...]] | None = None
     placed, bound = by_prices(space, objective)
     if placed is not None:
@@ -171,7 +170,7 @@ def _score(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...], objectiv
 
 
 def _frontier(space: PartitionSpace, vectors: DeviceVectors) -> tuple[FrontierPoint, ...]:
-    """The least bottleneck for every number of devices: halving between candidates that need different numbers."""
+    """The minimum bottleneck for every number of devices, by bisection between candidates that need different numbers."""
     values = candidates(space)
     needed: dict[int, int | None] = {}
 
@@ -229,7 +228,7 @@ def _schedule(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...]) -> Sc
 
 
 def limits_of(schedule: Schedule) -> tuple[PipelineLimit, ...]:
-    """What takes time in a pipeline, longest first: the first one is what to improve first."""
+    """What takes time in a pipeline, longest first: improve the first one first."""
     limits = [PipelineLimit("transfer", -1, schedule.input_seconds)]
     for index, stage in enumerate(schedule.stages):
         limits.append(PipelineLimit("compute", index, stage.compute_seconds))
@@ -256,7 +255,7 @@ def why_not(job: PipelineJob) -> InfeasibleError:
     room = capacity_bytes(job, largest)
     kept_free = f", of which {job.headroom:.0%} stays free" if job.headroom else ""
     for layer in range(job.model.layers):
-        # A layer may fit better inside a longer stage, where less crosses the cuts.
+        # A layer may need less inside a longer stage, where less crosses the cuts.
         least = float(need[: layer + 1, layer + 1 :].min())
         if not least < room:
             return InfeasibleError(

@@ -1,8 +1,8 @@
-"""Good schedules and bounds where vectors of used devices are too many to be listed: a price for each class.
+"""Good schedules and bounds where device vectors are too many to enumerate: a price for each class.
 
-With prices, the cheapest path is found without counting devices. If even that one costs more than all the devices there
-are, no schedule exists: a proof. If it uses no more of any class than there are, it is a schedule. Prices rise for the
-classes of which too much was used, until one of the two happens or the rounds are over; then nothing is claimed.
+With prices, the cheapest path is found without counting devices. If even that one costs more than all devices together,
+no schedule exists: a proof. If it uses no more of any class than there are, it is a schedule. Prices rise for overused
+classes until one of the two happens or the rounds are over; then nothing is claimed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trimtab.plan.partition.space import TIE, UNLIMITED, PartitionSpace
 
 ROUNDS = 60
 EAGER = 0.5
-"""How fast the price of a class rises with the share by which it is used too much."""
+"""Growth rate of the price of a class with its relative overuse."""
 
 
 def by_prices(space: PartitionSpace, objective: Objective) -> tuple[Pieces | None, float]:
-    """A schedule, if one is met, and a lower bound of what is minimised."""
+    """A schedule, if one is found, and a lower bound of the objective."""
     if objective == "latency":
         found, bound = _cheapest(space, UNLIMITED)
         return (found if found is not None else _settled(space, UNLIMITED)[0]), bound
@@ -49,7 +49,7 @@ def by_prices(space: PartitionSpace, objective: Objective) -> tuple[Pieces | Non
 
 
 def _cheapest(space: PartitionSpace, bottleneck: float) -> tuple[Pieces | None, float]:
-    """A schedule of low latency under a bottleneck, if one is met, and a lower bound of the latency."""
+    """A schedule of low latency under a bottleneck, if one is found, and a lower bound of the latency."""
     paths = PathFinder(space, bottleneck)
     free = paths.priced(np.zeros(space.classes))
     if not np.isfinite(free.whole):

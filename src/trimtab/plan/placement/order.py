@@ -1,13 +1,12 @@
-"""What may run next under a plan: which component may take which batch now, given what is done.
+"""Execution order of a plan: which component may take which batch now, given what is done.
 
-A small state machine with no clock. `ready()` names the acts that may begin, `begin` and `end` tell it what was made of
-them. Whoever drives it decides where an act runs and how long that takes: one after another in a process, side by side
-on a cluster, or nowhere at all (`play` with stated times, which gives exactly the times of
-`plan/placement/simulate.py`: the same gates, written from the side of what waits).
+A small state machine without a clock. `ready()` lists the actions that may begin; `begin` and `end` record them. The
+caller decides where an action runs and how long it takes: in a process, on a cluster, or nowhere (`play` with stated
+times gives exactly the times of `plan/placement/simulate.py`).
 
 What must never happen: a batch begun before its inputs, two components at work on the same GPUs, an iteration of the
-component that receives weights begun on weights older than `staleness` allows, or an iteration ended twice. `check()`
-holds what can be checked of that.
+weight target begun on weights older than `staleness` allows, or an iteration ended twice. `check()` asserts what can be
+checked of that.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trimtab.plan.placement.simulate import completed
 
 @dataclass(frozen=True)
 class GpuTurn:
-    """The GPUs of a group go to one of its components; `offload` are those that have to leave them first."""
+    """The GPUs of a group go to one of its components; those in `offload` must leave them first."""
 
     component: str
     iteration: int
@@ -35,7 +34,7 @@ class GpuTurn:
 
 @dataclass(frozen=True)
 class BatchStep:
-    """One component takes one batch."""
+    """A component takes a batch."""
 
     component: str
     iteration: int
@@ -44,7 +43,7 @@ class BatchStep:
 
 @dataclass(frozen=True)
 class WeightSyncStep:
-    """The weights that a component has after an iteration go to the one that receives them."""
+    """The weights of the source after an iteration go to the target."""
 
     source: str
     target: str
@@ -56,27 +55,27 @@ PlanAction = GpuTurn | BatchStep | WeightSyncStep
 
 @dataclass
 class _ComponentProgress:
-    """One component: where it stands in the plan, and how far it is. Batches count from the first iteration on."""
+    """Place of a component in the plan, and its progress. Batches count from the first iteration."""
 
     name: str
     parents: tuple[str, ...]
     chunk: int  # batches it takes from its inputs at a time
-    before: str | None  # who has its GPUs before it in the same iteration
-    last: str  # the last of its group, itself where it is alone
-    shares: bool  # whether others use its GPUs too
-    same_engine: bool  # as the one that had the GPUs before it: then nobody has to leave them
+    before: str | None  # the component before it on its GPUs in the same iteration
+    last: str  # the last of its group; itself if alone
+    shares: bool  # its GPUs with others
+    same_engine: bool  # as the component before it on the GPUs: no offload needed
     begun: int = 0
     ended: int = 0
     turns: int = 0  # iterations for which it has had its GPUs
     turning: bool = False
-    loaded: bool = True  # never false where it does not share
+    loaded: bool = True  # always true where it does not share
 
 
 class ExecutionOrder:
-    """Runs iterations `first` to `last` (`None`: until told to stop) of a workflow under one plan.
+    """Runs iterations `first` to `last` (`None`: until `stop_after`) of a workflow under one plan.
 
-    Components that share GPUs have to be off them at the beginning, all others on theirs. Before `first` everything
-    counts as done, the weight sync too.
+    Components that share GPUs must be offloaded at the beginning, all others loaded. Everything before `first` counts
+    as done, including the weight sync.
 
     With staleness a component without inputs that receives no weights could run ahead without limit, so at most
     `max_open_iterations` iterations are open. The default, one more than there are components, costs no time: a cycle
@@ -108,23 +107,20 @@ class ExecutionOrder:
 
     @property
     def finished(self) -> int:
-        """The last iteration that is over, its sync included; `first` - 1 before any is."""
+        """The last completed iteration, including its sync; `first` - 1 before any is."""
         done = min(progress.ended for progress in self._progress.values()) // self.batches
         return self.first - 1 + (done if self._source is None else min(done, self._synced))
 
     @property
     def idle(self) -> bool:
-        """Whether nothing has begun that has not ended."""
         return not self._syncing and not any(r.turning or r.begun > r.ended for r in self._progress.values())
 
     @property
     def over(self) -> bool:
-        """Whether all that was asked for is done."""
         return self.last is not None and self.finished >= self.last and self.idle
 
     @property
     def loaded(self) -> frozenset[str]:
-        """The components that are on their GPUs now."""
         return frozenset(progress.name for progress in self._progress.values() if progress.loaded)
 
     def ended_by(self, component: str) -> int:
@@ -132,20 +128,19 @@ class ExecutionOrder:
         return self.first - 1 + self._progress[component].ended // self.batches
 
     def is_idle(self, component: str) -> bool:
-        """Whether a component does nothing now."""
         progress = self._progress[component]
         syncs = self._syncing and component in (self._source, self._target)
         return progress.begun == progress.ended and not progress.turning and not syncs
 
     def is_between(self, component: str) -> bool:
-        """Whether a component is in the midst of no iteration: the next batch that it begins is a first one."""
+        """Whether the next batch of the component is the first of an iteration."""
         progress = self._progress[component]
         return progress.begun == progress.ended and progress.begun % self.batches == 0
 
     def stop_after(self, iteration: int) -> int:
-        """Begin no iteration after this one, or after those that somebody has begun; gives the one that is then last.
+        """Begin no iteration after this one, or after those already begun; returns the last one.
 
-        Every component comes to the same iteration, so that a plan can change, or a run end, with nothing half done.
+        Every component reaches the same iteration, so that a plan can change, or a run end, with nothing half done.
         """
         furthest = max(-(-r.begun // self.batches) for r in self._progress.values()) + self.first - 1
         last = max(iteration, furthest)
@@ -153,7 +148,7 @@ class ExecutionOrder:
         return self.last
 
     def ready(self) -> tuple[PlanAction, ...]:
-        """What may begin now: always the same for the same past, components in workflow order."""
+        """Actions that may begin now, deterministic, components in workflow order."""
         actions: list[PlanAction] = []
         for progress in self._progress.values():
             action = self._next(progress)
@@ -164,7 +159,7 @@ class ExecutionOrder:
         return tuple(actions)
 
     def begin(self, action: PlanAction) -> None:
-        """An act has begun. Raises ValueError where it may not."""
+        """Raises ValueError where the action may not begin."""
         if action not in self.ready():
             raise ValueError(f"{action} may not begin now")
         if isinstance(action, WeightSyncStep):
@@ -177,7 +172,7 @@ class ExecutionOrder:
             self._progress[action.component].begun += 1
 
     def end(self, action: PlanAction) -> None:
-        """An act has ended. Raises ValueError where it had not begun."""
+        """Raises ValueError where the action had not begun."""
         if isinstance(action, WeightSyncStep):
             if not self._syncing or action.iteration != self.first + self._synced:
                 raise ValueError(f"{action} had not begun")
@@ -198,7 +193,7 @@ class ExecutionOrder:
         progress.ended += 1
 
     def check(self) -> None:
-        """Raise AssertionError where what must never happen has happened."""
+        """Raises AssertionError where an invariant is violated."""
         for progress in self._progress.values():
             assert progress.ended <= progress.begun <= progress.ended + 1, f"{progress.name} does two batches at once"
             assert progress.loaded or progress.begun == progress.ended, f"{progress.name} works without its GPUs"
@@ -216,7 +211,6 @@ class ExecutionOrder:
             assert begun <= self._synced + 1 + self._staleness, f"{self._target} works with weights that are too old"
 
     def _next(self, progress: _ComponentProgress) -> PlanAction | None:
-        """What a component does next, if it may begin now."""
         if progress.turning or progress.begun > progress.ended:
             return None
         at, batch = divmod(progress.begun, self.batches)
@@ -234,7 +228,7 @@ class ExecutionOrder:
         return BatchStep(progress.name, iteration, batch)
 
     def _open(self, progress: _ComponentProgress, at: int) -> bool:
-        """Whether earlier iterations, and whoever has its GPUs before it, let a component into its iteration."""
+        """Whether earlier iterations, and the component before it on its GPUs, let it begin."""
         allowed = self.max_open_iterations if self._staleness else 1
         if at - (self.finished - self.first + 1) >= allowed:
             return False
@@ -258,7 +252,7 @@ class ExecutionOrder:
         )
 
     def _may_sync(self) -> bool:
-        """On-policy the weights go when all of the iteration is over, else when the source is through with it."""
+        """On-policy the sync runs after the whole iteration, else after the source."""
         assert self._source is not None
         wanted = (self._synced + 1) * self.batches
         if self._staleness:
@@ -267,7 +261,6 @@ class ExecutionOrder:
 
 
 def _progress(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
-    """The components of a workflow, in its order, each with its place in the plan."""
     members = {name: group.components for group in plan.groups for name in group.components}
     progress_by_name = {}
     for component in workflow.in_order():
@@ -289,7 +282,7 @@ def _progress(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
 
 @dataclass(frozen=True)
 class PlayedAction:
-    """An act that is over, and when it was."""
+    """A completed action, with its times."""
 
     action: PlanAction
     start_s: float
@@ -299,10 +292,10 @@ class PlayedAction:
 def play(
     order: ExecutionOrder, perform: Callable[[PlanAction, float], float], start_s: float = 0.0
 ) -> Iterator[PlayedAction]:
-    """Carry out all acts of an order, one after another, as if they ran side by side; gives each when it ends.
+    """Execute all actions of an order in simulated parallel time; yields each when it ends.
 
-    `perform` does an act that begins at a time and says how many seconds that takes. Acts are performed in the order
-    in which they begin, so whatever one of them needs has been performed before it.
+    `perform` executes an action that begins at a time and returns its seconds. Actions are performed in the order in
+    which they begin, so their inputs exist.
     """
     now = start_s
     numbers = count()
@@ -322,13 +315,13 @@ def play(
 
 
 def batch_seconds(component: Component, batches: int, seconds: float) -> tuple[float, ...]:
-    """What each batch of a component takes that takes so long for all of them."""
+    """Seconds of each batch of a component, from the seconds of all."""
     shares = completed(component.completion, np.arange(batches + 1) / batches)
     return tuple(float(share) for share in np.diff(shares) * seconds)
 
 
 def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[PlanAction], float]:
-    """What every act takes by the plan's own figures."""
+    """Seconds of every action by the plan's own figures."""
     switches = {placed.name: placed.switch_seconds for placed in plan.components}
     steps = {
         placed.name: batch_seconds(workflow.component(placed.name), workflow.batches, placed.seconds)

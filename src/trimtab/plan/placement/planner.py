@@ -1,6 +1,6 @@
-"""The placement planner's one door: a job in, an explained answer out.
+"""Entry point of the placement planner: which GPUs each component gets, with an explanation.
 
-It decides which GPUs each component gets. It never leaves the rules of a framework, and it says what those rules cost.
+Stays within the rules of a framework, and reports what those rules cost.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 
 NOISE = 0.05
-"""Plans closer than this are not told apart by real runs."""
+"""Real runs do not distinguish plans closer than this."""
 
 
 def best_plan(job: PlacementJob, rules: FrameworkRules | None = None) -> tuple[PlanSpace, SearchOutcome]:
-    """The best plan and its proof, and nothing else: what the search itself costs."""
+    """The best plan and its proof only: the cost of the search itself."""
     check_workflow(job.workflow)
     check_cluster(job)
     space = PlanSpace(job, rules)
@@ -40,9 +40,9 @@ def explain(
     noise: float = NOISE,
     with_sensitivity: bool = True,
 ) -> PlacementAnswer:
-    """The answer around a best plan: runners-up, near ties, sensitivity, what was assumed.
+    """The answer around a best plan: runners-up, near ties, sensitivity, assumptions.
 
-    A plan that is slower than the placement in the file is never the answer: that placement is, then.
+    If the best plan is slower than the placement in the file, that placement is the answer.
     """
     found = outcome.best
     assert found is not None
@@ -64,7 +64,7 @@ def explain(
         anything = search(free, beat=best.iteration_seconds * (1 - 1e-9)).best
         unrestricted = to_plan(free, anything) if anything else None
         if unrestricted is not None and unrestricted.describe() == best.describe():
-            unrestricted = None  # the same placement, on which some component leaves GPUs unused
+            unrestricted = None  # the same placement, with some GPUs of a component unused
     scaling = scaling_of(space, best, current)
     return PlacementAnswer(
         best=best,
@@ -78,7 +78,7 @@ def explain(
             *((scaling_text(scaling),) if scaling else ()),
             *notes,
             *assumptions,
-            # A dialect says itself what it assumes of streaming.
+            # A dialect states its own assumptions on streaming.
             *_assumptions(space, best, with_streaming=not assumptions),
         ),
         unrestricted=unrestricted,
@@ -91,13 +91,13 @@ def explain(
 def plan_placement(
     job: PlacementJob, rules: FrameworkRules | None = None, *, current: CurrentPlacement | None = None
 ) -> PlacementAnswer:
-    """Where every component of a job should go, with everything that explains it."""
+    """The best placement of every component of a job, explained."""
     space, outcome = best_plan(job, rules)
     return explain(space, outcome, current=current)
 
 
 def check_cluster(job: PlacementJob) -> None:
-    """Raise where the cluster has no GPUs at all, or too few CPUs for any plan."""
+    """Raises where the cluster has no GPUs, or too few CPUs for any plan."""
     cluster = job.cluster
     if cluster.gpus == 0:
         raise InputError(
@@ -113,7 +113,7 @@ def check_cluster(job: PlacementJob) -> None:
 
 
 def _assumptions(space: PlanSpace, plan: Plan, with_streaming: bool) -> tuple[str, ...]:
-    """What the prediction rests on beyond what was measured and stated."""
+    """What the prediction assumes beyond measured and stated figures."""
     said = []
     outside = [c.name for c in plan.components if c.extrapolated]
     if outside:

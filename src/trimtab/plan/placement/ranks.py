@@ -1,7 +1,7 @@
-"""Which GPUs each group gets: contiguous ranks, with model-parallel blocks inside nodes where that can be had.
+"""Ranks of each group: contiguous, with model-parallel blocks inside nodes where possible.
 
-Sizes are decided before; this only orders the groups along the ranks and puts idle GPUs between them where that keeps
-a block from straddling two nodes. Ties go to no gaps, then to file order.
+Sizes are given; this only orders the groups along the ranks and leaves idle GPUs between them where that keeps a block
+from straddling two nodes. Ties go to no gaps, then to file order.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class RankStrip:
-    """A group to lay out: its size, and the (block, gpus) of its members: blocks of GPUs that want one node."""
+    """A group to lay out: its size, and the (block, gpus) of its members; a block should be on one node."""
 
     size: int
     blocks: tuple[tuple[int, int], ...]
 
 
 def lay_out(strips: tuple[RankStrip, ...], nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """First position of each strip on a line of nodes of so many GPUs, with the fewest straddling blocks.
+    """First position of each strip on a line of nodes, with the fewest straddling blocks.
 
     The sizes together fit on the line.
     """
@@ -57,7 +57,7 @@ def lay_out(strips: tuple[RankStrip, ...], nodes: tuple[int, ...]) -> tuple[int,
 
 
 def _starts(position: int, strip: RankStrip, edges: list[int], latest: int) -> list[int]:
-    """Positions worth trying: here, at the next node, and at the next multiple of its largest block in this node."""
+    """Positions worth trying: here, the next node, and the next multiple of its largest block in this node."""
     node = next((edge for edge in edges if edge >= position), position)
     here = max(edge for edge in edges if edge <= position)
     block = max((block for block, _ in strip.blocks), default=1)
@@ -66,7 +66,7 @@ def _starts(position: int, strip: RankStrip, edges: list[int], latest: int) -> l
 
 
 def straddles(strip: RankStrip, start: int, edges: list[int]) -> int:
-    """How many blocks of a strip at that position lie across more nodes than they must."""
+    """Blocks of a strip at that position that lie across more nodes than necessary."""
     widest = max(b - a for a, b in pairwise(edges))
     count = 0
     for block, gpus in strip.blocks:

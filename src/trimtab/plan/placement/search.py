@@ -1,13 +1,13 @@
-"""The exact search for the best placement.
+"""Exact search for the best placement.
 
-Time never grows with a group's GPUs, so a box of group sizes is bounded from below by its upper corner. The search
-keeps boxes of every grouping in one queue, takes the most promising first, splits them, and ends when none can beat
-the best plan found: that is the proof. Two cheaper bounds keep the queue short: the work of a group on so many GPUs,
-with what must come before and after it, tells the least size it needs to beat the best plan; and groupings whose
-least sizes together exceed the cluster are never opened.
+Time never grows with the GPUs of a group, so a box of group sizes is bounded from below by its upper corner. The search
+keeps boxes of all groupings in one queue, best bound first, splits them, and ends when none can beat the best plan
+found: that is the proof. Two cheaper bounds keep the queue short: the work of a group on so many GPUs, with what must
+come before and after it, gives the minimum size it needs to beat the best plan; and groupings whose minimum sizes
+together exceed the cluster are never opened.
 
-Among equally fast plans the one with fewer groups is chosen, then fewer GPUs, then file order. Nothing here is random
-and nothing looks at a clock: the same job gives the same answer, also when `limit` stops the search early.
+Among equally fast plans the one with fewer groups is chosen, then fewer GPUs, then file order. No randomness and no
+clock: the same job gives the same answer, also when `limit` stops the search early.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ BATCH = 64
 """Boxes opened at once: enough to keep the simulation vectorised, few enough to stay near best-first order."""
 
 EFFORT = 2_000_000_000
-"""(plan, component, batch) triples after which a search gives up the proof: some twenty seconds."""
+"""(plan, component, batch) triples after which a search stops without a proof: about twenty seconds."""
 
 LEVELS = 48
-"""Steps of the scale on which groupings are first compared."""
+"""Steps of the time scale on which groupings are first compared."""
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """The best plan, a proven lower bound on every plan, and how many were simulated."""
+    """The best plan, a proven lower bound on every plan, and the number of simulated plans."""
 
     best: FoundPlan | None
     lower_bound: float
@@ -51,7 +51,6 @@ class SearchOutcome:
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing can be better."""
         return self.best is not None and self.lower_bound >= self.best.seconds * (1 - TIE)
 
 
@@ -63,9 +62,9 @@ def search(
     limit: int = EFFORT,
     settle_ties: bool = True,
 ) -> SearchOutcome:
-    """The best plan among the groupings (all of the space unless given), if any is faster than `beat` seconds.
+    """The best plan among the groupings (default: all of the space), if any is faster than `beat` seconds.
 
-    `limit` is the effort after which the search gives up the proof and says how far it got.
+    `limit` is the effort after which the search stops without a proof and returns its bound.
     """
     asked = list(space.groupings() if groupings is None else groupings)
     ground = SearchGround(space, [grouping for grouping in asked if not grouping.spans])
@@ -84,9 +83,9 @@ def search(
 
 
 def best_spanning(ground: SearchGround, beat: float) -> FoundPlan | None:
-    """The best plan with a group over the others, if any is faster: every split of the GPUs below it is tried.
+    """The best plan with a group over the others, if any is faster: all splits of the GPUs below it are tried.
 
-    More GPUs never make a plan worse, so the group above has as many as help it, and the last one below what is left.
+    More GPUs never make a plan worse, so the group above gets as many as help it, and the last one below the rest.
     """
     plans: list[At] = []
     for g, grouping in enumerate(ground.groupings):
@@ -103,28 +102,28 @@ def best_spanning(ground: SearchGround, beat: float) -> FoundPlan | None:
 
 
 class _BoxSearch:
-    """One search: the queue of boxes, the best plan so far, and the least sizes that it implies."""
+    """One search: the queue of boxes, the best plan so far, and the minimum sizes that it implies."""
 
     def __init__(self, ground: SearchGround, beat: float, limit: int) -> None:
         self.ground = ground
         self.limit = limit
         self.best: FoundPlan | None = None
         self.tied: list[tuple[float, Box]] = []
-        """Boxes with nothing better than the best, in which there may be plans as fast, and their bounds."""
+        """Boxes that hold nothing better than the best, but maybe plans as fast, with their bounds."""
         self._beat = beat
 
     @property
     def ceiling(self) -> float:
-        """What a plan must stay below to be better than what is known."""
+        """A plan must be faster than this to be better."""
         return min(self._beat, self.best.seconds if self.best else np.inf)
 
     @property
     def hopeless(self) -> float:
-        """The bound from which on a box holds nothing better, and nothing as fast either."""
+        """A box with a bound above this holds nothing better, and nothing as fast either."""
         return self.best.seconds * (1 + TIE) if self.best and self.best.seconds < self._beat else self.ceiling
 
     def run(self) -> float:
-        """Find the best plan; the proven lower bound on every plan."""
+        """Find the best plan; returns the proven lower bound on every plan."""
         ground = self.ground
         alive = self._survey(list(range(len(ground.groupings))))
         alive = self._survey(alive)
@@ -150,12 +149,12 @@ class _BoxSearch:
             self._try([ground.inside(box) for box in opened])
             boxes = self._finish_small(self._raised(self._branch(self._drop_settled(opened))))
         if ground.space.truncated and self.best:
-            # Where configurations were left out only the bound of every group at its largest is sure.
+            # Where configurations were left out, only the bound with every group at its largest holds.
             floor = min(floor, float(min(ground.corners([ground.whole(g) for g in alive]), default=np.inf)))
         return min(floor, self.ceiling)
 
     def _raised(self, boxes: list[Box]) -> list[Box]:
-        """The boxes without sizes that are hopeless by themselves or leave too little for the others."""
+        """The boxes without sizes that are too small, or leave too little for the other groups."""
         least = self.ground.least_sizes(self.hopeless)
         raised = []
         for g, low, high in boxes:
@@ -225,12 +224,12 @@ class _BoxSearch:
                 return
 
     def _idle(self, found: FoundPlan) -> int:
-        """GPUs that a plan leaves unused, where there is one kind of them."""
+        """Unused GPUs of a plan, where there is a single kind."""
         budgets = self.ground.space.budgets
         return sum(budgets.values()) - sum(found.sizes) if len(budgets) == 1 else 0
 
     def _drop_settled(self, boxes: list[Box]) -> list[Box]:
-        """The boxes without those whose corner is a plan itself: nothing in them beats it, and it has been tried."""
+        """Drop boxes whose corner is itself a plan: it is the best of the box, and was tried."""
         if self.ground.space.even_nodes:
             return boxes
         left = []
@@ -242,10 +241,10 @@ class _BoxSearch:
         return left
 
     def _branch(self, boxes: list[Box]) -> list[Box]:
-        """Smaller boxes that hold every plan of these that can still beat the best.
+        """Smaller boxes that contain every plan that can still beat the best.
 
-        The lower half of each side is bounded first. Sides whose lower half is hopeless are all cut at once; only
-        where none is, the box is split in two, across the side whose lower half promises least.
+        The lower half of each side is bounded first. All sides whose lower half is hopeless are cut at once; if there
+        is none, the box is split across the side with the worst lower half.
         """
         smaller: list[Box] = []
         for box, sides in zip(boxes, self.ground.lower_halves(boxes), strict=True):
@@ -259,7 +258,7 @@ class _BoxSearch:
         return smaller
 
     def _finish_small(self, boxes: list[Box]) -> list[Box]:
-        """Simulate every plan that matters of small boxes; the other boxes are returned."""
+        """Simulate every relevant plan of small boxes; returns the other boxes."""
         large: list[Box] = []
         plans: list[At] = []
         small: list[tuple[Box, slice]] = []

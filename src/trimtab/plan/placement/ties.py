@@ -1,6 +1,6 @@
-"""Which plan to name among those that are equally fast: fewest groups, then fewest GPUs, then file order.
+"""Breaks ties between equally fast plans: fewest groups, then fewest GPUs, then file order.
 
-The search hands over the boxes in which there may be such plans; everything else is known to be slower.
+The search passes the boxes that may hold such plans; all others are slower.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trimtab.plan.placement.boxes import Box, FoundPlan, Indices, SearchGround
 
 
 def simplest(ground: SearchGround, tied: Iterable[Box], ceiling: float, limit: int) -> FoundPlan | None:
-    """The simplest plan within a time; None where the boxes hold none, or none was found within the effort."""
+    """The simplest plan within a time; None where the boxes hold none, or the effort is spent."""
     winner: FoundPlan | None = None
     for groups, g, low, high in sorted((len(low), g, low, high) for g, low, high in tied):
         if winner is not None and groups > len(winner.sizes):
@@ -23,7 +23,7 @@ def simplest(ground: SearchGround, tied: Iterable[Box], ceiling: float, limit: i
 
 
 def _fewest_gpus(ground: SearchGround, box: Box, ceiling: float, most: int | None, limit: int) -> FoundPlan | None:
-    """The plan of a box with fewest GPUs (at most so many) within a time."""
+    """The plan of a box with the fewest GPUs (at most `most`) within a time."""
     queue: list[tuple[int, Box]] = [(ground.gpus(box[0], box[1]), box)]
     while queue and ground.effort < limit:
         gpus, (g, low, high) = heapq.heappop(queue)
@@ -51,7 +51,7 @@ def _fewest_gpus(ground: SearchGround, box: Box, ceiling: float, most: int | Non
 
 
 def _shaved(ground: SearchGround, box: Box, ceiling: float) -> Box | None:
-    """The box with each group's least size raised to what it needs when the others have their most."""
+    """The box with each group's minimum size raised to what it needs when the others have their maximum."""
     while True:
         g, low, high = box
         (corner,) = ground.corners([box])

@@ -1,4 +1,4 @@
-"""From what the search found to a plan that people can read: ranks, starts and ends, bars, idle shares."""
+"""Converts a plan of the search to a Plan: ranks, starts and ends, timeline bars, idle shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.spread import positions_of
 
 SHOWN_PERIODS = 2
-"""With staleness a timeline shows so many periods of the steady state."""
+"""Periods of the steady state that a timeline shows with staleness."""
 
 
 def to_plan(space: PlanSpace, found: FoundPlan, ranks: tuple[tuple[int, ...], ...] | None = None) -> Plan:
@@ -36,7 +36,7 @@ def to_plan(space: PlanSpace, found: FoundPlan, ranks: tuple[tuple[int, ...], ..
         syncing = {
             i for i, c in enumerate(order) if c.name in (workflow.weight_sync.source, workflow.weight_sync.target)
         }
-    occupied: dict[int, float] = {}  # seconds in which each GPU does something
+    occupied: dict[int, float] = {}  # busy seconds of each GPU
     for table, here in zip(grouping.tables, ranks, strict=True):
         seconds = sum(float(times[m]) + shape.switch[m] for m in table.members)
         for rank in here:
@@ -109,7 +109,6 @@ def _share(value: float) -> float:
 
 
 def _ranks(space: PlanSpace, found: FoundPlan) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each group, kind by kind."""
     result: list[tuple[int, ...]] = [()] * len(found.sizes)
     side_by_side = range(len(found.sizes) - 1 if found.grouping.spans else len(found.sizes))
     for kind in space.nodes:
@@ -123,11 +122,11 @@ def _ranks(space: PlanSpace, found: FoundPlan) -> tuple[tuple[int, ...], ...]:
 
 
 def _positions(space: PlanSpace, found: FoundPlan, kind: str, mine: list[int]) -> list[Sequence[int]]:
-    """The GPUs of groups of one kind, counted through its nodes."""
+    """GPU positions of groups of one kind, numbered across its nodes."""
     nodes = space.nodes[kind]
     if space.even_nodes:
         node_layout = space.node_layout(found.grouping, found.sizes, kind)
-        assert node_layout is not None, "the search gives only sizes that lie evenly on nodes"
+        assert node_layout is not None, "the search returns only sizes that lie evenly on nodes"
         return positions_of(node_layout, nodes)
     strips = []
     for i in mine:
@@ -141,7 +140,7 @@ def _positions(space: PlanSpace, found: FoundPlan, kind: str, mine: list[int]) -
 def _draw(
     space: PlanSpace, shape: GroupingShape, times: Floats, period: float
 ) -> tuple[list[tuple[float, float]], tuple[TimelineBar, ...], float]:
-    """Start and end of each component, the bars, and how many seconds they cover."""
+    """Start and end of each component, the bars, and the seconds they cover."""
     workflow, simulator = space.job.workflow, space.simulator
     units = [simulator.unit_seconds(i, float(t)) for i, t in enumerate(times)]
     if not workflow.staleness:
@@ -152,7 +151,7 @@ def _draw(
             last = max(end for _, end in spans)
             bars += _sync_bars(space, last, shape.sync)
         return spans, tuple(_in_order(bars)), period
-    # Long enough for the start-up to fade; what is shown is the middle of the steady state.
+    # Long enough for the warm-up to fade; the middle of the steady state is shown.
     iterations = 12 * (workflow.staleness + 1) + 4 * len(times)
     traces = simulator.trace(times, shape, iterations)
     shown_from = iterations - SHOWN_PERIODS - workflow.staleness - 2
@@ -182,7 +181,7 @@ def _span(ends: Floats, unit: Floats) -> tuple[float, float]:
 def _bars(
     space: PlanSpace, shape: GroupingShape, trace: list[Floats], units: list[Floats], previous: list[Floats] | None
 ) -> list[TimelineBar]:
-    """The stretches of one iteration in which each component computes or switches without a break."""
+    """The intervals of one iteration in which each component computes or switches without a break."""
     bars: list[TimelineBar] = []
     for i, (ends, unit) in enumerate(zip(trace, units, strict=True)):
         name = space.order[i].name
