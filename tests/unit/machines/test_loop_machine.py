@@ -427,7 +427,7 @@ def test_an_iteration_is_counted_once_however_often_it_is_told() -> None:
 
 
 def test_an_iteration_out_of_turn_is_refused() -> None:
-    with pytest.raises(InputError, match="the last one counted is 0"):
+    with pytest.raises(InputError, match="follows 0: iterations are missing"):
         LoopWorld(AUTO).machine.handle(e.IterationDone(Iteration(2, 1.0)), 0.0)
 
 

@@ -66,7 +66,7 @@ def test_a_healthy_pool_has_no_findings() -> None:
         ({"scaling": decided("NOT_YET"), "steps": [{"ago_s": 90.0}]}, RolloutIssue.not_stable, "min_stable_period"),
         ({"scaling": decided("NOT_YET")}, RolloutIssue.not_stable, "min_stable_period"),
         ({"rules": {"least": 2}}, RolloutIssue.min_workers, "min_workers"),
-        ({"scaling": {"by_hand": None, "holds": {"validation": 2}, "decision": None}}, RolloutIssue.held, "lets go"),
+        ({"scaling": {"by_hand": None, "holds": {"validation": 2}, "decision": None}}, RolloutIssue.held, "release the hold"),
         (
             {"scaling": {"by_hand": {"workers": 2, "why": "a look", "left_s": 30.0}, "holds": {}, "decision": None}},
             RolloutIssue.set_by_hand,
@@ -75,7 +75,7 @@ def test_a_healthy_pool_has_no_findings() -> None:
         ({"scaling": decided("NO_TAKER")}, RolloutIssue.no_taker, "scale_down_requires_demand"),
         ({"scaling": decided("SWITCHED_OFF")}, RolloutIssue.switched_off, "enable_elastic"),
         ({"scaling": decided("LOAD_UNKNOWN")}, RolloutIssue.load_unknown, "metrics"),
-        ({"scaling": decided("POLICY_FAULT")}, RolloutIssue.policy_fault, "mend the policy"),
+        ({"scaling": decided("POLICY_FAULT")}, RolloutIssue.policy_fault, "fix the policy"),
         ({"elastic": vars(ElasticConfig(policy="static"))}, RolloutIssue.policy_fixed, "threshold"),
         ({"membership": {"epoch": 3, "frozen": True}}, RolloutIssue.refit_holds, "refit"),
     ],
@@ -98,12 +98,12 @@ def test_what_scales_down_by_itself_is_not_complained_of() -> None:
         (
             {"running": 3},
             {"ownership": {"abort": "trainer"}},
-            "3 requests run there, and cutting them is the trainer's",
+            "3 requests run there, and only the trainer may abort them",
         ),
-        ({"outside": 2}, {}, "2 requests of others run there"),
+        ({"outside": 2}, {}, "2 requests of other clients run there"),
         ({"running": 1}, {}, "1 request there do not end"),
         ({"doing": "sleep"}, {}, "its sleep is under way"),
-        ({}, {}, "its own figures are old"),
+        ({}, {}, "its own figures are stale"),
     ],
 )
 def test_a_drain_that_does_not_end_says_what_holds_it(more: dict[str, Any], rules: dict[str, Any], words: str) -> None:
@@ -142,15 +142,15 @@ def test_memory_that_was_kept_is_a_fault_with_who_computes_on_the_gpus() -> None
 @pytest.mark.parametrize(
     ("ill", "ailment", "words"),
     [
-        (worker("b", "lost", "PROCESS_DIED", "killed"), RolloutIssue.engine_lost, "start it again at the same address"),
+        (worker("b", "lost", "PROCESS_DIED", "killed"), RolloutIssue.engine_lost, "restart it at the same address"),
         (
             worker("b", "lost", "PROCESS_DIED", startable=True),
             RolloutIssue.engine_lost,
-            "started again when it is needed",
+            "restarted when needed",
         ),
-        (worker("b", "suspect", "HUNG", "no token for 120 s"), RolloutIssue.engine_wedged, "its own log"),
-        (worker("b", "lost", "HUNG", "no answer"), RolloutIssue.engine_wedged, "its own log"),
-        (worker("b", "suspect", "FAULTY", "3 broke"), RolloutIssue.engine_faulty, "until it has answered"),
+        (worker("b", "suspect", "HUNG", "no token for 120 s"), RolloutIssue.engine_wedged, "see its log"),
+        (worker("b", "lost", "HUNG", "no answer"), RolloutIssue.engine_wedged, "see its log"),
+        (worker("b", "suspect", "FAULTY", "3 broke"), RolloutIssue.engine_faulty, "until it answers a probe"),
         (worker("b", "inactive", "RESTARTS_USED", "3 times"), RolloutIssue.given_up, "trimtab rollout resume b"),
         (worker("b", "stale", "REFIT_FAILED", "no file"), RolloutIssue.refit_failed, "refit it again"),
     ],
@@ -175,9 +175,9 @@ def test_an_engine_without_weights_says_whose_turn_it_is(state: str, ailment: Ro
     waits = worker("b", state, "OUTDATED", "it reports no version")
     found = only(examine(status(worker(), waits)))
     assert (found.issue, found.severity) == (ailment, Severity.stuck)
-    assert "refits are the trainer's" in found.sentence
+    assert "refits are owned by the trainer" in found.sentence
     found = only(examine(status(worker(), waits, rules={"ownership": {"refit": "trimtab"}})))
-    assert "refits are trimtab's" in found.sentence
+    assert "refits are owned by trimtab" in found.sentence
     found = only(examine(status(worker(), waits, membership={"epoch": 1, "frozen": True})))
     assert found.severity is Severity.note
 
@@ -237,7 +237,7 @@ def test_load_that_nobody_can_take_is_stuck() -> None:
     full = only(examine(status(load=2.0, rules={"most": 2})))
     assert "at most 2 may" in full.sentence
     none = only(examine(status(load=2.0, range={"least": 1, "most": 2})))
-    assert "no other engine can be had" in none.sentence
+    assert "no other engine is available" in none.sentence
     assert examine(status(load=2.0)) == ()
 
 
@@ -271,7 +271,7 @@ def test_requests_that_wait_for_weights_nobody_brings_are_stuck() -> None:
 def test_many_moves_are_worth_a_word_and_few_are_not() -> None:
     found = only(examine(status(counters={"answered_stop": 100, "moved": 8, "restarted": 4})))
     assert (found.issue, found.severity) == (RolloutIssue.moved_often, Severity.note)
-    assert "12 requests were cut" in found.sentence
+    assert "12 requests were aborted" in found.sentence
     assert "drain_timeout" in found.fix
     assert examine(status(counters={"answered_stop": 1000, "moved": 12})) == ()
 
@@ -280,7 +280,7 @@ def test_requests_that_were_given_up_name_the_worker_and_the_cause() -> None:
     failed = {"code": "RETRIES_USED", "worker": "b", "sentence": "6 tries: it cut the stream"}
     found = only(examine(status(failed=[failed, failed])))
     assert (found.issue, found.affected) == (RolloutIssue.retries_used, ("b",))
-    assert "2 requests broke too often on b" in found.sentence
+    assert "2 requests failed too often on b" in found.sentence
     assert "it cut the stream" in found.sentence
     late = only(examine(status(failed=[{"code": "TOO_LATE", "worker": "", "sentence": "an hour"}])))
     assert late.issue is RolloutIssue.requests_failed

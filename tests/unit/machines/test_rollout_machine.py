@@ -222,7 +222,7 @@ def test_only_an_explicit_key_makes_two_requests_one() -> None:
     assert [(one.request, one.of, one.tokens) for one in out] == [("a", "", 5), ("b", "a", 5)]
     (late,) = bench.ask("d", key="k")
     assert (late.of, late.tokens) == ("a", 5)
-    with pytest.raises(InputError, match="asks something else"):
+    with pytest.raises(InputError, match="has another prompt or limit"):
         bench.ask("f", key="k", max_tokens=7)
 
 
@@ -887,7 +887,7 @@ def test_a_request_of_which_engines_die_is_not_given_to_all_of_them() -> None:
         if kinds([one]) == ["AnswerRequest"]
     )
     assert (answer.end, answer.reason.code) == (End.failed, ReasonCode.retries_used)
-    assert "3 engines in a row were gone before its first token" in answer.reason.sentence
+    assert "3 engines in a row died before its first token" in answer.reason.sentence
 
 
 def test_an_engine_that_dies_after_a_token_is_not_held_against_the_request() -> None:

@@ -255,7 +255,7 @@ def test_a_worker_is_not_given_up_when_the_rest_would_be_near_the_upper_threshol
     fleet = Fleet(active=2)
     fleet.run(600, running=7)  # 0.44 on two, 0.88 on one
     assert fleet.steps == []
-    assert "on one worker less" in fleet.decisions[-1].reason.sentence
+    assert "on one worker fewer" in fleet.decisions[-1].reason.sentence
 
 
 @pytest.mark.parametrize("interval", [0.01, 0.1, 1.0, 3.0, 5.0])
@@ -364,7 +364,7 @@ def test_at_the_greatest_number_a_reason_says_how_many_would_be_right() -> None:
     fleet.run(60, queued=100)
     assert fleet.steps == []
     assert fleet.decisions[-1].reason.code is ReasonCode.limits
-    assert "20 workers would be right" in fleet.decisions[-1].reason.sentence
+    assert "20 workers are needed" in fleet.decisions[-1].reason.sentence
 
 
 def test_the_master_switch_leaves_the_workers_as_they_are() -> None:

@@ -112,7 +112,7 @@ def test_until_waking_has_been_measured_one_idle_worker_sleeps_and_is_woken_at_o
     looks = Looks(costs=SleepCosts())
     looks.look(30)
     assert looks.look(3, idle=2) == 3
-    assert "what that takes" in looks.said[-1]
+    assert "how long that takes" in looks.said[-1]
     assert looks.look(3, idle=1, drains=1) == 3
     assert looks.look(3, idle=1) == 4  # asleep: awake again
     wanted = [looks.look(3, idle=2) for _ in range(5)] + [looks.look(0, idle=4) for _ in range(50)]
