@@ -66,7 +66,11 @@ def test_a_healthy_pool_has_no_findings() -> None:
         ({"scaling": decided("NOT_YET"), "steps": [{"ago_s": 90.0}]}, RolloutIssue.not_stable, "min_stable_period"),
         ({"scaling": decided("NOT_YET")}, RolloutIssue.not_stable, "min_stable_period"),
         ({"rules": {"least": 2}}, RolloutIssue.min_workers, "min_workers"),
-        ({"scaling": {"by_hand": None, "holds": {"validation": 2}, "decision": None}}, RolloutIssue.held, "release the hold"),
+        (
+            {"scaling": {"by_hand": None, "holds": {"validation": 2}, "decision": None}},
+            RolloutIssue.held,
+            "release the hold",
+        ),
         (
             {"scaling": {"by_hand": {"workers": 2, "why": "a look", "left_s": 30.0}, "holds": {}, "decision": None}},
             RolloutIssue.set_by_hand,

@@ -422,7 +422,7 @@ def surveys(draw: st.DrawFn) -> GcsSnapshot:
             kind,
             f"w{number}",
             requests if kind is WorkloadKind.group else requests[:1],
-            stage=draw(st.sampled_from(list(PendingStage))) if kind is WorkloadKind.actor else PendingStage.room,
+            stage=draw(st.sampled_from(list(PendingStage))) if kind is WorkloadKind.actor else PendingStage.resources,
             strategy=draw(st.sampled_from(list(PlacementStrategy)))
             if kind is WorkloadKind.group
             else PlacementStrategy.pack,

@@ -96,7 +96,7 @@ def test_how_far_an_actor_has_come_is_told_by_its_state_and_process() -> None:
     starting.address.worker_id = WORKER
     told = {one.id: one for one in waiting([actor(1, state=0), starting, actor(3, state=3, GPU=1), actor(4, state=2)])}
     stages = [told[(bytes([i]) * 16).hex()].stage for i in (1, 2, 3)]
-    assert stages == [PendingStage.inputs, PendingStage.starting, PendingStage.room]
+    assert stages == [PendingStage.inputs, PendingStage.starting, PendingStage.resources]
     assert told[(bytes([3]) * 16).hex()].restarted
     assert len(told) == 3
 

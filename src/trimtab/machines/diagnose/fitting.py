@@ -130,8 +130,10 @@ def _alike(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitR
         return FitResult(())
     nodes: list[str] = []
     for space in spaces:
-        room = len(requests) if not requests[0].amounts and space.accepts(requests[0]) else room_for(requests[0], space)
-        nodes += [space.node] * min(room, len(requests) - len(nodes))
+        count = (
+            len(requests) if not requests[0].amounts and space.accepts(requests[0]) else room_for(requests[0], space)
+        )
+        nodes += [space.node] * min(count, len(requests) - len(nodes))
     return FitResult(tuple(nodes)) if len(nodes) == len(requests) else NO_FIT
 
 

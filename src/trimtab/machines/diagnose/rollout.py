@@ -77,12 +77,12 @@ def none_serving(seen: StatusReader) -> Iterator[RolloutFinding]:
         )
         return
     states = {state: len(seen.of(state)) for state in dict.fromkeys(worker["state"] for worker in seen.workers)}
-    said = ", ".join(f"{count} {state}" for state, count in states.items())
+    text = ", ".join(f"{count} {state}" for state, count in states.items())
     severity = Severity.note if set(states) == {"starting"} else Severity.stuck
     yield RolloutFinding(
         RolloutIssue.none_serving,
         severity,
-        f"no engine serves: {said}",
+        f"no engine serves: {text}",
         "see the other findings for the cause of each",
         tuple(worker["name"] for worker in seen.workers),
     )
@@ -91,12 +91,12 @@ def none_serving(seen: StatusReader) -> Iterator[RolloutFinding]:
 def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Lost, wedged, faulty or disabled engines."""
     for worker in seen.of("lost", "suspect", "inactive"):
-        code, said = reason_of(worker)
+        code, text = reason_of(worker)
         if code == ReasonCode.restarts_used.value:
             yield RolloutFinding(
                 RolloutIssue.given_up,
                 Severity.fault,
-                f"{worker['name']}: {said}",
+                f"{worker['name']}: {text}",
                 f"fix the cause, then retry: `trimtab rollout resume {worker['name']}`",
                 (worker["name"],),
             )
@@ -106,7 +106,7 @@ def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.engine_wedged,
                 Severity.fault,
-                f"{worker['name']} does not answer, though its health check may pass: {said}",
+                f"{worker['name']} does not answer, though its health check may pass: {text}",
                 "see its log; restart it if it does not recover",
                 (worker["name"],),
             )
@@ -114,13 +114,13 @@ def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
             ours = worker.get("startable")
             fix = "it is restarted when needed" if ours else "restart it at the same address"
             yield RolloutFinding(
-                RolloutIssue.engine_lost, Severity.fault, f"{worker['name']} is lost: {said}", fix, (worker["name"],)
+                RolloutIssue.engine_lost, Severity.fault, f"{worker['name']} is lost: {text}", fix, (worker["name"],)
             )
         else:
             yield RolloutFinding(
                 RolloutIssue.engine_faulty,
                 Severity.fault,
-                f"{worker['name']} is suspected: {said}",
+                f"{worker['name']} is suspected: {text}",
                 "nothing new is sent there until it answers a probe; see its log",
                 (worker["name"],),
             )
@@ -129,8 +129,8 @@ def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
 def engines_never_reached(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Configured engines that were never reached."""
     known = {worker["name"] for worker in seen.workers}
-    said = {warning.get("worker") or "": warning for warning in seen.status.get("warnings") or ()}
-    for worker, warning in said.items():
+    text = {warning.get("worker") or "": warning for warning in seen.status.get("warnings") or ()}
+    for worker, warning in text.items():
         if worker not in known and warning.get("code") == ReasonCode.not_reached.value:
             yield RolloutFinding(
                 RolloutIssue.engine_awaited,
@@ -195,7 +195,7 @@ def refits(seen: StatusReader) -> Iterator[RolloutFinding]:
 def external_actions(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that another client paused, put to sleep, or reclaimed."""
     for worker in seen.workers:
-        code, said = reason_of(worker)
+        code, text = reason_of(worker)
         if worker.get("paused_elsewhere"):
             yield RolloutFinding(
                 RolloutIssue.paused,
@@ -208,7 +208,7 @@ def external_actions(seen: StatusReader) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.drained,
                 Severity.note,
-                f"{worker['name']} is lent out ({said})",
+                f"{worker['name']} is lent out ({text})",
                 f"`trimtab rollout resume {worker['name']}` lets it serve again; a pool returns it by itself",
                 (worker["name"],),
             )
@@ -216,7 +216,7 @@ def external_actions(seen: StatusReader) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.asleep,
                 Severity.note,
-                f"{worker['name']} sleeps, and the trainer owns its wake ({code}: {said})",
+                f"{worker['name']} sleeps, and the trainer owns its wake ({code}: {text})",
                 "the trainer wakes it, or ownership.sleep: trimtab",
                 (worker["name"],),
             )
@@ -273,14 +273,14 @@ def exposed(seen: StatusReader) -> Iterator[RolloutFinding]:
 def memory(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that sleep and keep their memory."""
     for worker in seen.workers:
-        said = seen.memory_kept(worker)
-        if not said:
+        text = seen.memory_kept(worker)
+        if not text:
             continue
         held = "; ".join(f"GPU {gpu}: process {some([str(pid) for pid in pids])}" for gpu, pids in seen.holders.items())
         yield RolloutFinding(
             RolloutIssue.memory_kept,
             Severity.fault,
-            said + (f"; GPU processes here: {held}" if held else ""),
+            text + (f"; GPU processes here: {held}" if held else ""),
             "start the engine with its memory saver (vLLM --enable-sleep-mode, SGLang --enable-memory-saver), and "
             "check whether another process holds the rest",
             (worker["name"],),
@@ -348,13 +348,13 @@ def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
     alike: dict[tuple[str, str], list[str]] = {}
     for failure in seen.status.get("failed") or ():
         alike.setdefault((failure["code"], failure.get("worker") or ""), []).append(str(failure["sentence"]))
-    for (code, worker), said in alike.items():
+    for (code, worker), text in alike.items():
         on = f" on {worker}" if worker else ""
         if code == ReasonCode.retries_used.value:
             yield RolloutFinding(
                 RolloutIssue.retries_used,
                 Severity.fault,
-                f"{requests_text(len(said))} failed too often{on} and were given up: {said[-1]}",
+                f"{requests_text(len(text))} failed too often{on} and were given up: {text[-1]}",
                 "see that engine's log; `trimtab rollout status NAME` shows the history of a request",
                 (worker,) if worker else (),
             )
@@ -362,7 +362,7 @@ def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.requests_failed,
                 Severity.fault,
-                f"{requests_text(len(said))} failed{on}: {code}: {said[-1]}",
+                f"{requests_text(len(text))} failed{on}: {code}: {text[-1]}",
                 "`trimtab rollout status NAME` shows the history of a request",
                 (worker,) if worker else (),
             )

@@ -137,14 +137,14 @@ class StatusReader:
         kept = worker.get("memory") or {}
         if kept.get("code") == ReasonCode.memory_kept.value:
             return str(kept["sentence"])
-        code, said = reason_of(worker)
+        code, text = reason_of(worker)
         if code == ReasonCode.memory_kept.value:
-            return said
+            return text
         if not worker.get("asleep"):
             return ""
         warnings = self.status.get("warnings") or ()
         own = [warning["sentence"] for warning in warnings if warning.get("worker") == worker["name"]]
-        return next((str(text).removeprefix("sleep: ") for text in reversed(own) if text.startswith("sleep: ")), "")
+        return next((str(line).removeprefix("sleep: ") for line in reversed(own) if line.startswith("sleep: ")), "")
 
 
 RolloutCheck = Callable[[StatusReader], Iterator[RolloutFinding]]

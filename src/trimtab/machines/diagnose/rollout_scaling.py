@@ -111,10 +111,10 @@ def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
         return
     if seen.decision is None:
         return
-    code, said = reason_of(seen.decision)
+    code, text = reason_of(seen.decision)
     if code in NOT_DOWN:
         issue, severity, fix = NOT_DOWN[code]
-        yield RolloutFinding(issue, severity, f"{spare}: {said}", fix)
+        yield RolloutFinding(issue, severity, f"{spare}: {text}", fix)
     elif code == ReasonCode.not_yet.value:
         cooldown_s = float(seen.elastic.get("scale_down_cooldown", 0.0))
         ago_s = min((step["ago_s"] for step in seen.steps if step.get("ago_s") is not None), default=None)
@@ -127,7 +127,7 @@ def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.not_stable,
                 Severity.note,
-                f"{spare}: {said}",
+                f"{spare}: {text}",
                 "wait; if it never is so for long enough, the load swings: a shorter min_stable_period, or a lower "
                 "scale_down_threshold",
             )
@@ -191,7 +191,7 @@ def steps_that_did_not_come_true(seen: StatusReader) -> Iterator[RolloutFinding]
         yield RolloutFinding(
             RolloutIssue.steps_untrue,
             Severity.stuck,
-            f"the last {untrue} steps did not come true (expected: {last.get('expects') or 'nothing said'})",
+            f"the last {untrue} steps did not come true (expected: {last.get('expects') or 'nothing text'})",
             "the wanted workers did not come up, or did not help: check the engines that do not start",
             tuple(last.get("changed") or ()),
         )

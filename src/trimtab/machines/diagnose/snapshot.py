@@ -31,7 +31,7 @@ class PendingStage(str, enum.Enum):
     """How far a pending workload has come."""
 
     inputs = "inputs"  # its arguments are not ready
-    room = "room"  # it waits for resources
+    resources = "room"  # it waits for resources
     starting = "starting"  # placed, with a process; the constructor has not ended
 
 
@@ -141,7 +141,7 @@ class PendingWorkload:
     kind: WorkloadKind
     name: str
     requests: tuple[ResourceRequest, ...]
-    stage: PendingStage = PendingStage.room
+    stage: PendingStage = PendingStage.resources
     strategy: PlacementStrategy = PlacementStrategy.pack
     since: float | None = None
     at_least: bool = False  # `since` is when the wait was first seen; it may be longer

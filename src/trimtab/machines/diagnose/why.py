@@ -46,7 +46,7 @@ def diagnose(snapshot: GcsSnapshot) -> Diagnosis:
     groups = {workload.id for workload in snapshot.waiting if workload.kind is WorkloadKind.group}
     followers: dict[str, list[PendingWorkload]] = {}
     for workload in snapshot.waiting:
-        if workload.stage is PendingStage.room and workload.group in groups:
+        if workload.stage is PendingStage.resources and workload.group in groups:
             followers.setdefault(str(workload.group), []).append(workload)
         else:
             alike.setdefault(_sort(workload), []).append(workload)
@@ -66,18 +66,18 @@ def diagnose(snapshot: GcsSnapshot) -> Diagnosis:
 
 def _pairs(findings: list[Finding]) -> list[Finding]:
     """Two workloads that block each other share a finding."""
-    told: list[Finding] = []
+    merged: list[Finding] = []
     for finding in findings:
         ids = {workload.id for workload in finding.workloads}
-        match = next((other for other in told if other.rival in ids), None)
+        match = next((other for other in merged if other.rival in ids), None)
         if match is None or finding.rival not in {workload.id for workload in match.workloads}:
-            told.append(finding)
+            merged.append(finding)
         else:
             both = replace(
                 match, workloads=(*match.workloads, *finding.workloads), blockers=(*match.blockers, *finding.blockers)
             )
-            told[told.index(match)] = replace(both, followers=(*match.followers, *finding.followers))
-    return told
+            merged[merged.index(match)] = replace(both, followers=(*match.followers, *finding.followers))
+    return merged
 
 
 def judge(snapshot: GcsSnapshot, waiting: PendingWorkload) -> Finding:
@@ -313,7 +313,7 @@ def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], stayin
     others = [
         workload
         for workload in snapshot.waiting
-        if workload.stage is PendingStage.room and workload.group is None and workload.id != first.id
+        if workload.stage is PendingStage.resources and workload.group is None and workload.id != first.id
     ]
     match = rival(
         first, others, snapshot, lambda other: _spaces([node for node in staying if other.pinned in (None, node.id)])

@@ -138,14 +138,14 @@ class _PlacedGroup:
 def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[NodeSpace]) -> list[_PlacedGroup]:
     """Each group after those before it: its nodes, and what it lacks."""
     before: list[ResourceRequest] = []
-    rooms = []
+    placed = []
     for group in groups:
         count = _fitting_count(before, group.requests, spaces)
         fit = place([*before, *group.requests[:count]], spaces)
         nodes = (fit.nodes or ())[len(before) :] if count == len(group.requests) else ()
-        rooms.append(_PlacedGroup(nodes, total([request.amounts for request in group.requests[count:]])))
+        placed.append(_PlacedGroup(nodes, total([request.amounts for request in group.requests[count:]])))
         before += group.requests[:count]
-    return rooms
+    return placed
 
 
 def _fitting_count(

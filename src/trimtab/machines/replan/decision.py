@@ -228,17 +228,17 @@ def weigh(
         numbers, new_iteration_s=candidate.seconds, gain_s=gain, sure_gain_s=sure, cost_s=cost, cost_measured=known
     )
     described = candidate.placed_plan.plan.describe()
-    said = f"{described} would take {_s(candidate.seconds)} instead of {_s(comparison.seconds)}"
+    text = f"{described} would take {_s(candidate.seconds)} instead of {_s(comparison.seconds)}"
     if gain < rules.least_gain * comparison.seconds:
-        return ReplanDecision(None, Reason(ReasonCode.no_gain, f"{said}: less than {rules.least_gain:.0%}"), numbers)
+        return ReplanDecision(None, Reason(ReasonCode.no_gain, f"{text}: less than {rules.least_gain:.0%}"), numbers)
     if sure < rules.least_gain / 2 * comparison.sure_seconds:
-        said += f", but only {_s(max(sure, 0.0))} of that is more than noise"
-        return ReplanDecision(None, Reason(ReasonCode.within_noise, said), numbers)
+        text += f", but only {_s(max(sure, 0.0))} of that is more than noise"
+        return ReplanDecision(None, Reason(ReasonCode.within_noise, text), numbers)
     if worth[chosen] <= 0:
         price = f"{_s(cost)} {'as measured' if known else 'assumed'}"
-        said += f": {_s(min(gain, sure))} x {horizon} iterations do not pay for a move of {price}"
-        return ReplanDecision(None, Reason(ReasonCode.not_worth, said), numbers)
-    return ReplanDecision(candidate.placed_plan, Reason(why.code, f"{why.sentence}; {said}"), numbers)
+        text += f": {_s(min(gain, sure))} x {horizon} iterations do not pay for a move of {price}"
+        return ReplanDecision(None, Reason(ReasonCode.not_worth, text), numbers)
+    return ReplanDecision(candidate.placed_plan, Reason(why.code, f"{why.sentence}; {text}"), numbers)
 
 
 def _s(seconds: float) -> str:

@@ -79,8 +79,8 @@ class DriftMonitor:
             self.run.setbacks = 0
             return None
         self.run.setbacks += 1
-        said = f"the last move promised {promise.share:.0%} of an iteration and gained {gained:.0%}"
-        return Reason(ReasonCode.fell_short, f"{said}; the next one waits {self.dwell()} iterations")
+        text = f"the last move promised {promise.share:.0%} of an iteration and gained {gained:.0%}"
+        return Reason(ReasonCode.fell_short, f"{text}; the next one waits {self.dwell()} iterations")
 
     # ---- other plans -----------------------------------------------------------------------------------------------
 

@@ -45,14 +45,14 @@ def drift_reason(
     away = {name: abs(1 - run.reference[name] / levels[name]) * seconds.get(name, 0.0) for name in drifted}
     smallest = SMALL * max(seconds.values(), default=0.0)
     far = sorted((name for name in drifted if away[name] >= smallest), key=lambda name: -away[name])
-    said = [run.cluster_change] if run.cluster_change else []
+    text = [run.cluster_change] if run.cluster_change else []
     if far:
         named = ", ".join(f"{name} takes {levels[name] / run.reference[name]:.2f} times" for name in far[:NAMED])
         more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
-        said.append(f"{named}{more} what the plan was made for")
-    if not said:
+        text.append(f"{named}{more} what the plan was made for")
+    if not text:
         return Reason(ReasonCode.better_plan, "costs and nodes are as they were")
-    return Reason(ReasonCode.drifted if far else ReasonCode.room_changed, "; ".join(said))
+    return Reason(ReasonCode.drifted if far else ReasonCode.room_changed, "; ".join(text))
 
 
 def costs_text(estimates: Mapping[str, CostEstimate], reference: Mapping[str, float], drifted: Sequence[str]) -> str:
@@ -60,14 +60,14 @@ def costs_text(estimates: Mapping[str, CostEstimate], reference: Mapping[str, fl
     name = max(estimates, key=lambda each: abs(estimates[each].middle / reference[each] - 1))
     estimate = estimates[name]
     away, now = estimate.middle / reference[name] - 1, estimate.level / reference[name] - 1
-    said = f"{name} is furthest from what the plan was made for: {away:+.1%}"
+    text = f"{name} is furthest from what the plan was made for: {away:+.1%}"
     if name in drifted:
         return (
-            f"{said}, more than its noise of {estimate.width:.1%}, but it is too short a part of an iteration to matter"
+            f"{text}, more than its noise of {estimate.width:.1%}, but it is too short a part of an iteration to matter"
         )
     if estimate.middle / (1 + estimate.width) <= reference[name] <= estimate.middle * (1 + estimate.width):
-        return f"{said}, within its noise of {estimate.width:.1%}"
-    return f"{said}, but {now:+.1%} by its trend: with a noise of {estimate.width:.1%} that is not told from no change"
+        return f"{text}, within its noise of {estimate.width:.1%}"
+    return f"{text}, but {now:+.1%} by its trend: with a noise of {estimate.width:.1%} that is not told from no change"
 
 
 def gone_reason(run: ReplanState) -> Reason:

@@ -234,8 +234,8 @@ class ReplanMachine:
         run, rules = self._run, self.rules
         measured = self._drift.estimates.measured
         if measured < rules.least_iterations and not asked and not run.cluster_change:
-            said = f"{measured} of {rules.least_iterations} iterations are measured"
-            self._stay(Reason(ReasonCode.too_few, said), DecisionNumbers())
+            text = f"{measured} of {rules.least_iterations} iterations are measured"
+            self._stay(Reason(ReasonCode.too_few, text), DecisionNumbers())
             return
         decision = self._drift.decide()
         numbers = decision.numbers
@@ -244,14 +244,14 @@ class ReplanMachine:
             return
         bias = self._drift.bias
         if bias is not None and not 1 / (1 + rules.trust) <= bias <= 1 + rules.trust:
-            said = f"an iteration takes {bias:.2f} times what the model says of it; {decision.reason.sentence}"
-            self._stay(Reason(ReasonCode.model_off, said), numbers)
+            text = f"an iteration takes {bias:.2f} times what the model says of it; {decision.reason.sentence}"
+            self._stay(Reason(ReasonCode.model_off, text), numbers)
             return
         if rules.mode is ReplanMode.advise or (asked and numbers.dwell_left):
             self._advise(decision)
         elif numbers.dwell_left:
-            said = f"{numbers.dwell_left} iterations too soon after the last move; {decision.reason.sentence}"
-            self._stay(Reason(ReasonCode.dwell, said), numbers)
+            text = f"{numbers.dwell_left} iterations too soon after the last move; {decision.reason.sentence}"
+            self._stay(Reason(ReasonCode.dwell, text), numbers)
         else:
             self._begin(decision, now)
 
@@ -260,8 +260,8 @@ class ReplanMachine:
         run, rules = self._run, self.rules
         why = gone_reason(run)
         if run.failed_tries >= rules.tries or run.retry_at is not None:
-            said = f"{why.sentence}; {run.failed_tries} of {rules.tries} tries to move failed"
-            self._stay(Reason(ReasonCode.plan_gone, said), DecisionNumbers())
+            text = f"{why.sentence}; {run.failed_tries} of {rules.tries} tries to move failed"
+            self._stay(Reason(ReasonCode.plan_gone, text), DecisionNumbers())
             return
         levels = self._drift.levels()
         try:
@@ -304,7 +304,7 @@ class ReplanMachine:
         assert decision.to is not None
         alive = None
         if run.lost:
-            alive = frozenset(seat for seat in gpu_slots(run.cluster) if seat[0] not in run.lost)
+            alive = frozenset(slot for slot in gpu_slots(run.cluster) if slot[0] not in run.lost)
         move = Migration(
             self._moves.begun + 1,
             run.running.plan,

@@ -41,7 +41,7 @@ class PlacedPlan:
         here = gpu_slots(self.cluster)
         kinds = {node.name: node.gpu for node in self.cluster.nodes}
         same = {node.name for node in cluster.nodes if kinds.get(node.name) == node.gpu}
-        there = {seat: rank for rank, seat in enumerate(gpu_slots(cluster)) if seat[0] in same}
+        there = {slot: rank for rank, slot in enumerate(gpu_slots(cluster)) if slot[0] in same}
         used = {rank for group in self.plan.groups for rank in group.gpus}
         if any(here[rank] not in there for rank in used):
             return None
@@ -86,11 +86,11 @@ def with_gpu_slots(placed_plan: PlacedPlan, where: Mapping[str, Sequence[tuple[s
         free.setdefault(node, []).append(rank)
     ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
     for group in placed_plan.plan.groups:
-        told = next((where[name] for name in group.components if name in where), None)
-        if told is None:
+        stated = next((where[name] for name in group.components if name in where), None)
+        if stated is None:
             continue
         found: list[int] = []
-        for node, count in told:
+        for node, count in stated:
             here = free.get(node, [])
             keep = [rank for rank in here if rank in group.gpus][:count]
             some = keep + [rank for rank in here if rank not in keep][: count - len(keep)]
@@ -121,13 +121,13 @@ def on_current_gpus(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
     """
     if to.plan.overlaps:
         return to
-    rank_of = {seat: rank for rank, seat in enumerate(gpu_slots(to.cluster))}
+    rank_of = {slot: rank for rank, slot in enumerate(gpu_slots(to.cluster))}
     kinds = [node.gpu for node in to.cluster.nodes for _ in range(node.gpus)]
     known = {(node.name, node.gpu) for node in running.cluster.nodes}
     usable = [(name, kind) in known for (name, _), kind in zip(gpu_slots(to.cluster), kinds, strict=True)]
     old: dict[str, set[int]] = {}
     for name in (component.name for component in running.plan.components):
-        held = {rank_of[seat] for seat in running.slots_of(name) if seat in rank_of}
+        held = {rank_of[slot] for slot in running.slots_of(name) if slot in rank_of}
         old[name] = {rank for rank in held if usable[rank]}
     taken: set[int] = set()
     ranks: dict[tuple[str, ...], list[int]] = {}

@@ -266,8 +266,8 @@ class WorkerTransitions:
             worker.version = reported
             self.to_active(worker, Reason(ReasonCode.current, f"{why}; version {reported}, as the trainer's"))
         else:
-            said = "it reports no version" if reported is None else f"it reports version {reported}"
-            sentence = f"{why}; {said}, but version {state.counters.version} is not confirmed"
+            text = "it reports no version" if reported is None else f"it reports version {reported}"
+            sentence = f"{why}; {text}, but version {state.counters.version} is not confirmed"
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, sentence))
             self.request_refit(worker)
 

@@ -96,11 +96,11 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
     if found is None:
         raise why_not(job)
     schedule = _schedule(job, found.pieces)
-    said = [FORWARD_ONLY]
+    notes = [FORWARD_ONLY]
     if not schedule.bottleneck_seconds > 0:
-        said.append("no stage takes any time: check time_s")
+        notes.append("no stage takes any time: check time_s")
     if frontier and not found.frontier:
-        said.append("the frontier needs the exact search, which would take too long here: it is left out")
+        notes.append("the frontier needs the exact search, which would take too long here: it is left out")
     return PartitionAnswer(
         job,
         objective,
@@ -111,7 +111,7 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
         limits_of(schedule),
         found.method,
         found.frontier,
-        tuple(said),
+        tuple(notes),
     )
 
 
@@ -170,7 +170,7 @@ def _score(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...], objectiv
 
 
 def _frontier(space: PartitionSpace, vectors: DeviceVectors) -> tuple[FrontierPoint, ...]:
-    """The minimum bottleneck for every number of devices, by bisection between candidates that need different numbers."""
+    """The minimum bottleneck for every number of devices, by bisection between candidates."""
     values = candidates(space)
     needed: dict[int, int | None] = {}
 
@@ -252,12 +252,12 @@ def why_not(job: PipelineJob) -> InfeasibleError:
     classes = host_classes(job)
     kinds = [next(kind for kind in job.types if kind.name == members[0].type) for members in classes]
     largest = max(kinds, key=lambda kind: kind.mem_mb)
-    room = capacity_bytes(job, largest)
+    capacity = capacity_bytes(job, largest)
     kept_free = f", of which {job.headroom:.0%} stays free" if job.headroom else ""
     for layer in range(job.model.layers):
         # A layer may need less inside a longer stage, where less crosses the cuts.
         least = float(need[: layer + 1, layer + 1 :].min())
-        if not least < room:
+        if not least < capacity:
             return InfeasibleError(
                 f"layer {layer + 1} fits on no device: it needs {least / MIB:.1f} MB with its buffers, and the largest "
                 f"type, {largest.name}, has {largest.mem_mb:g} MB{kept_free}",

@@ -37,11 +37,11 @@ def vectors_of(space: PartitionSpace) -> DeviceVectors:
         size *= count + 1
     grids = np.ix_(*[np.arange(count + 1, dtype=np.int16) for count in reversed(space.counts)])
     totals = sum(grids, np.zeros((), dtype=np.int16)).reshape(-1)
-    room = totals < space.max_devices
+    below_max = totals < space.max_devices
     growing = []
     for t, count in enumerate(space.counts):
         digit = np.broadcast_to(grids[len(space.counts) - 1 - t], [c + 1 for c in reversed(space.counts)]).reshape(-1)
-        growing.append(_to_bits(room & (digit < count)))
+        growing.append(_to_bits(below_max & (digit < count)))
     return DeviceVectors(tuple(strides), size, tuple(growing), totals, (1 << size) - 1)
 
 

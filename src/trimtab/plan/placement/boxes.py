@@ -84,7 +84,7 @@ class SearchGround:
         return bound + sync
 
     def least_sizes(self, ceiling: float) -> list[int]:
-        """For each table the index of the smallest size that may stay within the ceiling (its length where none does)."""
+        """For each table the index of the smallest size that may meet the ceiling (its length where none does)."""
         return [int(np.count_nonzero(bound > ceiling)) for bound in self.bounds]
 
     def whole(self, g: int) -> Box:
@@ -96,18 +96,18 @@ class SearchGround:
         tables = self.groupings[g].tables
         if any(a > b for a, b in zip(low, high, strict=True)):
             return None
-        room = dict(self.space.budgets)
+        left_gpus = dict(self.space.budgets)
         for table, a in zip(tables, low, strict=True):
-            room[table.kind] -= table.sizes[a]
-        if any(left < 0 for left in room.values()):
+            left_gpus[table.kind] -= table.sizes[a]
+        if any(left < 0 for left in left_gpus.values()):
             return None
         return (
             g,
             low,
             tuple(
                 b
-                if table.sizes[b] - table.sizes[a] <= room[table.kind]
-                else bisect_right(table.sizes, table.sizes[a] + room[table.kind]) - 1
+                if table.sizes[b] - table.sizes[a] <= left_gpus[table.kind]
+                else bisect_right(table.sizes, table.sizes[a] + left_gpus[table.kind]) - 1
                 for table, a, b in zip(tables, low, high, strict=True)
             ),
         )
@@ -156,15 +156,15 @@ class SearchGround:
                 return None
         points = []
         for some in itertools.product(*(range(low[j], high[j] + 1) for j in free)):
-            room = dict(self.space.budgets)
+            left_gpus = dict(self.space.budgets)
             for j, at in zip(free, some, strict=True):
-                room[tables[j].kind] -= tables[j].sizes[at]
-            if any(left < 0 for left in room.values()):
+                left_gpus[tables[j].kind] -= tables[j].sizes[at]
+            if any(left < 0 for left in left_gpus.values()):
                 continue
             if rest < 0:
                 points.append(some)
                 continue
-            top = min(high[rest], bisect_right(tables[rest].sizes, room[tables[rest].kind]) - 1)
+            top = min(high[rest], bisect_right(tables[rest].sizes, left_gpus[tables[rest].kind]) - 1)
             if top >= low[rest]:
                 points.append((*some[:rest], top, *some[rest:]))
         return points

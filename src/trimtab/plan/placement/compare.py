@@ -67,13 +67,13 @@ def why_it_loses(plan: Plan, best: Plan) -> str:
     busiest = max(plan.groups, key=lambda group: _busy(plan, group.components))
     busy = _busy(plan, busiest.components)
     waits = plan.iteration_seconds - busy - plan.sync_seconds
-    who = " and ".join(busiest.components) if len(busiest.components) < 3 else ", ".join(busiest.components)
+    names = " and ".join(busiest.components) if len(busiest.components) < 3 else ", ".join(busiest.components)
     gpus = len(busiest.gpus)
     parts = []
     if len(plan.groups) == 1:
         parts.append(f"one after another on {gpus} GPUs: {time_text(busy)}")
     else:
-        parts.append(f"{who} on {gpus} GPUs {'takes' if len(busiest.components) == 1 else 'take'} {time_text(busy)}")
+        parts.append(f"{names} on {gpus} GPUs {'takes' if len(busiest.components) == 1 else 'take'} {time_text(busy)}")
     switches = sum(c.switch_seconds for c in plan.components if c.name in busiest.components)
     if switches > 0.01 * plan.iteration_seconds:
         parts[-1] += f" ({time_text(switches)} of it switching)"

@@ -114,23 +114,25 @@ def check_cluster(job: PlacementJob) -> None:
 
 def _assumptions(space: PlanSpace, plan: Plan, with_streaming: bool) -> tuple[str, ...]:
     """What the prediction assumes beyond measured and stated figures."""
-    said = []
+    notes = []
     outside = [c.name for c in plan.components if c.extrapolated]
     if outside:
-        said.append(f"extrapolated beyond what was measured: {', '.join(outside)}; measure there before you rely on it")
+        notes.append(
+            f"extrapolated beyond what was measured: {', '.join(outside)}; measure there before you rely on it"
+        )
     cluster, components = space.job.cluster, space.job.workflow.components
     stated = any(v.memory.active.at(1) > 0 for c in components for v in c.variants)
     if stated and any(cluster.gpu_memory_gb(kind) is None for kind in space.budgets):
-        said.append("GPU memory of the cluster is not stated (gpu_memory_gb): memory was not checked")
+        notes.append("GPU memory of the cluster is not stated (gpu_memory_gb): memory was not checked")
     elif not stated:
-        said.append("no component states memory_gb: memory was not checked")
+        notes.append("no component states memory_gb: memory was not checked")
     parked = any(v.host_memory_gb for c in components for v in c.variants)
     if parked and any(cluster.host_memory_gb_per_gpu(kind) is None for kind in space.budgets):
-        said.append("host memory of the nodes is not stated (host_memory_gb): parked components were not checked")
+        notes.append("host memory of the nodes is not stated (host_memory_gb): parked components were not checked")
     streaming = [c.name for c in components if c.after and c.granularity is not None]
     whole = [c.name for c in components if c.after and c.granularity is None]
     if with_streaming and space.job.workflow.batches > 1 and streaming:
-        said.append(f"streaming (started before all inputs are there): {', '.join(streaming)}")
+        notes.append(f"streaming (started before all inputs are there): {', '.join(streaming)}")
     if with_streaming and whole and streaming:
-        said.append(f"not streaming (started with all inputs there): {', '.join(whole)}")
-    return tuple(said)
+        notes.append(f"not streaming (started with all inputs there): {', '.join(whole)}")
+    return tuple(notes)

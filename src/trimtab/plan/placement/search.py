@@ -206,18 +206,21 @@ class _BoxSearch:
             tables = before.grouping.tables
             at = [table.sizes.index(size) for table, size in zip(tables, before.sizes, strict=True)]
             moves: list[Indices] = []
-            for giver, taker in itertools.permutations(range(len(at)), 2):
-                if tables[giver].kind != tables[taker].kind:
+            for donor, receiver in itertools.permutations(range(len(at)), 2):
+                if tables[donor].kind != tables[receiver].kind:
                     continue
                 for step in (1, 2, 4, 8, 16, 32, 64, 128):
                     to = list(at)
-                    to[giver] -= step
-                    if to[giver] < 0:
+                    to[donor] -= step
+                    if to[donor] < 0:
                         break
-                    room = (
-                        before.sizes[taker] + before.sizes[giver] - tables[giver].sizes[to[giver]] + self._idle(before)
+                    available = (
+                        before.sizes[receiver]
+                        + before.sizes[donor]
+                        - tables[donor].sizes[to[donor]]
+                        + self._idle(before)
                     )
-                    to[taker] = bisect_right(tables[taker].sizes, room) - 1
+                    to[receiver] = bisect_right(tables[receiver].sizes, available) - 1
                     moves.append(tuple(to))
             self._try([(g, move) for move in dict.fromkeys(moves)])
             if self.best is before:

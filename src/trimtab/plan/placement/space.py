@@ -407,7 +407,7 @@ def _peak_gb(some: tuple[CostOption, ...]) -> float:
 
 
 def _fit_together(some: tuple[CostOption, ...], limits: tuple[float | None, float | None]) -> bool:
-    """Whether members of a group fit: each one's active part beside the others' residents, and parked ones on the host."""
+    """Whether members of a group fit: active parts beside the others' residents, and parked ones on the host."""
     gpu_limit, host_limit = limits
     if gpu_limit is not None:
         resident = sum(option.resident_gb for option in some)

@@ -243,8 +243,8 @@ def actors_waiting(
     marked = []
     for one in sorted(waiting, key=lambda one: -(one.since or now)):  # the oldest are the first to leave the queue
         shape = DemandShape(ResourceNeeds(one.requests[0].amounts, one.group, one.bundle), one.requests[0].labels)
-        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not PendingStage.room
-        if one.stage is PendingStage.room:
+        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not PendingStage.resources
+        if one.stage is PendingStage.resources:
             left[shape] -= 1
         bound = not queued and _bound(one, totals, now)
         marked.append(replace(one, queued=queued, pinned=one.node if bound else None))
@@ -278,7 +278,7 @@ def _actor_waiting(actor: Any, began: float | None) -> PendingWorkload:
         if actor.state == 0
         else PendingStage.starting
         if _has_process(actor)
-        else PendingStage.room,
+        else PendingStage.resources,
         since=actor.timestamp / 1000 or None if again else began,
         job=actor.job_id.hex(),
         class_name=actor.class_name,
@@ -372,7 +372,7 @@ def tasks_waiting(
     """Requests that are not actors': by name as far as Ray remembers tasks of that shape, the rest by number."""
     left = Counter(requests)
     for one in others:
-        if one.kind is WorkloadKind.actor and one.stage is PendingStage.room and one.queued:
+        if one.kind is WorkloadKind.actor and one.stage is PendingStage.resources and one.queued:
             left[
                 DemandShape(ResourceNeeds(one.requests[0].amounts, one.group, one.bundle), one.requests[0].labels)
             ] -= 1

@@ -50,9 +50,9 @@ class LoadPattern:
     rose: bool = False  # the current load looks like a stream
     streams: bool = False  # the load before did
 
-    def look(self, sample: LoadSample, look_s: float, rent_s: float) -> LoadPattern:
+    def look(self, sample: LoadSample, interval_s: float, rent_s: float) -> LoadPattern:
         now, load = sample.now, sample.load
-        idle = (*(entry for entry in self.idle if entry[0] >= now - rent_s - look_s), (now, sample.idle))
+        idle = (*(entry for entry in self.idle if entry[0] >= now - rent_s - interval_s), (now, sample.idle))
         known = replace(self, load=load, idle=idle)
         if load > 0 and self.load == 0:
             pauses = self.pauses
@@ -60,7 +60,7 @@ class LoadPattern:
                 pauses = (*pauses, now - self.ended)[-KEPT:]
             return replace(known, begun=now, ended=None, first=load, rises=0, late=False, pauses=pauses, rose=False)
         if load > 0 and self.begun is not None:
-            return known._goes_on(self.load, now, max(BEGIN_S, 2 * look_s))
+            return known._goes_on(self.load, now, max(BEGIN_S, 2 * interval_s))
         if self.load > 0 and self.begun is not None:  # it is over
             if self.rose:
                 return replace(known, begun=None, ended=None, pauses=(), steps=(), streams=True)
@@ -93,9 +93,9 @@ class LoadPattern:
         """Minimum remaining time of the current step, if it is like the last ones."""
         return max(0.0, self.begun + min(self.steps) - now) if self.begun is not None and self.steps else 0.0
 
-    def spare(self, now: float, rent_s: float, look_s: float) -> int:
+    def spare(self, now: float, rent_s: float, interval_s: float) -> int:
         """Workers that were idle for at least as long as a release and return takes."""
-        seen = [idle for at, idle in self.idle if at >= now - rent_s - look_s]
+        seen = [idle for at, idle in self.idle if at >= now - rent_s - interval_s]
         whole = self.idle and self.idle[0][0] <= now - rent_s
         return min(seen) if seen and whole else 0
 
@@ -118,15 +118,15 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
     config = state.config
     pattern, stream_memory = _known(state.memory.kept)
     if sample.inside != sample.serving:
-        return _said(
+        return _result(
             state, pattern, stream_memory, sample, sample.inside, ReasonCode.limits, "the limits require another number"
         )
     if not config.enable_elastic:
-        return _said(
+        return _result(
             state, pattern, stream_memory, sample, sample.serving, ReasonCode.switched_off, "enable_elastic is off"
         )
     if not sample.fresh:
-        return _said(
+        return _result(
             state,
             pattern,
             stream_memory,
@@ -135,29 +135,29 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
             ReasonCode.load_unknown,
             "the load is not known",
         )
-    look_s, rent_s = config.monitoring_interval, _rent_s(sample)
-    pattern, stream_memory = pattern.look(sample, look_s, rent_s), stream_memory.look(sample)
+    interval_s, rent_s = config.monitoring_interval, _rent_s(sample)
+    pattern, stream_memory = pattern.look(sample, interval_s, rent_s), stream_memory.look(sample)
     if pattern.stream:
-        workers, said = _in_stream(state, sample, stream_memory)
+        workers, text = _in_stream(state, sample, stream_memory)
     elif sample.costs.wake_s is None:
-        workers, said = _probe(pattern, sample)
+        workers, text = _probe(pattern, sample)
         pattern = replace(pattern, probed=pattern.probed or workers < sample.serving)
     elif sample.load == 0:
-        workers, said = _between(pattern, sample, look_s, worth_s)
+        workers, text = _between(pattern, sample, interval_s, worth_s)
     else:
-        workers, said = _in_step(pattern, sample, look_s, worth_s)
+        workers, text = _in_step(pattern, sample, interval_s, worth_s)
     workers = sample.within(workers)
     code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.load_high
     if workers < sample.serving:
         code = ReasonCode.load_low
         if config.scale_down_requires_demand:
-            workers, reason = for_takers(sample, workers, said)
-            code, said = reason.code, reason.sentence
+            workers, reason = for_takers(sample, workers, text)
+            code, text = reason.code, reason.sentence
     if workers != sample.serving:
         pattern = pattern.gave(max(sample.serving - workers, 0))
         stream_memory = stream_memory.stepped(sample, workers) if pattern.stream else stream_memory
-        said = f"{said}: {sample.serving} to {workers_text(workers)}"
-    return _said(state, pattern, stream_memory, sample, workers, code, said)
+        text = f"{text}: {sample.serving} to {workers_text(workers)}"
+    return _result(state, pattern, stream_memory, sample, workers, code, text)
 
 
 def _in_stream(state: PolicyState, sample: LoadSample, stream_memory: StreamMemory) -> tuple[int, str]:
@@ -183,13 +183,13 @@ def _probe(pattern: LoadPattern, sample: LoadSample) -> tuple[int, str]:
     return sample.serving - 1, "an idle worker sleeps and wakes once to measure how long that takes"
 
 
-def _between(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
+def _between(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_s: float) -> tuple[int, str]:
     if pattern.ended is None:
         return sample.serving, "no request has arrived yet"
     if not pattern.pauses:
         return sample.max_workers, "how long it is until the next step is not known yet"
     left_s = max(0.0, pattern.ended + pattern.pause_s() - sample.now)
-    free_s = left_s - _back_s(sample, look_s)
+    free_s = left_s - _back_s(sample, interval_s)
     if free_s <= 0:
         return sample.max_workers, f"the next step is due in {left_s:.0f} s"
     if free_s <= worth_s + _sleep_s(sample):
@@ -197,7 +197,7 @@ def _between(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: f
     return sample.min_workers, f"no request is expected for {left_s:.0f} s"
 
 
-def _in_step(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
+def _in_step(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_s: float) -> tuple[int, str]:
     if sample.queued:
         return sample.max_workers, f"{sample.queued} requests of a step wait"
     left = f"{sample.load} requests of a step are left"
@@ -205,10 +205,10 @@ def _in_step(pattern: LoadPattern, sample: LoadSample, look_s: float, worth_s: f
         return sample.serving, f"{left}, and no worker is idle"
     if not pattern.pauses:
         return sample.serving, f"{left}, and how long it is until the next one is not known yet"
-    if pattern.late and pattern.spare(sample.now, _rent_s(sample), look_s) < sample.idle:
+    if pattern.late and pattern.spare(sample.now, _rent_s(sample), interval_s) < sample.idle:
         return sample.serving, f"{left}, and more may come"
     # The step may end at any moment; released workers must be back when the next one begins.
-    pause_s = pattern.pause_s() - _back_s(sample, look_s)
+    pause_s = pattern.pause_s() - _back_s(sample, interval_s)
     if pause_s <= 0 or pattern.left_s(sample.now) + pause_s <= worth_s:
         return sample.serving, f"{left}, and the next one comes too soon to release a worker"
     return sample.serving - sample.idle, f"{left}, and {workers_text(sample.idle)} are idle"
@@ -223,9 +223,9 @@ def _sleep_s(sample: LoadSample) -> float:
     return sample.costs.sleep_s or SLEEP_S
 
 
-def _back_s(sample: LoadSample, look_s: float) -> float:
+def _back_s(sample: LoadSample, interval_s: float) -> float:
     """How long before they are needed workers are woken."""
-    return MARGIN * (sample.costs.wake_s or WAKE_S) + WEIGHTS_S + 2 * look_s
+    return MARGIN * (sample.costs.wake_s or WAKE_S) + WEIGHTS_S + 2 * interval_s
 
 
 # ---- memory -----------------------------------------------------------------------------------------
@@ -243,15 +243,15 @@ def _known(kept: Any) -> tuple[LoadPattern, StreamMemory]:
         return LoadPattern(), StreamMemory()
 
 
-def _said(
+def _result(
     state: PolicyState,
     pattern: LoadPattern,
     stream_memory: StreamMemory,
     sample: LoadSample,
     workers: int,
     code: ReasonCode,
-    said: str,
+    text: str,
 ) -> tuple[PolicyState, Decision]:
     kept = {"pattern": asdict(pattern), "stream": asdict(stream_memory)}
     after = replace(state, memory=replace(state.memory, kept=kept))
-    return after, Decision(workers, Reason(code, said), f"{workers_text(workers)} serve")
+    return after, Decision(workers, Reason(code, text), f"{workers_text(workers)} serve")

@@ -21,7 +21,7 @@ WAIT_S = 1.0  # tolerable queueing time
 MAX_WAITING_SHARE = 0.25  # at most this share of the load waits
 FITTED = 0.9  # share of the history that must have fitted
 RISING_S = 60.0  # window of the upward trend
-QUICK_LOOKS = 3  # evaluations whose mean decides on a step up
+QUICK_EVALUATIONS = 3  # evaluations whose mean decides on a step up
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def on(capacity: int, load: float, was: int, workers: int) -> float:
     return 1 / inverse if inverse > 0 else math.inf
 
 
-def room(sample: LoadSample, workers: int) -> float:
+def max_load_of(sample: LoadSample, workers: int) -> float:
     """The load that so many workers take with a tolerable queueing time."""
     each_s = sample.service_s
     return workers * sample.capacity * (1 + (min(WAIT_S / each_s, MAX_WAITING_SHARE) if each_s else 0.0))
@@ -71,7 +71,7 @@ def room(sample: LoadSample, workers: int) -> float:
 
 def up(stream: StreamMemory, sample: LoadSample, ahead_s: float) -> int:
     """Workers needed for the current load and its trend; never fewer than serve."""
-    latest = stream.loads[-QUICK_LOOKS:]
+    latest = stream.loads[-QUICK_EVALUATIONS:]
     now = sample.now
     level = sum(load for _, load, _ in latest) / len(latest)
     earlier = next(entry for entry in stream.loads if entry[0] > now - RISING_S or entry is stream.loads[-1])
@@ -81,7 +81,9 @@ def up(stream: StreamMemory, sample: LoadSample, ahead_s: float) -> int:
         rising = max(0.0, (level - on(sample.capacity, load, there, max(sample.active, 1))) / (now - at))
     expected = min(level, sample.load) + rising * ahead_s
     workers, active = max(sample.serving, 1), max(sample.active, 1)
-    while workers < sample.max_workers and on(sample.capacity, expected, active, workers) > room(sample, workers):
+    while workers < sample.max_workers and on(sample.capacity, expected, active, workers) > max_load_of(
+        sample, workers
+    ):
         workers += 1
     return max(workers, sample.serving)
 
@@ -93,7 +95,7 @@ def down(stream: StreamMemory, sample: LoadSample) -> int:
     caution = 1 + max(0.0, 1 - known_s / REMEMBERED_S)
     workers = max(sample.min_workers, math.ceil(sample.serving / 2))  # at most half of them at once
     while workers < sample.serving:
-        max_load = room(sample, workers)
+        max_load = max_load_of(sample, workers)
         over = sum(on(sample.capacity, caution * load, there, workers) > max_load for _, load, there in stream.loads)
         if over <= (1 - FITTED) * len(stream.loads):
             break

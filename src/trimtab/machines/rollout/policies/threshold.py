@@ -234,7 +234,7 @@ def _stepped(
 ) -> tuple[PolicyMemory, str, bool | None, Reason]:
     """Memory after a step, and the reason with the outcome of the step before."""
     if memory.expected is not None and memory.expected.step:
-        came_true, checked = _verdict(memory.expected, sample)
+        came_true, checked = _outcome(memory.expected, sample)
         memory = replace(memory, outcome=checked)
     if memory.outcome:
         reason = Reason(reason.code, f"{reason.sentence}; {memory.outcome}")
@@ -271,11 +271,11 @@ def _check(memory: PolicyMemory, sample: LoadSample) -> tuple[PolicyMemory, str,
         return memory, "", None
     if expected.step < 0 and sample.draining_workers and sample.serving <= expected.workers:
         return memory, "", None
-    came_true, said = _verdict(expected, sample)
-    return replace(memory, expected=None, outcome=said if expected.step else memory.outcome), said, came_true
+    came_true, text = _outcome(expected, sample)
+    return replace(memory, expected=None, outcome=text if expected.step else memory.outcome), text, came_true
 
 
-def _verdict(expected: ExpectedEffect, sample: LoadSample) -> tuple[bool, str]:
+def _outcome(expected: ExpectedEffect, sample: LoadSample) -> tuple[bool, str]:
     share = _share(sample, sample.serving)
     true = sample.serving == expected.workers and share <= expected.ratio + ROUNDING
     what = "the last step" if expected.step else "what was expected"
