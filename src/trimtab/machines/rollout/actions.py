@@ -33,7 +33,7 @@ class ActionResults:
         worker, action = self._take_action(event.worker, event.attempt)
         if worker is None or action is None:
             return
-        state, took = self.state, self.state.counters.now - action.since
+        state, took = self.state, self.state.now - action.since
         if event.note:
             self.workers.warn(worker, Reason(ReasonCode.faulty, f"{action.verb.value}: {event.note}"))
         if action.verb in (WorkerVerb.start, WorkerVerb.wake):
@@ -151,7 +151,7 @@ class ActionResults:
 
     def late(self, name: str) -> None:
         state = self.state
-        worker, now = state.workers[name], state.counters.now
+        worker, now = state.workers[name], state.now
         if worker.load_fresh_until is not None and worker.load_fresh_until <= now:
             worker.load_fresh_until = None
             self.health.load_changed(worker)

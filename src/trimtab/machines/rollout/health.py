@@ -94,12 +94,12 @@ class WorkerHealth:
         if worker.probes >= self.state.rules.tries:
             self.lost(worker, Reason(ReasonCode.hung, f"{why}, {worker.probes} times in a row"))
         else:
-            worker.retry_at = self.state.counters.now + self.state.rules.back_off_s
+            worker.retry_at = self.state.now + self.state.rules.back_off_s
             self.state.touch("w", worker.id)
 
     def recovered(self, worker: RolloutWorker, why: str) -> None:
         """It works again. Weights that became stale meanwhile stay stale."""
-        current = worker.version is not None and worker.version == self.state.counters.version
+        current = worker.version is not None and worker.version == self.state.version
         if worker.state is S.suspect and worker.unhealthy:
             return
         if worker.state is S.suspect and not current:
@@ -215,7 +215,7 @@ class WorkerHealth:
         state = self.state
         worker = state.workers.get(event.worker)
         until = event.at + state.rules.load_fresh_s
-        if worker is None or until <= state.counters.now:
+        if worker is None or until <= state.now:
             return
         worker.outside = max(0, event.running + event.waiting - len(worker.held))
         worker.kv_full = event.kv_used_share >= state.rules.kv_full

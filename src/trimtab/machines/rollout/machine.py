@@ -117,7 +117,7 @@ class RolloutMachine:
     def handle(self, event: e.RolloutEvent, now: float) -> list[e.RolloutInstruction]:
         """Instructions for the event. Raises InputError or InfeasibleError, with nothing changed."""
         state = self._state
-        before, state.counters.now = state.counters.now, max(float(now), state.counters.now)
+        before, state.counters.now = state.now, max(float(now), state.now)
         state.instructions = []
         try:
             self._handlers[type(event)](event)
@@ -143,7 +143,7 @@ class RolloutMachine:
 
     @property
     def version(self) -> int:
-        return self._state.counters.version
+        return self._state.version
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class RolloutMachine:
 
     def _on_tick(self, event: e.RolloutTick) -> None:
         state = self._state
-        while (at := self.next_deadline()) is not None and at <= state.counters.now:
+        while (at := self.next_deadline()) is not None and at <= state.now:
             _, (kind, name) = state.first_timer() or (0.0, GLOBAL_TIMER)
             state.pop_timer()
             if kind == "w":
@@ -167,10 +167,10 @@ class RolloutMachine:
 
     def _global_timer_due(self) -> None:
         state = self._state
-        if state.refit is not None and state.refit.deadline <= state.counters.now:
+        if state.refit is not None and state.refit.deadline <= state.now:
             self._refits.late()
         due = self._scaler.due()
-        if due is not None and due <= state.counters.now:
+        if due is not None and due <= state.now:
             self._scaler.evaluate()
         state.touch(*GLOBAL_TIMER)
 
@@ -226,7 +226,7 @@ class RolloutMachine:
     def open_refit(self) -> dict[str, Any] | None:
         """The open refit as plain data."""
         refit = self._state.refit
-        return None if refit is None else {**encode(refit), "left_s": refit.deadline - self._state.counters.now}
+        return None if refit is None else {**encode(refit), "left_s": refit.deadline - self._state.now}
 
     def sample(self, now: float | None = None) -> scaling.LoadSample:
         """The load as a scaling policy sees it."""
@@ -314,7 +314,7 @@ class RolloutMachine:
         state.requests[request.id] = request
         state.touch("r", request.id)
         if request.state is RequestState.queued:
-            version = state.counters.version
+            version = state.version
             if (request.spec.version or version) > version or (request.spec.at_least or version) > version:
                 state.park(request)
             else:
@@ -358,7 +358,7 @@ class RolloutMachine:
         assert worker.story[-1].state == worker.state.value, f"{name}: story"
         assert worker.reason.sentence, f"{name} has no reason"
         assert (lane is not None) == open_, f"{name}: lane"
-        assert worker.state is not S.active or worker.version == state.counters.version, f"{name}: not current"
+        assert worker.state is not S.active or worker.version == state.version, f"{name}: not current"
         assert worker.state is not S.active or not (worker.was_lost or worker.asleep), f"{name}: back without a refit"
         assert worker.state is not S.empty or worker.version is None, f"{name}: empty, with a version"
         assert worker.state is not S.lost or (not worker.held and worker.version is None), f"{name}: lost"

@@ -79,7 +79,7 @@ class RefitCoordinator:
             next_membership.epoch, next_membership.members, True, next_membership.joined, next_membership.left
         )
         members = [state.workers[member.worker] for member in next_membership.members]
-        deadline = state.counters.now + rules.refit_s
+        deadline = state.now + rules.refit_s
         state.refit = OngoingRefit(
             event.version, event.way, event.in_flight, deadline, [worker.id for worker in members]
         )
@@ -157,7 +157,7 @@ class RefitCoordinator:
     def confirmed(self, event: e.RefitConfirmed) -> None:
         state = self.state
         worker = state.workers.get(event.worker)
-        if worker is None or event.version != state.counters.version:
+        if worker is None or event.version != state.version:
             return
         if event.epoch is not None and not self._same_process(worker, event.epoch):
             return  # about an earlier process
@@ -172,7 +172,7 @@ class RefitCoordinator:
     def confirm(self, worker: RolloutWorker, version: int) -> None:
         """The worker has this version."""
         state, refit = self.state, self.state.refit
-        if version != state.counters.version or worker.state in (S.lost, S.starting, S.inactive):
+        if version != state.version or worker.state in (S.lost, S.starting, S.inactive):
             return
         if refit is not None and not self.in_refit(worker):
             return  # joins at the next sync
@@ -191,7 +191,7 @@ class RefitCoordinator:
 
     def failed(self, event: e.RefitFailed) -> None:
         worker = self.state.workers.get(event.worker)
-        if worker is not None and event.version == self.state.counters.version and worker.state is not S.lost:
+        if worker is not None and event.version == self.state.version and worker.state is not S.lost:
             self.member_failed(worker, event.why)
 
     def member_failed(self, worker: RolloutWorker, why: str) -> None:

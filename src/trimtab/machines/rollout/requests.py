@@ -55,7 +55,7 @@ class RequestTransitions:
         if len(queue.waiting) + state.parked_by_class[spec.class_] >= queue.spec.queue_limit:
             self._refuse(spec, queue.spec.queue_limit)
             return
-        now, counters = state.counters.now, state.counters
+        now, counters = state.now, state.counters
         counters.arrivals += 1
         deadline = spec.deadline
         if deadline is None and queue.spec.deadline_s is not None:
@@ -85,7 +85,7 @@ class RequestTransitions:
             known.recipients.append(spec.id)
             state.coalesced[spec.id] = first
             return True
-        kept = state.counters.now - known.since <= state.rules.key_kept_s
+        kept = state.now - known.since <= state.rules.key_kept_s
         if known.end not in (End.stop, End.length, End.abort) or not kept:
             return False  # failures are not shared: the request is tried again
         reason = Reason(known.reason.code, f"the answer to request {first}, which has the same key")
@@ -106,9 +106,9 @@ class RequestTransitions:
 
     def _queue(self, request: RolloutRequest, reason: Reason) -> None:
         """Queue it for a worker or for a version, or fail it."""
-        state, spec, version = self.state, request.spec, self.state.counters.version
+        state, spec, version = self.state, request.spec, self.state.version
         request.worker = ""
-        if request.deadline is not None and request.deadline <= state.counters.now:
+        if request.deadline is not None and request.deadline <= state.now:
             self._fail(request, Reason(ReasonCode.too_late, "its deadline has passed"))
         elif spec.version is not None and spec.version < version:
             gone = f"it asked for version {spec.version}, the trainer is at {version}"
@@ -140,7 +140,7 @@ class RequestTransitions:
         for request in sorted([*parked, *pinned], key=lambda request: request.number):
             state.unpark(request)
             state.router.drop(request)
-            self._queue(request, Reason(ReasonCode.queued, f"the trainer is at version {state.counters.version}"))
+            self._queue(request, Reason(ReasonCode.queued, f"the trainer is at version {state.version}"))
 
     def dispatch(self) -> None:
         choose = self.state.router.choose
@@ -148,10 +148,10 @@ class RequestTransitions:
             self._queued_to_sent(choice)
 
     def _queued_to_sent(self, choice: RoutingChoice) -> None:
-        state, request, now = self.state, choice.request, self.state.counters.now
+        state, request, now = self.state, choice.request, self.state.now
         worker, spec = state.workers[choice.worker], request.spec
         assert worker.state is WorkerState.active, worker.id
-        assert worker.version == state.counters.version, worker.id
+        assert worker.version == state.version, worker.id
         if not spec.spans and request.spans and request.spans[-1].version != worker.version:
             request.tokens, request.spans = 0, []
         request.attempt += 1
@@ -173,7 +173,7 @@ class RequestTransitions:
                 request.tokens,
                 spec.max_tokens - request.tokens,
                 max(0, spec.min_tokens - request.tokens),
-                state.counters.version,
+                state.version,
                 reason,
             )
         )
@@ -187,7 +187,7 @@ class RequestTransitions:
         request, sent, worker = found
         request.restart = request.restart or event.restart
         if self._count(request, sent, worker, event.tokens, event.version):
-            sent.last = worker.last_response_at = self.state.counters.now
+            sent.last = worker.last_response_at = self.state.now
             if request.state is RequestState.sent:
                 state = self.state
                 state.set_request_state(
@@ -208,9 +208,9 @@ class RequestTransitions:
             self._requeue(request, f"{worker.id} finished it with unconfirmed weights")
             return
         self._count(request, sent, worker, event.tokens, event.version)
-        worker.last_response_at, worker.faults = state.counters.now, 0
+        worker.last_response_at, worker.faults = state.now, 0
         worker.served += 1
-        state.counters.service_s.add(state.counters.now - sent.at)
+        state.counters.service_s.add(state.now - sent.at)
         if request.spec.watched or request.tokens:  # a lease may not report its tokens
             state.router.predictor.learn(request.spec, request.tokens)
         self.on_response(worker)
@@ -326,7 +326,7 @@ class RequestTransitions:
         state = self.state
         worker.held, worker.zombies = worker.zombies, {}
         for key, sent in worker.held.items():
-            sent.orphan, sent.abort_by = False, state.counters.now + state.rules.abort_s
+            sent.orphan, sent.abort_by = False, state.now + state.rules.abort_s
             state.touch("s", key)
             reason = Reason(ReasonCode.returned, f"{worker.id} was lost, and its requests were moved")
             state.instructions.append(e.AbortAttempt(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
@@ -335,7 +335,7 @@ class RequestTransitions:
         state, key = self.state, attempt_key(request.id, request.attempt)
         sent = state.attempt(key)
         if sent is not None and sent.abort_by is None:
-            sent.abort_by = state.counters.now + state.rules.abort_s
+            sent.abort_by = state.now + state.rules.abort_s
             state.touch("s", key)
             state.instructions.append(
                 e.AbortAttempt(request.id, request.attempt, request.worker, sent.abort_by, reason)
@@ -425,7 +425,7 @@ class RequestTransitions:
 
     def request_late(self, name: str) -> None:
         request = self.state.requests[name]
-        waited = self.state.counters.now - request.arrived
+        waited = self.state.now - request.arrived
         reason = Reason(ReasonCode.too_late, f"not done after {waited:.3g} s; last: {request.reason.sentence}")
         self._end_now(request, RequestState.failed, End.failed, reason)
 
@@ -462,7 +462,7 @@ class RequestTransitions:
             return
         self._abort(request, Reason(ReasonCode.hung, why))
         self._broken(request, worker, why)
-        if worker.last_response_at + state.rules.stall_s <= state.counters.now:
+        if worker.last_response_at + state.rules.stall_s <= state.now:
             self.on_unresponsive(worker, why)
 
     # ---- attempts on workers ----------------------------------------------------------------------------------------
@@ -524,9 +524,9 @@ class RequestTransitions:
 
     def resumed(self, worker: RolloutWorker) -> None:
         """The worker runs again: stall timers of its requests restart."""
-        worker.last_response_at = self.state.counters.now
+        worker.last_response_at = self.state.now
         for key, sent in worker.held.items():
-            sent.last = self.state.counters.now
+            sent.last = self.state.now
             self.state.touch("s", key)
 
     def may_abort(self) -> bool:

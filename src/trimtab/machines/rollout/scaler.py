@@ -207,7 +207,7 @@ class Scaler:
         elif wanted < before and self.state.refit is None:
             changed = self._scale_down(before - wanted, reason)
         if changed:
-            step = ScaleStep(self.state.counters.now, before, wanted, reason, expects, tuple(changed))
+            step = ScaleStep(self.state.now, before, wanted, reason, expects, tuple(changed))
             self.state.steps.append(step)
             del self.state.steps[:-STEPS_KEPT]
             self.state.instructions.append(e.AnnounceScaleStep(step))

@@ -45,10 +45,18 @@ class RolloutState:
         self._armed: dict[TimerKey, float] = {}  # the earliest in the heap, by timer
         self._touched: dict[TimerKey, None] = {}  # timers whose due time may have changed
 
+    @property
+    def now(self) -> float:
+        return self.counters.now
+
+    @property
+    def version(self) -> int:
+        return self.counters.version
+
     # ---- stories ---------------------------------------------------------------------------------------------------
 
     def set_worker_state(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
-        now = self.counters.now
+        now = self.now
         if state is not worker.state:
             worker.since = now
         worker.state, worker.reason = state, reason
@@ -56,7 +64,7 @@ class RolloutState:
         self.touch("w", worker.id)
 
     def set_request_state(self, request: RolloutRequest, state: RequestState, reason: Reason) -> None:
-        now = self.counters.now
+        now = self.now
         request.state, request.reason, request.since = state, reason, now
         add_chapter(request.story, StoryEntry(now, state.value, reason))
 
@@ -113,7 +121,7 @@ class RolloutState:
 
     def update_lane_load(self, worker: RolloutWorker, lane: WorkerLane) -> None:
         """Apply the engine's own figures while they are fresh."""
-        believed = worker.load_fresh_until is not None and self.counters.now < worker.load_fresh_until
+        believed = worker.load_fresh_until is not None and self.now < worker.load_fresh_until
         lane.outside = worker.outside if believed else 0
         lane.closed = worker.kv_full and believed
 
@@ -133,7 +141,7 @@ class RolloutState:
 
     def evaluate_soon(self) -> None:
         """Evaluate scaling at the next tick."""
-        self.counters.next_evaluation = self.counters.now
+        self.counters.next_evaluation = self.now
         self.touch(*GLOBAL_TIMER)
 
     def touched(self) -> list[TimerKey]:

@@ -60,9 +60,7 @@ class WorkerTransitions:
             return
         state.counters.joins += 1
         reason = Reason(ReasonCode.joined, "it was added" + ("" if event.up else "; its engine is not started"))
-        worker = RolloutWorker(
-            spec, S.inactive, reason, state.counters.now, state.counters.joins, last_response_at=state.counters.now
-        )
+        worker = RolloutWorker(spec, S.inactive, reason, state.now, state.counters.joins, last_response_at=state.now)
         state.workers[spec.id] = worker
         state.set_worker_state(worker, S.inactive, reason)
         if event.up:
@@ -90,7 +88,7 @@ class WorkerTransitions:
                 hint="wake or add another worker first",
             )
         worker.reclaimed = True
-        left_s = max(0.0, event.deadline - state.counters.now - state.rules.abort_s)
+        left_s = max(0.0, event.deadline - state.now - state.rules.abort_s)
         drain_s = left_s if event.full_notice else min(left_s, state.rules.drain_s)
         self._route_off(worker, Reason(ReasonCode.taken, event.why), drain_s)
         state.evaluate_soon()  # a replacement may be needed
@@ -114,7 +112,7 @@ class WorkerTransitions:
             self.drain(worker, reason, drain_s)
         elif worker.state is S.draining:
             state = self.state
-            by = state.counters.now + (state.rules.drain_s if drain_s is None else drain_s)
+            by = state.now + (state.rules.drain_s if drain_s is None else drain_s)
             worker.drain_deadline = by if worker.drain_deadline is None else min(by, worker.drain_deadline)
             state.set_worker_state(worker, S.draining, reason)
             self.settle(worker)
@@ -127,8 +125,8 @@ class WorkerTransitions:
     def drain(self, worker: RolloutWorker, reason: Reason, drain_s: float | None = None) -> None:
         """Take nothing new; at the deadline, remaining requests are aborted and moved."""
         state = self.state
-        worker.drain_started_at, worker.drain_expired = state.counters.now, False
-        worker.drain_deadline = state.counters.now + (state.rules.drain_s if drain_s is None else drain_s)
+        worker.drain_started_at, worker.drain_expired = state.now, False
+        worker.drain_deadline = state.now + (state.rules.drain_s if drain_s is None else drain_s)
         if worker.action is not None and worker.action.verb in (WorkerVerb.probe, WorkerVerb.refit):
             worker.action = None
         self.transition(worker, S.draining, reason)
@@ -146,7 +144,7 @@ class WorkerTransitions:
             self.transition(
                 worker, S.stale, Reason(ReasonCode.refitting, f"{reason.sentence}; it waits for the refit's end")
             )
-        elif worker.version is not None and worker.version == self.state.counters.version:
+        elif worker.version is not None and worker.version == self.state.version:
             self.to_active(worker, reason)
         else:
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, f"{reason.sentence}; its weights are older"))
@@ -155,7 +153,7 @@ class WorkerTransitions:
 
     def expire_drain(self, worker: RolloutWorker) -> None:
         worker.drain_expired = True
-        waited = self.state.counters.now - (worker.drain_started_at or 0.0)
+        waited = self.state.now - (worker.drain_started_at or 0.0)
         if self.requests.may_abort() or worker.paused:
             self.requests.abort_all(
                 worker, Reason(ReasonCode.moved, f"{worker.id} drains, and its {waited:.3g} s are over")
@@ -186,7 +184,7 @@ class WorkerTransitions:
         if worker.action is not None or worker.state in (S.starting, S.active):
             return
         if worker.state is S.draining and worker.drain_started_at is not None and not worker.held:
-            state.counters.drain_s.add(state.counters.now - worker.drain_started_at)
+            state.counters.drain_s.add(state.now - worker.drain_started_at)
             worker.drain_started_at = None
         # An attached engine is left as it is when its worker is removed.
         ours = state.rules.ownership.sleep is Owner.trimtab and (spec.startable or not worker.leaving)
@@ -237,7 +235,7 @@ class WorkerTransitions:
         if not worker.started:
             self.transition(worker, S.starting, reason)
             worker.started = True  # there may be a process to stop from now on
-            self.start_action(worker, WorkerVerb.start, reason, self.state.counters.version)
+            self.start_action(worker, WorkerVerb.start, reason, self.state.version)
         elif worker.asleep:
             self.transition(worker, S.starting, reason)
             self.start_action(worker, WorkerVerb.wake, reason)
@@ -262,12 +260,12 @@ class WorkerTransitions:
         elif worker.leaving or worker.reclaimed:
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, why))
             self.drain(worker, Reason(ReasonCode.taken, "it must not serve any more"), 0.0)
-        elif not worker.was_lost and reported == state.counters.version == state.rules.version:
+        elif not worker.was_lost and reported == state.version == state.rules.version:
             worker.version = reported
             self.to_active(worker, Reason(ReasonCode.current, f"{why}; version {reported}, as the trainer's"))
         else:
             text = "it reports no version" if reported is None else f"it reports version {reported}"
-            sentence = f"{why}; {text}, but version {state.counters.version} is not confirmed"
+            sentence = f"{why}; {text}, but version {state.version} is not confirmed"
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, sentence))
             self.request_refit(worker)
 
@@ -283,9 +281,9 @@ class WorkerTransitions:
         elif worker.version is None and not worker.spec.sleep_keeps_weights:
             self.transition(worker, S.empty, Reason(ReasonCode.emptied, f"{why}; its weights were discarded"))
             self.request_refit(worker)
-        elif worker.version is None or worker.version != state.counters.version:
+        elif worker.version is None or worker.version != state.version:
             has = "its weights are unknown" if worker.version is None else f"it has version {worker.version}"
-            sentence = f"{why}; {has}, the trainer is at {state.counters.version}"
+            sentence = f"{why}; {has}, the trainer is at {state.version}"
             self.transition(worker, S.stale, Reason(ReasonCode.outdated, sentence))
             self.request_refit(worker)
         elif worker.paused:
@@ -311,8 +309,8 @@ class WorkerTransitions:
         state = self.state
         assert verb not in (WorkerVerb.sleep, WorkerVerb.stop) or not worker.held or worker.state is S.lost, worker.id
         worker.attempt += 1
-        deadline = state.counters.now + self._allowed_s(verb)
-        worker.action = OngoingAction(verb, worker.attempt, state.counters.now, deadline, version)
+        deadline = state.now + self._allowed_s(verb)
+        worker.action = OngoingAction(verb, worker.attempt, state.now, deadline, version)
         worker.retry_at = None
         worker.paused = worker.paused or verb is WorkerVerb.pause  # even if it is never confirmed
         state.touch("w", worker.id)
@@ -345,7 +343,7 @@ class WorkerTransitions:
                 Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried"),
             )
             return
-        worker.retry_at = self.state.counters.now + rules.back_off_s * 2 ** (worker.failures - 1)
+        worker.retry_at = self.state.now + rules.back_off_s * 2 ** (worker.failures - 1)
         self.state.touch("w", worker.id)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -357,7 +355,7 @@ class WorkerTransitions:
             return
         waits = worker.state in (S.stale, S.empty) and state.will_serve(worker)
         if waits and worker.action is None and worker.retry_at is None:
-            version = state.counters.version
+            version = state.version
             self.start_action(
                 worker, WorkerVerb.refit, Reason(ReasonCode.refitting, f"it needs version {version}"), version
             )
@@ -373,7 +371,7 @@ class WorkerTransitions:
 
     def activate(self, worker: RolloutWorker) -> None:
         """Serve, after a resume where trimtab paused it."""
-        if worker.state not in (S.stale, S.empty) or worker.version != self.state.counters.version:
+        if worker.state not in (S.stale, S.empty) or worker.version != self.state.version:
             return
         if worker.paused:
             if worker.action is None:
@@ -398,7 +396,7 @@ class WorkerTransitions:
     def to_active(self, worker: RolloutWorker, reason: Reason) -> None:
         """The only transition to ACTIVE."""
         assert worker.version is not None, worker.id
-        assert worker.version == self.state.counters.version, worker.id
+        assert worker.version == self.state.version, worker.id
         assert not worker.was_lost, worker.id
         if worker.action is not None and worker.action.verb is WorkerVerb.refit:
             worker.action = None

@@ -22,9 +22,8 @@ from trimtab.model.pipeline import (
     PipelineStage,
     Schedule,
 )
-from trimtab.plan.partition.order import first_order, improve, lower_bound
+from trimtab.plan.partition.order import by_prices, first_order, improve, lower_bound
 from trimtab.plan.partition.paths import PathFinder, least_latency
-from trimtab.plan.partition.prices import by_prices
 from trimtab.plan.partition.reach import (
     DeviceVectors,
     allowed,
