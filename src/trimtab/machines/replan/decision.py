@@ -204,11 +204,7 @@ def cost_of(
 
 
 def weigh(
-    comparison: PlanComparison,
-    costs: Sequence[tuple[float, bool]],
-    rules: ReplanRules,
-    horizon: int,
-    why: Reason,
+    comparison: PlanComparison, costs: Sequence[tuple[float, bool]], rules: ReplanRules, horizon: int, why: Reason
 ) -> ReplanDecision:
     """Keep or migrate; `costs` are those of each candidate, `why` is the reason for a migration that pays."""
     numbers = DecisionNumbers(iteration_s=comparison.seconds, horizon=horizon, margin=rules.margin)

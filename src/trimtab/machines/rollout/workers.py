@@ -339,8 +339,7 @@ class WorkerTransitions:
         if worker.failures >= rules.tries:
             worker.disabled = True
             self.warn(
-                worker,
-                Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried"),
+                worker, Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried")
             )
             return
         worker.retry_at = self.state.now + rules.back_off_s * 2 ** (worker.failures - 1)

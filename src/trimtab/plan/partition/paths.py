@@ -422,10 +422,7 @@ class LabelSearch:
             if a == 0:
                 return tuple(reversed(out))
             b, code = a, before
-            t = min(
-                range(self.space.classes),
-                key=lambda u: _cost_of(self.ended[b][u], code) + self.paths.cut[b, u, t],
-            )
+            t = min(range(self.space.classes), key=lambda u: _cost_of(self.ended[b][u], code) + self.paths.cut[b, u, t])
 
 
 def _cost_of(labels: PathLabels, code: int) -> float:

@@ -249,12 +249,7 @@ def lay_out(strips: tuple[RankStrip, ...], nodes: tuple[int, ...]) -> tuple[int,
                     state = (mask | 1 << i, start + strip.size)
                     if (i, start) not in torn:
                         torn[i, start] = straddles(strip, start, edges)
-                    value = (
-                        cost + torn[i, start],
-                        gap + start - position,
-                        (*order, i),
-                        (*starts, start),
-                    )
+                    value = (cost + torn[i, start], gap + start - position, (*order, i), (*starts, start))
                     if state not in following or value < following[state]:
                         following[state] = value
         states = following

@@ -65,8 +65,7 @@ class LoadSample:
     def __post_init__(self) -> None:
         if self.capacity < 1:
             raise InputError(
-                f"capacity is {self.capacity}: a worker takes at least one request",
-                where="the load sample",
+                f"capacity is {self.capacity}: a worker takes at least one request", where="the load sample"
             )
         if not 0 <= self.min_workers <= self.max_workers:
             raise InputError(

@@ -127,13 +127,7 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
         )
     if not sample.fresh:
         return _result(
-            state,
-            pattern,
-            stream_memory,
-            sample,
-            sample.serving,
-            ReasonCode.load_unknown,
-            "the load is not known",
+            state, pattern, stream_memory, sample, sample.serving, ReasonCode.load_unknown, "the load is not known"
         )
     interval_s, rent_s = config.monitoring_interval, _rent_s(sample)
     pattern, stream_memory = pattern.look(sample, interval_s, rent_s), stream_memory.look(sample)
