@@ -89,13 +89,13 @@ def _why(address: str | None, watch: float | None, at_most: float, form: Format)
 
     lookout = _lookout(address)
     if watch is None:
-        survey = lookout.look()
-        found = diagnose(survey)
+        snapshot = lookout.look()
+        found = diagnose(snapshot)
     elif form is Format.text:
         return _watch_text(lookout, watch, at_most)
     else:  # for programs: one answer, once nothing waits or the time is over
-        *_, (survey, found) = _looks(lookout, watch, at_most)
-    answer(why_text.as_data(survey, found), form, lambda: why_text.print_why(survey, found))
+        *_, (snapshot, found) = _looks(lookout, watch, at_most)
+    answer(why_text.as_data(snapshot, found), form, lambda: why_text.print_why(snapshot, found))
     return found.never > 0
 
 
@@ -115,16 +115,16 @@ def _looks(lookout: GcsReader, every_s: float, at_most_s: float) -> Iterator[tup
     end = time.monotonic() + at_most_s
     first_seen: dict[str, float] = {}
     while True:
-        survey = lookout.look()
+        snapshot = lookout.look()
         waiting = tuple(
             one
             if one.since is not None
-            else replace(one, since=first_seen.setdefault(one.id, survey.at), at_least=True)
-            for one in survey.waiting
+            else replace(one, since=first_seen.setdefault(one.id, snapshot.at), at_least=True)
+            for one in snapshot.waiting
         )
-        survey = replace(survey, waiting=waiting)
-        found = diagnose(survey)
-        yield survey, found
+        snapshot = replace(snapshot, waiting=waiting)
+        found = diagnose(snapshot)
+        yield snapshot, found
         left = end - time.monotonic()
         if not found.waits or left <= 0:
             return
@@ -145,17 +145,19 @@ def _watch_text(lookout: GcsReader, every_s: float, at_most_s: float) -> bool:
         if out.is_terminal:
             screen = Console(highlight=False)  # lines are folded, where `out` would have the view cut them
             with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
-                for survey, found in _looks(lookout, every_s, at_most_s):
+                for snapshot, found in _looks(lookout, every_s, at_most_s):
                     never = found.never > 0
-                    line = Text(f"\n{clock(survey.at)}, every {every_s:g} s; Ctrl-C ends", style="dim")
-                    live.update(Group(why_text.picture(survey, found), line), refresh=True)
+                    line = Text(f"\n{clock(snapshot.at)}, every {every_s:g} s; Ctrl-C ends", style="dim")
+                    live.update(Group(why_text.picture(snapshot, found), line), refresh=True)
         else:
-            for survey, found in _looks(lookout, every_s, at_most_s):
+            for snapshot, found in _looks(lookout, every_s, at_most_s):
                 never = found.never > 0
-                seen = [(one.cause, one.never, one.count, [each.id for each in one.who]) for one in found.findings]
+                seen = [
+                    (one.cause, one.never, one.count, [each.id for each in one.workloads]) for one in found.findings
+                ]
                 if seen != before:
-                    out.print(f"-- {clock(survey.at)}", markup=False)
-                    why_text.print_why(survey, found)
+                    out.print(f"-- {clock(snapshot.at)}", markup=False)
+                    why_text.print_why(snapshot, found)
                 before = seen
     except KeyboardInterrupt:
         pass
@@ -182,12 +184,12 @@ def _would_fit(job: Path, overrides: list[str], profile: Path | None, address: s
         raise
     assert outcome.best is not None
     plan = to_plan(space, outcome.best)
-    survey = _lookout(address).look()
-    found = would_fit(job.name, loaded.job, plan, survey)
+    snapshot = _lookout(address).look()
+    found = would_fit(job.name, loaded.job, plan, snapshot)
     answer(
-        why_text.would_fit_data(survey, str(job), plan.describe(), found),
+        why_text.would_fit_data(snapshot, str(job), plan.describe(), found),
         form,
-        lambda: why_text.print_would_fit(survey, job.name, plan.describe(), found),
+        lambda: why_text.print_would_fit(snapshot, job.name, plan.describe(), found),
     )
     return not found.ever
 

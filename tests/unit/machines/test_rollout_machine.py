@@ -222,7 +222,7 @@ def test_only_an_explicit_key_makes_two_requests_one() -> None:
     assert [(one.request, one.of, one.tokens) for one in out] == [("a", "", 5), ("b", "a", 5)]
     (late,) = bench.ask("d", key="k")
     assert (late.of, late.tokens) == ("a", 5)
-    with pytest.raises(InputError, match="asks something else"):
+    with pytest.raises(InputError, match="has another prompt or limit"):
         bench.ask("f", key="k", max_tokens=7)
 
 
@@ -879,15 +879,15 @@ def test_a_request_of_which_engines_die_is_not_given_to_all_of_them() -> None:
     bench = Bench(5, retries=10, poison_count=3)
     bench.ask()
     for attempt in (1, 2):
-        out = bench.tell(e.AttemptFailed("r", attempt, 0, "connection reset", gone=True))
+        out = bench.tell(e.AttemptFailed("r", attempt, 0, "connection reset", engine_died=True))
         assert "SendRequest" in kinds(out)
     (answer,) = (
         one
-        for one in bench.tell(e.AttemptFailed("r", 3, 0, "connection reset", gone=True))
+        for one in bench.tell(e.AttemptFailed("r", 3, 0, "connection reset", engine_died=True))
         if kinds([one]) == ["AnswerRequest"]
     )
     assert (answer.end, answer.reason.code) == (End.failed, ReasonCode.retries_used)
-    assert "3 engines in a row were gone before its first token" in answer.reason.sentence
+    assert "3 engines in a row died before its first token" in answer.reason.sentence
 
 
 def test_an_engine_that_dies_after_a_token_is_not_held_against_the_request() -> None:
@@ -895,14 +895,16 @@ def test_an_engine_that_dies_after_a_token_is_not_held_against_the_request() -> 
     bench.ask()
     for attempt in range(1, 8):
         bench.tell(e.TokensStreamed("r", attempt, 1))
-        assert "SendRequest" in kinds(bench.tell(e.AttemptFailed("r", attempt, 1, "connection reset", gone=True)))
+        assert "SendRequest" in kinds(
+            bench.tell(e.AttemptFailed("r", attempt, 1, "connection reset", engine_died=True))
+        )
 
 
 def test_a_drain_by_hand_has_all_the_time_it_was_given() -> None:
     bench = Bench(2, drain_s=10.0, abort_s=5.0)
     bench.ask()
     worker = bench.send().worker
-    bench.tell(e.WorkerReclaimed(worker, 100.0, "by hand", patient=True))
+    bench.tell(e.WorkerReclaimed(worker, 100.0, "by hand", full_notice=True))
     assert bench.wait(90.0) == []
     assert kinds(bench.wait(6.0)) == ["AbortAttempt"]
 

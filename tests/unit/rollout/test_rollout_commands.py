@@ -224,7 +224,7 @@ def test_the_doctor_finds_the_engine_that_was_killed(
     code, out, _ = call("doctor")
     assert code == 4
     assert "ENGINE_LOST" in out
-    assert "start it again at the same address" in out
+    assert "restart it at the same address" in out
     code, out, _ = call("doctor", "--format", "json")
     data = json.loads(out)
     assert (code, data["health"], data["findings"][0]["who"]) == (4, "fault", ["second"])

@@ -219,7 +219,7 @@ def doctor(
         client = _client(url, token_file)
         found, of_what = _examined(client), client.at.url
     answer(rollout_text.doctor_data(found, of_what), form, lambda: rollout_text.print_findings(found, of_what))
-    worst = {one.weight for one in found}
+    worst = {one.severity for one in found}
     if Severity.fault in worst:
         raise typer.Exit(UnreachableError.exit_status)
     if Severity.stuck in worst:

@@ -55,16 +55,16 @@ def story_data(name: str, answer: Data, status: Data) -> dict[str, Any]:
 
 def finding_data(finding: RolloutFinding) -> dict[str, Any]:
     return {
-        "cause": finding.ailment.value,
-        "weight": finding.weight.value,
-        "who": list(finding.who),
+        "cause": finding.issue.value,
+        "weight": finding.severity.value,
+        "who": list(finding.affected),
         "sentence": finding.sentence,
-        "do": finding.do,
+        "do": finding.fix,
     }
 
 
 def doctor_data(found: Sequence[RolloutFinding], of_what: str) -> dict[str, Any]:
-    weights = {weight.value: sum(finding.weight is weight for finding in found) for weight in Severity}
+    weights = {weight.value: sum(finding.severity is weight for finding in found) for weight in Severity}
     worst = next((weight.value for weight in Severity if weights[weight.value]), "healthy")
     return {"of": of_what, "health": worst, "counts": weights, "findings": [finding_data(finding) for finding in found]}
 
@@ -300,11 +300,11 @@ def print_findings(found: Sequence[RolloutFinding], of_what: str) -> None:
     if not found:
         out.print(f"{of_what}: no problems found", markup=False)
         return
-    counts = [f"{sum(finding.weight is weight for finding in found)} {weight.value}" for weight in Severity]
+    counts = [f"{sum(finding.severity is weight for finding in found)} {weight.value}" for weight in Severity]
     out.print(f"{of_what}: {', '.join(words for words in counts if not words.startswith('0 '))}", markup=False)
     for finding in found:
         out.print()
-        colour = WEIGHT_COLOURS[finding.weight]
+        colour = WEIGHT_COLOURS[finding.severity]
         text = escape(finding.sentence).replace("\n", "\n  ")
-        out.print(f"[{colour}]{finding.weight.value}[/] [bold]{finding.ailment.value}[/]  {text}")
-        out.print(f"  do: {finding.do}", markup=False)
+        out.print(f"[{colour}]{finding.severity.value}[/] [bold]{finding.issue.value}[/]  {text}")
+        out.print(f"  do: {finding.fix}", markup=False)

@@ -25,46 +25,46 @@ MARGIN = 6  # without the 2 characters between columns
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def as_data(survey: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
+def as_data(snapshot: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
     """The data of `trimtab why`. Times are seconds since 1970; amounts are Ray's, memory in bytes."""
     return {
         "status": "never" if found.never else "waits" if found.waits else "nothing waits",
         "waits": found.waits,
         "never": found.never,
-        "address": survey.address,
-        "at": survey.at,
-        "findings": [finding_data(survey, finding) for finding in found.findings],
-        "notes": [{"code": note.remark.value, "sentence": note.sentence} for note in found.notes],
-        "nodes": [_node_data(node) for node in survey.nodes],
+        "address": snapshot.address,
+        "at": snapshot.at,
+        "findings": [finding_data(snapshot, finding) for finding in found.findings],
+        "notes": [{"code": note.kind.value, "sentence": note.sentence} for note in found.notes],
+        "nodes": [_node_data(node) for node in snapshot.nodes],
     }
 
 
-def finding_data(survey: GcsSnapshot, finding: Finding) -> dict[str, Any]:
+def finding_data(snapshot: GcsSnapshot, finding: Finding) -> dict[str, Any]:
     return {
         "cause": finding.cause.value,
         "never": finding.never,
         "sentence": finding.sentence,
         "count": finding.count,
         "since": finding.since,
-        "waits_s": None if finding.since is None else max(0.0, survey.at - finding.since),
-        "who": [_waiting_data(survey, workload) for workload in finding.who],
-        "followers": [_waiting_data(survey, workload) for workload in finding.followers],
+        "waits_s": None if finding.since is None else max(0.0, snapshot.at - finding.since),
+        "who": [_waiting_data(snapshot, workload) for workload in finding.workloads],
+        "followers": [_waiting_data(snapshot, workload) for workload in finding.followers],
         "asked": finding.asked.floats(),
         "nodes": [_row_data(row) for row in finding.rows],
-        "helps": list(finding.frees),
+        "helps": list(finding.remedies),
         "blockers": list(finding.blockers),
     }
 
 
-def would_fit_data(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -> dict[str, Any]:
+def would_fit_data(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit) -> dict[str, Any]:
     """What `trimtab why --would-fit` answers."""
     return {
         "job": job,
         "plan": plan,
         "fits_now": found.now,
         "fits_ever": found.ever,
-        "address": survey.address,
-        "at": survey.at,
+        "address": snapshot.address,
+        "at": snapshot.at,
         "groups": [
             {
                 "components": group_fit.group.name,
@@ -78,23 +78,23 @@ def would_fit_data(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) ->
             }
             for group_fit in found.groups
         ],
-        "finding": None if found.finding is None else finding_data(survey, found.finding),
+        "finding": None if found.finding is None else finding_data(snapshot, found.finding),
         "notes": list(found.notes),
     }
 
 
-def _waiting_data(survey: GcsSnapshot, workload: PendingWorkload) -> dict[str, Any]:
-    job = survey.job(workload.job)
+def _waiting_data(snapshot: GcsSnapshot, workload: PendingWorkload) -> dict[str, Any]:
+    job = snapshot.job(workload.job)
     return {
         "id": workload.id,
         "kind": workload.kind.value,
         "name": workload.name,
-        "class": workload.like if workload.kind is WorkloadKind.actor else None,
+        "class": workload.class_name if workload.kind is WorkloadKind.actor else None,
         "stage": workload.stage.value,
         "since": workload.since,
         "since_is": "unknown" if workload.since is None else "first seen" if workload.at_least else "told by Ray",
         "count": workload.count,
-        "asks": [_ask_data(ask) for ask in workload.asks],
+        "asks": [_ask_data(request) for request in workload.requests],
         "strategy": workload.strategy.value if workload.kind is WorkloadKind.group else None,
         "group": workload.group,
         "bundle": workload.bundle,
@@ -103,9 +103,9 @@ def _waiting_data(survey: GcsSnapshot, workload: PendingWorkload) -> dict[str, A
     }
 
 
-def _ask_data(ask: ResourceRequest) -> dict[str, Any]:
-    labels = [[str(label) for label in selector] for selector in ask.labels]
-    return {"amounts": ask.amounts.floats(), "labels": labels, "node": ask.node}
+def _ask_data(request: ResourceRequest) -> dict[str, Any]:
+    labels = [[str(label) for label in selector] for selector in request.labels]
+    return {"amounts": request.amounts.floats(), "labels": labels, "node": request.node}
 
 
 def _row_data(row: NodeFit) -> dict[str, Any]:
@@ -135,27 +135,27 @@ def _node_data(node: NodeSnapshot) -> dict[str, Any]:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def print_why(survey: GcsSnapshot, found: Diagnosis) -> None:
-    show(picture(survey, found))
+def print_why(snapshot: GcsSnapshot, found: Diagnosis) -> None:
+    show(picture(snapshot, found))
 
 
-def picture(survey: GcsSnapshot, found: Diagnosis) -> RenderableType:
+def picture(snapshot: GcsSnapshot, found: Diagnosis) -> RenderableType:
     """The causes, worst first, as a renderable."""
-    parts: list[RenderableType] = [_headline(survey, found)]
-    jobs = {workload.job for finding in found.findings for workload in finding.who}
+    parts: list[RenderableType] = [_headline(snapshot, found)]
+    jobs = {workload.job for finding in found.findings for workload in finding.workloads}
     for finding in found.findings:
-        parts += [Text(), _finding(survey, finding)]
+        parts += [Text(), _finding(snapshot, finding)]
         if len(jobs) > 1:
-            parts += _requested_by(survey, finding.who[0].job, MARGIN + 2)
+            parts += _requested_by(snapshot, finding.workloads[0].job, MARGIN + 2)
     if found.notes:
         parts.append(Text())
         parts += [_line(f"[dim]note[/]    {escape(note.sentence)}") for note in found.notes]
     if len(jobs) == 1:
-        parts += [Text(), *_requested_by(survey, jobs.pop())]
+        parts += [Text(), *_requested_by(snapshot, jobs.pop())]
     return Group(*parts)
 
 
-def print_would_fit(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
+def print_would_fit(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
     if found.now:
         verdict = "[bold green]fits now[/]"
     elif found.ever:
@@ -167,30 +167,31 @@ def print_would_fit(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -
     for heading in ("group", "asks", "now", "nodes empty"):
         table.add_column(heading)
     for group_fit in found.groups:
-        asks = (
+        requests = (
             f"{group_fit.group.gpus} gpu"
             if group_fit.group.gpus
-            else str(total([ask.amounts for ask in group_fit.group.asks]))
+            else str(total([request.amounts for request in group_fit.group.requests]))
+        )
         )
         if group_fit.group.block > 1:
-            asks += f", {group_fit.group.block} of them on one node"
+            requests += f", {group_fit.group.block} of them on one node"
         now = f"fits on {_names(group_fit.nodes)}" if group_fit.now else f"lacks {group_fit.lacks_now}"
         table.add_row(
             escape(group_fit.group.name),
-            asks,
+            requests,
             escape(now),
             "fits" if group_fit.ever else f"lacks {group_fit.lacks_ever}",
         )
     parts += [Text(), table]
     if found.finding is not None:
-        parts += [Text(), _finding(survey, found.finding, heading=False)]
+        parts += [Text(), _finding(snapshot, found.finding, heading=False)]
     parts += [_line(f"[dim]note[/]    {escape(note)}") for note in found.notes]
     show(Group(*parts))
 
 
-def _headline(survey: GcsSnapshot, found: Diagnosis) -> Text:
-    nodes = f"{len(survey.nodes)} nodes" if len(survey.nodes) != 1 else "1 node"
-    where = f"[dim]({escape(survey.address)}, {nodes})[/]"
+def _headline(snapshot: GcsSnapshot, found: Diagnosis) -> Text:
+    nodes = f"{len(snapshot.nodes)} nodes" if len(snapshot.nodes) != 1 else "1 node"
+    where = f"[dim]({escape(snapshot.address)}, {nodes})[/]"
     if not found.waits:
         return _line(f"[bold green]Nothing waits.[/] {where}")
     soon = sum(finding.count for finding in found.findings if finding.cause in UNDER_WAY)
@@ -202,7 +203,7 @@ def _headline(survey: GcsSnapshot, found: Diagnosis) -> Text:
     return _line(f"{', '.join(parts)} {where}")
 
 
-def _finding(survey: GcsSnapshot, finding: Finding, *, heading: bool = True) -> RenderableType:
+def _finding(snapshot: GcsSnapshot, finding: Finding, *, heading: bool = True) -> RenderableType:
     """A word in the margin; beside it what waits, why, node by node, and what helps."""
     word, colour = ("WAITS", "yellow")
     if finding.never:
@@ -211,11 +212,11 @@ def _finding(survey: GcsSnapshot, finding: Finding, *, heading: bool = True) -> 
         word, colour = ("STARTS", "green")
     parts: list[RenderableType] = []
     if heading:
-        parts.append(_line(f"[bold]{escape(_who(finding))}[/]{_since(survey, finding)}"))
+        parts.append(_line(f"[bold]{escape(_who(finding))}[/]{_since(snapshot, finding)}"))
     parts += [_line(f"[bold]{finding.cause.value}[/]: {escape(finding.sentence)}"), *_nodes(finding)]
     helps = Table.grid(padding=(0, 2, 0, 0))
     helps.add_column(style="dim", justify="right")
-    for number, way in enumerate(finding.frees):
+    for number, way in enumerate(finding.remedies):
         helps.add_row("or" if number else "helps", escape(way))
     if finding.followers:
         helps.add_row("behind it", escape(_names([workload.name for workload in finding.followers])))
@@ -227,8 +228,8 @@ def _finding(survey: GcsSnapshot, finding: Finding, *, heading: bool = True) -> 
     return margin
 
 
-def _requested_by(survey: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
-    job = survey.job(id)
+def _requested_by(snapshot: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
+    job = snapshot.job(id)
     if job is None or not job.command:
         return []
     by = f"requested by {job.command} (process {job.pid} on {job.address})"
@@ -238,8 +239,8 @@ def _requested_by(survey: GcsSnapshot, id: str, margin: int = 0) -> list[Rendera
 def _who(finding: Finding) -> str:
     """The waiting workloads; two that block each other side by side."""
     sides: dict[tuple[WorkloadKind, str, str], list[PendingWorkload]] = {}
-    for workload in finding.who:
-        sides.setdefault((workload.kind, workload.job, workload.like), []).append(workload)
+    for workload in finding.workloads:
+        sides.setdefault((workload.kind, workload.job, workload.class_name), []).append(workload)
     return " and ".join(_alike(alike) for alike in sides.values())
 
 
@@ -255,23 +256,23 @@ def _alike(who: Sequence[PendingWorkload]) -> str:
     names = list(dict.fromkeys(workload.name or workload.id[:12] for workload in who))
     if number == 1:
         text = f"{sort} {names[0]}"
-        if first.kind is WorkloadKind.actor and first.like != first.name:
-            text += f" ({first.like})"
+        if first.kind is WorkloadKind.actor and first.class_name != first.name:
+            text += f" ({first.class_name})"
     else:
         text = f"{number} {sort}s {_names(names)}"
     if first.kind is WorkloadKind.group:
-        bundles = len(first.asks)
+        bundles = len(first.requests)
         text += f" ({'1 bundle' if bundles == 1 else f'{bundles} bundles, {first.strategy.value}'})"
-    elif first.asks and first.asks[0].amounts:
-        text += f", {first.asks[0].amounts}" + (" each" if number > 1 else "")
+    elif first.requests and first.requests[0].amounts:
+        text += f", {first.requests[0].amounts}" + (" each" if number > 1 else "")
     return text
 
 
-def _since(survey: GcsSnapshot, finding: Finding) -> str:
+def _since(snapshot: GcsSnapshot, finding: Finding) -> str:
     if finding.since is None:
         return " [dim]for an unknown time[/]"
-    at_least = "at least " if any(workload.at_least for workload in finding.who) else ""
-    return f" [dim]for {at_least}{span(survey.at - finding.since)}[/]"
+    at_least = "at least " if any(workload.at_least for workload in finding.workloads) else ""
+    return f" [dim]for {at_least}{span(snapshot.at - finding.since)}[/]"
 
 
 def _nodes(finding: Finding) -> list[RenderableType]:

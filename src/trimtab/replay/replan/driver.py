@@ -103,7 +103,7 @@ class ReplanReplay:
     ) -> None:
         self._decider, self._truth, self._reality = decider, truth, truth.reality
         self._nodes, self._agenda, self._before = nodes_of(truth.reality)
-        self._books = ReplanInvariants.of(decider.sited, rules)
+        self._books = ReplanInvariants.of(decider.placed_plan, rules)
         self._saved = _SavedState(truth.reality.save_every)
         self._todo: e.RunMigrationStage | e.RollBackMigration | None = None
         self._gone = False  # processes of the plan in place are lost: it has to be left, also if the node comes back
@@ -118,7 +118,7 @@ class ReplanReplay:
     def run(self) -> ReplanOutcome:
         """To its end. InvariantError where anything happens that must not."""
         reality, books = self._reality, self._books
-        first = self._decider.sited.plan.describe()
+        first = self._decider.placed_plan.plan.describe()
         self._tell(e.RunResumed(0, reality.iterations))
         finished = True
         while books.counted < reality.iterations:
@@ -142,7 +142,7 @@ class ReplanReplay:
             self._moves,
             {name: books.spent.get(name, 0.0) for name in (TRAINS, MOVES, AGAIN, WAITS)},
             first,
-            self._decider.sited.plan.describe(),
+            self._decider.placed_plan.plan.describe(),
             finished,
             books.void,
             books.decisions,
@@ -190,7 +190,7 @@ class ReplanReplay:
 
     @property
     def _stands(self) -> bool:
-        return not self._gone and self._decider.sited.on(self._nodes.cluster) is not None
+        return not self._gone and self._decider.placed_plan.on(self._nodes.cluster) is not None
 
     def _change(self, happens: list[ScheduledNodeEvent]) -> bool:
         """Nodes join, drain or go; True where GPUs went that the run sits on."""
@@ -205,7 +205,7 @@ class ReplanReplay:
         gone = tuple(before - set(self._nodes.there))
         lost = self._sits_on(gone)
         if lost:
-            self._gone = self._gone or self._decider.sited.uses(gone)
+            self._gone = self._gone or self._decider.placed_plan.uses(gone)
             self._lose()
         self._tell(event)
         if self._decider.stopped is not None and event.why is e.ClusterChangeCause.joined:
@@ -215,7 +215,7 @@ class ReplanReplay:
     def _sits_on(self, nodes: tuple[str, ...]) -> bool:
         to = self._decider.moving_to
         placed = to is not None and self._books.stages > list(MigrationStage).index(MigrationStage.place)
-        return self._decider.sited.uses(nodes) or (placed and to is not None and to.uses(nodes))
+        return self._decider.placed_plan.uses(nodes) or (placed and to is not None and to.uses(nodes))
 
     def _lose(self) -> None:
         """Processes are lost: the run goes back to its last state."""
@@ -240,7 +240,7 @@ class ReplanReplay:
     def _iterate(self) -> None:
         number = self._books.counted + 1
         self._books.iterates(number, self._nodes.cluster)
-        one = self._truth.measured(self._decider.sited.plan, number, self._cold)
+        one = self._truth.measured(self._decider.placed_plan.plan, number, self._cold)
         if not self._pass(one.wall_s, TRAINS):
             return
         self._walls.append(one.wall_s)
@@ -333,7 +333,7 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
     walls: list[float] = []
     moves: list[SimulatedMigration] = []
     waited = 0.0
-    now, sited, first = 0.0, None, ""
+    now, placed_plan, first = 0.0, None, ""
 
     def until(at: float) -> None:
         while (due := agenda.first()) is not None and due <= at:
@@ -350,12 +350,12 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
                 break
             waited, now = waited + due - now, due
             continue
-        if sited is not None and not best.same_as(sited):
+        if placed_plan is not None and not best.same_as(placed_plan):
             moves.append(SimulatedMigration(number - 1, "FREE", best.plan.describe(), False, True, 0.0))
-        sited, first = best, first or best.plan.describe()
+        placed_plan, first = best, first or best.plan.describe()
         walls.append(truth.seconds(best.plan, number, cold=number == 1))
         now += walls[-1]
-    last = sited.plan.describe() if sited is not None else ""
+    last = placed_plan.plan.describe() if placed_plan is not None else ""
     spent = {TRAINS: sum(walls), MOVES: 0.0, AGAIN: 0.0, WAITS: waited}
     return ReplanOutcome(now, walls, moves, spent, first, last, len(walls) == truth.reality.iterations)
 

@@ -45,7 +45,7 @@ class ReplanDecider(Protocol):
         """Raise AssertionError where its own books are untrue."""
 
     @property
-    def sited(self) -> PlacedPlan:
+    def placed_plan(self) -> PlacedPlan:
         """The plan in place."""
 
     @property
@@ -79,10 +79,10 @@ class ReplanInvariants:
     spent: dict[str, float] = field(default_factory=dict)  # seconds, by what the run did in them
 
     @classmethod
-    def of(cls, sited: PlacedPlan, rules: ReplanRules) -> ReplanInvariants:
+    def of(cls, placed_plan: PlacedPlan, rules: ReplanRules) -> ReplanInvariants:
         """The books of a run that begins."""
-        names = [one.name for one in sited.plan.components]
-        return cls(rules, {n: sited.seats_of(n) for n in names}, {n: sited.company(n) for n in names})
+        names = [one.name for one in placed_plan.plan.components]
+        return cls(rules, {n: placed_plan.slots_of(n) for n in names}, {n: placed_plan.group_of(n) for n in names})
 
     # ---- what happens ----
 
@@ -161,9 +161,9 @@ class ReplanInvariants:
             raise InvariantError(f"nothing was decided after iteration {event.iteration.number}")
         if decider.iterations != self.counted:
             raise InvariantError(f"{decider.iterations} iterations are counted, and {self.counted} were run")
-        sited = decider.sited
+        placed_plan = decider.placed_plan
         for name, seats in self.seats.items():
-            if sited.seats_of(name) != seats or sited.company(name) != self.company[name]:
+            if placed_plan.slots_of(name) != seats or placed_plan.group_of(name) != self.company[name]:
                 raise InvariantError(f"{name} is said to be elsewhere than it is, and no move has arrived")
 
     def _heard(self, said: e.ReplanInstruction) -> None:

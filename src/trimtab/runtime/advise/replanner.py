@@ -187,7 +187,7 @@ class Adviser:
 
     def _seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
         levels = {name: one.level * factors.get(name, 1.0) for name, one in self.estimates().items()}
-        return self.machine.watch.planner.seconds(plan, levels)
+        return self.machine.drift.planner.seconds(plan, levels)
 
 
 def placement_now(loaded: LoadedJob) -> Plan:

@@ -2,7 +2,7 @@
 
 Only translates: asks nobody and decides nothing. Numbers of states are those of Ray's records (`gcs.proto`). Ray tells
 each amount that belongs to a placement group under names of its own, for the group and for the bundle; those names end
-here. Called by `survey.py`.
+here. Called by `snapshot.py`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def group_holders(group: Any, living: set[str]) -> list[ResourceHolder]:
             held.setdefault(str(node), []).append(amounts(bundle.unit_resources))
     id, job = group.placement_group_id.hex(), group.creator_job_id.hex()
     return [
-        ResourceHolder(id, WorkloadKind.group, group.name, node, total(each), job, like=_stem(group.name))
+        ResourceHolder(id, WorkloadKind.group, group.name, node, total(each), job, class_name=_stem(group.name))
         for node, each in held.items()
     ]
 
@@ -175,16 +175,16 @@ def actor_holders(actor: Any, living: set[str]) -> list[ResourceHolder]:
     needs = ResourceNeeds.of(held)
     if not needs.amounts:
         return []
-    id, job, like = actor.actor_id.hex(), actor.job_id.hex(), actor.class_name
+    id, job, class_name = actor.actor_id.hex(), actor.job_id.hex(), actor.class_name
     return [
         ResourceHolder(
             id,
             WorkloadKind.actor,
-            actor.name or like,
+            actor.name or class_name,
             str(node),
             needs.amounts,
             job,
-            like,
+            class_name,
             needs.group,
             needs.bundle,
             tuple(sorted(gpus)),
@@ -204,7 +204,7 @@ def group_waiting(group: Any) -> PendingWorkload | None:
     if group.state not in (0, 1, 4):  # pending, prepared, to be placed again
         return None
     again = group.state == 4
-    asks = tuple(
+    requests = tuple(
         ResourceRequest(
             amounts(one.unit_resources),
             (_selectors(one.label_selector),) if one.label_selector else (),
@@ -216,14 +216,14 @@ def group_waiting(group: Any) -> PendingWorkload | None:
         id=group.placement_group_id.hex(),
         kind=WorkloadKind.group,
         name=group.name,
-        asks=asks,
+        requests=requests,
         strategy=list(PlacementStrategy)[
             group.strategy
         ],  # Ray's order is ours: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD
         since=None if again else group.stats.creation_request_received_ns / 1e9 or None,
         job=group.creator_job_id.hex(),
-        like=_stem(group.name),
-        began_over=again,
+        class_name=_stem(group.name),
+        restarted=again,
     )
 
 
@@ -242,9 +242,9 @@ def actors_waiting(
     left = Counter(requests)
     marked = []
     for one in sorted(waiting, key=lambda one: -(one.since or now)):  # the oldest are the first to leave the queue
-        shape = DemandShape(ResourceNeeds(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)
-        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not PendingStage.room
-        if one.stage is PendingStage.room:
+        shape = DemandShape(ResourceNeeds(one.requests[0].amounts, one.group, one.bundle), one.requests[0].labels)
+        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not PendingStage.resources
+        if one.stage is PendingStage.resources:
             left[shape] -= 1
         bound = not queued and _bound(one, totals, now)
         marked.append(replace(one, queued=queued, pinned=one.node if bound else None))
@@ -262,7 +262,7 @@ def _bound(one: PendingWorkload, totals: Mapping[str, Resources], now: float) ->
         settled
         and one.group is None
         and one.node is not None
-        and one.asks[0].amounts.within(totals.get(one.node, NOTHING))
+        and one.requests[0].amounts.within(totals.get(one.node, NOTHING))
     )
 
 
@@ -273,19 +273,19 @@ def _actor_waiting(actor: Any, began: float | None) -> PendingWorkload:
         id=actor.actor_id.hex(),
         kind=WorkloadKind.actor,
         name=actor.name or actor.class_name,
-        asks=(ResourceRequest(needs.amounts, _labels(actor)),),
+        requests=(ResourceRequest(needs.amounts, _labels(actor)),),
         stage=PendingStage.inputs
         if actor.state == 0
         else PendingStage.starting
         if _has_process(actor)
-        else PendingStage.room,
+        else PendingStage.resources,
         since=actor.timestamp / 1000 or None if again else began,
         job=actor.job_id.hex(),
-        like=actor.class_name,
+        class_name=actor.class_name,
         group=needs.group,
         bundle=needs.bundle,
         node=_hex(actor.address.node_id),
-        began_over=again,
+        restarted=again,
     )
 
 
@@ -372,8 +372,10 @@ def tasks_waiting(
     """Requests that are not actors': by name as far as Ray remembers tasks of that shape, the rest by number."""
     left = Counter(requests)
     for one in others:
-        if one.kind is WorkloadKind.actor and one.stage is PendingStage.room and one.queued:
-            left[DemandShape(ResourceNeeds(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)] -= 1
+        if one.kind is WorkloadKind.actor and one.stage is PendingStage.resources and one.queued:
+            left[
+                DemandShape(ResourceNeeds(one.requests[0].amounts, one.group, one.bundle), one.requests[0].labels)
+            ] -= 1
     alike: dict[tuple[DemandShape, str, str], list[RayTaskRecord]] = {}
     for task in tasks:
         if task.waits:
@@ -402,10 +404,10 @@ def _task_waiting(
         id=id,
         kind=WorkloadKind.task,
         name=name,
-        asks=(ResourceRequest(needs.amounts, shape.labels),),
+        requests=(ResourceRequest(needs.amounts, shape.labels),),
         since=since,
         job=job,
-        like=name,
+        class_name=name,
         count=number,
         group=needs.group,
         bundle=needs.bundle,

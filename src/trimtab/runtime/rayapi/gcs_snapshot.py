@@ -182,9 +182,11 @@ class GcsReader:
             holders=tuple(holders),
             groups=tuple(seen_group(one, free) for one in groups if one.state == 2),
             jobs=jobs,
-            foreign=_tried(faults, "who holds the GPUs of this machine", (), lambda: _foreign(nodes, holders)),
-            kinds=_tried(faults, "what the autoscaler can add", (), lambda: self._kinds(status)),
-            given_up=tuple(one for one in map(given_up, actors) if one and one.at and now - one.at < RECENT_S),
+            non_ray_gpu_users=_tried(
+                faults, "who holds the GPUs of this machine", (), lambda: _foreign(nodes, holders)
+            ),
+            node_types=_tried(faults, "what the autoscaler can add", (), lambda: self._kinds(status)),
+            abandoned=tuple(one for one in map(given_up, actors) if one and one.at and now - one.at < RECENT_S),
             address=self.address,
             faults=tuple(faults),
         )

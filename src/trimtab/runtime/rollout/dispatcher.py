@@ -167,7 +167,7 @@ class Dispatcher:
         attempt.pending.take(piece)
         if piece.missing:  # at once: an answer with a gap must never be resumed
             self._core.handle_event(
-                e.TokensStreamed(attempt.pending.spec.id, attempt.number, attempt.pending.made, None, again=True)
+                e.TokensStreamed(attempt.pending.spec.id, attempt.number, attempt.pending.made, None, restart=True)
             )
 
     def _ended(self, attempt: RequestAttempt, finish: FinishReason | None) -> e.RolloutEvent:
@@ -187,7 +187,7 @@ class Dispatcher:
         name, made = attempt.pending.spec.id, self._tokens_made(attempt)
         if attempt.aborting:
             return e.AbortDone(name, attempt.number, made)
-        return e.AttemptFailed(name, attempt.number, made, why, gone=gone)
+        return e.AttemptFailed(name, attempt.number, made, why, engine_died=gone)
 
     def _tokens_made(self, attempt: RequestAttempt) -> int:
         return attempt.pending.made if attempt.pending.attempt == attempt.number else 0

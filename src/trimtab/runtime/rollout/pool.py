@@ -256,7 +256,7 @@ class RolloutPool(RequestApi):
         core = self._core
         core.worker_handle(worker)
         wait_s = core.machine.rules.drain_s + core.machine.rules.abort_s if deadline_s is None else deadline_s
-        core.handle_event(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", patient=True))
+        core.handle_event(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", full_notice=True))
 
     def take(self, worker: str, deadline_s: float, why: str, *, forced: bool = False) -> None:
         """Reclaims a worker within `deadline_s`, until `resume`; `forced`: even if too few are left."""

@@ -30,7 +30,7 @@ def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
         },
         "steps": [{**encode(step), "ago_s": now - step.at} for step in machine.steps[-STEPS_SHOWN:]],
         "scaling": machine.scaling(),
-        "range": {"least": sample.least, "most": sample.most},
+        "range": {"least": sample.min_workers, "most": sample.max_workers},
         "load": {
             "queued": sample.queued, "running": sample.running, "draining": sample.draining, "fresh": sample.fresh,
             "capacity": sample.capacity,

@@ -45,13 +45,13 @@ class ComponentLostError(UnreachableError):
 class ComponentSet(Protocol):
     """All components of a run, wherever they are. Times are seconds; ComponentError says who did what it may not."""
 
-    def make(self, workflow: Workflow, sited: PlacedPlan, iteration: int) -> None:
+    def make(self, workflow: Workflow, placed_plan: PlacedPlan, iteration: int) -> None:
         """Make all components, and have those that share GPUs leave them."""
 
     def drop(self, names: Sequence[str] | None = None) -> None:
         """End these components, or all. Never raises for a component's sake."""
 
-    def place(self, workflow: Workflow, sited: PlacedPlan, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, placed_plan: PlacedPlan, names: Sequence[str], iteration: int) -> None:
         """Make these components anew where a plan has them."""
 
     def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
@@ -108,11 +108,11 @@ class LocalComponents:
             for name in run.job.workflow.names
         }
 
-    def make(self, workflow: Workflow, sited: PlacedPlan, iteration: int) -> None:
+    def make(self, workflow: Workflow, placed_plan: PlacedPlan, iteration: int) -> None:
         """Make all components, and have those that share GPUs leave them."""
         for component in workflow.in_order():
-            self._make(workflow, sited.plan, component.name, iteration)
-            if self._shares(sited.plan, component.name):
+            self._make(workflow, placed_plan.plan, component.name, iteration)
+            if self._shares(placed_plan.plan, component.name):
                 self.offload(component.name)
 
     def drop(self, names: Sequence[str] | None = None) -> None:
@@ -123,11 +123,11 @@ class LocalComponents:
                     self._called(name, "close", self._method(name, "close"))
             self._made.pop(name, None)
 
-    def place(self, workflow: Workflow, sited: PlacedPlan, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, placed_plan: PlacedPlan, names: Sequence[str], iteration: int) -> None:
         """Make these components anew where a plan has them; they are on their GPUs then."""
         for component in workflow.in_order():
             if component.name in names:
-                self._make(workflow, sited.plan, component.name, iteration)
+                self._make(workflow, placed_plan.plan, component.name, iteration)
 
     def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
         """Have a component that can go on with the GPUs that a plan gives it."""

@@ -346,7 +346,7 @@ class LocalRun:
     def _moved(self, crew: ComponentSet, loop: Replanner, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
         """Carry out a move that has begun, and is drained by now; gives the plan that is in place then."""
         assert loop.move is not None
-        here, there = loop.machine.sited, loop.machine.moving_to
+        here, there = loop.machine.placed_plan, loop.machine.moving_to
         assert there is not None
         moving = self._moving(crew, here, there, loop.move.touched, first, loaded)
         if not carry_out(loop, moving, self._now, self._passed):

@@ -46,7 +46,7 @@ class MigrationExecutor:
         self._iteration, self._loaded = iteration, loaded
         self._inside, self._sync = inside, sync
         self._folder: Path | None = None
-        groups = [group.components for sited in (before, after) for group in sited.plan.groups]
+        groups = [group.components for placed_plan in (before, after) for group in placed_plan.plan.groups]
         shares = {name for components in groups if len(components) > 1 for name in components}
         self._resized = tuple(n for n in touched if crew.has(n, "resize") and n not in shares)
         self._anew = tuple(n for n in touched if n not in self._resized)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, seats
+from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, gpu_slots
 from trimtab.model.plan import ComponentGroup, Plan
 from trimtab.model.pool import TaskState
 from trimtab.model.workflow import Workflow
@@ -59,22 +59,22 @@ class ClusterComponents:
 
     # ---- making and ending -----------------------------------------------------------------------------------------
 
-    def make(self, workflow: Workflow, sited: PlacedPlan, iteration: int) -> None:
+    def make(self, workflow: Workflow, placed_plan: PlacedPlan, iteration: int) -> None:
         """Make all components; those that share GPUs come back to them with their first turn."""
-        self._place(workflow, sited, workflow.names, iteration, may_evict=True)
+        self._place(workflow, placed_plan, workflow.names, iteration, may_evict=True)
 
-    def place(self, workflow: Workflow, sited: PlacedPlan, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, placed_plan: PlacedPlan, names: Sequence[str], iteration: int) -> None:
         """Make these anew amid a run: room is there as soon as whoever had it is gone, so nobody is evicted for it."""
-        self._place(workflow, sited, names, iteration, may_evict=False)
+        self._place(workflow, placed_plan, names, iteration, may_evict=False)
 
     def _place(
-        self, workflow: Workflow, sited: PlacedPlan, names: Sequence[str], iteration: int, *, may_evict: bool
+        self, workflow: Workflow, placed_plan: PlacedPlan, names: Sequence[str], iteration: int, *, may_evict: bool
     ) -> None:
         """Submit these components and wait until each is made. Large ones first: they find room then if any do."""
         self._made += 1
         if may_evict:
             self._alarm = None
-        self._seats, plan = seats(sited.cluster), sited.plan
+        self._seats, plan = gpu_slots(placed_plan.cluster), placed_plan.plan
         order = {component.name: at for at, component in enumerate(workflow.in_order())}
         for name in sorted(names, key=lambda one: (-len(_group(plan, one).gpus), order[one])):
             self._submit(workflow, plan, name, iteration, may_evict)

@@ -283,10 +283,10 @@ class ClusterRun(LocalRun):
             self._tell("resumed", after=saved, void=void)
             try:
                 crew.drop()
-                sited = self._plan_that_fits(plan, saved, lost)
+                placed_plan = self._plan_that_fits(plan, saved, lost)
                 if self._ends:
                     return plan, saved + 1
-                return self._rebuilt(crew, sited, saved), saved + 1
+                return self._rebuilt(crew, placed_plan, saved), saved + 1
             except ComponentLostError as again:
                 lost = again
 
@@ -308,8 +308,8 @@ class ClusterRun(LocalRun):
             machine, to = loop.machine, loop.machine.moving_to
             if to is not None and not isinstance(loop.todo, e.RollBackMigration):
                 return to
-            if not machine.watch.must_go() or self._ends:
-                return machine.sited
+            if not machine.drift.must_migrate() or self._ends:
+                return machine.placed_plan
             if to is not None:
                 loop.rolled_back(0.0)  # there is nothing to go back to: it looks for another plan
             elif loop.advised is not None:  # nobody else could carry it out, and the plan that was is gone
@@ -318,11 +318,11 @@ class ClusterRun(LocalRun):
             else:
                 time.sleep(LOOK_S)
 
-    def _rebuilt(self, crew: ClusterComponents, sited: PlacedPlan, saved: int) -> Plan:
+    def _rebuilt(self, crew: ClusterComponents, placed_plan: PlacedPlan, saved: int) -> Plan:
         """Everybody made anew, with the state after an iteration; a move that was under way has arrived then."""
-        loop, began, plan = self._loop, self._now(), sited.plan
+        loop, began, plan = self._loop, self._now(), placed_plan.plan
         try:
-            crew.make(self._workflow, sited, saved + 1)
+            crew.make(self._workflow, placed_plan, saved + 1)
             if saved:
                 self._load_states(crew, saved)
         except ComponentLostError:

@@ -135,8 +135,8 @@ class Replanner:
             self.todo = said
             self._tell("move", move=said.move.id, state="rolling back", stage=said.at.value, **_said_by(said.reason))
         elif isinstance(said, e.SetGpuRange):
-            self.ranges[said.component] = (said.least, said.most)
-            self._tell("range", component=said.component, least=said.least, most=said.most)
+            self.ranges[said.component] = (said.min_gpus, said.max_gpus)
+            self._tell("range", component=said.component, least=said.min_gpus, most=said.max_gpus)
         elif isinstance(said, e.StopRun):
             self.stop = said.reason
         elif isinstance(said, e.Notify):
