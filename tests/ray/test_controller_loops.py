@@ -38,7 +38,7 @@ def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytes
     )
 
     class Members:
-        plan = types.SimpleNamespace(talents=frozenset(), notice_s=0.0)
+        plan = types.SimpleNamespace(member_methods=frozenset(), notice_s=0.0)
         session = types.SimpleNamespace(client="c", status=lambda: {"time": 0.0})
         pool = types.SimpleNamespace(name="p")
 

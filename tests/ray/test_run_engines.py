@@ -38,7 +38,7 @@ from trimtab.rollout import EngineRollout  # noqa: E402
 from trimtab.runtime.client.session import Pool, Session, connect  # noqa: E402
 from trimtab.runtime.procs.processes import table  # noqa: E402
 from trimtab.runtime.run.component import Batch, Place, Result  # noqa: E402
-from trimtab.runtime.run.engines.event_log import diary_of, read_diary  # noqa: E402
+from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log  # noqa: E402
 from trimtab.runtime.run.job import ComponentCode, RunJob  # noqa: E402
 from trimtab.runtime.run.job_file import load_run  # noqa: E402
 from trimtab.runtime.run.local_run import LocalRun, RunEnd  # noqa: E402
@@ -116,7 +116,7 @@ def test_answers_do_not_depend_on_how_many_engines_there_are() -> None:
 def test_a_run_with_engines_that_is_stopped_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:
     run = job(6, seed=5, **SMALL)
     whole = LocalRun(run, tmp_path / "whole").run()
-    stopped = LocalRun(run, tmp_path / "parts", told=lambda one, _: one.number == 3 and stopped.stop())
+    stopped = LocalRun(run, tmp_path / "parts", on_iteration=lambda one, _: one.number == 3 and stopped.stop())
     stopped.run()
     resumed = LocalRun(run, tmp_path / "parts", resume=True).run()
     assert resumed.state == "done"
@@ -174,11 +174,11 @@ def test_more_and_fewer_engines_while_nothing_is_lost(tmp_path: Path) -> None:
         until(lambda: len(active(rollout)) == 2, "the least")
     finally:
         rollout.close()
-    told, end = read_diary(diary_of(tmp_path, "rollout"))
-    assert [one["state"] for one in told if one["worker"] == "rollout-1"] == ["starting", "active", "left"]
-    assert {one["worker"] for one in told if one["state"] == "left"} == {"rollout-1", "rollout-2", "rollout-3"}
-    assert all(one["reason"] and one["code"] for one in told)
-    assert read_diary(diary_of(tmp_path, "rollout"), end) == ([], end)
+    lines, end = read_event_log(event_log_path(tmp_path, "rollout"))
+    assert [one["state"] for one in lines if one["worker"] == "rollout-1"] == ["starting", "active", "left"]
+    assert {one["worker"] for one in lines if one["state"] == "left"} == {"rollout-1", "rollout-2", "rollout-3"}
+    assert all(one["reason"] and one["code"] for one in lines)
+    assert read_event_log(event_log_path(tmp_path, "rollout"), end) == ([], end)
 
 
 def test_what_was_saved_is_what_engines_work_with_afterwards(tmp_path: Path) -> None:

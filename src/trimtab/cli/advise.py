@@ -127,7 +127,9 @@ def advise(
             if restart_hook is not None and record is not None:
                 from trimtab.runtime.advise.hook import RestartHook
 
-                follower.hook = RestartHook(restart_hook, str(config), hook_s, record.past.ran_for, record.hook_starts)
+                follower.hook = RestartHook(
+                    restart_hook, str(config), hook_s, record.past.ran_for, record.record_hook_start
+                )
             if once:
                 _answer_once(follower, form, output)
             else:

@@ -224,7 +224,7 @@ def hooked(folder: Path, log: Path, told: list[str], *, status: int = 0) -> str:
         )
         follower.least_gain = 0.05
         command = f"echo x >> {ran}; exit {status}"
-        follower.hook = RestartHook(command, "config.yaml", 60.0, record.past.ran_for, record.hook_starts)
+        follower.hook = RestartHook(command, "config.yaml", 60.0, record.past.ran_for, record.record_hook_start)
         for at, frame in enumerate(follower.frames()):
             record.look(frame, follower.advising, as_data(frame, follower.history))
             if at == 0:
@@ -282,7 +282,7 @@ def test_a_command_is_not_run_where_that_cannot_be_written_down(
     log, folder = tmp_path / "run.log", tmp_path / "seen"
     told = rows(VERL.told(saves=50))
     log.write_text("".join(told[:45]))
-    monkeypatch.setattr("trimtab.runtime.run.folder.RunFolder.is_written", lambda self: False)
+    monkeypatch.setattr("trimtab.runtime.run.folder.RunFolder.all_written", lambda self: False)
     assert hooked(folder, log, told[45:50]) == ""
     assert any("cannot be written down" in one["reason"] for one in events(folder, "news"))
 

@@ -126,7 +126,9 @@ def test_every_batch_comes_with_the_outputs_of_what_feeds_it() -> None:
     seen = []
     job = chain()
     run = noting(job, iterations=1)
-    taken = LocalRun(run, inputs=lambda iteration, index: f"prompt {iteration}.{index}", told=lambda *a: seen.append(a))
+    taken = LocalRun(
+        run, inputs=lambda iteration, index: f"prompt {iteration}.{index}", on_iteration=lambda *a: seen.append(a)
+    )
     assert taken.run().state == "done"
     steps = [entry for entry in run_parts.LOG if entry[0] == "step"]
     assert steps.index(("step", "trainer", 1, 0)) > steps.index(("step", "reward", 1, 0))
@@ -254,14 +256,14 @@ def test_a_disk_that_takes_no_more_events_does_not_stop_the_run(tmp_path: Path, 
 
 def test_a_state_that_cannot_be_saved_ends_the_run_and_keeps_the_one_before(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "run"
-    real = RunFolder.state_being_saved
+    real = RunFolder.new_state_folder
 
     def full(self: RunFolder, iteration: int, name: str) -> Path:
         if iteration == 3:
             raise OSError(28, "No space left on device")
         return real(self, iteration, name)
 
-    monkeypatch.setattr(RunFolder, "state_being_saved", full)
+    monkeypatch.setattr(RunFolder, "new_state_folder", full)
     end = LocalRun(noting(chain(), iterations=5), folder).run()
     assert end.state == "failed"
     assert "cannot be saved: No space left" in end.reason.sentence
@@ -284,7 +286,7 @@ def test_ctrl_c_ends_the_run_after_the_iteration_under_way_with_its_state_saved(
 
 def test_a_stop_asked_for_from_another_place_is_the_same_as_ctrl_c() -> None:
     run = LocalRun(
-        noting(chain(), iterations=50), told=lambda iteration, _: iteration.number == 4 and run.stop("enough")
+        noting(chain(), iterations=50), on_iteration=lambda iteration, _: iteration.number == 4 and run.stop("enough")
     )
     end = run.run()
     assert (end.state, end.reason.sentence) == ("stopped", "enough")
@@ -298,7 +300,7 @@ sys.path[:0] = {paths!r}
 from test_run_local import chain, noting
 from trimtab.runtime.run.local_run import LocalRun
 job = noting(chain(), iterations={iterations}, save_every=2, pause_s=0.01)
-end = LocalRun(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, told=lambda i, m: print(i.number, flush=True)).run()
+end = LocalRun(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, on_iteration=lambda i, m: print(i.number, flush=True)).run()
 print(end.state, flush=True)
 """
 
@@ -375,11 +377,11 @@ def test_ctrl_c_a_second_and_a_third_time_leaves_the_folder_in_order(tmp_path: P
 
 
 def test_whoever_is_told_and_raises_leaves_the_folder_in_order(tmp_path: Path) -> None:
-    def told(iteration, metrics) -> None:
+    def on_iteration(iteration, metrics) -> None:
         raise RuntimeError("no terminal")
 
     with pytest.raises(RuntimeError, match="no terminal"):
-        LocalRun(noting(chain()), tmp_path / "run", told=told).run()
+        LocalRun(noting(chain()), tmp_path / "run", on_iteration=on_iteration).run()
     assert "it broke off: RuntimeError: no terminal" in summary(tmp_path / "run")["reason"]
     assert numbers(LocalRun(noting(chain()), tmp_path / "run", resume=True).run()) == [1, 2, 3]
 

@@ -19,7 +19,7 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.dashboard import feed
 from trimtab.runtime.dashboard.server import DashboardServer
-from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run import control_files
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_host_or_an_origin_of_another_machine_is_refused(server: DashboardServ
 
 def test_whatever_changes_something_needs_the_token(run: Growing) -> None:
     def heard() -> list[dict[str, Any]]:
-        return asks.taken(run.folder, asks.RUN)
+        return control_files.take_requests(run.folder, control_files.RUN)
 
     with serving(run.folder) as server:
         assert json.loads(asked(server, "/state")[2])["changes"] == ["replan", "drain-worker", "resume-worker"]
@@ -139,8 +139,8 @@ def test_the_token_is_in_a_file_for_its_owner_alone_and_goes_with_the_server(run
     file = tmp_path / "token"
     with DashboardServer(DashboardSource(run.folder), 0, environment={}, token_file=file) as server:
         assert file.stat().st_mode & 0o777 == 0o600
-        assert server.token_is == f"the token to change something is in {file}"
-        assert file.read_text() not in server.said + server.token_is
+        assert server.token_source == f"the token to change something is in {file}"
+        assert file.read_text() not in server.said + server.token_source
     assert not file.exists()
     with pytest.raises(InputError, match="16 characters"):
         DashboardServer(DashboardSource(run.folder), 0, environment={"TRIMTAB_DASHBOARD_TOKEN": "short"}).__enter__()

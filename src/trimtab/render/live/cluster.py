@@ -55,7 +55,7 @@ class ClusterStatusLoop:
         except UnreachableError as fault:
             if self._watch is not None and not self._watch.lives:
                 self._stop()
-            if not cluster.standing:
+            if not cluster.live_nodes:
                 raise
             notes.append(fault.what)
         there, users = self._gpus_now(cluster)
@@ -64,7 +64,7 @@ class ClusterStatusLoop:
     def while_it_lives(self) -> dict[str, Any] | None:
         """The status; None when the head has ended."""
         cluster = self._ledger.read().get(self._cluster.address, self._cluster)
-        if cluster.head is None or not cluster.head.stands:
+        if cluster.head is None or not cluster.head.alive:
             return None
         try:
             return self.now(patience_s=LIVE_ANSWER_S)
@@ -75,7 +75,7 @@ class ClusterStatusLoop:
         """GPUs and who computes on them; asking the driver is slow, so not every time."""
         if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
             here = cluster.head_here or cluster.nodes
-            there = gpus.of_this_machine(cluster.fake_gpus) if here else gpus.LocalGpus(())
+            there = gpus.local_gpus(cluster.fake_gpus) if here else gpus.LocalGpus(())
             self._gpus = there, {} if there.fake else gpus.users()
             self._gpus_at = time.monotonic()
         return self._gpus

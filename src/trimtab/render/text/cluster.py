@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.render.output import out, plain_table
-from trimtab.runtime.localcluster.gpus import LocalGpus, in_short
+from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
 from trimtab.runtime.localcluster.ray_status import RayHolder, RayNode
 
@@ -33,10 +33,10 @@ def status_data(
 ) -> dict[str, Any]:
     """The cluster as plain data. `seen` None: Ray does not answer."""
     by_id = {one.node_id: one for one in seen or ()}
-    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.standing)]
+    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.live_nodes)]
     known = {node.node_id for node in cluster.nodes}
     others = [_other_node(one) for one in seen or () if one.node_id not in known]
-    given = {gpu: node for node in cluster.standing for gpu in node.gpus}
+    given = {gpu: node for node in cluster.live_nodes for gpu in node.gpus}
     return {
         "cluster": {
             "address": cluster.address,
@@ -93,7 +93,7 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
 
 def print_added(data: Data) -> None:
     """A node that runs."""
-    what = f"GPU {in_short(tuple(data['gpus']))}" if data["gpus"] else "no GPU"
+    what = f"GPU {ids_text(tuple(data['gpus']))}" if data["gpus"] else "no GPU"
     out.print(f"node {data['name']} runs on {what}: {data['node_id'][:12]} of the cluster at {data['cluster']}")
 
 
@@ -111,7 +111,7 @@ def print_draining(data: Data) -> None:
 def print_ended(data: Data) -> None:
     """Nodes that were ended."""
     for one in data["ended"]:
-        freed = f"; GPU {in_short(tuple(one['gpus']))} is free" if one["gpus"] else ""
+        freed = f"; GPU {ids_text(tuple(one['gpus']))} is free" if one["gpus"] else ""
         out.print(f"node {one['name']} has ended: {escape(one['cause'])}{freed}")
 
 
@@ -131,7 +131,7 @@ def change_lines(before: Data | None, now: Data) -> list[str]:
     clock = time.strftime("%H:%M:%S")
     old = {one["name"]: one["state"] for one in before["nodes"]} if before else {}
     lines = [
-        f"{clock} {one['name']} {one['state']}" + (f" (GPU {in_short(tuple(one['gpus']))})" if one["gpus"] else "")
+        f"{clock} {one['name']} {one['state']}" + (f" (GPU {ids_text(tuple(one['gpus']))})" if one["gpus"] else "")
         for one in now["nodes"]
         if old.get(one["name"]) != one["state"]
     ]
@@ -156,7 +156,7 @@ def _our_node(node: NodeRecord, seen: RayNode | None, looked: bool) -> dict[str,
         "gpus": list(node.gpus),
         "address": seen.address if seen else None,
         "node_manager_port": node.ports.node_manager,
-        "pid": node.keeper.pid if node.keeper else None,
+        "pid": node.supervisor.pid if node.supervisor else None,
         "since": node.since,
         "deadline": deadline,
         "cause": node.cause or None,
@@ -223,7 +223,7 @@ def _nodes(nodes: Sequence[Data]) -> Table:
     for one in nodes:
         colour = COLOURS.get(one["state"], "")
         state = one["state"] + (f", {_left(one['deadline'])}" if one["deadline"] and one["state"] == "draining" else "")
-        gpu = in_short(tuple(one["gpus"])) or (f"{one['total'].get('gpu', 0):g} of its own" if not one["ours"] else "-")
+        gpu = ids_text(tuple(one["gpus"])) or (f"{one['total'].get('gpu', 0):g} of its own" if not one["ours"] else "-")
         table.add_row(
             escape(one["name"]),
             gpu,
@@ -256,7 +256,7 @@ def _gpu_line(gpus: Sequence[Data]) -> Text:
     free = tuple(one["gpu"] for one in gpus if one["node"] is None)
     busy = [f"GPU {one['gpu']}: process {one['processes'][0]}" for one in gpus if not one["node"] and one["processes"]]
     what = "faked GPUs" if gpus[0]["fake"] else "GPUs"
-    text = f"{len(gpus)} {what}, free: {in_short(free) or 'none'}"
+    text = f"{len(gpus)} {what}, free: {ids_text(free) or 'none'}"
     return Text(text + (f"  (in use by others: {', '.join(busy)})" if busy else ""))
 
 
@@ -265,7 +265,7 @@ def _ended_line(one: Data) -> Text:
 
 
 def _ended_words(one: Data) -> str:
-    gpu = f" (GPU {in_short(tuple(one['gpus']))})" if one["gpus"] else ""
+    gpu = f" (GPU {ids_text(tuple(one['gpus']))})" if one["gpus"] else ""
     return f"{one['name']}{gpu} ended {time.strftime('%H:%M:%S', time.localtime(one['at']))}: {one['cause']}"
 
 

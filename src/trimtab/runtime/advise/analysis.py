@@ -151,7 +151,7 @@ class AdviceTracker:
             return []
         return self._begin(base)
 
-    def carried_out(self, advice: Advice) -> None:
+    def hook_succeeded(self, advice: Advice) -> None:
         """The user's command has put advice in place: the next start of the run has it."""
         self._carried_out = advice
 

@@ -152,7 +152,7 @@ def main() -> None:
     while True:
         try:
             if view is None:
-                auth.suit(address)
+                auth.match_cluster(address)
                 view = _View(address)
             told: Any = _look(view)
         except TrimtabError as fault:

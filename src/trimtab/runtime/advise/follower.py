@@ -18,7 +18,7 @@ from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent, RunPictu
 from trimtab.runtime.advise.cluster import ClusterWatch, NodeUtilization
 from trimtab.runtime.advise.engines import EngineMetricsReader, EngineSample
 from trimtab.runtime.advise.hook import HookResult, RestartHook
-from trimtab.runtime.advise.record import FollowRecord, RecordedPast, mark_of
+from trimtab.runtime.advise.record import FollowRecord, RecordedPast, step_mark
 from trimtab.runtime.advise.replanner import Advice
 from trimtab.runtime.advise.tail import LogTail
 from trimtab.runtime.procs.gpu_utilization import gpus_here
@@ -108,23 +108,23 @@ class Follower:
         if at is None:
             news = self._taken_up(self.advising, steps)
             if (advice := _advice_in(news, overrides)) is not None:  # the next start of the run has it
-                self.advising.carried_out(advice)
+                self.advising.hook_succeeded(advice)
             return news
         before = self.advising.anew(())
         news = self._taken_up(before, steps[:at])
         if (advice := _advice_in(news, overrides)) is not None:
-            before.carried_out(advice)
+            before.hook_succeeded(advice)
             self.advising = before
         else:  # what came before is not in the log any more, or led to other advice
             if self.record.past.taken is None:
-                first = mark_of(self.log.framework, steps[at]) if steps else (0, 0.0)
-                self.record.takes_over(overrides, first)
+                first = step_mark(self.log.framework, steps[at]) if steps else (0, 0.0)
+                self.record.record_taken(overrides, first)
             self.advising, news = self.advising.anew(overrides), []
         return news + self._taken_up(self.advising, steps[at:])
 
     def _put_in_place(self, past: RecordedPast, steps: Sequence[LoggedStep]) -> tuple[tuple[str, ...], int | None]:
         """Overrides that the user's command has put in place, and where the steps under them begin; None: not yet."""
-        marks = [mark_of(self.log.framework, step) for step in steps]
+        marks = [step_mark(self.log.framework, step) for step in steps]
         if past.taken is not None:
             overrides, since = past.taken
             return overrides, marks.index(since) if since in marks else 0
@@ -178,7 +178,7 @@ class Follower:
         if end is None:
             return []
         if end.done and self._hooked is not None:
-            self.advising.carried_out(self._hooked)
+            self.advising.hook_succeeded(self._hooked)
         return [self._hook_ended(end)]
 
     def _hook_ended(self, end: HookResult) -> FollowEvent:
@@ -208,8 +208,8 @@ class Follower:
             notes.append(f"a file of the log was started anew {_times(self.tail.anew)}")
         if self.tail.gone:
             notes.append(f"not there at the moment: {', '.join(sorted(str(path) for path in self.tail.gone))}")
-        if self.tail.not_read:
-            notes.append(f"logs of other ranks are not read: {len(self.tail.not_read)} of them")
+        if self.tail.skipped_ranks:
+            notes.append(f"logs of other ranks are not read: {len(self.tail.skipped_ranks)} of them")
         if log.others:
             notes.append(f"told by several processes, and counted once: {_times(log.others)}")
         if log.joined.repeated:

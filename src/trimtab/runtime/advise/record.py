@@ -190,17 +190,17 @@ class FollowRecord:
 
     # ---- what is written -------------------------------------------------------------------------------------------
 
-    def hook_starts(self, advice: Advice, step: int) -> bool:
+    def record_hook_start(self, advice: Advice, step: int) -> bool:
         """Write down that the user's command is run for this advice; whether that is written."""
         said = f"your command is run for {advice.plan.describe()}"
         self._news(FollowEvent("hook started", step, said, advice), {})
-        return self._folder.is_written()
+        return self._folder.all_written()
 
     def hook_ended(self, advice: Advice | None, step: int, said: str, *, done: bool) -> None:
         """Write down what became of it."""
         self._news(FollowEvent("hook ended", step, said, advice), {"done": done})
 
-    def takes_over(self, overrides: Overrides, since: StepMark) -> None:
+    def record_taken(self, overrides: Overrides, since: StepMark) -> None:
         """Write down that the run has an advised placement since a step, or for as long as its log goes back."""
         self._tell("taken", overrides=list(overrides), step=since[0], wall_s=since[1])
 
@@ -240,7 +240,7 @@ class FollowRecord:
             if restarted is not None:
                 self._news(restarted, {})
                 if restarted.advice is not None:
-                    self.takes_over(restarted.advice.overrides, (step.number, wall_s))
+                    self.record_taken(restarted.advice.overrides, (step.number, wall_s))
             self._placement(advising)
             self._step(advising, step, wall_s)
 
@@ -348,7 +348,7 @@ class FollowRecord:
         self._now.take({"event": event, **told})
 
 
-def mark_of(framework: LogFramework, step: LoggedStep) -> StepMark:
+def step_mark(framework: LogFramework, step: LoggedStep) -> StepMark:
     """A step as it is known again."""
     return step.number, wall_of(framework, step)
 

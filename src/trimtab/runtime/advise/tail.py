@@ -43,7 +43,7 @@ class LogTail:
     paths: Sequence[Path]
     anew: int = 0  # times that a file was started anew
     gone: set[Path] = field(default_factory=set)  # files that are not there at the moment
-    not_read: tuple[Path, ...] = ()  # other ranks' logs of the same steps
+    skipped_ranks: tuple[Path, ...] = ()  # other ranks' logs of the same steps
     _open: dict[Path, _OpenFile] = field(default_factory=dict)
 
     def files(self) -> list[Path]:
@@ -64,7 +64,7 @@ class LogTail:
                 return [one for one in self._open if one.parent == path]
             raise
         kept = first_ranks(inside)
-        self.not_read = tuple(one for one in inside if one not in kept)
+        self.skipped_ranks = tuple(one for one in inside if one not in kept)
         return kept
 
     def check(self) -> None:

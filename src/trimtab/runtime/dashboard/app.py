@@ -134,7 +134,7 @@ class DashboardApp:
             log.error(words, exc_info=error)
         return words
 
-    async def tell_the_last(self) -> None:
+    async def send_final_state(self) -> None:
         """Look once more, and see it sent: how a run ended is told to whoever watches it."""
         if self.feed.clients:
             await self._look()

@@ -54,7 +54,7 @@ class DashboardServer:
         self._every_s = every_s
         self._environment = os.environ if environment is None else environment
         self._token_file = token_file
-        self.token_is = ""  # a sentence
+        self.token_source = ""  # a sentence
         self.port = 0
         self.app: DashboardApp | None = None
         self._socket: socket.socket | None = None
@@ -84,7 +84,7 @@ class DashboardServer:
         self._socket = _first_free(PORT if self._asked is None else self._asked)
         self.port = int(self._socket.getsockname()[1])
         try:
-            token, self.token_is = self._ends.enter_context(
+            token, self.token_source = self._ends.enter_context(
                 token_of(
                     self._environment,
                     DASHBOARD,
@@ -150,7 +150,7 @@ class DashboardServer:
             for task in done:
                 task.result()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.app.tell_the_last(), LAST_S)
+                await asyncio.wait_for(self.app.send_final_state(), LAST_S)
         finally:
             self._leave()
             stopping.cancel()

@@ -55,14 +55,14 @@ class WorldSetup:
         self,
         order: EnterWorld,
         lines: dict[str, MemberClient],
-        talents: MemberMethods,
+        member_methods: MemberMethods,
         steps: int,
         kept: KeptState | None,
         now: Callable[[], float],
     ) -> None:
         self._order = order
         self._lines = lines
-        self._talents = talents
+        self._member_methods = member_methods
         self._steps = steps
         self._kept = kept
         self._now = now
@@ -71,9 +71,9 @@ class WorldSetup:
     async def run(self) -> WorldSetupResult:
         """Leavers hand over, newcomers take over, all learn of the world. StateLostError: there is nothing to take."""
         failed: dict[str, str] = {}
-        if self._talents.replicated:
+        if self._member_methods.replicated:
             await self._replicate(failed)
-        elif self._talents.merge:
+        elif self._member_methods.merge:
             await self._hand_over(failed)
         world = self._order.world
         if not failed:
@@ -131,7 +131,7 @@ class WorldSetup:
     async def _give(self, source: str) -> Any:
         """The state of a member, asked once however many take it."""
         if source not in self._given:
-            call = self._lines[source].call_apart("give", within_s=self._left_s(), returns=2)
+            call = self._lines[source].call_with_refs("give", within_s=self._left_s(), returns=2)
             self._given[source] = asyncio.ensure_future(call)
         return await asyncio.shield(self._given[source])
 
@@ -197,13 +197,13 @@ class StepRun:
         self,
         order: RunStep,
         lines: Sequence[MemberClient],
-        talents: MemberMethods,
+        member_methods: MemberMethods,
         timeout_s: float,
         let_go: ReleaseMember,
     ) -> None:
         self._order = order
         self._lines = list(lines)  # by rank
-        self._talents = talents
+        self._member_methods = member_methods
         self._timeout_s = timeout_s
         self._let_go = let_go
         self._interrupted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -220,7 +220,7 @@ class StepRun:
         halves: list[StepHalf | None] = [None] * len(self._lines)
         stopped = await self._compute(batch, parts, halves)
         if stopped is None:
-            outcome = await (self._commit(parts) if self._talents.commit else self._fetch(parts))
+            outcome = await (self._commit(parts) if self._member_methods.commit else self._fetch(parts))
         else:
             outcome = stopped
         computed = tuple(half.seconds if half else 0.0 for half in halves)
@@ -231,7 +231,7 @@ class StepRun:
 
         async def one(rank: int) -> None:
             line, order = self._lines[rank], self._order
-            half, part = await line.call_apart(
+            half, part = await line.call_with_refs(
                 "compute", order.step, order.epoch, batch, within_s=self._timeout_s, returns=2
             )
             halves[rank], parts[rank] = half, part
@@ -325,9 +325,9 @@ class StepRun:
             if isinstance(faults.get(line.member), (PartLostError, MemberRaisedError)) and line.there
         ]
         unfit = {line.member: str(faults[line.member]) for line in behind}
-        for source in done if behind and self._talents.replicated else ():
+        for source in done if behind and self._member_methods.replicated else ():
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                committed, state = await source.call_apart("give", within_s=self._timeout_s, returns=2)
+                committed, state = await source.call_with_refs("give", within_s=self._timeout_s, returns=2)
                 for line in behind:
                     if isinstance(faults[line.member], PartLostError):
                         with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, PartLostError):

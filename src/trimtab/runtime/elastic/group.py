@@ -26,7 +26,7 @@ from trimtab.runtime.client.packing import class_of
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
 from trimtab.runtime.elastic.group_controller import GroupController, GroupError, GroupGaveUpError, StepFailedError
-from trimtab.runtime.elastic.member import MemberWorld, talents_of
+from trimtab.runtime.elastic.member import MemberWorld, find_member_methods
 from trimtab.runtime.elastic.member_tasks import MemberSpec, MemberTasks
 from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
 from trimtab.runtime.rayapi.connect import heeded_interrupts
@@ -108,7 +108,7 @@ class ElasticGroup:
             args=tuple(args),
             kwargs=dict(kwargs or {}),
             unit=self.spec.unit,
-            talents=talents_of(kind),
+            member_methods=find_member_methods(kind),
             priority=priority,
             labels=dict(labels or {}),
             notice_s=notice_s,
@@ -169,11 +169,11 @@ class ElasticGroup:
         """
         if batch is not None:
             batch = self._session._ray.put(batch)  # once, for all members and every attempt
-        return self._waited(self._conductor.ask_step(batch), timeout)
+        return self._waited(self._conductor.request_step(batch), timeout)
 
     def resize(self, size: int | None) -> None:
         """Have so many members from the next step boundary on; None: as many as there is room for."""
-        self._conductor.ask_size(size)
+        self._conductor.request_size(size)
 
     def close(self) -> None:
         """End the members, and whatever else was started for this group. Nothing is left behind."""

@@ -88,7 +88,7 @@ class GroupController:
         self.steps = 0  # that are complete
         self.world: World | None = None  # that every member has entered; None while that changes
         self._crew = crew
-        self._talents = crew.plan.talents
+        self._member_methods = crew.plan.member_methods
         self._client = crew.session.client
         self._tell = tell
         self._tally = GroupStats()
@@ -114,13 +114,13 @@ class GroupController:
         self._thread.start()
         self._up.wait(ANSWER_S)
 
-    def ask_step(self, batch: Any) -> concurrent.futures.Future[StepResult]:
+    def request_step(self, batch: Any) -> concurrent.futures.Future[StepResult]:
         """A step that is run as soon as it can be."""
         result: concurrent.futures.Future[StepResult] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._ask_step, _StepRequest(batch, result))
         return result
 
-    def ask_size(self, size: int | None) -> None:
+    def request_size(self, size: int | None) -> None:
         """A person wants so many members."""
         asked: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._ask_size, size, asked)
@@ -362,7 +362,7 @@ class GroupController:
     # ---- worlds and steps
 
     async def _enter(self, order: e.EnterWorld) -> None:
-        entry = WorldSetup(order, self._crew.lines, self._talents, self.steps, self._crew.kept, self._now)
+        entry = WorldSetup(order, self._crew.lines, self._member_methods, self.steps, self._crew.kept, self._now)
         try:
             entered = await entry.run()
         except StateLostError:
@@ -407,7 +407,7 @@ class GroupController:
         else:
             said = f"step {order.step} runs on {world.size} members"
             self._whisper(GroupLogEntry("step", said, step=order.step, size=world.size))
-            self._running = StepRun(order, lines, self._talents, self.spec.step_timeout_s, self._crew.let_go)
+            self._running = StepRun(order, lines, self._member_methods, self.spec.step_timeout_s, self._crew.let_go)
             outcome = await self._running.run(request.batch)
             self._running = None
         for line in lines:

@@ -78,7 +78,7 @@ class PartLostError(RuntimeError):
     """A part of the step is not to be had any more: whoever made it is gone."""
 
 
-def talents_of(kind: type) -> MemberMethods:
+def find_member_methods(kind: type) -> MemberMethods:
     """What the class can do; InputError where it cannot be a member."""
 
     def has(name: str) -> bool:
@@ -108,7 +108,7 @@ class MemberWrapper:
     """The user's object as the group calls it."""
 
     def __init__(self, kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._talents = talents_of(kind)
+        self._member_methods = find_member_methods(kind)
         self._object = kind(*args, **kwargs)
         self._world: MemberWorld | None = None
         self._committed = 0
@@ -126,7 +126,7 @@ class MemberWrapper:
     def enter(self, world: MemberWorld) -> MemberFacts:
         """From now on, this is the world; the group has seen to it that the state is the current one."""
         self._world, self._committed = world, world.step
-        if self._talents.enter:
+        if self._member_methods.enter:
             self._settled(self._object.enter(world))
         return self.facts()
 
@@ -135,8 +135,8 @@ class MemberWrapper:
         self._expect(epoch)
         self._let_go.clear()
         began = time.perf_counter()
-        part = self._settled(getattr(self._object, self._talents.compute)(step, batch))
-        if not self._talents.commit:
+        part = self._settled(getattr(self._object, self._member_methods.compute)(step, batch))
+        if not self._member_methods.commit:
             self._committed = step
         return StepHalf(time.perf_counter() - began), part
 
@@ -165,7 +165,7 @@ class MemberWrapper:
         self._let_go.clear()
         pulled = self._pulled(state)
         with self._whole:
-            if self._talents.state:
+            if self._member_methods.state:
                 self._settled(self._object.load(pulled[0]))
             self._committed, self._last = committed, None
         return self.facts()
@@ -181,7 +181,7 @@ class MemberWrapper:
 
     def beside_health(self) -> None:
         """Whether the member is well: raises if not."""
-        if self._talents.health and self._settled(self._object.health()) is False:
+        if self._member_methods.health and self._settled(self._object.health()) is False:
             raise RuntimeError("health() says False")
 
     def beside_let_go(self) -> None:
@@ -206,11 +206,11 @@ class MemberWrapper:
 
     def save(self) -> tuple[int, Any]:
         """For the pool, when it takes the room: nothing is lost, also where this is the only member."""
-        return self.give() if self._talents.state else (self._committed, None)
+        return self.give() if self._member_methods.state else (self._committed, None)
 
     def load(self, state: tuple[int, Any]) -> None:
         """The pool gives the room back."""
-        if self._talents.state:
+        if self._member_methods.state:
             self._settled(self._object.load(state[1]))
             self._committed = state[0]
 

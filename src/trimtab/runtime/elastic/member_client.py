@@ -66,9 +66,9 @@ class MemberClient:
 
     async def call(self, method: str, *args: Any, within_s: float) -> Any:
         """What a method of its shell returns."""
-        return (await self.call_apart(method, *args, within_s=within_s, returns=1))[0]
+        return (await self.call_with_refs(method, *args, within_s=within_s, returns=1))[0]
 
-    async def call_apart(self, method: str, *args: Any, within_s: float, returns: int) -> tuple[Any, ...]:
+    async def call_with_refs(self, method: str, *args: Any, within_s: float, returns: int) -> tuple[Any, ...]:
         """The first thing that a method returns, and references to the others, which stay where they are."""
         from ray import exceptions
 

@@ -30,7 +30,7 @@ log = logging.getLogger("trimtab")
 ANSWER_S = 30.0
 LEAVE_S = 1.0
 LET_GO_S = 2.0
-AS_LONG_AS_IT_TAKES_S = 1e7  # a member's task waits in its pool; how long that is worth is the group's business
+NO_TIMEOUT_S = 1e7  # a member's task waits in its pool; how long that is worth is the group's business
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MemberSpec:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     unit: Resources
-    talents: MemberMethods
+    member_methods: MemberMethods
     priority: float
     labels: Mapping[str, str]
     notice_s: float
@@ -78,8 +78,8 @@ class MemberTasks:
             ends_with_me=True,
             notice_s=plan.notice_s,
             restarts=0,
-            saves=plan.talents.state,
-            wait_s=AS_LONG_AS_IT_TAKES_S,
+            saves=plan.member_methods.state,
+            wait_s=NO_TIMEOUT_S,
             awaits_node=True,
             start_timeout_s=plan.start_timeout_s,
         )
@@ -162,10 +162,10 @@ class MemberTasks:
             await self._keep(has[0], steps)
 
     async def _keep(self, line: MemberClient, steps: int) -> None:
-        if not self.plan.talents.replicated or not steps:
+        if not self.plan.member_methods.replicated or not steps:
             return
         with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, asyncio.TimeoutError):
-            committed, state = await line.call_apart("give", within_s=self.plan.step_timeout_s, returns=2)
+            committed, state = await line.call_with_refs("give", within_s=self.plan.step_timeout_s, returns=2)
             value = await asyncio.wait_for(asyncio.wrap_future(state.future()), ANSWER_S)
             if committed == steps:
                 self.kept = KeptState(committed, self.session._ray.put(value))

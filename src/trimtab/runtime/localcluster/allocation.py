@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping
 
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
-from trimtab.runtime.localcluster.gpus import LocalGpus, in_short
+from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import (
     ClusterRecord,
     Ledger,
@@ -22,7 +22,7 @@ from trimtab.runtime.localcluster.ledger import (
     NodePhase,
     NodeRecord,
     NodeSizes,
-    forget_old,
+    is_expired,
     left_over,
 )
 from trimtab.runtime.procs import ports
@@ -38,9 +38,9 @@ def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, worker
         raise InputError(f"{workers} workers cannot be started", where="command line: N", hint="0 or more")
     with ledger.change() as books:
         there = books.clusters.get(cluster.address)
-        if there is not None and there.standing:
+        if there is not None and there.live_nodes:
             raise InputError(
-                f"a cluster of trimtab runs at {cluster.address} already, with {_of(len(there.standing), 'node')}",
+                f"a cluster of trimtab runs at {cluster.address} already, with {_of(len(there.live_nodes), 'node')}",
                 hint="`trimtab cluster add` adds a node, `trimtab cluster stop` ends it, --port starts another",
             )
         _enough(books, cluster, gpus, workers)
@@ -60,13 +60,13 @@ def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, worker
     return opened
 
 
-def another_node(
+def allocate_node(
     ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, sizes: NodeSizes | None = None, gpu: str | None = None
 ) -> tuple[ClusterRecord, NodeRecord]:
     """Write down one more node, on the next free GPU or on the one asked for."""
     with ledger.change() as books:
         known = books.clusters.get(cluster.address, cluster)
-        if known.head_here and not known.standing:
+        if known.head_here and not known.live_nodes:
             raise UnreachableError(f"the cluster at {cluster.address} has ended", hint=START_ONE)
         known, node = _with_node(ledger, books, known, gpus, head=False, sizes=sizes, gpu=gpu)
     return known, node
@@ -76,10 +76,10 @@ def sweep(ledger: Ledger) -> list[str]:
     """Put the ledger right: end what is left of dead nodes, forget old ones; what was found, for people."""
     notes = []
     for cluster in ledger.read().values():
-        dead = [one for one in cluster.nodes if not one.stands and one.phase is not NodePhase.ended]
+        dead = [one for one in cluster.nodes if not one.alive and one.phase is not NodePhase.ended]
         for node in dead:
             left = left_over(node)
-            kill_family(node.keeper, node.mark)
+            kill_family(node.supervisor, node.mark)
             ended = f", {_of(len(left), 'process', 'processes')} of it ended" if left else ""
             ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause="its keeper was killed")
             notes.append(f"node {node.name} of {cluster.address} had no keeper any more{ended}: its GPU is free again")
@@ -88,7 +88,7 @@ def sweep(ledger: Ledger) -> list[str]:
     now = time.time()
     with ledger.change() as books:
         for address, cluster in list(books.clusters.items()):
-            kept = tuple(one for one in cluster.nodes if not forget_old(one, now))
+            kept = tuple(one for one in cluster.nodes if not is_expired(one, now))
             if kept:
                 books.clusters[address] = dataclasses.replace(cluster, nodes=kept)
             else:
@@ -107,7 +107,7 @@ def chosen(ledger: Ledger, address: str | None, outside: Mapping[str, str]) -> C
         plain = _plain(named)
         where = ledger.place / f"j{plain.rpartition(':')[2]}"
         return ClusterRecord(plain, head_here=False, temp_dir=str(where), sizes=NodeSizes(), started=time.time())
-    running = [one for one in clusters.values() if one.standing]
+    running = [one for one in clusters.values() if one.live_nodes]
     if len(running) == 1:
         return running[0]
     if running:
@@ -138,11 +138,11 @@ def same(address: str, cluster: ClusterRecord) -> bool:
 def node_of(cluster: ClusterRecord, word: str) -> NodeRecord | None:
     """The standing node that a name, a GPU (`gpu 2`, `2`) or the beginning of Ray's id stands for."""
     wanted = word.strip().lower()
-    for node in cluster.standing:
+    for node in cluster.live_nodes:
         if wanted == node.name or (len(wanted) >= 4 and node.node_id.startswith(wanted)):
             return node
     gpu = wanted.removeprefix("gpu").strip(" :-")
-    return next((node for node in cluster.standing if gpu and gpu in node.gpus), None)
+    return next((node for node in cluster.live_nodes if gpu and gpu in node.gpus), None)
 
 
 def how_it_ended(cluster: ClusterRecord) -> str:
@@ -166,7 +166,7 @@ def _with_node(
     sizes = sizes or cluster.sizes
     mine = _gpus_for(books, cluster, gpus, sizes.gpus, gpu)
     given, avoid = books.ports_given(), {cluster.port, cluster.dashboard_port or 0, cluster.client_port or 0}
-    slots = {node.slot for node in cluster.holding}
+    slots = {node.slot for node in cluster.allocated_nodes}
     slot, block = ports.free_block(cluster.ports_from, cluster.worker_ports_from, slots, given | avoid)
     name = HEAD if head else _name(cluster, mine, slot)
     node = NodeRecord(
@@ -195,7 +195,7 @@ def _gpus_for(
             raise InputError(
                 f"GPU {asked} is not there: this machine has {gpus.named()}",
                 where="command line: --gpu",
-                hint=f"free: {in_short(tuple(free)) or 'none'}",
+                hint=f"free: {ids_text(tuple(free)) or 'none'}",
             )
         if asked in given:
             raise InfeasibleError(f"GPU {asked} is taken: {_who({asked: given[asked]})}", hint=_free_one(free))
@@ -247,7 +247,7 @@ def _client_port(asked: int | None, head: NodeRecord) -> int:
 
 def _name(cluster: ClusterRecord, gpus: tuple[str, ...], slot: int) -> str:
     wanted = f"gpu-{gpus[0][:12].lower()}" if gpus else f"cpu-{slot}"
-    taken = {node.name for node in cluster.holding}
+    taken = {node.name for node in cluster.allocated_nodes}
     return wanted if wanted not in taken else f"{wanted}-{slot}"
 
 
@@ -258,7 +258,7 @@ def _who(given: Mapping[str, NodeRecord]) -> str:
 
 
 def _free_one(free: list[str]) -> str:
-    return f"free: {in_short(tuple(free))}" if free else "`trimtab cluster remove NODE` frees one"
+    return f"free: {ids_text(tuple(free))}" if free else "`trimtab cluster remove NODE` frees one"
 
 
 def _plain(address: str) -> str:

@@ -23,7 +23,7 @@ _HOW_TO = "`ray get-auth-token --generate` makes a token; RAY_AUTH_MODE=disabled
 _PROBE_S = 10
 
 
-def for_new_cluster(outside: Mapping[str, str]) -> dict[str, str]:
+def new_cluster_auth(outside: Mapping[str, str]) -> dict[str, str]:
     """What the processes of a new cluster need: as Ray decides for a head, told to all."""
     asked = outside.get(MODE)
     mode = (asked or (ON if has_token(outside) else OFF)).lower()
@@ -32,13 +32,13 @@ def for_new_cluster(outside: Mapping[str, str]) -> dict[str, str]:
     return {MODE: mode, **_tokens(outside)}
 
 
-def of_head(head: ProcessIdentity) -> dict[str, str]:
+def head_auth(head: ProcessIdentity) -> dict[str, str]:
     """What the head of a cluster of ours was started with; empty where that cannot be read."""
     theirs = environment(head.pid) if head.lives else {}
     return {MODE: theirs[MODE], **_tokens(theirs)} if MODE in theirs else {}
 
 
-def of_cluster_at(address: str, outside: Mapping[str, str]) -> dict[str, str]:
+def cluster_auth(address: str, outside: Mapping[str, str]) -> dict[str, str]:
     """What a cluster of somebody else wants, by asking it: first without a token, then with."""
     adopt({MODE: OFF})
     if _accepted(address):
@@ -58,11 +58,11 @@ def of_cluster_at(address: str, outside: Mapping[str, str]) -> dict[str, str]:
     return wanted
 
 
-def suit(address: str) -> None:
+def match_cluster(address: str) -> None:
     """Have this process speak to a cluster as that wants it; what the user has set stays where it works."""
     if os.environ.get(MODE) and _accepted(address):
         return
-    of_cluster_at(address, os.environ)
+    cluster_auth(address, os.environ)
 
 
 def adopt(wanted: Mapping[str, str]) -> None:

@@ -32,10 +32,10 @@ class LocalGpus:
         if not self.ids:
             return "no GPU"
         what = "faked GPU" if self.fake else "GPU"
-        return f"{len(self.ids)} {what}{'s' if len(self.ids) > 1 else ''} ({in_short(self.ids)})"
+        return f"{len(self.ids)} {what}{'s' if len(self.ids) > 1 else ''} ({ids_text(self.ids)})"
 
 
-def of_this_machine(fake: int | None) -> LocalGpus:
+def local_gpus(fake: int | None) -> LocalGpus:
     """The GPUs here, or `fake` faked ones."""
     if fake is not None:
         if not 0 <= fake <= MOST_FAKED:
@@ -51,7 +51,7 @@ def of_this_machine(fake: int | None) -> LocalGpus:
     return LocalGpus(tuple(word for word in named if not word.isdecimal() or word in found.ids), kind=found.kind)
 
 
-def in_short(ids: tuple[str, ...]) -> str:
+def ids_text(ids: tuple[str, ...]) -> str:
     """`0-3` for a run of numbers, else all of them."""
     if len(ids) > 2 and all(one.isdecimal() for one in ids):
         numbers = [int(one) for one in ids]

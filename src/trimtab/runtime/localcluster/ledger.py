@@ -64,7 +64,7 @@ class NodeRecord:
     adder: ProcessIdentity  # who is starting it
     log: str
     sizes: NodeSizes = field(default_factory=NodeSizes)
-    keeper: ProcessIdentity | None = None
+    supervisor: ProcessIdentity | None = None
     raylet: ProcessIdentity | None = None
     node_id: str = ""  # Ray's
     phase: NodePhase = NodePhase.starting
@@ -73,12 +73,12 @@ class NodeRecord:
     cause: str = ""  # of ending
 
     @property
-    def stands(self) -> bool:
+    def alive(self) -> bool:
         """Whether somebody is behind what is written."""
         if self.phase is NodePhase.ended:
             return False
-        if self.keeper is not None:
-            return self.keeper.lives
+        if self.supervisor is not None:
+            return self.supervisor.lives
         return self.adder.lives
 
 
@@ -106,12 +106,12 @@ class ClusterRecord:
         return next((one for one in self.nodes if one.head), None)
 
     @property
-    def standing(self) -> tuple[NodeRecord, ...]:
+    def live_nodes(self) -> tuple[NodeRecord, ...]:
         """Nodes that are there or on their way."""
-        return tuple(one for one in self.nodes if one.stands)
+        return tuple(one for one in self.nodes if one.alive)
 
     @property
-    def holding(self) -> tuple[NodeRecord, ...]:
+    def allocated_nodes(self) -> tuple[NodeRecord, ...]:
         """Nodes whose GPUs and ports are not free: also those of a dead one until what is left of it has been ended."""
         return tuple(one for one in self.nodes if one.phase is not NodePhase.ended)
 
@@ -147,21 +147,21 @@ class LedgerState:
         return {
             gpu: node
             for cluster in self.clusters.values()
-            for node in cluster.holding
+            for node in cluster.allocated_nodes
             if node.fake == fake and (not fake or cluster.address == address)
             for gpu in node.gpus
         }
 
     def ports_given(self) -> set[int]:
         """Ports that nodes of all clusters have."""
-        return {port for one in self.clusters.values() for node in one.holding for port in node.ports.fixed}
+        return {port for one in self.clusters.values() for node in one.allocated_nodes for port in node.ports.fixed}
 
 
 class Ledger:
     """The file and its lock."""
 
     def __init__(self, place: Path | None = None) -> None:
-        self.place = place or default_place()
+        self.place = place or default_directory()
         self._file = self.place / "ledger.json"
 
     def read(self) -> dict[str, ClusterRecord]:
@@ -224,7 +224,7 @@ class Ledger:
             raise InputError(f"{self.place} belongs to another user", hint=f"{PLACE} names another directory")
 
 
-def default_place() -> Path:
+def default_directory() -> Path:
     """Where the ledger of this user and machine lies. Containers that share /tmp know processes by other numbers."""
     named = os.environ.get(PLACE)
     if named:
@@ -239,10 +239,10 @@ def default_place() -> Path:
 
 def left_over(node: NodeRecord) -> list[ProcessIdentity]:
     """Processes of a node behind whose record nobody stands any more."""
-    return [] if node.stands else family(node.keeper, node.mark)
+    return [] if node.alive else family(node.supervisor, node.mark)
 
 
-def forget_old(node: NodeRecord, now: float) -> bool:
+def is_expired(node: NodeRecord, now: float) -> bool:
     """Whether a node that ended need not be shown any more."""
     return node.phase is NodePhase.ended and now - node.since > REMEMBER_S
 

@@ -52,7 +52,7 @@ class NodeSupervisor:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        given = self._ledger.update(self._mark, keeper=this())
+        given = self._ledger.update(self._mark, supervisor=this())
         if given is None or given.phase is not NodePhase.starting or not self._reread():
             return  # given up before it began
         cause = self._watch()
@@ -130,7 +130,7 @@ class NodeSupervisor:
         if self.node.head:
             owner = self.cluster.owner
             return "the command that started the cluster is gone" if owner is not None and not owner.lives else ""
-        if self.cluster.head_here and (self.cluster.head is None or not self.cluster.head.stands):
+        if self.cluster.head_here and (self.cluster.head is None or not self.cluster.head.alive):
             return "the head has ended"
         return ""
 

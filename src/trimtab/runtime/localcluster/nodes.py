@@ -137,12 +137,12 @@ def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cau
                 continue
             if node.phase is not NodePhase.ending:
                 node = ledger.update(node.mark, phase=NodePhase.ending, since=time.time(), cause=cause) or node
-            if node.keeper is not None:
-                send(node.keeper, signal.SIGTERM)
+            if node.supervisor is not None:
+                send(node.supervisor, signal.SIGTERM)
             asked.append(node)
         deadline = time.monotonic() + END_S
         for node in asked:
-            _keeper_gone(node.keeper, deadline)
+            _keeper_gone(node.supervisor, deadline)
             if kill_family(None, node.mark):  # a keeper that is only just starting carries the mark, too
                 left.append(node)
             ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause=cause)
@@ -154,7 +154,7 @@ def wait_ended(ledger: Ledger, node: NodeRecord, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         now = _by_mark(ledger).get(node.mark)
-        if now is None or not now.stands:
+        if now is None or not now.alive:
             return True
         time.sleep(LOOK_EVERY_S)
     return False
@@ -163,14 +163,14 @@ def wait_ended(ledger: Ledger, node: NodeRecord, timeout_s: float) -> bool:
 def auth_of(cluster: ClusterRecord) -> dict[str, str]:
     """Mode and token of a cluster, adopted by this process: of its own head, or asked of it."""
     head = cluster.head
-    wanted = auth.of_head(head.keeper) if head is not None and head.keeper is not None else {}
+    wanted = auth.head_auth(head.supervisor) if head is not None and head.supervisor is not None else {}
     if not wanted:
         if not answers(cluster.address, 2.0):
             raise UnreachableError(
                 f"no Ray cluster answers at {cluster.address}",
                 hint="`trimtab cluster start` starts one; `ray status` on its head shows whether it runs",
             )
-        return auth.of_cluster_at(cluster.address, os.environ)
+        return auth.cluster_auth(cluster.address, os.environ)
     auth.adopt(wanted)
     return wanted
 
@@ -193,11 +193,11 @@ def _in_time(cluster: ClusterRecord, deadline: float, waiting: Iterable[NodeReco
         )
 
 
-def _keeper_gone(keeper: ProcessIdentity | None, deadline: float) -> None:
+def _keeper_gone(supervisor: ProcessIdentity | None, deadline: float) -> None:
     """Wait for a keeper to have ended its node and itself; kill one that does not."""
-    if keeper is not None and gone([keeper], max(0.0, deadline - time.monotonic())):
-        send(keeper, signal.SIGKILL)
-        gone([keeper], 5.0)
+    if supervisor is not None and gone([supervisor], max(0.0, deadline - time.monotonic())):
+        send(supervisor, signal.SIGKILL)
+        gone([supervisor], 5.0)
 
 
 def _by_mark(ledger: Ledger) -> dict[str, NodeRecord]:

@@ -37,7 +37,7 @@ class Checkpointer:
         if self._folder is None:
             return
         if crew.has(name, "save"):
-            crew.save(name, self._folder.state_being_saved(iteration, name))
+            crew.save(name, self._folder.new_state_folder(iteration, name))
         with self._lock:
             self._saved.add((iteration, name))
 
@@ -46,12 +46,12 @@ class Checkpointer:
 
         As long as events cannot be written no state counts: after a crash it would know of iterations that they do not.
         """
-        if self._folder is None or self.whole >= iteration or not self._folder.is_written():
+        if self._folder is None or self.whole >= iteration or not self._folder.all_written():
             return
         for name in self._names:
             if (iteration, name) not in self._saved:
                 self.save(crew, name, iteration)
-        self._folder.state_is_whole(iteration)
+        self._folder.commit_state(iteration)
         self._tell("saved", iteration=iteration)
         with self._lock:
             self.whole = iteration

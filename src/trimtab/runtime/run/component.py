@@ -118,11 +118,11 @@ class ComponentError(UnreachableError):
     """A component did what it may not: the run ends, or goes on without it."""
 
     def __init__(
-        self, component: str, wrong: FaultKind, what: str, *, where: str | None = None, hint: str = ""
+        self, component: str, fault_kind: FaultKind, what: str, *, where: str | None = None, hint: str = ""
     ) -> None:
         super().__init__(what, where=where, hint=hint or None)
         self.component = component
-        self.wrong = wrong
+        self.fault_kind = fault_kind
 
 
 def make_component(use: str, settings: Mapping[str, Any], place: Place, near: Path | None = None) -> RunComponent:
@@ -138,7 +138,7 @@ def make_component(use: str, settings: Mapping[str, Any], place: Place, near: Pa
         made = kind(**settings, place=place)
     except Exception as error:
         raise ComponentError(
-            place.component, "raised", f"{place.component} could not be made: {said(error)}", where=origin(error)
+            place.component, "raised", f"{place.component} could not be made: {error_text(error)}", where=origin(error)
         ) from error
     return cast(RunComponent, made)
 
@@ -183,7 +183,7 @@ def _module(name: str, near: Path | None, where: str) -> types.ModuleType:
             hint=f"looked where Python looks{looked}; start from the folder that holds it, or set PYTHONPATH",
         ) from None
     except Exception as error:
-        raise InputError(f"{name} cannot be imported: {said(error)}", where=origin(error) or where) from error
+        raise InputError(f"{name} cannot be imported: {error_text(error)}", where=origin(error) or where) from error
 
 
 def _is_of(error: ModuleNotFoundError, name: str) -> bool:
@@ -308,12 +308,12 @@ def _figure(component: str, name: str, value: Any) -> float:
         ) from None
 
 
-def figure_for_json(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """A number as JSON can hold it: what is not finite becomes null."""
     return value if math.isfinite(value) else None
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error of somebody's code in one line."""
     text = str(error).strip().split("\n")[0][:300]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

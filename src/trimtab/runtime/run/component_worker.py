@@ -29,7 +29,7 @@ from trimtab.runtime.run.component import (
     checked,
     make_component,
     origin,
-    said,
+    error_text,
 )
 from trimtab.runtime.run.emulated import OPTIONAL, EmulatedComponent, PacedComponent
 
@@ -50,7 +50,7 @@ class ComponentStartSpec:
 class ComponentFault:
     """What a component did wrong."""
 
-    wrong: FaultKind
+    fault_kind: FaultKind
     what: str
     where: str | None = None
 
@@ -186,8 +186,8 @@ class ComponentWorker:
         try:
             return call()
         except ComponentError as error:
-            return CallResult(fault=ComponentFault(error.wrong, error.what, error.where))
+            return CallResult(fault=ComponentFault(error.fault_kind, error.what, error.where))
         except Exception as error:
             return CallResult(
-                fault=ComponentFault("raised", f"the {method} of {name} raised {said(error)}", origin(error))
+                fault=ComponentFault("raised", f"the {method} of {name} raised {error_text(error)}", origin(error))
             )

@@ -25,7 +25,7 @@ from trimtab.runtime.run.component import (
     checked,
     make_component,
     origin,
-    said,
+    error_text,
 )
 from trimtab.runtime.run.deadline_calls import DeadlineCaller, DeadlineError
 from trimtab.runtime.run.emulated import EmulatedComponent, PacedComponent, emulated_settings
@@ -262,8 +262,8 @@ class LocalComponents:
             if method == "make":
                 raise
             raise ComponentError(
-                name, "raised", f"the {method} of {name} raised {said(error)}", where=origin(error)
+                name, "raised", f"the {method} of {name} raised {error_text(error)}", where=origin(error)
             ) from error
         except BaseException as error:  # SystemExit and the like
-            what = f"the {method} of {name} wanted to end the process: {said(error)}"
+            what = f"the {method} of {name} wanted to end the process: {error_text(error)}"
             raise ComponentError(name, "raised", what) from error

@@ -26,42 +26,42 @@ from trimtab.formats.files import replace
 from trimtab.runtime.procs.locks import born
 from trimtab.runtime.run.folder import LOCK
 
-ASKS = "asks"
+REQUESTS = "asks"
 RUN = "run"
-MOST_BYTES = 4_096  # of an ask
-MOST_WAITING = 64  # that nobody has taken yet
+MAX_BYTES = 4_096  # of an ask
+MAX_WAITING = 64  # that nobody has taken yet
 
 
-def of_workers(component: str) -> str:
+def workers_queue(component: str) -> str:
     """Whom to ask about a component's workers."""
     if "/" in component:
         raise InputError(f"there is no component {component}")
     return f"workers-{component}"
 
 
-def ask(folder: Path, whom: str, facts: Mapping[str, Any]) -> None:
+def send_request(folder: Path, queue: str, facts: Mapping[str, Any]) -> None:
     """Leave an ask. InputError where it cannot be written, UnreachableError where nobody is there to take it."""
-    if lives(folder) is False:
+    if is_running(folder) is False:
         raise UnreachableError("the run has ended, or was killed: there is nobody to ask")
-    place = folder / ASKS / whom
+    directory = folder / REQUESTS / queue
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        if len(_waiting(place)) >= MOST_WAITING:
-            raise UnreachableError(f"{MOST_WAITING} asks wait already, and nobody takes them")
-        replace(place / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json", json.dumps(facts) + "\n")
+        directory.mkdir(parents=True, exist_ok=True)
+        if len(_waiting(directory)) >= MAX_WAITING:
+            raise UnreachableError(f"{MAX_WAITING} asks wait already, and nobody takes them")
+        replace(directory / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json", json.dumps(facts) + "\n")
     except OSError as fault:
-        raise InputError(f"it cannot be asked: {fault.strerror or fault}", where=str(place)) from None
+        raise InputError(f"it cannot be asked: {fault.strerror or fault}", where=str(directory)) from None
 
 
-def taken(folder: Path, whom: str) -> list[dict[str, Any]]:
+def take_requests(folder: Path, queue: str) -> list[dict[str, Any]]:
     """What is asked, oldest first; it is not there any more. What cannot be understood is an ask for nothing: {}."""
     found: list[dict[str, Any]] = []
-    place = folder / ASKS / whom
-    for name in _waiting(place):
+    directory = folder / REQUESTS / queue
+    for name in _waiting(directory):
         try:
-            with open(place / name, "rb") as file:
-                data = file.read(MOST_BYTES)
-            os.unlink(place / name)
+            with open(directory / name, "rb") as file:
+                data = file.read(MAX_BYTES)
+            os.unlink(directory / name)
         except OSError:  # somebody else has it, or it could not be removed: then it is not done either
             continue
         asked: Any = None
@@ -71,12 +71,12 @@ def taken(folder: Path, whom: str) -> list[dict[str, Any]]:
     return found
 
 
-def forget(folder: Path) -> None:
+def clear_requests(folder: Path) -> None:
     """Throw away whatever is asked."""
-    shutil.rmtree(folder / ASKS, ignore_errors=True)
+    shutil.rmtree(folder / REQUESTS, ignore_errors=True)
 
 
-def lives(folder: Path) -> bool | None:
+def is_running(folder: Path) -> bool | None:
     """Whether the process that last ran here is there; None where nobody knows, as of one on another machine."""
     try:
         held = json.loads((folder / LOCK).read_text(encoding="utf-8"))
@@ -85,8 +85,8 @@ def lives(folder: Path) -> bool | None:
         return None
 
 
-def _waiting(place: Path) -> list[str]:
+def _waiting(directory: Path) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(place) if name.endswith(".json") and not name.startswith("."))
+        return sorted(name for name in os.listdir(directory) if name.endswith(".json") and not name.startswith("."))
     except OSError:
         return []

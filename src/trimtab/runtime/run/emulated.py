@@ -127,7 +127,7 @@ class EmulatedComponent:
     def step(self, batch: Batch) -> Result:
         """Take the time of this batch."""
         took_s = self.seconds(batch.iteration, batch.index)
-        self.pass_s(took_s)
+        self.sleep_for(took_s)
         if batch.index == batch.of - 1:
             self.iteration = batch.iteration
         return Result({"component": self.place.component, "iteration": batch.iteration, "index": batch.index})
@@ -140,14 +140,14 @@ class EmulatedComponent:
 
     def onload(self) -> None:
         """Take the switch time, that of leaving included: the profile states both as one."""
-        self.pass_s(self.switch_s)
+        self.sleep_for(self.switch_s)
 
     def offload(self) -> None:
         """Leave at once."""
 
     def weights(self) -> dict[str, int]:
         """Take the time of a weight sync; whoever receives it goes on with its own work meanwhile."""
-        self.pass_s(self.sync_s)
+        self.sleep_for(self.sync_s)
         return {"iteration": self.iteration}
 
     def sync(self, weights: Any, version: int) -> None:
@@ -162,7 +162,7 @@ class EmulatedComponent:
         """Go on from there."""
         self.iteration = int((path / "iteration").read_text(encoding="utf-8"))
 
-    def pass_s(self, seconds: float) -> None:
+    def sleep_for(self, seconds: float) -> None:
         """Sleep, and sleep less the next time by what a crowded machine made of it, so that levels stay true."""
         began = self._clock.now()
         self._clock.sleep(max(0.0, seconds - self._overslept_s))
@@ -225,7 +225,7 @@ class PacedComponent:
         given = work()
         left_s = seconds - (self._clock.now() - began)
         if left_s > 0:
-            self._emulated.pass_s(left_s)
+            self._emulated.sleep_for(left_s)
         return given
 
 

@@ -89,7 +89,7 @@ class RunFolder:
         self._unwritten.append(line + "\n")
         self._flush()
 
-    def keep_job(self, text: str | None) -> None:
+    def write_job(self, text: str | None) -> None:
         """Keep what the run was asked to do, to go on from here without the file. Never raises for the disk's sake."""
         if text is None:
             return
@@ -106,7 +106,7 @@ class RunFolder:
         except OSError as fault:
             self.fault = f"summary.json cannot be written: {fault.strerror or fault}"
 
-    def state_being_saved(self, iteration: int, component: str) -> Path:
+    def new_state_folder(self, iteration: int, component: str) -> Path:
         """An empty folder for a component's state after an iteration. Raises OSError."""
         folder = self.path / STATES / f"{iteration:08d}.part" / component
         if folder.exists():
@@ -114,7 +114,7 @@ class RunFolder:
         folder.mkdir(parents=True)
         return folder
 
-    def state_is_whole(self, iteration: int) -> None:
+    def commit_state(self, iteration: int) -> None:
         """All components have saved: this state counts from now on, and older ones go. Raises OSError."""
         folder = self.path / STATES / f"{iteration:08d}"
         if folder.exists():  # of a run that went on from before it: not this story
@@ -132,7 +132,7 @@ class RunFolder:
         folder = self.path / STATES / f"{iteration:08d}" / component
         return folder if folder.is_dir() else None
 
-    def is_written(self) -> bool:
+    def all_written(self) -> bool:
         """Whether all events are; tries again where they are not."""
         self._flush()
         return not self._unwritten

@@ -31,18 +31,18 @@ from trimtab.plan.placement.order import play
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.procs.interrupts import interrupts_heard
-from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run import control_files
 from trimtab.runtime.run.checkpoints import Checkpointer
 from trimtab.runtime.run.clock import Clock, WallClock
-from trimtab.runtime.run.component import ComponentError, said
+from trimtab.runtime.run.component import ComponentError, error_text
 from trimtab.runtime.run.components import ComponentLostError, ComponentSet, LocalComponents
-from trimtab.runtime.run.engines.event_log import diary_of, read_diary
+from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log
 from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
 from trimtab.runtime.run.iteration import Inputs, IterationRunner
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
 from trimtab.runtime.run.measurements import Metrics, bars_facts, plan_facts, summary_facts
 from trimtab.runtime.run.migration import MigrationExecutor, carry_out
-from trimtab.runtime.run.replanner import Replanner, keep_machine, kept_machine, nodes_facts
+from trimtab.runtime.run.replanner import Replanner, save_machine, load_machine, nodes_facts
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class LocalRun:
     """Runs a job here, from its first iteration or from where its folder stands.
 
     `plan` is taken as it is; without one the job is planned, after a few iterations on shared GPUs where costs are not
-    stated. `told` hears of every iteration as it ends, in the thread of `run`. `inputs(iteration, index)` is what
+    stated. `on_iteration` hears of every iteration as it ends, in the thread of `run`. `inputs(iteration, index)` is what
     components get that come after nobody.
     """
 
@@ -82,7 +82,7 @@ class LocalRun:
         plan: Plan | None = None,
         resume: bool = False,
         clock: Clock | None = None,
-        told: Callable[[Iteration, Metrics], None] | None = None,
+        on_iteration: Callable[[Iteration, Metrics], None] | None = None,
         inputs: Inputs | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class LocalRun:
         self._path = folder
         self._resume = resume
         self._clock: Clock = clock if clock is not None else WallClock()
-        self._told = told
+        self._on_iteration = on_iteration
         self._on_event = on_event
         self._inputs = inputs
         self._loop: Replanner | None = None
@@ -166,7 +166,7 @@ class LocalRun:
             sentence = f"stopped at once: iteration {self._done + 1} was not over, and does not count"
             return "stopped", Reason(ReasonCode.by_hand, sentence), None
         except ComponentError as fault:
-            return "failed", Reason(_CODES.get(fault.wrong, ReasonCode.faulty), fault.what), fault
+            return "failed", Reason(_CODES.get(fault.fault_kind, ReasonCode.faulty), fault.what), fault
         except TrimtabError as refused:
             return "failed", Reason(ReasonCode.refused, refused.what), refused
         except OSError as full:
@@ -174,7 +174,7 @@ class LocalRun:
             return "failed", Reason(ReasonCode.faulty, error.what), error
         except BaseException as broken:  # of ours, or of whoever is told: the folder is left in order all the same
             crew.close()
-            self._finish("failed", Reason(ReasonCode.raised, f"it broke off: {said(broken)}"), self._plan_now or plan)
+            self._finish("failed", Reason(ReasonCode.raised, f"it broke off: {error_text(broken)}"), self._plan_now or plan)
             raise
         if self._loop is not None and self._loop.stop is not None:
             return "failed", self._loop.stop, UnreachableError(self._loop.stop.sentence)
@@ -196,9 +196,9 @@ class LocalRun:
             if self._past.left_out:
                 log.warning(self._past.left_out)
         self._folder = RunFolder(self._path, resume=self._resume)
-        self._folder.keep_job(self._job.text)
-        self._diaries = {name: size_of(diary_of(self._path, name)) for name in self._workflow.names}
-        asks.forget(self._path)
+        self._folder.write_job(self._job.text)
+        self._diaries = {name: size_of(event_log_path(self._path, name)) for name in self._workflow.names}
+        control_files.clear_requests(self._path)
         saved = self._past.saved
         self._saving = Checkpointer(
             self._folder, self._workflow.names, self._job.save_every, self._job.iterations, self._tell
@@ -216,7 +216,7 @@ class LocalRun:
         if self._job.unmeasured and self._past.planned and self._costs_known():
             self._measured, self._workflow = True, self._measured_workflow()
         if self._resume and self._path is not None and not self._has_to_measure():
-            self._kept = kept_machine(self._path / LOOP, self._workflow, self._cluster, self._job.rules)
+            self._kept = load_machine(self._path / LOOP, self._workflow, self._cluster, self._job.rules)
             if self._kept is not None:
                 return self._kept.plan
         return self._fresh_plan()
@@ -258,7 +258,7 @@ class LocalRun:
     def _finish(self, state: str, reason: Reason, plan: Plan) -> None:
         if self._path is not None:
             self._tell_workers(self._path)
-            asks.forget(self._path)
+            control_files.clear_requests(self._path)
         self._tell("ended", state=state, code=reason.code.value, reason=reason.sentence, iteration=self._done)
         self._summarise(state, reason, plan)
         if self._folder is not None:
@@ -314,7 +314,7 @@ class LocalRun:
 
     def _keep_loop(self) -> None:
         if self._loop is not None and self._path is not None:
-            keep_machine(self._path / LOOP, self._loop.machine)
+            save_machine(self._path / LOOP, self._loop.machine)
 
     def _next_plan(self, crew: ComponentSet, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
         """What the next iterations run under: another plan where costs are known now, or where the loop moves."""
@@ -458,8 +458,8 @@ class LocalRun:
         if is_due:  # after it is told: a state that counts never knows more than the events do
             self._saving.complete(acting.crew, number)
             self._keep_loop()
-        if self._told is not None:
-            self._told(iteration, metrics)
+        if self._on_iteration is not None:
+            self._on_iteration(iteration, metrics)
         if self._loop is not None:
             self._loop.iteration(iteration)
             self._loop.look()
@@ -479,7 +479,7 @@ class LocalRun:
             return
         self._looked = time.monotonic()
         self._tell_workers(self._path)
-        for one in asks.taken(self._path, asks.RUN):
+        for one in control_files.take_requests(self._path, control_files.RUN):
             if one.get("ask") == "replan":
                 why = str(one.get("why") or "somebody asked")[:200]
                 self._tell("told", code=ReasonCode.by_hand.value, reason=f"is the plan still right? ({why})")
@@ -489,7 +489,7 @@ class LocalRun:
 
     def _tell_workers(self, folder: Path) -> None:
         for name in self._workflow.names:
-            lines, self._diaries[name] = read_diary(diary_of(folder, name), self._diaries.get(name, 0))
+            lines, self._diaries[name] = read_event_log(event_log_path(folder, name), self._diaries.get(name, 0))
             for line in lines:
                 at_s = self._now() - max(0.0, time.time() - line.pop("at"))
                 self._tell("worker", component=name, t_s=round(at_s, 4), **line)

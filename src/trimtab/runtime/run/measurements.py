@@ -18,7 +18,7 @@ from trimtab.model.plan import BarKind, Plan, TimelineBar
 from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.order import BatchStep, GpuTurn, PlanAction, WeightSyncStep
-from trimtab.runtime.run.component import figure_for_json
+from trimtab.runtime.run.component import finite_or_none
 
 Metrics = dict[str, dict[str, float | None]]
 """What components have to show of an iteration: component, name, mean; None where that is no number."""
@@ -120,7 +120,7 @@ class RunMeasurements:
     def metrics(self, number: int) -> Metrics:
         """The means of what the components had to show in an iteration."""
         return {
-            name: {key: figure_for_json(float(np.mean(values))) for key, values in tally.metrics.items()}
+            name: {key: finite_or_none(float(np.mean(values))) for key, values in tally.metrics.items()}
             for (at, name), tally in self._tallies.items()
             if at == number and tally.metrics
         }
@@ -205,6 +205,6 @@ def _course(metrics: Mapping[int, Metrics], name: str) -> dict[str, float | None
         return {"first": None, "last": None}
     some = max(1, len(values) // 10)
     return {
-        "first": figure_for_json(float(np.mean(values[:some]))),
-        "last": figure_for_json(float(np.mean(values[-some:]))),
+        "first": finite_or_none(float(np.mean(values[:some]))),
+        "last": finite_or_none(float(np.mean(values[-some:]))),
     }

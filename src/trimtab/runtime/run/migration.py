@@ -19,7 +19,7 @@ from trimtab.machines.replan.events import RollBackMigration
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import MigrationStage
 from trimtab.model.workflow import Workflow
-from trimtab.runtime.run.component import said
+from trimtab.runtime.run.component import error_text
 from trimtab.runtime.run.components import ComponentLostError, ComponentSet
 from trimtab.runtime.run.replanner import Replanner
 
@@ -169,4 +169,4 @@ def _undo(loop: Replanner, moving: MigrationExecutor, now: Callable[[], float], 
 
 
 def _said_of(fault: TrimtabError | OSError) -> str:
-    return fault.what if isinstance(fault, TrimtabError) else said(fault)
+    return fault.what if isinstance(fault, TrimtabError) else error_text(fault)

@@ -24,7 +24,7 @@ from trimtab.model.workflow import Workflow
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.client.task_errors import TaskError, TaskTimeoutError
-from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, find_class, said
+from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, find_class, error_text
 from trimtab.runtime.run.component_worker import CallResult, ComponentStartSpec, ComponentWorker
 from trimtab.runtime.run.components import ComponentLostError
 from trimtab.runtime.run.emulated import emulated_settings
@@ -314,12 +314,12 @@ class ClusterComponents:
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, exceptions.ObjectLostError | exceptions.RayActorError):
                 raise ComponentLostError(name, f"what {name} was to work on is gone with whoever made it") from error
-            raise ComponentError(name, "raised", f"the {method} of {name} raised {said(error.cause)}") from error
+            raise ComponentError(name, "raised", f"the {method} of {name} raised {error_text(error.cause)}") from error
         except exceptions.RayError as error:
-            raise ComponentLostError(name, f"{name} cannot be reached: {said(error)}") from error
+            raise ComponentLostError(name, f"{name} cannot be reached: {error_text(error)}") from error
         for one in done:
             if one.fault is not None:
-                raise ComponentError(name, one.fault.wrong, one.fault.what, where=one.fault.where)
+                raise ComponentError(name, one.fault.fault_kind, one.fault.what, where=one.fault.where)
         return done
 
     def _got(self, name: str, task: Task, method: str, references: list[Any], limit_s: float) -> list[CallResult]:

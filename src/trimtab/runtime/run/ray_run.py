@@ -55,11 +55,11 @@ class ClusterRun(LocalRun):
         *,
         plan: Plan | None = None,
         resume: bool = False,
-        told: Callable[[Iteration, Metrics], None] | None = None,
+        on_iteration: Callable[[Iteration, Metrics], None] | None = None,
         inputs: Inputs | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
-        super().__init__(run, folder, plan=plan, resume=resume, told=told, inputs=inputs, on_event=on_event)
+        super().__init__(run, folder, plan=plan, resume=resume, on_iteration=on_iteration, inputs=inputs, on_event=on_event)
         self._session = session
         self._losses = 0
         self._began = time.perf_counter()
@@ -217,11 +217,11 @@ class ClusterRun(LocalRun):
         """What ends next. Each act has a deadline of its own; meanwhile news are heard."""
         while True:
             try:
-                told: tuple[PlanAction, float, BaseException | None] = ended.get(timeout=LOOK_S)
+                on_iteration: tuple[PlanAction, float, BaseException | None] = ended.get(timeout=LOOK_S)
             except queue.Empty:
                 self._act_ended(acting, self._now())
                 continue
-            return told
+            return on_iteration
 
     def _act_ended(self, acting: IterationRunner, now_s: float) -> None:
         self._take_news()

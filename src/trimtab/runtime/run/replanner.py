@@ -149,12 +149,12 @@ class Replanner:
         )
 
 
-def keep_machine(path: Path, machine: ReplanMachine) -> None:
+def save_machine(path: Path, machine: ReplanMachine) -> None:
     """Write all that a machine knows, so that a run that is resumed need not learn it again. Raises OSError."""
     replace(path, json.dumps(machine.dump(), allow_nan=False) + "\n")
 
 
-def kept_machine(path: Path, workflow: Workflow, cluster: Cluster, rules: ReplanRules) -> ReplanMachine | None:
+def load_machine(path: Path, workflow: Workflow, cluster: Cluster, rules: ReplanRules) -> ReplanMachine | None:
     """A machine as it was kept; None where there is none, or it was of another job or cluster."""
     try:
         machine = ReplanMachine.load(plain.loads(path.read_bytes()), workflow, rules)

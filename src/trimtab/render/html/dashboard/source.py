@@ -21,8 +21,8 @@ from trimtab.render.html.dashboard.panels import Panels, controller_panels, flee
 from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.text.formatting import clock, counts
 from trimtab.runtime.dashboard.tail import EventTail
-from trimtab.runtime.run import control_files as asks
-from trimtab.runtime.run.engines.event_log import load_of, read_load
+from trimtab.runtime.run import control_files
+from trimtab.runtime.run.engines.event_log import load_path, read_load
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
@@ -121,7 +121,7 @@ class DashboardSource:
             self._is_new = True
         for event in events:
             self.board.take(event)
-        before, self.board.lives = self.board.lives, asks.lives(self._tail.path.parent)
+        before, self.board.lives = self.board.lives, control_files.is_running(self._tail.path.parent)
         return anew or bool(events) or before != self.board.lives
 
     def _weigh(self) -> bool:
@@ -129,7 +129,7 @@ class DashboardSource:
         if self.board is None or self._folder is None:
             return False
         components = {one.group for one in self.board.workers.values() if "/" not in one.group}
-        changed = [self.board.load(one, read_load(load_of(self._folder, one))) for one in components]
+        changed = [self.board.load(one, read_load(load_path(self._folder, one))) for one in components]
         return any(changed)
 
     def files(self) -> Mapping[str, tuple[str, bytes]]:
@@ -171,7 +171,7 @@ class DashboardSource:
             return self._controller.change(what, facts)
         assert self._folder is not None
         if what == "replan":
-            asks.ask(self._folder, asks.RUN, {"ask": "replan", "why": WHY})
+            control_files.send_request(self._folder, control_files.RUN, {"ask": "replan", "why": WHY})
             return "asked: the next decision says what comes of it"
         return self._change_worker(self._folder, what.partition("-")[0], facts)
 
@@ -181,7 +181,7 @@ class DashboardSource:
         if one is None or one.is_over:
             raise InputError("there is no such worker now")
         asked = {"ask": what, "worker": one.id, "deadline_s": _deadline_s(facts), "why": WHY}
-        asks.ask(folder, asks.of_workers(one.group), asked)
+        control_files.send_request(folder, control_files.workers_queue(one.group), asked)
         words = "serves nothing new" if what == "drain" else "may serve again"
         return f"asked: worker {one.name} {words}; its story says what comes of it"
 

@@ -53,7 +53,7 @@ NEWS_S = 0.5  # a question for news waits so long at most: then it is asked of t
 LOOK_S = 1.0  # between looks at an engine's process
 GIVE_UP_S = 60.0  # for a task to end
 UNTIMED_DRAIN_S = 30.0  # a node that drains without a deadline
-AS_LONG_AS_IT_TAKES_S = 1e7
+NO_TIMEOUT_S = 1e7
 LOSSES = (
     ReasonCode.node_lost,
     ReasonCode.slot_lost,
@@ -199,7 +199,7 @@ class SlotLauncher:
             id=f"{plain(worker)}.{self._run_id}.{next(self._numbers)}",
             ends_with_me=True,
             restarts=0,
-            wait_s=AS_LONG_AS_IT_TAKES_S,
+            wait_s=NO_TIMEOUT_S,
             awaits_node=True,
             **self._settings,
         )

@@ -27,7 +27,7 @@ from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 from trimtab.runtime.run.component import Batch, Place, Result, find_class
 from trimtab.runtime.run.engines.engine_pool import RunEnginePool
-from trimtab.runtime.run.engines.object_engine import cannot_refit
+from trimtab.runtime.run.engines.object_engine import no_refit_error
 from trimtab.runtime.run.engines.settings import EngineSettings
 
 LOOK_S = 1.0  # between looks at whether there is any hope for a step
@@ -74,7 +74,7 @@ class EngineRollout:
     def sync(self, weights: Any, version: int) -> None:
         """Every engine has these weights before it serves again."""
         if not self._fleet.takes_weights:
-            raise cannot_refit(self.place.component)
+            raise no_refit_error(self.place.component)
         self._number += 1
         path = self._stored(weights)
         self._weights, self._version = weights, version
@@ -154,7 +154,7 @@ class EngineRollout:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=LOOK_S)
                 if not asking.done():
-                    self._fleet.require_hope()
+                    self._fleet.raise_if_no_engine_left()
         finally:
             asking.cancel()
         active = sum(one.state is WorkerState.active for one in pool.workers())

@@ -30,7 +30,7 @@ from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.rollout.launch.launcher import Launcher
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.pool import RolloutPool
-from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run import control_files
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.engine_thread import engine_class, methods_of
 from trimtab.runtime.run.engines.event_log import EngineEventLog
@@ -215,7 +215,7 @@ class RunEnginePool:
     def _take_asks(self) -> None:
         """What people ask of a worker; what is not done is written down with the reason."""
         folder, component = self.place.folder, self.place.component
-        for one in asks.taken(folder, asks.of_workers(component)) if folder is not None else ():
+        for one in control_files.take_requests(folder, control_files.workers_queue(component)) if folder is not None else ():
             worker, given = str(one.get("worker")), one.get("deadline_s")
             try:
                 deadline_s = None if given is None else float(given)
@@ -353,7 +353,7 @@ class RunEnginePool:
         """
         end = time.monotonic() + self.settings.ready_s
         while not self._all_there() and (left_s := end - time.monotonic()) > 0:
-            self.require_hope()
+            self.raise_if_no_engine_left()
             await self.pool.until(self._all_there, min(left_s, LOOK_S))
 
     def _all_there(self) -> bool:
@@ -375,7 +375,7 @@ class RunEnginePool:
             why = last.sentence
         return why
 
-    def require_hope(self) -> None:
+    def raise_if_no_engine_left(self) -> None:
         """Raise where no engine will ever serve."""
         why = self.hopeless()
         if why:

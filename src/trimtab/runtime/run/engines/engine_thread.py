@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.core.errors import InputError, UnreachableError, nearest
-from trimtab.runtime.run.component import Place, find_class, said
+from trimtab.runtime.run.component import Place, find_class, error_text
 
 GATHER_S = 0.02  # pieces are gathered for so long, unless a call was answered or nothing runs any more
 CLOSE_S = 10.0
@@ -182,7 +182,7 @@ class EngineThread:
             self._over(key)
         except Exception as error:
             self._over(key)
-            self._tell("raised", key, said(error))
+            self._tell("raised", key, error_text(error))
         else:
             self._over(key)
             self._tell("over", key, None)
@@ -208,7 +208,7 @@ class EngineThread:
             self._over(key)
         except Exception as error:
             self._over(key)
-            self._tell("raised", key, said(error), urgent=True)
+            self._tell("raised", key, error_text(error), urgent=True)
         else:
             self._over(key)
             self._tell("value", key, value, urgent=True)

@@ -35,12 +35,12 @@ NO_NEWS = (
 )  # it is started in the same moment; and gets weights after every iteration
 
 
-def diary_of(folder: Path, component: str) -> Path:
+def event_log_path(folder: Path, component: str) -> Path:
     """Where a component's engines are written about."""
     return folder / f"{component}.workers.jsonl"
 
 
-def read_diary(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+def read_event_log(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
     """The lines behind so many bytes, and how many bytes there are now.
 
     A line has `at`, `worker`, `state`, `running` (requests it has to do), `code` and `reason`.
@@ -66,7 +66,7 @@ def _checked(line: Any) -> dict[str, Any]:
     return {"at": decode(float, line["at"]), "running": decode(int, line["running"]), **words}
 
 
-def load_of(folder: Path, component: str) -> Path:
+def load_path(folder: Path, component: str) -> Path:
     """Where it stands how much a component's engines have to do."""
     return folder / f"{component}.load.json"
 
@@ -87,8 +87,8 @@ class EngineEventLog:
 
     def __init__(self, pool: RolloutPool, folder: Path | None, component: str) -> None:
         self._pool = pool
-        self._path = None if folder is None else diary_of(folder, component)
-        self._load_path = None if folder is None else load_of(folder, component)
+        self._path = None if folder is None else event_log_path(folder, component)
+        self._load_path = None if folder is None else load_path(folder, component)
         self._seen: dict[str, tuple[float, str]] = {}  # by worker: when, and which state
         self._load = ""
         self._load_at = float("-inf")

@@ -231,11 +231,11 @@ def started(engine: ThreadedEngine, path: str | None, node: str = "") -> Started
     The pool sees that it is behind, and has it refitted before it serves.
     """
     if path is not None and EngineCapability.refit not in engine.verbs:
-        raise cannot_refit(engine.name)
+        raise no_refit_error(engine.name)
     return Started(engine, 0 if path is None else None, "", node)
 
 
-def cannot_refit(worker: str) -> InfeasibleError:
+def no_refit_error(worker: str) -> InfeasibleError:
     """For an engine that takes no weights."""
     return InfeasibleError(
         "the engine takes no weights, and the job has some for it", where=f"worker {worker}",
@@ -288,7 +288,7 @@ class ObjectLauncher:
 
     async def restart(self, worker: str, version: int, path: str | None) -> Started:
         """Only for engines that take no weights, and this one would not either."""
-        raise cannot_refit(worker)
+        raise no_refit_error(worker)
 
     async def stop(self, worker: str) -> None:
         """It is gone afterwards."""

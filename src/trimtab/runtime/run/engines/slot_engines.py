@@ -25,7 +25,7 @@ from trimtab.runtime.rollout.launch.slots import SlotLauncher
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineThread, engine_class
 from trimtab.runtime.run.engines.engine_thread import EngineReply as Heard
-from trimtab.runtime.run.engines.object_engine import ThreadedEngine, WeightsAt, cannot_refit, started
+from trimtab.runtime.run.engines.object_engine import ThreadedEngine, WeightsAt, no_refit_error, started
 
 
 @dataclass(frozen=True)
@@ -144,4 +144,4 @@ class ActorLauncher(SlotLauncher):
 
     async def restart(self, worker: str, version: int, path: str | None) -> Started:
         """Only for engines that take no weights, and this one would not either."""
-        raise cannot_refit(worker)
+        raise no_refit_error(worker)
