@@ -179,13 +179,13 @@ class Job:
             if is_new:
                 discard_unused(path)
 
-    def stop(self, why: str = "somebody asked for it") -> None:
+    def stop(self, why: str = "stop requested") -> None:
         """End the run after the iteration under way, with its state saved. From any thread."""
         self._running().stop(why)
 
-    def ask(self, why: str = "somebody asked") -> None:
+    def ask(self, why: str = "requested") -> None:
         """Ask whether the plan is still right: the answer is an event `decided`. From any thread."""
-        self._running().ask(why)
+        self._running().request_replan(why)
 
     def _running(self) -> LocalRun:
         if self._runner is None:

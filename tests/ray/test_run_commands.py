@@ -101,7 +101,7 @@ def test_a_job_without_costs_is_measured_planned_and_run_and_the_end_says_what_t
                   "report: trimtab report runs/small-1", "trimtab plan --from-run runs/small-1"):  # fmt: skip
         assert words in told.out
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5, 6]
-    assert (tmp_path / "runs/small-1/job.yaml").read_text().startswith("# What this run was asked to do")
+    assert (tmp_path / "runs/small-1/job.yaml").read_text().startswith("# The job of this run")
 
 
 def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:

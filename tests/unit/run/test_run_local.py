@@ -220,7 +220,7 @@ def test_a_component_that_is_not_well_ends_the_run() -> None:
     job = chain()
     run = replace(noting(job), parts={**noting(job).parts, "reward": ComponentCode("run_parts:Unwell")})
     end = LocalRun(run).run()
-    assert end.reason == replace(end.reason, code=ReasonCode.unhealthy, sentence="reward is not well: the disk is full")
+    assert end.reason == replace(end.reason, code=ReasonCode.unhealthy, sentence="reward is unhealthy: the disk is full")
 
 
 def test_a_component_that_cannot_be_made_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
@@ -427,23 +427,23 @@ def test_a_folder_that_cannot_be_understood_is_refused(tmp_path: Path) -> None:
 class SideBySide(LocalRun):
     """Drives the same acts in threads, as a cluster does."""
 
-    def _drive(self, acting: IterationRunner) -> None:
+    def _drive(self, runner: IterationRunner) -> None:
         began = time.perf_counter()
         running: dict[Future, PlanAction] = {}
         with ThreadPoolExecutor(8) as threads:
             while True:
-                with acting.lock:
-                    for act in acting.order.ready():
-                        acting.order.begin(act)
-                        running[threads.submit(acting.perform, act, time.perf_counter() - began)] = act
+                with runner.lock:
+                    for act in runner.order.ready():
+                        runner.order.begin(act)
+                        running[threads.submit(runner.perform, act, time.perf_counter() - began)] = act
                 if not running:
                     return
                 for over in wait(running, timeout=60, return_when=FIRST_COMPLETED).done:
                     over.result()
-                    with acting.lock:
-                        acting.order.check()
-                        acting.order.end(running.pop(over))
-                        self._act_ended(acting, time.perf_counter() - began)
+                    with runner.lock:
+                        runner.order.check()
+                        runner.order.end(running.pop(over))
+                        self._action_ended(runner, time.perf_counter() - began)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -572,12 +572,12 @@ def test_a_job_file_that_is_wrong_is_refused_by_its_key(tmp_path: Path, old: str
 class InThreads(LocalRun):
     """A run in one process whose acts are performed in threads, as on a cluster."""
 
-    _drive, _next, _wait_for_others = ClusterRun._drive, ClusterRun._next, ClusterRun._wait_for_others
+    _drive, _next_ended, _wait_for_others = ClusterRun._drive, ClusterRun._next_ended, ClusterRun._wait_for_others
 
     def _now(self) -> float:
-        return time.perf_counter() - self._acted
+        return time.perf_counter() - self._last_action_s
 
-    def _passed(self) -> None:
+    def _advance_clock(self) -> None:
         pass
 
 
@@ -614,10 +614,10 @@ def test_acts_end_while_components_are_asked_how_they_are_and_states_are_deleted
 
     complete = Checkpointer.complete
 
-    def delete(self: Checkpointer, crew: ComponentSet, iteration: int) -> None:
+    def delete(self: Checkpointer, components: ComponentSet, iteration: int) -> None:
         if iteration == 2:
             wait_for_an_act(slow[1])
-        complete(self, crew, iteration)
+        complete(self, components, iteration)
 
     monkeypatch.setattr(Checkpointer, "complete", delete)
     monkeypatch.setattr(local, "LocalComponents", Asked)

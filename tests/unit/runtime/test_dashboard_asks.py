@@ -59,7 +59,7 @@ def test_an_ask_is_taken_once_oldest_first_and_what_is_half_written_is_not_there
 def test_a_run_that_is_gone_or_does_not_look_is_asked_for_nothing(tmp_path: Path) -> None:
     for _ in range(control_files.MAX_WAITING):
         control_files.send_request(tmp_path, control_files.RUN, {})
-    with pytest.raises(UnreachableError, match="64 asks wait already"):
+    with pytest.raises(UnreachableError, match="64 requests wait already"):
         control_files.send_request(tmp_path, control_files.RUN, {})
     held = {"owner": "run", "host": socket.gethostname(), "pid": os.getpid(), "born": -1}
     (tmp_path / "lock").write_text(json.dumps(held))
@@ -70,7 +70,7 @@ def test_a_run_that_is_gone_or_does_not_look_is_asked_for_nothing(tmp_path: Path
     with pytest.raises(InputError, match="no component"):
         control_files.workers_queue("../../elsewhere")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be asked"):
+    with pytest.raises(InputError, match="cannot be written"):
         control_files.send_request(tmp_path / "file", control_files.RUN, {})
 
 

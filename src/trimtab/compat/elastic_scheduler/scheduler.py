@@ -163,7 +163,7 @@ class ElasticScheduler:
 
     def _call_back(self) -> None:
         """Have draining workers serve again, and wake nobody: what is being flushed already is left to end."""
-        draining = [one for one in self._workers(WorkerState.draining) if one.doing is None]
+        draining = [view for view in self._workers(WorkerState.draining) if view.doing is None]
         if draining:
             self._handle(e.HoldRequested(STOPPED, self._machine.sample().serving + len(draining)))
             self._handle(e.HoldReleased(STOPPED))
@@ -214,8 +214,8 @@ class ElasticScheduler:
         wanted = min(len(self._machine.workers()), self.config.max_workers)
         self._handle(e.HoldRequested(HOLD, wanted))
         if not await self._until(lambda: len(self._workers(WorkerState.active)) >= wanted):
-            others = [one for one in self._machine.workers() if one.state is not WorkerState.active]
-            told = "; ".join(f"{one.worker} is {one.state.value} ({one.reason.sentence})" for one in others[:3])
+            others = [view for view in self._machine.workers() if view.state is not WorkerState.active]
+            told = "; ".join(f"{view.worker} is {view.state.value} ({view.reason.sentence})" for view in others[:3])
             raise UnreachableError(f"{len(others)} workers do not serve: {told}", where="worker_group")
 
     async def resume_elastic_scheduling(self) -> None:
@@ -238,7 +238,7 @@ class ElasticScheduler:
         return self._machine.steps
 
     def _workers(self, *states: WorkerState) -> list[WorkerView]:
-        return [one for one in self._machine.workers() if one.state in states]
+        return [view for view in self._machine.workers() if view.state in states]
 
     # ---- events in, deeds out ------------------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class ElasticScheduler:
 
     async def _flush_late(self, name: str) -> None:
         async with self._lock(name):
-            off = [one.worker for one in self._workers(WorkerState.inactive)]
+            off = [view.worker for view in self._workers(WorkerState.inactive)]
             if name in self._unflushed and name in off:
                 with contextlib.suppress(UnreachableError):
                     await self._calls.flush(self._ids[name])
@@ -387,7 +387,7 @@ class ElasticScheduler:
 
     def _vouch(self, name: str) -> None:
         """Weights are between the trainer and the group: what a worker of it has is what it should have."""
-        if any(one.worker == name for one in self._workers(WorkerState.stale, WorkerState.empty)):
+        if any(view.worker == name for view in self._workers(WorkerState.stale, WorkerState.empty)):
             self._handle(e.RefitConfirmed(name, VERSION))
 
     # ---- time and status -----------------------------------------------------------------------------------------
@@ -404,16 +404,16 @@ class ElasticScheduler:
 
     def _say_late(self) -> None:
         """Where nothing can be cut, a drain goes on past its timeout; once each, that is said."""
-        draining = {one.worker: one for one in self._workers(WorkerState.draining)}
+        draining = {view.worker: view for view in self._workers(WorkerState.draining)}
         self._late &= draining.keys()
         if self._calls.can_abort:
             return
-        for name, one in draining.items():
-            is_late = one.running and one.doing is None and one.deadline is not None and one.deadline <= self._clock()
+        for name, view in draining.items():
+            is_late = view.running and view.doing is None and view.deadline is not None and view.deadline <= self._clock()
             if is_late and name not in self._late:
                 self._late.add(name)
                 self._say(
-                    f"worker {name} drains for longer than {self.config.drain_timeout:g} s: it has {one.running} "
+                    f"worker {name} drains for longer than {self.config.drain_timeout:g} s: it has {view.running} "
                     "requests, and the group has no abort_request"
                 )
 
@@ -455,7 +455,7 @@ class ElasticScheduler:
         for worker, status in said.items():
             if str(worker) in self._ids:
                 self._handle(e.LoadReported(str(worker), status.active_requests, 0, 0.0, self._clock()))
-        for name in self._unflushed & {str(worker) for worker, one in said.items() if not one.active_requests}:
+        for name in self._unflushed & {str(worker) for worker, status in said.items() if not status.active_requests}:
             if not self._lock(name).locked():
                 self._spawn(f"late flush of {name}", functools.partial(self._flush_late, name))
         return said
@@ -506,7 +506,7 @@ class ElasticScheduler:
 def _unmet(takers: tuple[Taker, ...], given: int) -> tuple[Taker, ...]:
     """What takers still want after so many workers; those who can use them longest had theirs first."""
     unmet = []
-    for taker in sorted(takers, key=lambda one: -one.use_s):
+    for taker in sorted(takers, key=lambda taker: -taker.use_s):
         has = min(taker.workers, given)
         given -= has
         unmet.append(replace(taker, workers=taker.workers - has))

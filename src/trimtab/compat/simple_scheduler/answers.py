@@ -79,15 +79,15 @@ def refused(fault: TrimtabError, facts: Answer) -> Answer:
     return {"success": False, **facts, "agent": None, "reason": reason, "code": code, "error": reason}
 
 
-def eviction_of(one: Mapping[str, Any]) -> Answer:
+def eviction_of(preemption: Mapping[str, Any]) -> Answer:
     """One preemption, as the controller's books have it."""
     return {
-        "task_id": one["victim"],
-        "pool": one["victim_pool"],
-        "by": one["by"],
-        "reason": one["reason"]["sentence"],
-        "code": one["reason"]["code"],
-        "time": one["at"],
+        "task_id": preemption["victim"],
+        "pool": preemption["victim_pool"],
+        "by": preemption["by"],
+        "reason": preemption["reason"]["sentence"],
+        "code": preemption["reason"]["code"],
+        "time": preemption["at"],
     }
 
 

@@ -58,7 +58,7 @@ def slots_of(config: Any, where: str) -> dict[str, Any]:
         raise InputError("high_priority_pg_specs is a list of {resource: amount}", where=where)
     most = config.get("max_dynamic_pgs")
     return {
-        "reserved": [in_bytes(one, f"{where}: high_priority_pg_specs") for one in specs],
+        "reserved": [in_bytes(spec, f"{where}: high_priority_pg_specs") for spec in specs],
         "dynamic": flags["enable_dynamic_pgs"],
         "dynamic_limit": None if most is None else whole_of("max_dynamic_pgs", most),
         "reuse": flags["enable_pg_reuse"],

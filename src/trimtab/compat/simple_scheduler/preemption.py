@@ -75,7 +75,7 @@ class PreemptionSettings:
             if field.name.startswith("enable_") and not isinstance(getattr(self, field.name), bool):
                 raise InputError(f"{field.name} is true or false, not {getattr(self, field.name)!r}", where=where)
         protected = self.protected_pools
-        if isinstance(protected, str) or not all(isinstance(one, str) for one in protected):
+        if isinstance(protected, str) or not all(isinstance(pool, str) for pool in protected):
             raise InputError(f"protected_pools is a list of names, not {protected!r}", where=where)
         if not isinstance(self.label_preemption_rules or {}, Mapping):
             raise InputError("label_preemption_rules is {label: {value: [values it may evict]}}", where=where)

@@ -256,7 +256,7 @@ class SimpleScheduler:
     def list_agents(self, pool: str | None = None, *, include_handle: bool = False) -> list[Answer]:
         """Tasks that have not ended, of all pools or of one: where they are, and why."""
         seen = self._open().tasks(pool)
-        return [self._agent(one, include_handle) for one in seen if one.state not in ENDED]
+        return [self._agent(task, include_handle) for task in seen if task.state not in ENDED]
 
     def list_pools(self) -> list[Answer]:
         """All pools, with what they may use and what they use."""
@@ -292,7 +292,7 @@ class SimpleScheduler:
             "cross_pool_preemptions": totals["cross_pool"],
             "running_tasks": by_state.get(TaskState.running.value, 0),
             "tasks": by_state,
-            "recent_preemptions": [eviction_of(one) for one in totals.get("latest", ())],
+            "recent_preemptions": [eviction_of(eviction) for eviction in totals.get("latest", ())],
         }
 
     def pg_pool_stats(self, pool: str) -> Answer:
@@ -344,7 +344,7 @@ class SimpleScheduler:
         preempted: list[Answer] = []
         if seen.reason.code is ReasonCode.preempted:
             with contextlib.suppress(TrimtabError):  # it runs, whatever else can be told
-                preempted = [one for one in self.stats()["recent_preemptions"] if one["by"] == spec.task_id]
+                preempted = [eviction for eviction in self.stats()["recent_preemptions"] if eviction["by"] == spec.task_id]
         return {
             "success": True,
             **facts,
@@ -394,9 +394,9 @@ class SimpleScheduler:
         """The task of this id, or with `agents` the living one whose agent is called so."""
         session = self._open()
         if agents:
-            for one in session.tasks():
-                if one.state not in ENDED and name_of(one) == name:
-                    return one
+            for task in session.tasks():
+                if task.state not in ENDED and name_of(task) == name:
+                    return task
         return session.task(name).seen
 
     def _agent_name(self, spec: SimpleTaskSpec, session: Session) -> str:
@@ -404,9 +404,9 @@ class SimpleScheduler:
         if spec.agent_name is None:
             return spec.task_id
         name = word_of("agent_name", spec.agent_name)
-        for one in session.tasks():
-            if one.state not in ENDED and name in (one.id, name_of(one)) and one.id != spec.task_id:
-                raise InputError(f"the agent {name} exists: it is that of task {one.id}", where=f"task {spec.task_id}")
+        for task in session.tasks():
+            if task.state not in ENDED and name in (task.id, name_of(task)) and task.id != spec.task_id:
+                raise InputError(f"the agent {name} exists: it is that of task {task.id}", where=f"task {spec.task_id}")
         return name
 
     def _agent(self, seen: TaskSnapshot, with_handle: bool) -> Answer:

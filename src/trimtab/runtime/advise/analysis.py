@@ -178,7 +178,7 @@ class AdviceTracker:
         shared = len(self.adviser.plan.groups) == 1
         facts = RunFacts(asynchronous=self._mode(), shared=shared)
         self._read_so(reading_of(self.framework, base, facts))
-        return [news for one in base for news in self._weigh(one)]
+        return [news for logged in base for news in self._weigh(logged)]
 
     def _read_so(self, reading: TimerReading) -> None:
         self._reading = reading
@@ -188,9 +188,9 @@ class AdviceTracker:
         """What a run of this framework cannot train without, and is neither in most of these steps nor profiled."""
         assert self._reading is not None
         told = [set(self._reading.seconds(step)) for step in base]
-        known = {one.name for one in self._profile.components} if self._profile else set()
+        known = {component.name for component in self._profile.components} if self._profile else set()
         needed = (name for name in REQUIRED[self.framework.name] if name not in known)
-        return tuple(name for name in needed if 2 * sum(name in one for one in told) < len(told))
+        return tuple(name for name in needed if 2 * sum(name in names for names in told) < len(told))
 
     def _glance(self, base: Sequence[LoggedStep]) -> TimerReading:
         """What the timers mean, as far as the first steps and the configuration tell."""
@@ -216,7 +216,7 @@ class AdviceTracker:
             return []
         facts = RunFacts(asynchronous=self._mode())
         names = reading_of(self.framework, base, facts).seconds(_union(base))
-        known = {one.name for one in self._profile.components} if self._profile else set()
+        known = {component.name for component in self._profile.components} if self._profile else set()
         self._placed, self.cluster = placed, _ = self.config.placement(dict.fromkeys([*names, *known]))
         gpus = {name: len(ranks) for name, ranks in placed.ranks.items()}
         shared = len({placed.ranks[name] for name in gpus}) == 1
@@ -301,7 +301,7 @@ class AdviceTracker:
         step_s = statistics.median(totals) if totals else None
         parts = self._parts(step_s)
         sharing = self._sharing(parts, step_s)
-        lengths = [one for step in counted if reading and (one := reading.length(step))]
+        lengths = [length for step in counted if reading and (length := reading.length(step))]
         told = sum(part.seconds for part in parts)
         if step_s is not None and told > step_s:  # waits that overlap with what they wait for
             told = sum(part.seconds for part in parts if part.wait is None)
@@ -367,7 +367,7 @@ class AdviceTracker:
             return None
         ranks = dict(self._placed.ranks)
         if self.adviser is not None:
-            ranks = {one.name: one.gpus for one in self.adviser.plan.components}
+            ranks = {component.name: component.gpus for component in self.adviser.plan.components}
         if name == WEIGHT_SYNC:
             return len({rank for gpus in ranks.values() for rank in gpus})
         return len(ranks.get(name, ()))
@@ -393,13 +393,13 @@ def _joined(profile: Profile | None, costs: Profile) -> Profile:
     """The profile's curves, and the log's own costs of what it does not hold."""
     if profile is None:
         return costs
-    known = {one.name for one in profile.components}
+    known = {component.name for component in profile.components}
     return replace(profile, components=(*profile.components, *(c for c in costs.components if c.name not in known)))
 
 
 def _idle(sharing: Sequence[GpuSharing]) -> float | None:
     """The share of all GPU time in which GPUs of the run do nothing, where the log tells."""
-    gpus = sum(one.gpus for one in sharing)
-    if not gpus or any(one.busy is None for one in sharing):
+    gpus = sum(group.gpus for group in sharing)
+    if not gpus or any(group.busy is None for group in sharing):
         return None
-    return 1 - sum(one.gpus * (one.busy or 0.0) for one in sharing) / gpus
+    return 1 - sum(group.gpus * (group.busy or 0.0) for group in sharing) / gpus

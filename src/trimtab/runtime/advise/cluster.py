@@ -84,8 +84,8 @@ class ClusterWatch:
                 self._latest = told
             else:
                 self._latest = tuple(
-                    NodeUtilization(**{**one, "busy": tuple((int(at), float(share)) for at, share in one["busy"])})
-                    for one in told
+                    NodeUtilization(**{**node, "busy": tuple((int(at), float(share)) for at, share in node["busy"])})
+                    for node in told
                 )
             self._at = time.monotonic()
 
@@ -100,9 +100,9 @@ class _View(RayView):
         """Where to read the figures of each node."""
         rows = self._asked(self._state.node_table)
         return {
-            one["NodeID"]: f"http://{one['NodeManagerAddress']}:{one['MetricsExportPort']}/metrics"
-            for one in rows
-            if one.get("Alive") and one.get("MetricsExportPort")
+            row["NodeID"]: f"http://{row['NodeManagerAddress']}:{row['MetricsExportPort']}/metrics"
+            for row in rows
+            if row.get("Alive") and row.get("MetricsExportPort")
         }
 
 

@@ -78,14 +78,14 @@ async def _asked(urls: Sequence[str]) -> list[dict[str, float] | str]:
     deadlines = EngineDeadlines(connect_s=ANSWER_S, call_s=ANSWER_S)
     async with open_session() as session:
 
-        async def one(url: str) -> dict[str, float] | str:
+        async def probe(url: str) -> dict[str, float] | str:
             try:
                 found = await gauges(EngineHttpClient(url, url, session, deadlines, keep_alive=False))
             except TrimtabError as fault:
                 return fault.what
             return found if _first(found, RUNNING) is not None else "its /metrics are of no engine that trimtab knows"
 
-        return list(await asyncio.gather(*(one(url) for url in urls)))
+        return list(await asyncio.gather(*(probe(url) for url in urls)))
 
 
 def _first(told: Mapping[str, float], names: Sequence[str]) -> float | None:

@@ -77,7 +77,7 @@ class Follower:
         began = heard = time.monotonic()
         steps = [*self._read(), *self.log.settle(), *self.log.settle()]
         news = self._caught_up(steps)
-        told = [one for one in news if self.record is not None and self.record.knows(one)]  # by whoever looked before
+        told = [event for event in news if self.record is not None and self.record.knows(event)]  # by whoever looked before
         seen = bool(steps)
         while True:
             now = time.monotonic()
@@ -91,13 +91,13 @@ class Follower:
                     self._require_steps([])
                 ended = f"the log has told no step for {self.silent_s:g} s"
             self.history += news
-            yield self._frame([one for one in news if one not in told], steps, ended)
+            yield self._frame([event for event in news if event not in told], steps, ended)
             told = []
             if ended is not None:
                 return
             time.sleep(max(0.0, min(self.every_s, began + self.at_most_s - time.monotonic())))
             steps = [*self._read(), *self.log.settle()]
-            news = [one for step in steps for one in self._live(step)] + self._heard_of_hook()
+            news = [event for step in steps for event in self._live(step)] + self._heard_of_hook()
 
     def _caught_up(self, steps: Sequence[LoggedStep]) -> list[FollowEvent]:
         """What the log holds already. Where an advised placement is in place since some step, it is read so."""
@@ -142,7 +142,7 @@ class Follower:
         for step in steps:
             news = advising.take(step)
             if self.record is not None:
-                self.record.step(advising, step, [one for one in news if not self.record.knows(one)])
+                self.record.step(advising, step, [event for event in news if not self.record.knows(event)])
             found += news
         return found
 
@@ -220,7 +220,7 @@ class Follower:
 
 
 def _advice_in(news: Sequence[FollowEvent], overrides: tuple[str, ...]) -> Advice | None:
-    return next((one.advice for one in news if one.advice is not None and one.advice.overrides == overrides), None)
+    return next((event.advice for event in news if event.advice is not None and event.advice.overrides == overrides), None)
 
 
 def _times(count: int) -> str:

@@ -125,7 +125,7 @@ class RecordedPast:
 def default_folder(follows: Sequence[Path]) -> Path:
     """Where a run is kept that was given no folder: the same for the same log, however often it is followed."""
     names = [str(path.resolve()) for path in follows]
-    stem = "".join(one if one.isalnum() or one in "._-" else "-" for one in follows[0].resolve().stem)[:40]
+    stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in follows[0].resolve().stem)[:40]
     return Path("runs") / f"advise-{stem or 'run'}-{crc32(chr(0).join(names).encode()):08x}"
 
 
@@ -134,9 +134,9 @@ class FollowRecord:
 
     def __init__(self, path: Path, follows: Sequence[Path], config: Path, overrides: Sequence[str]) -> None:
         self.path = path
-        _require_apart(path.resolve(), [one.resolve() for one in follows])
+        _require_apart(path.resolve(), [log_path.resolve() for log_path in follows])
         there = (path / EVENTS).exists()
-        followed = [str(one.resolve()) for one in follows]
+        followed = [str(log_path.resolve()) for log_path in follows]
         if there:
             self._require_ours(path, _read(path), followed)
         self._made_parent = not path.parent.exists()
@@ -206,12 +206,12 @@ class FollowRecord:
 
     def step(self, advising: AdviceTracker, step: LoggedStep, news: Sequence[FollowEvent]) -> None:
         """Write down a step that was just weighed, and what came of it. One that is known is passed over."""
-        self._waiting.append((step, next((one for one in news if one.what == "restarted"), None)))
+        self._waiting.append((step, next((event for event in news if event.what == "restarted"), None)))
         if advising.reading is not None:
             self._flush(advising)
-        for one in news:
-            if one.what != "restarted":
-                self._news(one, {})
+        for event in news:
+            if event.what != "restarted":
+                self._news(event, {})
 
     def look(self, frame: FollowFrame, advising: AdviceTracker, summary: Mapping[str, Any]) -> None:
         """Write down what is known now, and which engines and nodes have come or gone."""
@@ -298,25 +298,25 @@ class FollowRecord:
             numbers = {"iteration_s": adviser.seconds_now()}
             self._tell("decided", what=what, iteration=step.number, code=code, reason=said, numbers=numbers)
 
-    def _news(self, one: FollowEvent, more: Mapping[str, Any]) -> None:
-        advice = one.advice
+    def _news(self, event: FollowEvent, more: Mapping[str, Any]) -> None:
+        advice = event.advice
         overrides = [] if advice is None else list(advice.overrides)
-        self._tell("news", what=one.what, step=one.step, overrides=overrides, reason=one.sentence, **more)
-        if advice is not None and one.what in _ADVICE:
+        self._tell("news", what=event.what, step=event.step, overrides=overrides, reason=event.sentence, **more)
+        if advice is not None and event.what in _ADVICE:
             numbers = {"iteration_s": advice.iteration_s, "new_iteration_s": advice.new_iteration_s}
             self._tell(
-                "decided", what="advise", iteration=one.step, code=advice.reason.code.value, reason=one.sentence,
+                "decided", what="advise", iteration=event.step, code=advice.reason.code.value, reason=event.sentence,
                 numbers=numbers, plan=advice.plan.describe(), overrides=overrides,
             )  # fmt: skip
-        elif one.what != "restarted":
-            code = {"hook started": HOOK_STARTED, "hook ended": HOOK_ENDED, "withdrawn": "WITHDRAWN"}.get(one.what, "")
-            said = f"the advice is void: {one.sentence}" if one.what == "withdrawn" else one.sentence
+        elif event.what != "restarted":
+            code = {"hook started": HOOK_STARTED, "hook ended": HOOK_ENDED, "withdrawn": "WITHDRAWN"}.get(event.what, "")
+            said = f"the advice is void: {event.sentence}" if event.what == "withdrawn" else event.sentence
             self._tell("told", code=code, reason=said)
 
     def _around(self, around: ClusterSample, framework: LogFramework) -> None:
         """Engines and nodes that came or went; how busy they are stands in the summary."""
-        for one in around.engines:
-            self._engine(one, "generation" if "generation" in framework.parts else "rollout")
+        for engine in around.engines:
+            self._engine(engine, "generation" if "generation" in framework.parts else "rollout")
         if around.nodes is None:
             return
         if isinstance(around.nodes, str):
@@ -332,11 +332,11 @@ class FollowRecord:
             if before.get(name) != self._nodes.get(name):
                 self._tell("told", code="CLUSTER", reason=self._nodes.get(name) or f"node {name} is gone")
 
-    def _engine(self, one: EngineSample, component: str) -> None:
-        name, state = one.url.partition("://")[2], "serving" if one.fault is None else "lost"
+    def _engine(self, engine: EngineSample, component: str) -> None:
+        name, state = engine.url.partition("://")[2], "serving" if engine.fault is None else "lost"
         if self._now.workers.get(name) == state:
             return
-        facts: dict[str, Any] = {"code": "ANSWERS"} if one.fault is None else {"code": "SILENT", "reason": one.fault}
+        facts: dict[str, Any] = {"code": "ANSWERS"} if engine.fault is None else {"code": "SILENT", "reason": engine.fault}
         self._tell("worker", component=component, worker=name, state=state, **facts)
 
     def _tell(self, event: str, *, at_s: float | None = None, **facts: Any) -> None:
@@ -344,7 +344,7 @@ class FollowRecord:
             opening, self._opening = self._opening, None
             self._tell(**opening)
         told = {"t_s": round(self._now.clock_s if at_s is None else at_s, 6), **facts}
-        self._folder.tell(event, **told)
+        self._folder.append_event(event, **told)
         self._now.take({"event": event, **told})
 
 
@@ -389,8 +389,8 @@ def bars_of(
 
 def _require_apart(folder: Path, follows: Sequence[Path]) -> None:
     """Nothing is ever written where the run's own files are."""
-    for one in follows:
-        if folder in (one, one.parent) or one in folder.parents:
+    for log_path in follows:
+        if folder in (log_path, log_path.parent) or log_path in folder.parents:
             raise InputError(
                 "the run's own files are here, and nothing is written to them",
                 where=str(folder),

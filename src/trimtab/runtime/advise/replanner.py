@@ -79,12 +79,12 @@ class Adviser:
 
     def drifted(self) -> tuple[str, ...]:
         """Components whose cost is told from what it was, the one that is furthest from it first."""
-        found = [(name, one) for name, one in self.estimates().items() if one.measured and sure_level(one, 1.0) != 1.0]
-        return tuple(name for name, one in sorted(found, key=lambda pair: -abs(math.log(pair[1].level))))
+        found = [(name, estimate) for name, estimate in self.estimates().items() if estimate.measured and sure_level(estimate, 1.0) != 1.0]
+        return tuple(name for name, _ in sorted(found, key=lambda pair: -abs(math.log(pair[1].level))))
 
     def take(self, step: int, costs: Mapping[str, float], wall_s: float | None) -> None:
         """Count a step: what each component cost in it, and how long it took where that is known."""
-        placed = {one.name: len(one.gpus) for one in self.plan.components}
+        placed = {component.name: len(component.gpus) for component in self.plan.components}
         parts = tuple(ComponentTiming(name, seconds, placed[name]) for name, seconds in costs.items() if name in placed)
         self._count += 1
         # A step with periodic work has no wall time that counts; its components' timers are as good as any.
@@ -100,7 +100,7 @@ class Adviser:
     def taken(self, advice: Advice) -> None:
         """The run goes on with a plan that was advised, whatever is advised by now."""
         # What cannot be measured there costs what it cost here: levels count from now on.
-        levels = {name: one.level for name, one in self.estimates().items()}
+        levels = {name: estimate.level for name, estimate in self.estimates().items()}
         self.loaded = replace(self.loaded, job=scaled(self.loaded.job, levels))
         self.machine, self._count = self._watching(advice.plan), 0
         self._estimates = self.machine.estimates()
@@ -113,7 +113,7 @@ class Adviser:
 
     def as_now(self, plan: Plan) -> Plan:
         """A plan with the timeline that it has at what everything costs now."""
-        levels = {name: one.level for name, one in self.estimates().items()}
+        levels = {name: estimate.level for name, estimate in self.estimates().items()}
         return self._placed_as(scaled(self.loaded.job, levels), plan)
 
     def _placed_as(self, job: PlacementJob, plan: Plan) -> Plan:
@@ -133,7 +133,7 @@ class Adviser:
         except InputError as error:  # the framework's rules let it pass, its keys cannot say it
             self.advice, self.reason = None, Reason(ReasonCode.no_gain, error.what)
             return
-        far = tuple(one.name for one in plan.components if one.extrapolated)
+        far = tuple(component.name for component in plan.components if component.extrapolated)
         new = Advice(step, plan, settings, said.reason, 0.0, 0.0, 0.0, 0.0, 0.0, far)
         if old is not None and old.overrides == new.overrides:
             new = replace(new, since=old.since)
@@ -156,8 +156,8 @@ class Adviser:
         cause, _, _ = reason.sentence.partition("; ")  # what follows may speak of another plan that is as good
         said = f"{cause}; {advice.plan.describe()} would take {then:.3g} s instead of {now:.3g} s"
         gain, away = self._gain(advice.plan, {}), 0.0
-        for name, one in self.estimates().items():
-            sides = (self._gain(advice.plan, {name: factor}) for factor in (1 + one.width, 1 / (1 + one.width)))
+        for name, estimate in self.estimates().items():
+            sides = (self._gain(advice.plan, {name: factor}) for factor in (1 + estimate.width, 1 / (1 + estimate.width)))
             away += max(abs(side - gain) for side in sides) ** 2
         return replace(
             advice,
@@ -175,7 +175,7 @@ class Adviser:
         names = measured_once(self.loaded.job)
         if not any(plan.placed(name).extrapolated for name in names):
             return None
-        levels = {name: one.level for name, one in self.estimates().items()}
+        levels = {name: estimate.level for name, estimate in self.estimates().items()}
         job = with_doubling(scaled(self.loaded.job, levels), names)
         now, then = (self._placed_as(job, each).iteration_seconds for each in (self.plan, plan))
         return 1 - then / now if now > 0 else 0.0
@@ -186,7 +186,7 @@ class Adviser:
         return 1 - self._seconds(plan, factors) / now if now > 0 else 0.0
 
     def _seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
-        levels = {name: one.level * factors.get(name, 1.0) for name, one in self.estimates().items()}
+        levels = {name: estimate.level * factors.get(name, 1.0) for name, estimate in self.estimates().items()}
         return self.machine.watch.planner.seconds(plan, levels)
 
 
@@ -219,13 +219,13 @@ def scaled(job: PlacementJob, levels: Mapping[str, float]) -> PlacementJob:
             return replace(component, cpu_seconds=component.cpu_seconds * level)
         variants = tuple(
             replace(
-                one,
-                floor_seconds=one.floor_seconds * level,
-                seconds={kind: tuple((g, s * level) for g, s in points) for kind, points in one.seconds.items()},
+                variant,
+                floor_seconds=variant.floor_seconds * level,
+                seconds={kind: tuple((g, s * level) for g, s in points) for kind, points in variant.seconds.items()},
             )
-            for one in component.variants
+            for variant in component.variants
         )
         return replace(component, variants=variants)
 
-    components = tuple(dearer(one) for one in job.workflow.components)
+    components = tuple(dearer(component) for component in job.workflow.components)
     return replace(job, workflow=replace(job.workflow, components=components))

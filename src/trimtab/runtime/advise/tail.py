@@ -60,11 +60,11 @@ class LogTail:
         try:
             inside = logs.files_of(path)
         except InputError:
-            if any(one.parent == path for one in self._open):
-                return [one for one in self._open if one.parent == path]
+            if any(file.parent == path for file in self._open):
+                return [file for file in self._open if file.parent == path]
             raise
         kept = first_ranks(inside)
-        self.skipped_ranks = tuple(one for one in inside if one not in kept)
+        self.skipped_ranks = tuple(file for file in inside if file not in kept)
         return kept
 
     def check(self) -> None:
@@ -80,14 +80,14 @@ class LogTail:
     def read(self) -> Iterator[tuple[str, bytes | None]]:
         """(name, bytes) of whatever is new, file by file, to its present end; None for bytes: the file begins anew."""
         for path in self.files():
-            one = self._open.get(path) or self._opened(path)
-            if one is not None:
-                yield from self._new_in(one)
+            file = self._open.get(path) or self._opened(path)
+            if file is not None:
+                yield from self._new_in(file)
 
     def close(self) -> None:
         """Let go of all files."""
-        for one in self._open.values():
-            os.close(one.descriptor)
+        for file in self._open.values():
+            os.close(file.descriptor)
         self._open.clear()
 
     def _opened(self, path: Path) -> _OpenFile | None:
@@ -103,50 +103,50 @@ class LogTail:
             self.gone.add(path)
             return None
         self.gone.discard(path)
-        self._open[path] = one = _OpenFile(path, descriptor, (status.st_dev, status.st_ino))
-        return one
+        self._open[path] = file = _OpenFile(path, descriptor, (status.st_dev, status.st_ino))
+        return file
 
-    def _new_in(self, one: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
-        name = str(one.path)
-        if self._began_anew(one):
-            one.offset, one.head = 0, b""
+    def _new_in(self, file: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
+        name = str(file.path)
+        if self._began_anew(file):
+            file.offset, file.head = 0, b""
             self.anew += 1
             yield name, None
-        yield from self._rest_of(one)
-        if self._replaced(one):
+        yield from self._rest_of(file)
+        if self._replaced(file):
             # Renamed away and made again: what was written before the change of names has been read by now.
-            yield from self._rest_of(one)
-            os.close(one.descriptor)
-            del self._open[one.path]
+            yield from self._rest_of(file)
+            os.close(file.descriptor)
+            del self._open[file.path]
             self.anew += 1
             yield name, None
-            again = self._opened(one.path)
+            again = self._opened(file.path)
             if again is not None:
                 yield from self._rest_of(again)
 
-    def _rest_of(self, one: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
-        while data := os.pread(one.descriptor, CHUNK_BYTES, one.offset):
-            if one.offset < HEAD_BYTES:
-                one.head = (one.head + data)[:HEAD_BYTES]
-            one.offset += len(data)
-            yield str(one.path), data
+    def _rest_of(self, file: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
+        while data := os.pread(file.descriptor, CHUNK_BYTES, file.offset):
+            if file.offset < HEAD_BYTES:
+                file.head = (file.head + data)[:HEAD_BYTES]
+            file.offset += len(data)
+            yield str(file.path), data
 
-    def _began_anew(self, one: _OpenFile) -> bool:
+    def _began_anew(self, file: _OpenFile) -> bool:
         """Whether the file was truncated, and written again perhaps."""
-        status = os.fstat(one.descriptor)
-        seen, one.seen = one.seen, (status.st_size, status.st_mtime_ns)
-        if status.st_size < one.offset:
+        status = os.fstat(file.descriptor)
+        seen, file.seen = file.seen, (status.st_size, status.st_mtime_ns)
+        if status.st_size < file.offset:
             return True
-        return seen != one.seen and os.pread(one.descriptor, len(one.head), 0) != one.head
+        return seen != file.seen and os.pread(file.descriptor, len(file.head), 0) != file.head
 
-    def _replaced(self, one: _OpenFile) -> bool:
+    def _replaced(self, file: _OpenFile) -> bool:
         try:
-            status = one.path.stat()
+            status = file.path.stat()
         except OSError:
-            self.gone.add(one.path)
+            self.gone.add(file.path)
             return False  # it may come back; until then the old one is read on
-        self.gone.discard(one.path)
-        return (status.st_dev, status.st_ino) != one.inode
+        self.gone.discard(file.path)
+        return (status.st_dev, status.st_ino) != file.inode
 
 
 _HINT = "name the run's console log, its JSON lines, or the folder of its event files"

@@ -164,7 +164,7 @@ def _first_free(port: int) -> socket.socket:
     if not 0 <= port <= 65_535:
         raise InputError(f"port is {port}", hint="1 to 65535, or 0 for any that is free")
     tried = [*range(port, min(port + TRIED, 65_536)), 0] if port else [0]
-    for one in tried[:-1]:
+    for candidate in tried[:-1]:
         with contextlib.suppress(InputError):
-            return listening(HOST, one)
+            return listening(HOST, candidate)
     return listening(HOST, tried[-1])

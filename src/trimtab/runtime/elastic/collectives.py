@@ -85,16 +85,16 @@ class WorldSetup:
         """Every member of the world that lacks the current state gets it from one that has it."""
         world = self._order.world
         sources = dict(self._order.newcomers)
-        behind = [one for one in world.members if one in sources or self._lines[one].committed != self._steps]
+        behind = [member for member in world.members if member in sources or self._lines[member].committed != self._steps]
         if not behind:
             return
-        mates = [one for one in world.members if one not in behind]
+        mates = [member for member in world.members if member not in behind]
         heirs = [] if mates or self._order.leavers else await self._came_back(behind)
         await asyncio.gather(
             *(
-                self._bring(one, [sources.get(one), *mates, *self._order.leavers, *heirs], failed)
-                for one in behind
-                if one not in heirs
+                self._bring(member, [sources.get(member), *mates, *self._order.leavers, *heirs], failed)
+                for member in behind
+                if member not in heirs
             )
         )
 
@@ -103,12 +103,12 @@ class WorldSetup:
         if not self._steps:
             return list(behind[:1])  # its weights are as good as anybody's, and all are to begin with the same
         found = []
-        for one in behind:
+        for member in behind:
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                facts: MemberFacts = await self._lines[one].call("facts", within_s=self._left_s())
+                facts: MemberFacts = await self._lines[member].call("facts", within_s=self._left_s())
                 if facts.committed == self._steps:
-                    self._lines[one].committed = facts.committed
-                    found.append(one)
+                    self._lines[member].committed = facts.committed
+                    found.append(member)
         return found
 
     async def _bring(self, member: str, sources: Sequence[str | None], failed: dict[str, str]) -> None:
@@ -229,14 +229,14 @@ class StepRun:
     async def _compute(self, batch: Any, parts: list[Any], halves: list[StepHalf | None]) -> StepOutcome | None:
         """The first half; what stopped it, if anything did. It is given up with the first that is lost."""
 
-        async def one(rank: int) -> None:
+        async def compute_rank(rank: int) -> None:
             line, order = self._lines[rank], self._order
             half, part = await line.call_with_refs(
                 "compute", order.step, order.epoch, batch, within_s=self._timeout_s, returns=2
             )
             halves[rank], parts[rank] = half, part
 
-        calls = [asyncio.ensure_future(one(rank)) for rank in range(len(self._lines))]
+        calls = [asyncio.ensure_future(compute_rank(rank)) for rank in range(len(self._lines))]
         everyone = asyncio.gather(*calls)
         try:
             both: set[asyncio.Future[Any]] = {everyone, self._interrupted}

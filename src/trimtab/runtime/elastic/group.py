@@ -119,7 +119,7 @@ class ElasticGroup:
         self._closing = contextlib.ExitStack()
         try:
             self._session = session or self._connected(address)
-            if any(one["id"] == name for one in self._session.status()["groups"]):
+            if any(group["id"] == name for group in self._session.status()["groups"]):
                 hint = "give it another name; one whose driver died is forgotten after some seconds"
                 raise InputError("there is a group of this name already", where=where, hint=hint)
             crew = MemberTasks(self._session, self._pool_of(pool, preload), plan)

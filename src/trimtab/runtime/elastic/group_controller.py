@@ -176,31 +176,31 @@ class GroupController:
             log.exception("the machine of group %s failed", self.spec.name)
             self._break(fault)
             return
-        for one in instructions:
-            self._carry_out(one)
+        for instruction in instructions:
+            self._carry_out(instruction)
 
-    def _carry_out(self, one: e.ElasticInstruction) -> None:
-        if isinstance(one, e.StartMember):
-            self._act(self._start(one))
-        elif isinstance(one, e.StopMember):
-            self._act(self._end(one.member, one.reason))
-        elif isinstance(one, e.EnterWorld):
+    def _carry_out(self, instruction: e.ElasticInstruction) -> None:
+        if isinstance(instruction, e.StartMember):
+            self._act(self._start(instruction))
+        elif isinstance(instruction, e.StopMember):
+            self._act(self._end(instruction.member, instruction.reason))
+        elif isinstance(instruction, e.EnterWorld):
             self.world = None
-            self._act(self._enter(one))
-        elif isinstance(one, e.RunStep):
-            self._act(self._run(one))
-        elif isinstance(one, e.InterruptStep):
+            self._act(self._enter(instruction))
+        elif isinstance(instruction, e.RunStep):
+            self._act(self._run(instruction))
+        elif isinstance(instruction, e.InterruptStep):
             if self._running is not None:
-                self._running.interrupt(one.reason.sentence)
-        elif isinstance(one, e.CheckHealth):
-            self._act(self._ask_health(one))
-        elif isinstance(one, e.RequestUnits):
-            bundles = [dict(self.spec.unit.floats())] * one.units
+                self._running.interrupt(instruction.reason.sentence)
+        elif isinstance(instruction, e.CheckHealth):
+            self._act(self._ask_health(instruction))
+        elif isinstance(instruction, e.RequestUnits):
+            bundles = [dict(self.spec.unit.floats())] * instruction.units
             self._act(self._want(bundles))
-        elif isinstance(one, e.WaitForMembers):
-            self._wait(one)
+        elif isinstance(instruction, e.WaitForMembers):
+            self._wait(instruction)
         else:
-            self._give_up(one.reason)
+            self._give_up(instruction.reason)
 
     def _act(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -272,11 +272,11 @@ class GroupController:
                 self._hear_task(line, seen)
 
     def _hear_nodes(self, nodes: Sequence[NodeView], change: int) -> None:
-        self._tally.start(one.node for one in nodes)
-        nodes = [shown for one in nodes if (shown := _as_told(one)) is not None]
-        before, self._nodes = self._nodes, {one.node: one for one in nodes}
-        for one in self._tally.nodes(before, self._nodes, self._now(), self.spec.unit):
-            self._say(one)
+        self._tally.start(node.node for node in nodes)
+        nodes = [shown for node in nodes if (shown := _as_told(node)) is not None]
+        before, self._nodes = self._nodes, {node.node: node for node in nodes}
+        for entry in self._tally.nodes(before, self._nodes, self._now(), self.spec.unit):
+            self._say(entry)
         self._feed(e.NodesChanged(tuple(nodes), change))
 
     def _hear_task(self, line: MemberClient, seen: TaskSnapshot) -> None:
@@ -321,12 +321,12 @@ class GroupController:
 
     # ---- members
 
-    async def _start(self, one: e.StartMember) -> None:
+    async def _start(self, order: e.StartMember) -> None:
         try:
-            await self._crew.submit(one.member)
+            await self._crew.submit(order.member)
             self._changed.set()
         except TrimtabError as fault:
-            self._feed(e.MemberLost(one.member, str(fault), fatal=not isinstance(fault, UnreachableError)))
+            self._feed(e.MemberLost(order.member, str(fault), fatal=not isinstance(fault, UnreachableError)))
 
     async def _end(self, member: str, reason: Reason) -> None:
         line = await self._crew.line_of(member)
@@ -349,11 +349,11 @@ class GroupController:
             line.ending = True
             self._act(self._crew.complete(line))
 
-    async def _ask_health(self, one: e.CheckHealth) -> None:
-        line = self._crew.lines.get(one.member)
+    async def _ask_health(self, check: e.CheckHealth) -> None:
+        line = self._crew.lines.get(check.member)
         if line is not None and line.there:
             with contextlib.suppress(TrimtabError):  # no controller to ask says nothing about the member
-                self._feed(e.HealthChecked(one.member, await self._crew.health(line, one.timeout_s)))
+                self._feed(e.HealthChecked(check.member, await self._crew.health(line, check.timeout_s)))
 
     async def _want(self, bundles: list[dict[str, float]]) -> None:
         with contextlib.suppress(TrimtabError):
@@ -382,8 +382,8 @@ class GroupController:
 
     def _ask_size(self, size: int | None, asked: concurrent.futures.Future[None]) -> None:
         try:
-            for one in self._machine.handle(e.ResizeRequested(size), self._now()):
-                self._carry_out(one)
+            for instruction in self._machine.handle(e.ResizeRequested(size), self._now()):
+                self._carry_out(instruction)
             asked.set_result(None)
         except InputError as fault:
             asked.set_exception(fault)
@@ -461,18 +461,18 @@ class GroupController:
 
     # ---- waiting, giving up, the end
 
-    def _wait(self, one: e.WaitForMembers) -> None:
-        left_s = one.deadline - self._now()
-        self._loop.call_later(min(WARN_AFTER_S, left_s / 2), self._warn, one)
-        self._waits = one
+    def _wait(self, wait: e.WaitForMembers) -> None:
+        left_s = wait.deadline - self._now()
+        self._loop.call_later(min(WARN_AFTER_S, left_s / 2), self._warn, wait)
+        self._waits = wait
         self._act(self._crew.keep_any(self.steps))
 
-    def _warn(self, one: e.WaitForMembers) -> None:
+    def _warn(self, wait: e.WaitForMembers) -> None:
         """A start takes a moment, and is nothing to warn of; a wait is."""
-        if self._waits is one and not self._closing and self._gave_up is None:
-            left_s = one.deadline - self._now()
-            self._say(GroupLogEntry("waits", f"{one.reason.sentence}; gives up in {left_s:.0f} s", reason=one.reason))
-            log.warning("group %s waits, %.0f s at most: %s", self.spec.name, left_s, one.reason)
+        if self._waits is wait and not self._closing and self._gave_up is None:
+            left_s = wait.deadline - self._now()
+            self._say(GroupLogEntry("waits", f"{wait.reason.sentence}; gives up in {left_s:.0f} s", reason=wait.reason))
+            log.warning("group %s waits, %.0f s at most: %s", self.spec.name, left_s, wait.reason)
 
     def _give_up(self, reason: Reason) -> None:
         self._gave_up = reason

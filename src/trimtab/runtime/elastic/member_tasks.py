@@ -110,7 +110,7 @@ class MemberTasks:
 
     def current(self, steps: int) -> list[MemberClient]:
         """Those that are there to stay and have the state of the last step."""
-        return [one for one in self.lines.values() if one.there and not one.ending and one.committed == steps]
+        return [client for client in self.lines.values() if client.there and not client.ending and client.committed == steps]
 
     # ---- ends
 
@@ -152,7 +152,7 @@ class MemberTasks:
 
     async def keep_last(self, leaver: MemberClient, steps: int) -> None:
         """Keep the state of a leaver here where nobody else has it."""
-        if not any(one is not leaver for one in self.current(steps)):
+        if not any(client is not leaver for client in self.current(steps)):
             await self._keep(leaver, steps)
 
     async def keep_any(self, steps: int) -> None:

@@ -63,7 +63,7 @@ class StepResult:
     @property
     def combined(self) -> Any:
         """The mean over ranks where values are numbers (or objects or mappings of numbers: by name); else None."""
-        return _mean([one for one in self.values if one is not None])
+        return _mean([value for value in self.values if value is not None])
 
 
 class GroupStats:
@@ -123,10 +123,10 @@ class GroupStats:
         if node is not None and node.state is NodeState.draining and node.deadline is not None:
             self._drain_lead_s.append(node.deadline - now)
 
-    def happened(self, one: GroupLogEntry) -> None:
+    def happened(self, entry: GroupLogEntry) -> None:
         """Remember it for a while."""
-        code = one.reason.code.value if one.reason else ""
-        self._story.append({"at": one.at, "state": one.kind, "code": code, "sentence": one.sentence})
+        code = entry.reason.code.value if entry.reason else ""
+        self._story.append({"at": entry.at, "state": entry.kind, "code": code, "sentence": entry.sentence})
         del self._story[:-STORY_KEPT]
 
     def observed(self) -> dict[str, list[float]]:
@@ -161,10 +161,10 @@ class GroupStats:
 def _mean(values: list[Any]) -> Any:
     if not values:
         return None
-    if all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values):
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
         return math.fsum(values) / len(values)
-    fields = [one if isinstance(one, Mapping) else getattr(one, "__dict__", None) for one in values]
-    if any(not one for one in fields):
+    fields = [value if isinstance(value, Mapping) else getattr(value, "__dict__", None) for value in values]
+    if any(not mapping for mapping in fields):
         return None
-    found = {name: _mean([one.get(name) for one in fields if one]) for name in fields[0] or ()}
+    found = {name: _mean([mapping.get(name) for mapping in fields if mapping]) for name in fields[0] or ()}
     return {name: value for name, value in found.items() if value is not None} or None

@@ -76,7 +76,7 @@ def sweep(ledger: Ledger) -> list[str]:
     """Put the ledger right: end what is left of dead nodes, forget old ones; what was found, for people."""
     notes = []
     for cluster in ledger.read().values():
-        dead = [one for one in cluster.nodes if not one.alive and one.phase is not NodePhase.ended]
+        dead = [node for node in cluster.nodes if not node.alive and node.phase is not NodePhase.ended]
         for node in dead:
             left = left_over(node)
             kill_family(node.supervisor, node.mark)
@@ -88,7 +88,7 @@ def sweep(ledger: Ledger) -> list[str]:
     now = time.time()
     with ledger.change() as books:
         for address, cluster in list(books.clusters.items()):
-            kept = tuple(one for one in cluster.nodes if not is_expired(one, now))
+            kept = tuple(node for node in cluster.nodes if not is_expired(node, now))
             if kept:
                 books.clusters[address] = dataclasses.replace(cluster, nodes=kept)
             else:
@@ -101,19 +101,19 @@ def chosen(ledger: Ledger, address: str | None, outside: Mapping[str, str]) -> C
     clusters = ledger.read()
     named = address or outside.get("RAY_ADDRESS", "")
     if named and named not in ("auto", "local"):
-        known = [one for one in clusters.values() if same(named, one)]
+        known = [cluster for cluster in clusters.values() if same(named, cluster)]
         if known:
             return known[0]
         plain = _plain(named)
         where = ledger.place / f"j{plain.rpartition(':')[2]}"
         return ClusterRecord(plain, head_here=False, temp_dir=str(where), sizes=NodeSizes(), started=time.time())
-    running = [one for one in clusters.values() if one.live_nodes]
+    running = [cluster for cluster in clusters.values() if cluster.live_nodes]
     if len(running) == 1:
         return running[0]
     if running:
-        several = ", ".join(sorted(one.address for one in running))
+        several = ", ".join(sorted(cluster.address for cluster in running))
         raise InputError(f"several clusters run here: {several}", hint="--address or RAY_ADDRESS says which is meant")
-    last = max(clusters.values(), key=lambda one: one.started, default=None)
+    last = max(clusters.values(), key=lambda cluster: cluster.started, default=None)
     raise UnreachableError(
         "no Ray cluster found: none of trimtab's runs on this machine" + (f"; {how_it_ended(last)}" if last else ""),
         hint=START_ONE,
@@ -129,10 +129,10 @@ def same(address: str, cluster: ClusterRecord) -> bool:
     if host == theirs:
         return True
     try:
-        found = {str(one[4][0]) for one in socket.getaddrinfo(host.strip("[]"), None)}
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
     except (OSError, UnicodeError):
         return False
-    return theirs in found or (cluster.head_here and any(ipaddress.ip_address(one).is_loopback for one in found))
+    return theirs in found or (cluster.head_here and any(ipaddress.ip_address(ip).is_loopback for ip in found))
 
 
 def node_of(cluster: ClusterRecord, word: str) -> NodeRecord | None:
@@ -189,7 +189,7 @@ def _gpus_for(
     books: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, count: int, asked: str | None
 ) -> tuple[str, ...]:
     given = books.gpus_given(fake=gpus.fake, address=cluster.address)
-    free = [one for one in gpus.ids if one not in given]
+    free = [gpu for gpu in gpus.ids if gpu not in given]
     if asked is not None:
         if asked not in gpus.ids:
             raise InputError(
@@ -199,7 +199,7 @@ def _gpus_for(
             )
         if asked in given:
             raise InfeasibleError(f"GPU {asked} is taken: {_who({asked: given[asked]})}", hint=_free_one(free))
-        free = [asked, *(one for one in free if one != asked)]
+        free = [asked, *(gpu for gpu in free if gpu != asked)]
     if count == 0:
         return ()
     if len(free) < count:
@@ -217,7 +217,7 @@ def _enough(books: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, workers
     """Before anything is written: whether there are GPUs for all."""
     needed = (workers + 1) * cluster.sizes.gpus
     given = books.gpus_given(fake=gpus.fake, address=cluster.address)
-    free = [one for one in gpus.ids if one not in given]
+    free = [gpu for gpu in gpus.ids if gpu not in given]
     if needed <= len(free):
         return
     others = f", of which {_who(given)}" if given else ""
@@ -269,5 +269,5 @@ def _plain(address: str) -> str:
     return f"{host}:{port}"
 
 
-def _of(count: int, one: str, many: str | None = None) -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+def _of(count: int, singular: str, many: str | None = None) -> str:
+    return f"{count} {singular if count == 1 else many or singular + 's'}"

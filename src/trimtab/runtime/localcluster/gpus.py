@@ -42,7 +42,7 @@ def local_gpus(fake: int | None) -> LocalGpus:
             raise InputError(
                 f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MOST_FAKED}"
             )
-        return LocalGpus(tuple(str(one) for one in range(fake)), fake=True)
+        return LocalGpus(tuple(str(number) for number in range(fake)), fake=True)
     found = _asked() or _devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -53,8 +53,8 @@ def local_gpus(fake: int | None) -> LocalGpus:
 
 def ids_text(ids: tuple[str, ...]) -> str:
     """`0-3` for a run of numbers, else all of them."""
-    if len(ids) > 2 and all(one.isdecimal() for one in ids):
-        numbers = [int(one) for one in ids]
+    if len(ids) > 2 and all(gpu.isdecimal() for gpu in ids):
+        numbers = [int(gpu) for gpu in ids]
         if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(ids)
@@ -80,8 +80,8 @@ def _asked() -> LocalGpus | None:
 
 def _devices() -> LocalGpus:
     """Without NVIDIA's command: the devices of the driver."""
-    found = [int(match[1]) for one in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", one.name))]
-    return LocalGpus(tuple(str(one) for one in sorted(found)))
+    found = [int(match[1]) for path in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", path.name))]
+    return LocalGpus(tuple(str(number) for number in sorted(found)))
 
 
 def _query(what: str) -> list[list[str]]:

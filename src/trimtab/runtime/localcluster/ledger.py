@@ -103,17 +103,17 @@ class ClusterRecord:
     @property
     def head(self) -> NodeRecord | None:
         """Its head, where that is one of ours."""
-        return next((one for one in self.nodes if one.head), None)
+        return next((node for node in self.nodes if node.head), None)
 
     @property
     def live_nodes(self) -> tuple[NodeRecord, ...]:
         """Nodes that are there or on their way."""
-        return tuple(one for one in self.nodes if one.alive)
+        return tuple(node for node in self.nodes if node.alive)
 
     @property
     def allocated_nodes(self) -> tuple[NodeRecord, ...]:
         """Nodes whose GPUs and ports are not free: also those of a dead one until what is left of it has been ended."""
-        return tuple(one for one in self.nodes if one.phase is not NodePhase.ended)
+        return tuple(node for node in self.nodes if node.phase is not NodePhase.ended)
 
     @property
     def port(self) -> int:
@@ -129,7 +129,7 @@ class LedgerState:
 
     def put(self, cluster: ClusterRecord, node: NodeRecord) -> ClusterRecord:
         """Write a node down, in place of an earlier one of its name."""
-        others = [one for one in cluster.nodes if one.name != node.name or one.phase is not NodePhase.ended]
+        others = [other for other in cluster.nodes if other.name != node.name or other.phase is not NodePhase.ended]
         changed = dataclasses.replace(cluster, nodes=(*others, node))
         self.clusters[cluster.address] = changed
         return changed
@@ -154,7 +154,7 @@ class LedgerState:
 
     def ports_given(self) -> set[int]:
         """Ports that nodes of all clusters have."""
-        return {port for one in self.clusters.values() for node in one.allocated_nodes for port in node.ports.fixed}
+        return {port for cluster in self.clusters.values() for node in cluster.allocated_nodes for port in node.ports.fixed}
 
 
 class Ledger:
@@ -168,7 +168,7 @@ class Ledger:
         """What is written, by address; it may be changing."""
         try:
             data = json.loads(self._file.read_text())
-            return {one["address"]: decode(ClusterRecord, one) for one in data["clusters"]}
+            return {row["address"]: decode(ClusterRecord, row) for row in data["clusters"]}
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, TypeError) as fault:
@@ -208,12 +208,12 @@ class Ledger:
                 return None
             cluster, node = found
             changed = dataclasses.replace(node, **facts)  # type: ignore[arg-type]
-            nodes = tuple(changed if one.mark == mark else one for one in cluster.nodes)
+            nodes = tuple(changed if other.mark == mark else other for other in cluster.nodes)
             books.clusters[cluster.address] = dataclasses.replace(cluster, nodes=nodes)
             return changed
 
     def _write(self, clusters: dict[str, ClusterRecord]) -> None:
-        text = json.dumps({"clusters": [encode(one) for one in clusters.values()]}, indent=1)
+        text = json.dumps({"clusters": [encode(cluster) for cluster in clusters.values()]}, indent=1)
         fresh = self._file.with_suffix(f".{os.getpid()}")
         fresh.write_text(text)
         fresh.replace(self._file)

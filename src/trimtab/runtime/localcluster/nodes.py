@@ -100,7 +100,7 @@ def settle(
     settled = []
     with RayViewProcess(cluster.address) as watch:
         while waiting:
-            there = {one.node_id for one in _seen(watch)}
+            there = {node.node_id for node in _seen(watch)}
             now = _by_mark(ledger)
             for mark, asked in list(waiting.items()):
                 node = now.get(mark)
@@ -129,10 +129,10 @@ def _seen(watch: RayViewProcess) -> list[RayNode]:
 def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cause: str) -> list[NodeRecord]:
     """End nodes, workers before the head, and wait until all their processes are gone; those of whom some are left."""
     left = []
-    for group in ([one for one in nodes if not one.head], [one for one in nodes if one.head]):
+    for group in ([node for node in nodes if not node.head], [node for node in nodes if node.head]):
         asked = []
-        for one in group:
-            node = _by_mark(ledger).get(one.mark)
+        for record in group:
+            node = _by_mark(ledger).get(record.mark)
             if node is None or node.phase is NodePhase.ended:
                 continue
             if node.phase is not NodePhase.ending:

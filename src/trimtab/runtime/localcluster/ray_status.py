@@ -103,26 +103,26 @@ class RayView:
 
     def nodes(self) -> list[RayNode]:
         """All living nodes, the head first."""
-        rows = [one for one in self._asked(self._state.node_table) if one.get("Alive")]
+        rows = [row for row in self._asked(self._state.node_table) if row.get("Alive")]
         free = self._asked(self._state.available_resources_per_node)
         going = self._asked(lambda: self._gcs.get_draining_nodes(timeout=ANSWER_S))
         holders = self._holders()
         found = [
             RayNode(
-                node_id=one["NodeID"],
-                name=one.get("NodeName") or one["NodeID"][:12],
-                address=one["NodeManagerAddress"],
-                port=one["NodeManagerPort"],
-                head="node:__internal_head__" in one["Resources"],
-                total=_ours(one["Resources"]),
-                free=_ours(free.get(one["NodeID"], {})),
-                holders=tuple(holders.get(one["NodeID"], ())),
-                draining=one["NodeID"] in going,
-                deadline=(going.get(one["NodeID"]) or 0) / 1000 or None,
+                node_id=row["NodeID"],
+                name=row.get("NodeName") or row["NodeID"][:12],
+                address=row["NodeManagerAddress"],
+                port=row["NodeManagerPort"],
+                head="node:__internal_head__" in row["Resources"],
+                total=_ours(row["Resources"]),
+                free=_ours(free.get(row["NodeID"], {})),
+                holders=tuple(holders.get(row["NodeID"], ())),
+                draining=row["NodeID"] in going,
+                deadline=(going.get(row["NodeID"]) or 0) / 1000 or None,
             )
-            for one in rows
+            for row in rows
         ]
-        return sorted(found, key=lambda one: (not one.head, one.name, one.node_id))
+        return sorted(found, key=lambda node: (not node.head, node.name, node.node_id))
 
     def drain(self, node_id: str, deadline_s: float, cause: str) -> None:
         """Have Ray put nothing new on a node, which goes in so many seconds."""
@@ -158,7 +158,7 @@ class RayView:
         from ray.core.generated.gcs_pb2 import ActorTableData
 
         accessor = self._state._connect_and_get_accessor()
-        return [ActorTableData.FromString(one) for one in accessor.get_actor_table(None, "ALIVE")]
+        return [ActorTableData.FromString(row) for row in accessor.get_actor_table(None, "ALIVE")]
 
     def _asked(self, ask: Any) -> Any:
         try:
@@ -228,7 +228,7 @@ class RayViewProcess:
         assert self._child.stdout is not None
         for line in self._child.stdout:
             told = json.loads(line)
-            seen = told if isinstance(told, str) else [decode(RayNode, one) for one in told]
+            seen = told if isinstance(told, str) else [decode(RayNode, row) for row in told]
             with self._news:
                 self._latest, self._at = seen, time.monotonic()
                 self._news.notify_all()
@@ -258,7 +258,7 @@ def main() -> None:
     while True:
         try:
             view = view or RayView(address)
-            told: Any = [encode(one) for one in view.nodes()]
+            told: Any = [encode(node) for node in view.nodes()]
         except UnreachableError as fault:
             view, told = None, fault.what
         print(json.dumps(told), flush=True)

@@ -226,12 +226,12 @@ def _whole(
     try:
         made = [make_input(number) for number in range(count)]
         with torch.inference_mode():
-            begun = [chain.begin(one) for one in made]
+            begun = [chain.begin(item) for item in made]
         results: list[Any] = []
         seconds: list[float] = []
-        for one in made:
+        for item in made:
             began_at = time.perf_counter()
-            results.append(chain.run(one))
+            results.append(chain.run(item))
             seconds.append(time.perf_counter() - began_at)
         return begun, results, min(seconds)
     except (InputError, KeyboardInterrupt):
@@ -324,7 +324,7 @@ def _drive(
         actor.run.remote(count, actors[index + 1] if index + 1 < len(actors) else None): index
         for index, actor in enumerate(actors)
     }
-    stored = [ray.put(one) for one in inputs]
+    stored = [ray.put(item) for item in inputs]
     times: dict[int, StageTimes] = {}
     results: list[Any] = []
     done_at: list[float] = []
@@ -422,15 +422,15 @@ def _compared(results: Sequence[Any], expected: Sequence[Any]) -> tuple[OutputCo
         found = list(layers.tensors_in(result))
         if len(wanted) != len(found):
             return "different", float("inf")
-        for one, other in zip(wanted, found, strict=True):
-            if one.shape != other.shape or one.dtype != other.dtype:
+        for reference, other in zip(wanted, found, strict=True):
+            if reference.shape != other.shape or reference.dtype != other.dtype:
                 return "different", float("inf")
-            if torch.equal(one.cpu(), other):
+            if torch.equal(reference.cpu(), other):
                 continue
-            one, other = one.cpu().double(), other.double()
-            largest = max(largest, float((one - other).abs().max()))
+            reference, other = reference.cpu().double(), other.double()
+            largest = max(largest, float((reference - other).abs().max()))
             # As loose as the dtype of the result is coarse.
             coarse = torch.finfo(wanted[0].dtype).eps ** 0.5 if wanted[0].dtype.is_floating_point else 0.0
-            near = torch.allclose(one, other, rtol=coarse, atol=coarse * float(one.abs().max()))
+            near = torch.allclose(reference, other, rtol=coarse, atol=coarse * float(reference.abs().max()))
             worst = "close" if near and worst != "different" else "different"
     return worst, largest

@@ -1,11 +1,11 @@
-"""What is asked of a run from outside, by files in its folder: a dashboard of another process has no other way to it.
+"""Control files of a run: requests of other processes, such as a dashboard, left as files in the run folder.
 
-    asks/run/                 for the run: whether its plan is still right
-    asks/workers-COMPONENT/   for a component that brings its own workers: drain one, or have it serve again
+    asks/run/                 for the run: re-evaluate the plan
+    asks/workers-COMPONENT/   for a component that brings its own workers: drain or resume one
 
-An ask is a file that is there whole or not at all, and is gone before anything is done about it: so nothing is done
-twice, and nothing half. The run looks when an act or an iteration ends, a component a few times a second. What was left
-over when a run ended is nobody's wish any more, and is thrown away when the next one begins.
+A request is a file that is written atomically and removed before it is acted upon, so nothing is done twice or by half.
+The run polls when an action or an iteration ends, a component a few times a second. Requests left over from an ended
+run are deleted when the next one begins.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from trimtab.runtime.run.folder import LOCK
 
 REQUESTS = "asks"
 RUN = "run"
-MAX_BYTES = 4_096  # of an ask
-MAX_WAITING = 64  # that nobody has taken yet
+MAX_BYTES = 4_096  # of a request
+MAX_WAITING = 64  # requests not taken yet
 
 
 def workers_queue(component: str) -> str:
-    """Whom to ask about a component's workers."""
+    """Name of the queue for a component's workers."""
     if "/" in component:
         raise InputError(f"there is no component {component}")
     return f"workers-{component}"
 
 
 def send_request(folder: Path, queue: str, facts: Mapping[str, Any]) -> None:
-    """Leave an ask. InputError where it cannot be written, UnreachableError where nobody is there to take it."""
+    """Leave a request. InputError if it cannot be written, UnreachableError if the run has ended."""
     if is_running(folder) is False:
-        raise UnreachableError("the run has ended, or was killed: there is nobody to ask")
+        raise UnreachableError("the run has ended, or was killedand takes no requests")
     directory = folder / REQUESTS / queue
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if len(_waiting(directory)) >= MAX_WAITING:
-            raise UnreachableError(f"{MAX_WAITING} asks wait already, and nobody takes them")
+            raise UnreachableError(f"{MAX_WAITING} requests wait already, and the run takes none")
         replace(directory / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json", json.dumps(facts) + "\n")
     except OSError as fault:
-        raise InputError(f"it cannot be asked: {fault.strerror or fault}", where=str(directory)) from None
+        raise InputError(f"the request cannot be written: {fault.strerror or fault}", where=str(directory)) from None
 
 
 def take_requests(folder: Path, queue: str) -> list[dict[str, Any]]:
-    """What is asked, oldest first; it is not there any more. What cannot be understood is an ask for nothing: {}."""
+    """Pending requests, oldest first, removed from the queue. One that cannot be parsed is {}."""
     found: list[dict[str, Any]] = []
     directory = folder / REQUESTS / queue
     for name in _waiting(directory):
@@ -62,7 +62,7 @@ def take_requests(folder: Path, queue: str) -> list[dict[str, Any]]:
             with open(directory / name, "rb") as file:
                 data = file.read(MAX_BYTES)
             os.unlink(directory / name)
-        except OSError:  # somebody else has it, or it could not be removed: then it is not done either
+        except OSError:  # taken by another process, or not removable: then it is not acted upon either
             continue
         asked: Any = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -72,12 +72,11 @@ def take_requests(folder: Path, queue: str) -> list[dict[str, Any]]:
 
 
 def clear_requests(folder: Path) -> None:
-    """Throw away whatever is asked."""
     shutil.rmtree(folder / REQUESTS, ignore_errors=True)
 
 
 def is_running(folder: Path) -> bool | None:
-    """Whether the process that last ran here is there; None where nobody knows, as of one on another machine."""
+    """Whether the process that last ran here is alive; None if unknown, as for one on another machine."""
     try:
         held = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         return bool(born(int(held["pid"])) == held["born"]) if held["host"] == socket.gethostname() else None

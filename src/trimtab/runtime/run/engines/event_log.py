@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 LEFT = "left"
 LOAD_S = 0.5  # between two writings of loads
-BEAT_S = 5.0  # they are written again when nothing has changed, so that those of a process that is gone are known
+HEARTBEAT_S = 5.0  # they are written again when nothing has changed, so that those of a process that is gone are known
 STALE_S = 20.0  # then nobody writes them any more
-NO_NEWS = (
+NOT_LOGGED = (
     ReasonCode.joined,
     ReasonCode.refitting,
 )  # it is started in the same moment; and gets weights after every iteration
@@ -93,37 +93,37 @@ class EngineEventLog:
         self._load = ""
         self._load_at = float("-inf")
 
-    def look(self, last: str = "") -> None:
+    def write_changes(self, last: str = "") -> None:
         """Write what is new. `last`: why all of them are gone, where they are."""
         lines: list[dict[str, Any]] = []
         now, clock = time.time(), time.monotonic()
-        there = {one.worker: one for one in self._pool.workers()} if not last else {}
-        for worker, view in there.items():
+        views = {view.worker: view for view in self._pool.workers()} if not last else {}
+        for worker, view in views.items():
             since, state = self._seen.get(worker, (0.0, ""))
-            for chapter in self._pool.story(worker):
-                if chapter.at <= since:
+            for entry in self._pool.story(worker):
+                if entry.at <= since:
                     continue
-                since = chapter.at
-                if chapter.reason.code in NO_NEWS:
+                since = entry.at
+                if entry.reason.code in NOT_LOGGED:
                     continue
-                if chapter.state != state or chapter.reason.code is ReasonCode.returned:
-                    state = str(chapter.state)
-                    code, reason = chapter.reason.code.value, chapter.reason.sentence
-                    lines.append(_line(now - clock + chapter.at, worker, state, code, reason, view.running))
+                if entry.state != state or entry.reason.code is ReasonCode.returned:
+                    state = str(entry.state)
+                    code, reason = entry.reason.code.value, entry.reason.sentence
+                    lines.append(_line(now - clock + entry.at, worker, state, code, reason, view.running))
             self._seen[worker] = since, state
-        for worker in [one for one in self._seen if one not in there]:
+        for worker in [name for name in self._seen if name not in views]:
             del self._seen[worker]
             code = ReasonCode.completed if last else ReasonCode.by_hand
             lines.append(_line(now, worker, LEFT, code.value, last or "it was removed"))
-        self._write(sorted(lines, key=lambda one: float(one["at"])))
-        self._write_load({} if last else {one.worker: [one.running, one.spec.limit] for one in there.values()}, clock)
+        self._write(sorted(lines, key=lambda line: float(line["at"])))
+        self._write_load({} if last else {view.worker: [view.running, view.spec.limit] for view in views.values()}, clock)
 
-    def note(self, worker: str, reason: str) -> None:
+    def write_refusal(self, worker: str, reason: str) -> None:
         """Something that was asked of a worker is not done; why."""
-        for one in self._pool.workers():
-            if one.worker == worker:
+        for view in self._pool.workers():
+            if view.worker == worker:
                 self._write(
-                    [_line(time.time(), worker, one.state.value, ReasonCode.refused.value, reason, one.running)]
+                    [_line(time.time(), worker, view.state.value, ReasonCode.refused.value, reason, view.running)]
                 )
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
@@ -138,7 +138,7 @@ class EngineEventLog:
     def _write_load(self, loads: dict[str, list[int]], clock: float) -> None:
         """Replace the figures where they have changed; not again and again within a moment."""
         text, past_s = json.dumps(loads), clock - self._load_at
-        wait_s = BEAT_S if text == self._load else LOAD_S
+        wait_s = HEARTBEAT_S if text == self._load else LOAD_S
         if self._load_path is None or (loads and past_s < wait_s):
             return
         self._load, self._load_at = text, clock

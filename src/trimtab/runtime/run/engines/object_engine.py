@@ -57,10 +57,10 @@ class ThreadedEngine(ActorEngine):
         self._exchange = exchange
         self._weights_at = weights_at
         self._keys = itertools.count(1)
-        self._saying: list[EngineMessage] = []
+        self._unsent: list[EngineMessage] = []
         self._calls: dict[str, asyncio.Future[Any]] = {}
         self._streams: dict[str, _Stream] = {}
-        self._talking: asyncio.Task[None] | None = None
+        self._exchange_task: asyncio.Task[None] | None = None
 
     # ---- calls and streams -----------------------------------------------------------------------------------------
 
@@ -68,11 +68,11 @@ class ThreadedEngine(ActorEngine):
         seconds = self.deadlines.change_s if within_s is None else within_s
         key = f"c{next(self._keys)}"
         answer = self._calls[key] = asyncio.get_running_loop().create_future()
-        self.say(("call", key, (method, given)))
+        self.send(("call", key, (method, given)))
         try:
             value = await asyncio.wait_for(answer, seconds)
         except asyncio.TimeoutError:
-            self.say(("end", key, None))
+            self.send(("end", key, None))
             raise EngineWedgedError(f"{method}() had no answer in {seconds:g} s", engine=self.name) from None
         finally:
             self._calls.pop(key, None)
@@ -81,59 +81,59 @@ class ThreadedEngine(ActorEngine):
         return value
 
     async def _refit(self, refit: WeightUpdate) -> None:
-        told = {**dataclasses.asdict(refit), "weights": self._weights_at(refit.path)}
-        await self._call("refit", told, within_s=self.deadlines.refit_s)
+        item = {**dataclasses.asdict(refit), "weights": self._weights_at(refit.path)}
+        await self._call("refit", item, within_s=self.deadlines.refit_s)
 
     def _events(self, flight: OpenStream) -> EventStream:
         order = {**vars(flight.order), "id": flight.key, "token_ids": list(flight.order.token_ids)}
         return _Stream(self, flight.key, order)
 
-    def open(self, key: str, order: dict[str, Any], stream: _Stream) -> None:
+    def open_stream(self, key: str, order: dict[str, Any], stream: _Stream) -> None:
         """Begin an order; what comes of it is put there."""
         self._streams[key] = stream
-        self.say(("order", key, order))
+        self.send(("order", key, order))
 
-    def shut(self, key: str) -> None:
+    def close_stream(self, key: str) -> None:
         """It is over, or not wanted any more."""
         if self._streams.pop(key, None) is not None:
-            self.say(("end", key, None))
+            self.send(("end", key, None))
 
     async def close(self) -> None:
         """Ends what is open, and the conversation."""
         await super().close()
-        if self._talking is not None:
-            self._talking.cancel()
-            await asyncio.wait({self._talking}, timeout=self.deadlines.call_s)
+        if self._exchange_task is not None:
+            self._exchange_task.cancel()
+            await asyncio.wait({self._exchange_task}, timeout=self.deadlines.call_s)
 
     # ---- the conversation ------------------------------------------------------------------------------------------
 
-    def say(self, what: EngineMessage) -> None:
+    def send(self, what: EngineMessage) -> None:
         """With the next exchange."""
-        self._saying.append(what)
-        if self._talking is None or self._talking.done():
-            self._talking = asyncio.get_running_loop().create_task(self._talk(), name=f"rollout-talk-{self.name}")
+        self._unsent.append(what)
+        if self._exchange_task is None or self._exchange_task.done():
+            self._exchange_task = asyncio.get_running_loop().create_task(self._exchange_loop(), name=f"rollout-talk-{self.name}")
 
-    async def _talk(self) -> None:
+    async def _exchange_loop(self) -> None:
         try:
             await asyncio.sleep(0)  # what else is said in this turn of the loop goes along
-            while self._saying or self._calls or self._streams:
-                what, self._saying = self._saying, []
-                for told in await self._exchange(what, WAIT_S if self._calls or self._streams else 0.0):
-                    self._heard(*told)
+            while self._unsent or self._calls or self._streams:
+                what, self._unsent = self._unsent, []
+                for item in await self._exchange(what, WAIT_S if self._calls or self._streams else 0.0):
+                    self._on_reply(*item)
         except asyncio.CancelledError:
-            self._broke(EngineGoneError("its adapter was closed", engine=self.name))
+            self._fail_all(EngineGoneError("its adapter was closed", engine=self.name))
             raise
         except Exception as error:
             what_happened = error.what if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
-            self._broke(EngineGoneError(what_happened, engine=self.name))
+            self._fail_all(EngineGoneError(what_happened, engine=self.name))
 
-    def _heard(self, verb: str, key: str, content: Any) -> None:
+    def _on_reply(self, verb: str, key: str, content: Any) -> None:
         # Whoever is answered is awaited no longer: else the next exchange would wait for what cannot come.
         stream, call = self._streams.get(key), self._calls.pop(key, None)
         if stream is not None:
             if verb == "raised":
                 content = EngineFailedError(f"generate() raised {content}", engine=self.name)
-            stream.put(_OVER if verb == "over" else content)
+            stream.put(_END if verb == "over" else content)
             if verb != "piece":
                 del self._streams[key]
         elif call is not None and not call.done():
@@ -142,8 +142,8 @@ class ThreadedEngine(ActorEngine):
             else:
                 call.set_result(content)
 
-    def _broke(self, error: EngineError) -> None:
-        self._saying = []
+    def _fail_all(self, error: EngineError) -> None:
+        self._unsent = []
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
@@ -165,22 +165,22 @@ class _Stream:
 
     def __init__(self, engine: ThreadedEngine, key: str, order: dict[str, Any]) -> None:
         self._engine, self._key, self._order = engine, key, order
-        self._come: deque[Any] = deque()
+        self._items: deque[Any] = deque()
         self._waiting: asyncio.Future[None] | None = None
         self._seconds = engine.deadlines.first_bytes_s
         self._begun = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, told: Any) -> None:
+    def put(self, item: Any) -> None:
         """A piece, the end, or an error."""
-        self._come.append(told)
+        self._items.append(item)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     def close(self, *, on_purpose: bool = False) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._engine.shut(self._key)
+        self._engine.close_stream(self._key)
         self.put(EngineGoneError("its stream was closed", engine=self._engine.name))  # to whoever still waits for it
 
     def close_within(self, seconds: float) -> None:
@@ -196,20 +196,20 @@ class _Stream:
         name = self._engine.name
         if not self._begun:
             self._begun = True
-            self._engine.open(self._key, self._order, self)
-        if not self._come:
+            self._engine.open_stream(self._key, self._order, self)
+        if not self._items:
             await self._wait()
-        if not self._come:
+        if not self._items:
             raise EngineWedgedError(f"generate() gave nothing for {self._seconds:g} s", engine=name)
-        told = self._come.popleft()
-        if told is _OVER:
+        item = self._items.popleft()
+        if item is _END:
             raise StopAsyncIteration
-        if isinstance(told, EngineError):
-            raise told
-        if not isinstance(told, dict):
-            raise EngineMalformedError(f"it gave a {type(told).__name__} and no dictionary", engine=name)
+        if isinstance(item, EngineError):
+            raise item
+        if not isinstance(item, dict):
+            raise EngineMalformedError(f"it gave a {type(item).__name__} and no dictionary", engine=name)
         self._seconds = self._engine.deadlines.silence_s
-        return told
+        return item
 
     async def _wait(self) -> None:
         """Until something comes, or its time is up."""
@@ -222,7 +222,7 @@ class _Stream:
             late.cancel()
 
 
-_OVER = object()
+_END = object()
 
 
 def started(engine: ThreadedEngine, path: str | None, node: str = "") -> Started:
@@ -260,21 +260,21 @@ class ObjectLauncher:
         self._kind, self._settings, self._methods = kind, settings, methods
         self._place_of, self._weights_at = place_of, weights_at
         self._deadlines = deadlines
-        self._desks: dict[str, EngineThread] = {}
-        self._making = asyncio.Lock()  # one at a time: seeds and devices of a process are everybody's
+        self._threads: dict[str, EngineThread] = {}
+        self._start_lock = asyncio.Lock()  # one at a time: seeds and devices of a process are everybody's
 
     async def start(self, worker: str, version: int, path: str | None) -> Started:
         """An engine that would serve."""
         await self.stop(worker)
         try:
-            async with self._making:
-                desk = await asyncio.to_thread(self._desk, worker)
+            async with self._start_lock:
+                thread = await asyncio.to_thread(self._make_thread, worker)
         except Exception as error:
             raise UnreachableError(f"the engine of {worker} could not be made: {error}") from error
-        self._desks[worker] = desk
+        self._threads[worker] = thread
 
         async def exchange(what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
-            return await asyncio.to_thread(desk.exchange, what, wait_s)
+            return await asyncio.to_thread(thread.exchange, what, wait_s)
 
         engine = ThreadedEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
         state = await engine.ready()
@@ -282,7 +282,7 @@ class ObjectLauncher:
             raise UnreachableError(f"the engine of {worker} is not ready: {state.why}")
         return started(engine, path)
 
-    def _desk(self, worker: str) -> EngineThread:
+    def _make_thread(self, worker: str) -> EngineThread:
         place = self._place_of(worker)
         return EngineThread(self._kind, self._settings, place, within_s=self._start_s, gather_s=HERE_GATHER_S)
 
@@ -292,10 +292,10 @@ class ObjectLauncher:
 
     async def stop(self, worker: str) -> None:
         """It is gone afterwards."""
-        desk = self._desks.pop(worker, None)
-        if desk is not None:
-            await asyncio.to_thread(desk.close)
+        thread = self._threads.pop(worker, None)
+        if thread is not None:
+            await asyncio.to_thread(thread.close)
 
     async def close(self) -> None:
         """Ends all."""
-        await asyncio.gather(*(self.stop(worker) for worker in list(self._desks)))
+        await asyncio.gather(*(self.stop(worker) for worker in list(self._threads)))

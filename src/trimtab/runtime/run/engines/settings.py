@@ -13,9 +13,9 @@ from trimtab.model.rollout import Owner, Ownership, RolloutRules
 from trimtab.runtime.rollout.launch.launcher import EngineCommand
 
 T = TypeVar("T")
-LEAST_MONITOR_S = RANGES["monitoring_interval"][0]
+MIN_MONITOR_S = RANGES["monitoring_interval"][0]
 
-OF_OURS = ("least", "most", "capacity", "version", "ownership", "classes")
+RUN_RULES = ("least", "most", "capacity", "version", "ownership", "classes")
 """Rules that the run sets, and not the job file."""
 
 
@@ -77,11 +77,11 @@ class EngineSettings:
         """How the pool judges engines and requests."""
         given = _section(self.rules, RolloutRules, "settings.rules")
         for name, value in given.items():
-            fewest: float = LEAST_MONITOR_S if name == "monitor_s" else 0
-            if type(value) in (int, float) and not fewest <= value <= LONGEST_S:
-                hint = f"from {fewest:g} to {LONGEST_S:g}"
+            minimum: float = MIN_MONITOR_S if name == "monitor_s" else 0
+            if type(value) in (int, float) and not minimum <= value <= LONGEST_S:
+                hint = f"from {minimum:g} to {LONGEST_S:g}"
                 raise InputError(f"{name} is {value:g}", where=f"settings.rules.{name}", hint=hint)
-        for name in OF_OURS:
+        for name in RUN_RULES:
             if name in given:
                 raise InputError(f"{name} is the run's to set", where=f"settings.rules.{name}")
         # Weights reach whoever has not got them by the pool's own doing: also those who join, or come back, later. Only
@@ -109,7 +109,7 @@ class EngineSettings:
 
 
 def _section(given: Any, kind: type, where: str) -> dict[str, Any]:
-    return _checked(given, tuple(one.name for one in fields(kind)), where)
+    return _checked(given, tuple(setting.name for setting in fields(kind)), where)
 
 
 def _checked(given: Any, known: tuple[str, ...], where: str) -> dict[str, Any]:
