@@ -154,7 +154,7 @@ def test_a_worker_is_drained_and_serves_again_as_asked_and_a_refusal_is_told_wit
             return [f"{one['worker']}: {one['reason']}" for one in lines if one["code"] == code]
 
         until(lambda: len(told("REFUSED")) == 3)
-        assert told("REFUSED")[0].startswith("rollout-2: it is not done: worker rollout-2 cannot be taken")
+        assert told("REFUSED")[0].startswith("rollout-2: refused: worker rollout-2 cannot be taken")
         assert told("TAKEN")[0] == "rollout-1: asked in a test"
         assert states()["rollout-2"] == "active"
         control_files.send_request(tmp_path, whom, {"ask": "resume", "worker": "rollout-1"})

@@ -137,7 +137,9 @@ class ClusterListener:
         closed, version, last_error = self.background.stopping, -1, ""
         while not closed.is_set():
             try:
-                update: ClientUpdate = self._session.ask("news", self._tasks, version, LONG_POLL_S, timeout_s=LONG_POLL_S + 10.0)
+                update: ClientUpdate = self._session.ask(
+                    "news", self._tasks, version, LONG_POLL_S, timeout_s=LONG_POLL_S + 10.0
+                )
                 own = self.own_gpus  # read before the quota: the run raises its quota first and then this
                 quota = self._session.ask("pool", self._pool).quota.floats().get("gpu", 0.0)
                 tasks = self._session.tasks(self._pool)

@@ -160,7 +160,9 @@ def _module(name: str, near: Path | None, where: str) -> types.ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            folder = _folder_with(name.partition(".")[0], near) if near is not None and _is_the_module(error, name) else None
+            folder = (
+                _folder_with(name.partition(".")[0], near) if near is not None and _is_the_module(error, name) else None
+            )
             if folder is None or str(folder) in sys.path:
                 raise
             sys.path.append(str(folder))

@@ -26,9 +26,9 @@ from trimtab.runtime.run.component import (
     Place,
     RunComponent,
     checked,
+    error_text,
     make_component,
     origin,
-    error_text,
 )
 from trimtab.runtime.run.emulated import OPTIONAL, EmulatedComponent, PacedComponent
 
@@ -42,7 +42,9 @@ class ComponentStartSpec:
     settings: Mapping[str, Any]
     near: Path | None = None
     wanted_by: tuple[str, ...] = ()
-    pace: Mapping[str, Any] | None = None  # emulation settings, for user code whose steps are stretched to emulated times
+    pace: Mapping[str, Any] | None = (
+        None  # emulation settings, for user code whose steps are stretched to emulated times
+    )
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,6 @@ class ComponentWorker:
     def _switch(self, method: str) -> None:
         if callable(getattr(self._component, method, None)):
             getattr(self._component, method)()
-
 
     def _make(self) -> CallResult:
         spec = self._spec

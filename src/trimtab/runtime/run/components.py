@@ -7,6 +7,8 @@ not called. A component that hung is never called again, not even `close`.
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,11 +25,10 @@ from trimtab.runtime.run.component import (
     Result,
     RunComponent,
     checked,
+    error_text,
     make_component,
     origin,
-    error_text,
 )
-from trimtab.runtime.run.deadline_calls import DeadlineCaller, DeadlineError
 from trimtab.runtime.run.emulated import EmulatedComponent, PacedComponent, emulated_settings
 from trimtab.runtime.run.job import RunJob
 
@@ -84,6 +85,71 @@ class ComponentSet(Protocol):
         """Tell a component that brings its own workers its range of GPUs."""
 
     def close(self) -> None: ...
+
+
+class DeadlineError(Exception):
+    """A call did not return in time."""
+
+
+class _Call:
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.done = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def make(self) -> None:
+        try:
+            self.value = self.function(*self.arguments)
+        except BaseException as error:  # also SystemExit: user code must not end the run's process
+            self.error = error
+        finally:
+            self.done.set()
+
+
+class DeadlineCaller:
+    """Makes calls into user code one at a time, in one thread, each with a deadline; Ctrl-C interrupts the wait.
+
+    A call that hangs cannot be ended from outside: its thread is left behind as a daemon, and no further call is made.
+    """
+
+    def __init__(self, name: str = "trimtab-run") -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.stuck = False  # a call did not return
+
+    def call(self, function: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
+        """Call the function; raises what it raises, or DeadlineError."""
+        if self.stuck:
+            raise DeadlineError("an earlier call has not returned")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        call = _Call(function, arguments)
+        self._calls.put(call)
+        try:
+            in_time = call.done.wait(limit_s)
+        except BaseException:  # Ctrl-C: the call may never return
+            self.stuck = not call.done.is_set()
+            raise
+        if not in_time:
+            self.stuck = True
+            raise DeadlineError(f"not over after {limit_s:g} s")
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """Waits a moment for a call that is stuck, so that the process does not end in the middle of it."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join(wait_s)
+            self._thread = None
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.make()
 
 
 class LocalComponents:

@@ -42,7 +42,7 @@ from trimtab.runtime.run.iteration import Inputs, IterationRunner
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
 from trimtab.runtime.run.measurements import Metrics, bars_facts, plan_facts, summary_facts
 from trimtab.runtime.run.migration import MigrationExecutor, run_migration
-from trimtab.runtime.run.replanner import Replanner, save_machine, load_machine, nodes_facts
+from trimtab.runtime.run.replanner import Replanner, load_machine, nodes_facts, save_machine
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,9 @@ class RunEnd:
     plan: Plan
     since: int = 1  # the first iteration under `plan`
     metrics: Mapping[int, Metrics] = field(default_factory=dict)
-    here_s: Mapping[int, float] = field(default_factory=dict)  # wall time of iterations in this process, saving included
+    here_s: Mapping[int, float] = field(
+        default_factory=dict
+    )  # wall time of iterations in this process, saving included
     error: TrimtabError | None = None
 
 
@@ -151,7 +153,9 @@ class LocalRun:
             state, reason, tuple(self._iterations), plan, self._plan_since, self._metrics, self._here_s, error
         )
 
-    def _run_to_end(self, components: ComponentSet, plan: Plan, first: int) -> tuple[RunStatus, Reason, TrimtabError | None]:
+    def _run_to_end(
+        self, components: ComponentSet, plan: Plan, first: int
+    ) -> tuple[RunStatus, Reason, TrimtabError | None]:
         """Run the iterations; whatever ends the run is returned, not raised."""
         try:
             try:
@@ -174,7 +178,9 @@ class LocalRun:
             return "failed", Reason(ReasonCode.faulty, error.what), error
         except BaseException as broken:  # of ours, or of a callback: the folder is left consistent all the same
             components.close()
-            self._finish("failed", Reason(ReasonCode.raised, f"it broke off: {error_text(broken)}"), self._plan_now or plan)
+            self._finish(
+                "failed", Reason(ReasonCode.raised, f"it broke off: {error_text(broken)}"), self._plan_now or plan
+            )
             raise
         if self._replanner is not None and self._replanner.stop is not None:
             return "failed", self._replanner.stop, UnreachableError(self._replanner.stop.sentence)
@@ -320,7 +326,9 @@ class LocalRun:
         if self._has_to_measure():
             self._measured, self._workflow = True, self._measured_workflow()
             before, after = plan, self._fresh_plan()
-            touched = tuple(name for name in self._workflow.names if _placement_key(before, name) != _placement_key(after, name))
+            touched = tuple(
+                name for name in self._workflow.names if _placement_key(before, name) != _placement_key(after, name)
+            )
             here, there = PlacedPlan(before, self._cluster), PlacedPlan(after, self._cluster)
             migration = self._make_migration(components, here, there, touched, first, loaded)
             try:
@@ -342,7 +350,9 @@ class LocalRun:
             return plan
         return self._migrate(components, replanner, plan, first, loaded)
 
-    def _migrate(self, components: ComponentSet, replanner: Replanner, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
+    def _migrate(
+        self, components: ComponentSet, replanner: Replanner, plan: Plan, first: int, loaded: frozenset[str]
+    ) -> Plan:
         """Execute a migration that has begun and is drained; returns the plan in place afterwards."""
         assert replanner.move is not None
         here, there = replanner.machine.sited, replanner.machine.moving_to
@@ -434,7 +444,9 @@ class LocalRun:
         idle = tuple(name for name in self._workflow.names if runner.order.is_idle(name))
         runner.components.check_health(idle)
         is_due = self._checkpointer.is_due(number)
-        extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # with a checkpoint in every iteration it is the normal case
+        extra = (
+            ("checkpoint",) if is_due and self._job.save_every > 1 else ()
+        )  # with a checkpoint in every iteration it is the normal case
         with runner.lock:
             iteration = runner.measurements.iteration(number, now_s, extra)
             metrics = runner.measurements.metrics(number)
@@ -486,7 +498,9 @@ class LocalRun:
 
     def _emit_worker_events(self, folder: Path) -> None:
         for name in self._workflow.names:
-            lines, self._log_offsets[name] = read_event_log(event_log_path(folder, name), self._log_offsets.get(name, 0))
+            lines, self._log_offsets[name] = read_event_log(
+                event_log_path(folder, name), self._log_offsets.get(name, 0)
+            )
             for line in lines:
                 at_s = self._now() - max(0.0, time.time() - line.pop("at"))
                 self._emit("worker", component=name, t_s=round(at_s, 4), **line)

@@ -159,7 +159,9 @@ def summary_facts(
     since: int,
 ) -> dict[str, Any]:
     """Figures of the run: medians over the iterations under the last plan, without periodic work."""
-    under = [iteration for iteration in iterations if iteration.number >= since and not iteration.extra] or list(iterations[-1:])
+    under = [iteration for iteration in iterations if iteration.number >= since and not iteration.extra] or list(
+        iterations[-1:]
+    )
     measured_s = float(np.median([iteration.wall_s for iteration in under])) if under else None
     components = {}
     for placed in plan.components:

@@ -126,7 +126,9 @@ class MigrationExecutor:
             self._sync()
 
 
-def run_migration(replanner: Replanner, migration: MigrationExecutor, now: Callable[[], float], advance_clock: Callable[[], None]) -> bool:
+def run_migration(
+    replanner: Replanner, migration: MigrationExecutor, now: Callable[[], float], advance_clock: Callable[[], None]
+) -> bool:
     """Execute the migration that has begun, stage by stage; returns whether it completed.
 
     If it fails, the old plan is restored or the replanner stops the run. `advance_clock` is called whenever time has
@@ -154,7 +156,9 @@ def run_migration(replanner: Replanner, migration: MigrationExecutor, now: Calla
     return True
 
 
-def _undo(replanner: Replanner, migration: MigrationExecutor, now: Callable[[], float], advance_clock: Callable[[], None]) -> None:
+def _undo(
+    replanner: Replanner, migration: MigrationExecutor, now: Callable[[], float], advance_clock: Callable[[], None]
+) -> None:
     began = now()
     try:
         migration.undo()

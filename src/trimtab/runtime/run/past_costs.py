@@ -103,7 +103,9 @@ def measured_workflow(
     """A workflow with measured costs, and notes on them."""
     if not past.iterations:
         raise InputError("the run has measured nothing: no iteration of it ended", where=where)
-    past_costs = {name: costs for name in workflow.names if (costs := _component_costs(past, name, workflow.batches)) is not None}
+    past_costs = {
+        name: costs for name in workflow.names if (costs := _component_costs(past, name, workflow.batches)) is not None
+    }
     unknown = sorted({timing.component for each in past.iterations for timing in each.components} - set(workflow.names))
     if unknown:
         raise InputError(f"the run had components that the job has not: {', '.join(unknown)}", where=where)
@@ -127,7 +129,9 @@ def measured_workflow(
         notes += [note] * bool(note)
         if abs(costs.drift - 1) > NOISE:
             words = "grew to" if costs.drift > 1 else "fell to"
-            notes.append(f"{component.name} {words} {costs.drift:.3g} times what it took at first: planned with the end")
+            notes.append(
+                f"{component.name} {words} {costs.drift:.3g} times what it took at first: planned with the end"
+            )
     sync, note = _sync(workflow.weight_sync, past)
     notes += [note] * bool(note)
     return replace(workflow, components=tuple(components), weight_sync=sync), tuple(notes)
@@ -219,7 +223,11 @@ def _switch_s(past: PastRun, component: Component) -> float:
     for iteration in past.iterations:
         groups = past.plans.get(iteration.number, {}).get("groups", ())
         if any(component.name in group["components"] and len(group["components"]) > 1 for group in groups):
-            took += [timing.offload_s + timing.onload_s for timing in iteration.components if timing.component == component.name]
+            took += [
+                timing.offload_s + timing.onload_s
+                for timing in iteration.components
+                if timing.component == component.name
+            ]
     return median(took[-NEWEST:]) if took else component.switch_seconds
 
 

@@ -23,7 +23,7 @@ from trimtab.model.workflow import Workflow
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.client.task_errors import TaskError, TaskTimeoutError
-from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, find_class, error_text
+from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, error_text, find_class
 from trimtab.runtime.run.component_worker import CallResult, ComponentStartSpec, ComponentWorker
 from trimtab.runtime.run.components import ComponentLostError
 from trimtab.runtime.run.emulated import emulated_settings
@@ -63,7 +63,8 @@ class ClusterComponents:
         self._place(workflow, placed_plan, workflow.names, iteration, may_evict=True)
 
     def place(self, workflow: Workflow, placed_plan: PlacedPlan, names: Sequence[str], iteration: int) -> None:
-        """Create these components during a run. The GPUs of the old ones are free then, so nothing is evicted for them.
+        """Create these components during a run. The GPUs of the old ones are free then, so nothing is evicted for
+        them.
         """
         self._place(workflow, placed_plan, names, iteration, may_evict=False)
 
@@ -188,7 +189,9 @@ class ClusterComponents:
                 return task.wait(("running", "parked"), timeout=min(1.0, max(0.0, end - time.monotonic())))
             except TaskTimeoutError:  # noqa: PERF203 -- once a second
                 if self._lost_nodes_reason is not None:
-                    raise ComponentLostError(name, f"{name} is not placed any more: {self._lost_nodes_reason}") from None
+                    raise ComponentLostError(
+                        name, f"{name} is not placed any more: {self._lost_nodes_reason}"
+                    ) from None
                 if time.monotonic() >= end:
                     raise
 
@@ -305,7 +308,9 @@ class ClusterComponents:
             raise ComponentLostError(name, f"{name} was lost: {task.interrupted(method).what}") from error
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, exceptions.ObjectLostError | exceptions.RayActorError):
-                raise ComponentLostError(name, f"the input of {name} was lost with the process that produced it") from error
+                raise ComponentLostError(
+                    name, f"the input of {name} was lost with the process that produced it"
+                ) from error
             raise ComponentError(name, "raised", f"the {method} of {name} raised {error_text(error.cause)}") from error
         except exceptions.RayError as error:
             raise ComponentLostError(name, f"{name} cannot be reached: {error_text(error)}") from error

@@ -58,7 +58,9 @@ class ClusterRun(LocalRun):
         inputs: Inputs | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
-        super().__init__(run, folder, plan=plan, resume=resume, on_iteration=on_iteration, inputs=inputs, on_event=on_event)
+        super().__init__(
+            run, folder, plan=plan, resume=resume, on_iteration=on_iteration, inputs=inputs, on_event=on_event
+        )
         self._session = session
         self._losses = 0
         self._began = time.perf_counter()
@@ -268,7 +270,8 @@ class ClusterRun(LocalRun):
     # ---- losses ------------------------------------------------------------------------------------------------------
 
     def _recover(self, components: ComponentSet, lost: ComponentLostError, plan: Plan) -> tuple[Plan, int]:
-        """Create all components anew under a plan that fits, from the last checkpoint; returns plan and next iteration.
+        """Create all components anew under a plan that fits, from the last checkpoint; returns plan and next
+        iteration.
         """
         assert isinstance(components, ClusterComponents)
         while True:
@@ -326,7 +329,11 @@ class ClusterRun(LocalRun):
             if saved:
                 self._load_states(components, saved)
         except ComponentLostError:
-            if replanner is not None and replanner.move is not None and not isinstance(replanner.next_step, e.RollBackMigration):
+            if (
+                replanner is not None
+                and replanner.move is not None
+                and not isinstance(replanner.next_step, e.RollBackMigration)
+            ):
                 assert replanner.next_step is not None
                 replanner.stage_failed(replanner.next_step.stage, "a component was lost again")
             raise

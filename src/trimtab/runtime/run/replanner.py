@@ -85,7 +85,9 @@ class Replanner:
         self.handle(e.MigrationStageDone(move.id, stage, took_s))
         if self.machine.moving is None:
             self.move = self.next_step = None
-            self._emit("move", move=move.id, state="arrived", **_code_facts(ReasonCode.arrived, self.machine.plan.describe()))
+            self._emit(
+                "move", move=move.id, state="arrived", **_code_facts(ReasonCode.arrived, self.machine.plan.describe())
+            )
 
     def stage_failed(self, stage: MigrationStage, why: str) -> None:
         """A stage failed; `next_step` is the rollback then."""
@@ -106,7 +108,8 @@ class Replanner:
         self.handle(e.RollBackFailed(move.id, why))
 
     def handle(self, event: e.ReplanEvent) -> None:
-        """Give an event to the machine and execute its instructions. A refused event is recorded and changes nothing.
+        """Give an event to the machine and execute its instructions. A refused event is recorded and changes
+        nothing.
         """
         try:
             said = self.machine.handle(event, self._now())
@@ -132,7 +135,9 @@ class Replanner:
             self.next_step = said
         elif isinstance(said, e.RollBackMigration):
             self.next_step = said
-            self._emit("move", move=said.move.id, state="rolling back", stage=said.at.value, **_reason_facts(said.reason))
+            self._emit(
+                "move", move=said.move.id, state="rolling back", stage=said.at.value, **_reason_facts(said.reason)
+            )
         elif isinstance(said, e.SetGpuRange):
             self.ranges[said.component] = (said.least, said.most)
             self._emit("range", component=said.component, least=said.least, most=said.most)
@@ -176,7 +181,12 @@ def move_facts(move: Migration) -> Mapping[str, Any]:
         "forced": move.forced,
         "numbers": {name: value for name, value in asdict(move.numbers).items() if value is not None},
         "changes": [
-            [change.component, change.how.value, [list(seat) for seat in change.before], [list(seat) for seat in change.after]]
+            [
+                change.component,
+                change.how.value,
+                [list(seat) for seat in change.before],
+                [list(seat) for seat in change.after],
+            ]
             for change in move.changes
         ],
         "plan": plan_facts(move.after),

@@ -5,10 +5,10 @@
       engine: package.module:Engine   # a class with generate(order) ...; or command: "vllm serve ... --port {port}"
       gpus_each: 1
 
-A step asks all that its batch asks for and gives back what came of it. Every answer is whole, whatever became of the
-engines meanwhile: killed, evicted, removed. Weights reach every engine before the next step, and those that join or
-come back later before they serve. What is drawn is drawn from (seed, iteration, batch, prompt), where the engine draws
-from its seed: so an answer that was made twice, or in a run that was resumed, is the same answer.
+A step sends all requests of its batch and returns their results. Every completion is whole, even if engines were
+killed, evicted or removed meanwhile. Weights reach every engine before the next step, and engines that join later
+before they serve. Requests are seeded from (seed, iteration, batch, prompt) if the engine samples from its seed: a
+request that is answered twice, or in a resumed run, gets the same completion.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from trimtab.runtime.run.engines.engine_pool import RunEnginePool
 from trimtab.runtime.run.engines.object_engine import no_refit_error
 from trimtab.runtime.run.engines.settings import EngineSettings
 
-CHECK_S = 1.0  # between looks at whether there is any hope for a step
+CHECK_S = 1.0  # between checks whether any engine can still serve
 STATE = "weights.pickle"
-SEEDS = 2**31  # what every engine takes
+SEEDS = 2**31  # seeds below this are valid for every engine
 
 
 class EngineRollout:
@@ -45,8 +45,8 @@ class EngineRollout:
         self.settings = _settings(ask, settings)
         near = place.near or Path.cwd()
         self._ask = _make_ask_object(self.settings, place, near)
-        self._version = 0  # the run's number of the weights
-        self._weights_number = 0  # the pool's: it only ever grows, also where a run goes back
+        self._version = 0  # the run's version of the weights
+        self._weights_number = 0  # the pool's version: it only grows, even if a run goes back
         self._weights: Any = None
         self._weights_by_path: dict[str, Any] = {}  # by the path that stands for them: the last two
         self._engines = RunEnginePool(self.settings, place, near, self._weights_by_path.__getitem__)
@@ -56,10 +56,10 @@ class EngineRollout:
             self._engines.close()
             raise
 
-    # ---- what a run calls ------------------------------------------------------------------------------------------
+    # ---- component interface ---------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> Result:
-        """All requests of a batch, answered."""
+        """Generate completions for all requests of a batch."""
         prompts, params = _requests(self._ask.requests(batch), self.place.component)
         each = [self._seeded(sampling, batch, index) for index, sampling in enumerate(params)]
         completions, workers = self._engines.wait(self._generate_all(prompts, each), None)
@@ -72,7 +72,7 @@ class EngineRollout:
         return Result(result.data, {**self._metrics(samples, workers), **result.metrics})
 
     def sync(self, weights: Any, version: int) -> None:
-        """Every engine has these weights before it serves again."""
+        """Give these weights to every engine before it serves again."""
         if not self._engines.takes_weights:
             raise no_refit_error(self.place.component)
         self._weights_number += 1
@@ -82,30 +82,26 @@ class EngineRollout:
         self._engines.wait(self._refit_all(self._weights_number, path), rules.refit_s + rules.pause_s)
 
     def offload(self) -> None:
-        """Leave the GPUs to others."""
         self._engines.offload()
 
     def onload(self) -> None:
-        """Come back to them."""
         self._engines.onload()
 
     def save(self, path: Path) -> None:
-        """The weights, and their number."""
         (path / STATE).write_bytes(pickle.dumps((self._version, self._weights), protocol=5))
 
     def load(self, path: Path) -> None:
-        """Go on with weights that were saved."""
         version, weights = pickle.loads((path / STATE).read_bytes())
         if weights is not None:
             self.sync(weights, version)
 
     def resize(self, gpus: int) -> None:
-        """Go on with so many GPUs: engines come, or hand over what they have and go."""
+        """Engines are added, or hand over their requests and are removed."""
         self._engines.resize(gpus)
 
-    def span(self, least: int, most: int) -> None:
-        """Between so many GPUs and so many are its own to use."""
-        self._engines.span(least, most)
+    def span(self, min_gpus: int, max_gpus: int) -> None:
+        """The component may use this range of GPUs."""
+        self._engines.span(min_gpus, max_gpus)
 
     def workers(self) -> list[dict[str, Any]]:
         """Each engine: name, state, running, reason."""
@@ -123,33 +119,30 @@ class EngineRollout:
     def health(self) -> bool | str:
         """True, unless no engine will ever serve."""
 
-        async def look() -> str:
+        async def failure() -> str:
             return self._engines.permanent_failure()
 
-        return self._engines.wait(look(), None) or True
+        return self._engines.wait(failure(), None) or True
 
     def close(self) -> None:
-        """End all engines."""
         self._engines.close()
 
     @property
     def gateway_url(self) -> str:
-        """Where agents outside ask the same engines; empty where there is no gateway."""
         return self._engines.gateway_url
 
     @property
     def engine_pool(self) -> RunEnginePool:
-        """The engines and the pool before them."""
         return self._engines
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     async def _generate_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> tuple[list[Completion], int]:
-        """The answers, and how many engines serve when the last one is there."""
+        """The completions, and how many engines serve at the end."""
         pool = self._engines.pool
-        pending = asyncio.gather(*(pool.generate([prompt], sampling) for prompt, sampling in zip(prompts, params, strict=True)))
+        pending = asyncio.gather(
+            *(pool.generate([prompt], sampling) for prompt, sampling in zip(prompts, params, strict=True))
+        )
         try:
             while not pending.done():
                 await asyncio.wait({pending}, timeout=CHECK_S)
@@ -168,7 +161,7 @@ class EngineRollout:
             del known[old]
 
     def _store_weights(self, weights: Any) -> str:
-        """The path that stands for these weights: their own, or one that engines here are given the weights for."""
+        """The path that stands for these weights: their own, or a key for engines in this process."""
         if self.settings.command is not None:
             if not isinstance(weights, str | Path):
                 raise InputError(
@@ -221,7 +214,7 @@ def _settings(ask: str, given: Mapping[str, Any]) -> EngineSettings:
 
 
 def _signature() -> inspect.Signature:
-    """What a job file may set: so a setting that there is not is refused before anything is made."""
+    """Signature for job files, so that unknown settings are refused before anything is created."""
     own = inspect.signature(EngineSettings).parameters.values()
     named = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
     return inspect.Signature([*named, inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY)])
@@ -231,7 +224,7 @@ EngineRollout.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _make_ask_object(settings: EngineSettings, place: Place, near: Path) -> Any:
-    """The object that makes requests of a batch, and of answers what the step gives."""
+    """The user's object that makes requests of a batch and the step's output of completions."""
     where = "settings.ask"
     kind = find_class(settings.ask, near, where)
     for method in ("requests", "answers"):
@@ -253,10 +246,10 @@ def _make_ask_object(settings: EngineSettings, place: Place, near: Path) -> Any:
 
 
 def _requests(asked: Any, component: str) -> tuple[list[Sequence[int]], list[SamplingParams]]:
-    """Prompts, and for each how to answer it."""
+    """Prompts and the SamplingParams of each."""
     hint = "requests(batch) gives (prompts, SamplingParams), or (prompts, one SamplingParams for each)"
     if not isinstance(asked, tuple) or len(asked) != 2:
-        raise InputError(f"{component} was not told what to ask", where="settings.ask", hint=hint)
+        raise InputError(f"{component}: requests(batch) did not return a pair", where="settings.ask", hint=hint)
     prompts, params = list(asked[0]), asked[1]
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts) or not all(isinstance(sampling, SamplingParams) for sampling in each):

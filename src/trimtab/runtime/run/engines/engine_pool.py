@@ -1,11 +1,11 @@
-"""The engines of a run's rollout component: a rollout pool on a thread of its own, and workers for it to start.
+"""The engines of a run's rollout component: a rollout pool on its own thread, and a launcher for its workers.
 
-Where the component has slots to itself, each engine is a task of the run's pool that others may evict by priority, with
-notice: it is drained, what it had goes on elsewhere, and it is back when a slot is free. Elsewhere engines live in the
-component's process, or as its children. What must never happen: a task, process or thread that is left after `close`, a
-worker that is removed while what it had has nowhere to go on.
+If the component has slots to itself, each engine is a task of the run's pool that may be preempted by priority, with
+notice: it is drained, its requests continue on other engines, and it returns when a slot is free. Otherwise engines run
+in the component's process or as its children. What must never happen: a task, process or thread that is left after
+`close`, a worker that is removed while its requests cannot continue elsewhere.
 
-Doors may be used from any thread; each waits for the pool's loop, with a deadline.
+Public methods may be called from any thread; each waits for the pool's event loop, with a deadline.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ ANSWER_S = 30.0
 CLOSE_S = 60.0
 POLL_S = 0.5
 EVENT_LOG_S = 0.25
-MAX_THREADS = 256  # each engine here has one while it is spoken to
+MAX_THREADS = 256  # each engine in this process uses one during a call
 S = WorkerState
 
 
 class RunEnginePool:
-    """Engines for `gpus` GPUs, and the pool before them."""
+    """Engines for `gpus` GPUs, and the rollout pool in front of them."""
 
     def __init__(self, settings: EngineSettings, place: Place, near: Path | None, weights_at: WeightsAt) -> None:
         self.settings = settings
@@ -71,7 +71,7 @@ class RunEnginePool:
         self._session: Session | None = None
         self._launcher: Launcher | None = None
         self._gateway: Any = None
-        self._offloaded = False  # others have the GPUs
+        self._offloaded = False  # other components have the GPUs
         self._closed = False
         self._event_log: EngineEventLog | None = None
         self._event_task: asyncio.Task[None] | None = None
@@ -93,7 +93,7 @@ class RunEnginePool:
     # ---- from any thread -------------------------------------------------------------------------------------------
 
     def wait(self, work: Coroutine[Any, Any, T], within_s: float | None) -> T:
-        """Have something done on the pool's loop; what it gives, or raises."""
+        """Run a coroutine on the pool's loop and return its result."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(within_s)
@@ -104,7 +104,6 @@ class RunEnginePool:
             raise UnreachableError(f"the rollout pool did not answer within {within_s:g} s") from None
 
     def close(self) -> None:
-        """End all of it: engines, tasks, the pool, its thread."""
         if self._closed:
             return
         self._closed = True
@@ -116,36 +115,33 @@ class RunEnginePool:
             self._session.close()
 
     def resize(self, gpus: int) -> None:
-        """So many GPUs from now on. Engines that go hand over what they have first."""
+        """Set the number of GPUs. Engines that are removed hand over their requests first."""
         self._count = max(1, gpus // self.settings.gpus_each)
         self._min_engines, self._max_engines = min(self._min_engines, self._count), max(self._max_engines, self._count)
         self.wait(self._reconcile(), self._removal_timeout_s())
 
-    def span(self, least: int, most: int) -> None:
-        """Between so many GPUs and so many: without `elastic`, as many of them as the plan gave."""
+    def span(self, min_gpus: int, max_gpus: int) -> None:
+        """Set the range of GPUs: without `elastic`, as many of them as the plan gave are used."""
         each = self.settings.gpus_each
-        self._min_engines, self._max_engines = least // each, max(1, most // each)
+        self._min_engines, self._max_engines = min_gpus // each, max(1, max_gpus // each)
         self.wait(self._reconcile(), self._removal_timeout_s())
 
     def offload(self) -> None:
-        """Engines that can sleep do, or, where they are processes that cannot, end."""
+        """Put engines to sleep, or stop engine processes that cannot sleep."""
         if self._can_release_gpus and not self._offloaded:
             self._offloaded = True
             self.wait(self._apply_offload(), self._removal_timeout_s())
 
     def onload(self) -> None:
-        """They are back."""
         if self._offloaded:
             self._offloaded = False
             self.wait(self._apply_offload(), self.settings.start_s)
 
     def views(self) -> tuple[WorkerView, ...]:
-        """All workers, as the pool sees them."""
-
-        async def write_changes() -> tuple[WorkerView, ...]:
+        async def workers() -> tuple[WorkerView, ...]:
             return self.pool.workers()
 
-        return self.wait(write_changes(), ANSWER_S)
+        return self.wait(workers(), ANSWER_S)
 
     def pids(self) -> dict[str, int]:
         """Processes of engines on slots, by worker."""
@@ -153,7 +149,6 @@ class RunEnginePool:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether engines can be given weights."""
         return self._command is not None or {"refit", "version"} <= self._methods
 
     # ---- on the loop -----------------------------------------------------------------------------------------------
@@ -213,9 +208,11 @@ class RunEnginePool:
             await asyncio.sleep(EVENT_LOG_S)
 
     def _take_requests(self) -> None:
-        """What people ask of a worker; what is not done is written down with the reason."""
+        """Apply control requests for workers; refused ones go to the event log with the reason."""
         folder, component = self.place.folder, self.place.component
-        for request in control_files.take_requests(folder, control_files.workers_queue(component)) if folder is not None else ():
+        for request in (
+            control_files.take_requests(folder, control_files.workers_queue(component)) if folder is not None else ()
+        ):
             worker, given = str(request.get("worker")), request.get("deadline_s")
             try:
                 deadline_s = None if given is None else float(given)
@@ -227,7 +224,7 @@ class RunEnginePool:
                     self.pool.resume(worker)
             except (TrimtabError, ValueError, TypeError) as refused:
                 assert self._event_log is not None
-                self._event_log.write_refusal(worker, f"it is not done: {getattr(refused, 'what', refused)}")
+                self._event_log.write_refusal(worker, f"refused: {getattr(refused, 'what', refused)}")
 
     def _write_events(self, last: str = "") -> None:
         if self._event_log is not None:
@@ -281,7 +278,7 @@ class RunEnginePool:
         return launcher
 
     def _place_of(self, worker: str) -> Place:
-        """Where an engine is: like its component, with GPUs of its own where they are known."""
+        """The place of an engine: its component's, with GPUs of its own if they are known."""
         each, devices = self.settings.gpus_each, self.place.devices
         own = devices
         if worker in self._workers and len(devices) >= each:
@@ -303,7 +300,7 @@ class RunEnginePool:
         )
 
     async def _reconcile(self) -> None:
-        """As many workers as the plan says; whoever goes does so in order."""
+        """Match the number of workers to the plan; surplus ones are drained and removed."""
         elastic = self.settings.elastic is not None
         wanted = self._max_engines if elastic else max(self._min_engines, min(self._count, self._max_engines))
         assert self._launcher is not None
@@ -317,12 +314,12 @@ class RunEnginePool:
             worker = f"{self.place.component}-{number}"
             self._workers.append(worker)
             self.pool.add_startable(self._spec(worker), self._launcher)
-        least = min(max(self._min_engines, 1), wanted) if not self._offloaded else 0
-        self.pool.set_range(least, wanted)
+        minimum = min(max(self._min_engines, 1), wanted) if not self._offloaded else 0
+        self.pool.set_range(minimum, wanted)
         await asyncio.gather(*(self.pool.remove(worker, why="the plan gives fewer GPUs") for worker in leaving))
 
     def _workers_to_remove(self, count: int) -> list[str]:
-        """Those that do not serve first, then those with the least to do, then the latest."""
+        """Inactive ones first, then those with the fewest requests, then the newest."""
         if count <= 0:
             return []
         views = {view.worker: view for view in self.pool.workers()}
@@ -331,7 +328,7 @@ class RunEnginePool:
 
     @property
     def _can_release_gpus(self) -> bool:
-        """Whether engines here can give their memory back: by sleeping, or because they are processes that end."""
+        """Whether engines can free GPU memory: by sleeping, or because they are processes that end."""
         return self._session is None and (self._command is not None or {"sleep", "wake"} <= self._methods)
 
     async def _apply_offload(self) -> None:
@@ -340,16 +337,18 @@ class RunEnginePool:
             pool.set_range(0, wanted)
             pool.scale(0, why="others have the GPUs")
             busy = (S.active, S.draining, S.starting)
-            await pool.until(lambda: not any(worker.state in busy for worker in pool.workers()), self._removal_timeout_s())
+            await pool.until(
+                lambda: not any(worker.state in busy for worker in pool.workers()), self._removal_timeout_s()
+            )
             return
         pool.release_scale()
         await self._reconcile()
         await self.wait_ready()
 
     async def wait_ready(self) -> None:
-        """Wait until all engines serve that are not in others' hands; no longer than `ready_s`.
+        """Wait until all engines serve that are not on preempted slots, at most `ready_s`.
 
-        UnreachableError where none ever will.
+        UnreachableError if none ever will.
         """
         end = time.monotonic() + self.settings.ready_s
         while not self._all_ready() and (left_s := end - time.monotonic()) > 0:
@@ -366,7 +365,7 @@ class RunEnginePool:
         return rules.drain_s + rules.abort_s + rules.sleep_s + rules.stop_s + ANSWER_S
 
     def permanent_failure(self) -> str:
-        """Why no engine will ever serve; empty while one might. Asked on the loop."""
+        """Why no engine will ever serve; empty while one might. Call on the loop."""
         why = ""
         for view in self.pool.workers():
             last = self.pool.story(view.worker)[-1].reason
@@ -376,7 +375,6 @@ class RunEnginePool:
         return why
 
     def raise_if_no_engine_left(self) -> None:
-        """Raise where no engine will ever serve."""
         why = self.permanent_failure()
         if why:
             raise UnreachableError(f"no engine of {self.place.component} serves: {why}")

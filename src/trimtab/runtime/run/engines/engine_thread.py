@@ -1,11 +1,10 @@
-"""A rollout engine that is an object: it lives at a desk, on a thread with an event loop of its own, and is spoken to
-in exchanges.
+"""Runs an engine object on a thread with its own event loop; callers exchange batches of messages with it.
 
-One exchange hands in whatever there is to say (orders, calls, ends) and takes back whatever was made meanwhile, for any
-number of requests at once: so an engine in another process costs a message now and then, and not one for each token.
-The engine itself is any class with the methods of an actor engine (`runtime/engines/actor.py`), asynchronous ones on
-the loop, others on threads beside it. What must never happen: an order without an end (pieces and a last word, or why
-there will be none), a generator that goes on after its end was asked for, a thread that outlives `close`.
+One exchange hands in pending messages (orders, calls, ends) and takes back all replies so far, for any number of
+requests, so an engine in another process costs a message now and then instead of one per token. The engine is any class
+with the methods of an actor engine (`runtime/engines/actor.py`): async ones run on the loop, others on threads. What
+must never happen: an order without an end (chunks and an end, or an error), a generator that goes on after it was
+ended, a thread that outlives `close`.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.core.errors import InputError, UnreachableError, nearest
-from trimtab.runtime.run.component import Place, find_class, error_text
+from trimtab.runtime.run.component import Place, error_text, find_class
 
-GATHER_S = 0.02  # pieces are gathered for so long, unless a call was answered or nothing runs any more
+GATHER_S = 0.02  # replies are batched for this long, unless a call was answered or nothing runs any more
 CLOSE_S = 10.0
-MAX_THREADS = 64  # of an engine whose methods are not asynchronous
+MAX_THREADS = 64  # of an engine with synchronous methods
 NEEDED = ("ready", "generate")
 METHODS = (*NEEDED, "load", "abort", "pause", "resume", "sleep", "wake", "flush", "version", "refit")
 
 EngineMessage = tuple[Literal["order", "call", "end"], str, Any]
-"""To the engine, each with its key: an order, a call as (method, arguments), or that it is not wanted any more."""
+"""To the engine, each with its key: an order, a call as (method, arguments), or the end of either."""
 
 ReplyKind = Literal["piece", "over", "value", "raised"]
 EngineReply = tuple[ReplyKind, str, Any]
-"""From the engine: a piece, the end of a stream, what a call gave, or what either raised; each with its key."""
+"""From the engine, each with its key: a chunk, the end of a stream, the value of a call, or an error."""
 
 
 def engine_class(use: str, settings: Mapping[str, Any], near: Path | None, where: str) -> Callable[..., Any]:
-    """The class of an engine, checked: it can generate, and be made with these settings."""
+    """The class of an engine, checked: it can generate and accepts these settings."""
     kind = find_class(use, near, where)
     for method in NEEDED:
         if not callable(getattr(kind, method, None)):
@@ -53,18 +52,18 @@ def engine_class(use: str, settings: Mapping[str, Any], near: Path | None, where
         inspect.signature(kind).bind(**settings, **_place(kind, Place("engine")))
     except TypeError as error:
         raise InputError(f"{use} cannot be made with these settings: {error}", where=where) from None
-    except ValueError:  # some classes of C say nothing of themselves
+    except ValueError:  # some C classes have no signature
         pass
     return kind
 
 
 def methods_of(kind: Any) -> frozenset[str]:
-    """What of an engine's methods it has."""
+    """Which of the engine methods a class has."""
     return frozenset(method for method in METHODS if callable(getattr(kind, method, None)))
 
 
 def _place(kind: Callable[..., Any], place: Place) -> dict[str, Place]:
-    """Its place, where its constructor asks for one."""
+    """Its place, if the constructor takes one."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(kind).parameters.values()
         if any(parameter.name == "place" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -73,10 +72,9 @@ def _place(kind: Callable[..., Any], place: Place) -> dict[str, Place]:
 
 
 class EngineThread:
-    """One engine, its thread, and what is on its way to it and from it.
+    """One engine, its thread, and the messages on their way.
 
-    It has to be made `within_s`. `unwrap` makes of the weights in a refit what the engine is to have, where they
-    came by some other way.
+    It must be constructed `within_s`. `unwrap` resolves the weights in a refit, if they came as a reference.
     """
 
     def __init__(
@@ -92,12 +90,12 @@ class EngineThread:
         self._gather_s = gather_s
         self._unwrap = unwrap
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._pending: list[EngineReply] = []  # said in this turn of the loop
-        self._pending_urgent = False  # somebody waits for something in it
+        self._pending: list[EngineReply] = []  # replies of this turn of the loop
+        self._pending_urgent = False  # a caller waits for one of them
         self._condition = threading.Condition()
         self._outbox: list[EngineReply] = []
-        self._first_at = 0.0  # when the oldest of it came
-        self._urgent = False  # it is not gathered any longer
+        self._first_at = 0.0  # when the oldest reply came
+        self._urgent = False  # do not batch any longer
         self._engine: Any = None
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"trimtab-engine-{place.component}")
         self._loop = asyncio.new_event_loop()
@@ -112,15 +110,15 @@ class EngineThread:
             self._engine = asyncio.run_coroutine_threadsafe(make(), self._loop).result(within_s)
         except concurrent.futures.TimeoutError:
             self.close()
-            raise UnreachableError(f"it was not made within {within_s:g} s") from None
+            raise UnreachableError(f"the engine was not constructed within {within_s:g} s") from None
         except BaseException:
             self.close()
             raise
 
-    # ---- from outside, one at a time -------------------------------------------------------------------------------
+    # ---- from one other thread ---------------------------------------------------------------------------------------
 
     def exchange(self, messages: list[EngineMessage], wait_s: float) -> list[EngineReply]:
-        """Say this, and hear what there is, or what comes within so long."""
+        """Send messages; returns pending replies, or those that come within `wait_s`."""
         if not self._thread.is_alive():
             raise UnreachableError("the engine's thread has ended")
         if messages:
@@ -137,7 +135,7 @@ class EngineThread:
         return replies
 
     def close(self) -> None:
-        """The engine ends, with whatever it does; its thread is gone afterwards, unless it hangs in the user's code."""
+        """Stop the engine and its thread, which is left behind only if it hangs in user code."""
         if not self._thread.is_alive():
             return
         ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
@@ -188,7 +186,7 @@ class EngineThread:
             self._reply("over", key, None)
 
     async def _generate_sync(self, key: str, pieces: Any) -> None:
-        """A generator that is not asynchronous is asked on a thread."""
+        """Iterate a synchronous generator on a thread."""
         while (piece := await asyncio.to_thread(next, pieces, _END)) is not _END:
             self._reply("piece", key, piece)
 
@@ -217,7 +215,7 @@ class EngineThread:
         self._tasks.pop(key, None)
 
     def _reply(self, verb: ReplyKind, key: str, content: Any, *, urgent: bool = False) -> None:
-        """Once this turn of the loop is through: what came in one turn goes out together."""
+        """Replies of one turn of the loop are flushed together."""
         if not self._pending:
             self._loop.call_soon(self._flush)
         self._pending.append((verb, key, content))

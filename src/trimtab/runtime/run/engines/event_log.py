@@ -1,9 +1,8 @@
-"""What became of a rollout's engines, written down as it happens: a line for each change of state, with its reason.
+"""Event log of a rollout's engines: a line for each state change, with its reason.
 
-That all of them get new weights after an iteration is no news. The component is busy with a step for as long as one
-takes, and cannot be asked meanwhile; whoever follows the run reads the file instead, as far as it has got. How much
-each has to do changes all the time: that stands in a file of its own, which has the newest figures alone. A disk that
-is full loses lines, never the run.
+Refits after every iteration are not logged. A component cannot be called during a step, so the run reads this file
+instead. Load figures change all the time and are kept in a file of their own, which holds only the latest. A full disk
+loses lines, never the run.
 """
 
 from __future__ import annotations
@@ -26,24 +25,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEFT = "left"
-LOAD_S = 0.5  # between two writings of loads
-HEARTBEAT_S = 5.0  # they are written again when nothing has changed, so that those of a process that is gone are known
-STALE_S = 20.0  # then nobody writes them any more
-NOT_LOGGED = (
-    ReasonCode.joined,
-    ReasonCode.refitting,
-)  # it is started in the same moment; and gets weights after every iteration
+LOAD_S = 0.5  # between two writes of the load file
+HEARTBEAT_S = 5.0  # the load file is rewritten even if unchanged, so that one of a dead process is recognised
+STALE_S = 20.0  # after this the writer is gone
+NOT_LOGGED = (ReasonCode.joined, ReasonCode.refitting)  # a start follows at once; a refit comes after every iteration
 
 
 def event_log_path(folder: Path, component: str) -> Path:
-    """Where a component's engines are written about."""
     return folder / f"{component}.workers.jsonl"
 
 
 def read_event_log(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The lines behind so many bytes, and how many bytes there are now.
+    """Lines after byte `since`, and the new position.
 
-    A line has `at`, `worker`, `state`, `running` (requests it has to do), `code` and `reason`.
+    A line has `at`, `worker`, `state`, `running` (requests), `code` and `reason`.
     """
     try:
         with path.open("rb") as file:
@@ -51,7 +46,7 @@ def read_event_log(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], in
             new = file.read()
     except OSError:
         return [], since
-    whole = new[: new.rfind(b"\n") + 1]  # the last line may be half there
+    whole = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
     found = []
     for line in whole.splitlines():
         try:
@@ -67,12 +62,11 @@ def _checked(line: Any) -> dict[str, Any]:
 
 
 def load_path(folder: Path, component: str) -> Path:
-    """Where it stands how much a component's engines have to do."""
     return folder / f"{component}.load.json"
 
 
 def read_load(path: Path) -> dict[str, tuple[int, int]]:
-    """By worker: requests that it has, and how many it takes at most. Empty where nobody writes it now."""
+    """By worker: running requests and the limit. Empty if the file is stale."""
     try:
         if time.time() - path.stat().st_mtime > STALE_S:
             return {}
@@ -83,7 +77,7 @@ def read_load(path: Path) -> dict[str, tuple[int, int]]:
 
 
 class EngineEventLog:
-    """Writes down what the pool tells of its workers."""
+    """Writes state changes of the pool's workers."""
 
     def __init__(self, pool: RolloutPool, folder: Path | None, component: str) -> None:
         self._pool = pool
@@ -94,7 +88,7 @@ class EngineEventLog:
         self._load_at = float("-inf")
 
     def write_changes(self, last: str = "") -> None:
-        """Write what is new. `last`: why all of them are gone, where they are."""
+        """Write what is new. `last`: why all of them are gone, if they are."""
         lines: list[dict[str, Any]] = []
         now, clock = time.time(), time.monotonic()
         views = {view.worker: view for view in self._pool.workers()} if not last else {}
@@ -116,10 +110,12 @@ class EngineEventLog:
             code = ReasonCode.completed if last else ReasonCode.by_hand
             lines.append(_line(now, worker, LEFT, code.value, last or "it was removed"))
         self._write(sorted(lines, key=lambda line: float(line["at"])))
-        self._write_load({} if last else {view.worker: [view.running, view.spec.limit] for view in views.values()}, clock)
+        self._write_load(
+            {} if last else {view.worker: [view.running, view.spec.limit] for view in views.values()}, clock
+        )
 
     def write_refusal(self, worker: str, reason: str) -> None:
-        """Something that was asked of a worker is not done; why."""
+        """Log that a request for a worker was refused."""
         for view in self._pool.workers():
             if view.worker == worker:
                 self._write(
@@ -133,10 +129,10 @@ class EngineEventLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{json.dumps(line)}\n" for line in lines))
         except OSError:
-            return  # the run goes on without its diary
+            return  # the run goes on without its event log
 
     def _write_load(self, loads: dict[str, list[int]], clock: float) -> None:
-        """Replace the figures where they have changed; not again and again within a moment."""
+        """Replace the load figures if they changed, at most every LOAD_S."""
         text, past_s = json.dumps(loads), clock - self._load_at
         wait_s = HEARTBEAT_S if text == self._load else LOAD_S
         if self._load_path is None or (loads and past_s < wait_s):
