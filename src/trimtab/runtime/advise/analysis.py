@@ -112,7 +112,7 @@ class AdviceTracker:
         self.given: dict[tuple[str, ...], int] = {}  # overrides that were advised ever, and the step
         self._first: list[LoggedStep] | None = None  # of a new placement: what its timers mean is not settled yet
 
-    # ---- steps -----------------------------------------------------------------------------------------------------
+    # ---- steps ---------------------------------------------------------------------------------------------------
 
     def take(self, step: LoggedStep) -> list[FollowEvent]:
         """Count a step."""
@@ -290,7 +290,7 @@ class AdviceTracker:
         """What each component took in a step, waits among it."""
         return self._reading.seconds(step) if self._reading is not None else {}
 
-    # ---- what is shown ---------------------------------------------------------------------------------------------
+    # ---- what is shown -------------------------------------------------------------------------------------------
 
     def picture(self, notes: Sequence[str] = ()) -> RunPicture:
         """What is known now."""

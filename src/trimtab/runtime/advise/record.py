@@ -179,7 +179,7 @@ class FollowRecord:
             with contextlib.suppress(OSError):  # there is something in it
                 self.path.parent.rmdir()
 
-    # ---- what is known from before ---------------------------------------------------------------------------------
+    # ---- what is known from before -------------------------------------------------------------------------------
 
     def knows(self, news: FollowEvent) -> bool:
         """Whether people were told this before the command was started."""
@@ -188,7 +188,7 @@ class FollowRecord:
             return True
         return (news.what, news.step, overrides) in self.past.told
 
-    # ---- what is written -------------------------------------------------------------------------------------------
+    # ---- what is written -----------------------------------------------------------------------------------------
 
     def record_hook_start(self, advice: Advice, step: int) -> bool:
         """Write down that the user's command is run for this advice; whether that is written."""

@@ -120,7 +120,7 @@ class Adviser:
         ranks = {name: group.gpus for group in plan.groups for name in group.components}
         return _placed(job, None, CurrentPlacement(ranks, str(self.loaded.path), overlap=plan.overlaps))
 
-    # ---- advice that stands ----------------------------------------------------------------------------------------
+    # ---- advice that stands --------------------------------------------------------------------------------------
 
     def _advised(self, step: int, said: e.AdvisePlan) -> None:
         old, plan = self.advice, said.plan

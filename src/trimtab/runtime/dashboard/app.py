@@ -92,7 +92,7 @@ class DashboardApp:
             return
         await self._app(scope, receive, _with_headers(send))
 
-    # ---- following ---------------------------------------------------------------------------------------------------
+    # ---- following -----------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
         """Look again and again, and tell what changed, until it is cancelled. While nobody is there, nobody looks."""
@@ -159,7 +159,7 @@ class DashboardApp:
                 self._whole = self.feed.number, whole
             return self._whole
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
+    # ---- answers -------------------------------------------------------------------------------------------------
 
     async def _file(self, request: Request) -> Response:
         found = self._files.get(request.url.path)
@@ -202,7 +202,7 @@ class DashboardApp:
             return JSONResponse({"error": error.what, "hint": error.hint or ""}, status)
         return JSONResponse({"said": said})
 
-    # ---- the stream --------------------------------------------------------------------------------------------------
+    # ---- the stream ----------------------------------------------------------------------------------------------
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         if len(self.feed.clients) >= MOST_STREAMS:

@@ -179,7 +179,7 @@ class ElasticGroup:
         """End the members, and whatever else was started for this group. Nothing is left behind."""
         self._closing.close()
 
-    # ---- how it is done
+    # ---- how it is done ------------------------------------------------------------------------------------------
 
     @property
     def _own_pool(self) -> str:

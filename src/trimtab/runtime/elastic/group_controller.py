@@ -107,7 +107,7 @@ class GroupController:
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"trimtab-group-{spec.name}", daemon=True)
 
-    # ---- from the caller's thread
+    # ---- from the caller's thread --------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin: members are asked for as soon as nodes are known."""
@@ -139,7 +139,7 @@ class GroupController:
             self._thread.join(CLOSE_S + 5.0)
         self._crew.close()
 
-    # ---- the loop
+    # ---- the loop ------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
         asyncio.run(self._conduct())
@@ -225,7 +225,7 @@ class GroupController:
             await asyncio.sleep(wait_s)
             self._feed(e.ElasticTick())
 
-    # ---- hearing of nodes and tasks
+    # ---- hearing of nodes and tasks ------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         while True:
@@ -319,7 +319,7 @@ class GroupController:
             self._say(GroupLogEntry("lost", f"{line.member} is lost: {why}", line.member, line.node))
             self._feed(e.MemberLost(line.member, why, fatal))
 
-    # ---- members
+    # ---- members -------------------------------------------------------------------------------------------------
 
     async def _start(self, order: e.StartMember) -> None:
         try:
@@ -359,7 +359,7 @@ class GroupController:
         with contextlib.suppress(TrimtabError):
             await self._crew.asked("want", self._client, bundles)
 
-    # ---- worlds and steps
+    # ---- worlds and steps ----------------------------------------------------------------------------------------
 
     async def _enter(self, order: e.EnterWorld) -> None:
         entry = WorldSetup(order, self._crew.lines, self._member_methods, self.steps, self._crew.kept, self._now)
@@ -459,7 +459,7 @@ class GroupController:
             )
         )
 
-    # ---- waiting, giving up, the end
+    # ---- waiting, giving up, the end -----------------------------------------------------------------------------
 
     def _wait(self, wait: e.WaitForMembers) -> None:
         left_s = wait.deadline - self._now()
@@ -509,7 +509,7 @@ class GroupController:
             await self._crew.asked("publish", "group", self.spec.name, None, self._client)
         await self._want([])
 
-    # ---- telling others
+    # ---- telling others ------------------------------------------------------------------------------------------
 
     def _say(self, happening: GroupLogEntry) -> None:
         happening = replace(happening, at=self._now(), step=self.steps)

@@ -117,7 +117,7 @@ class MemberWrapper:
         self._let_go = threading.Event()  # parts that do not come are not waited for
         self._may_leave = threading.Event()
 
-    # ---- what the group calls, one after another
+    # ---- what the group calls, one after another -----------------------------------------------------------------
 
     def facts(self) -> MemberFacts:
         """Who this is, and how far it is."""
@@ -177,7 +177,7 @@ class MemberWrapper:
         with self._whole:
             self._settled(self._object.merge(pulled))
 
-    # ---- what comes through the control door, beside a step
+    # ---- what comes through the control door, beside a step ------------------------------------------------------
 
     def beside_health(self) -> None:
         """Whether the member is well: raises if not."""
@@ -214,7 +214,7 @@ class MemberWrapper:
             self._settled(self._object.load(state[1]))
             self._committed = state[0]
 
-    # ---- how it is done
+    # ---- how it is done ------------------------------------------------------------------------------------------
 
     def _expect(self, epoch: int) -> None:
         if self._world is None or self._world.epoch != epoch:

@@ -112,7 +112,7 @@ class MemberTasks:
         """Those that are there to stay and have the state of the last step."""
         return [client for client in self.lines.values() if client.there and not client.ending and client.committed == steps]
 
-    # ---- ends
+    # ---- ends ----------------------------------------------------------------------------------------------------
 
     async def release(self, line: MemberClient) -> None:
         """One that was given notice by the pool need not stay until that is over."""
@@ -148,7 +148,7 @@ class MemberTasks:
         """Ask nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # ---- the state
+    # ---- the state -----------------------------------------------------------------------------------------------
 
     async def keep_last(self, leaver: MemberClient, steps: int) -> None:
         """Keep the state of a leaver here where nobody else has it."""
@@ -170,7 +170,7 @@ class MemberTasks:
             if committed == steps:
                 self.kept = KeptState(committed, self.session._ray.put(value))
 
-    # ---- beside a step
+    # ---- beside a step -------------------------------------------------------------------------------------------
 
     async def health(self, line: MemberClient, timeout_s: float) -> str | None:
         """What is wrong with a member, if anything; UnreachableError says nothing about it."""

@@ -147,7 +147,7 @@ class ComponentWorker:
             target = Path(folder) / "rank-0"
         return self.do("load", target if target.is_dir() else Path(folder))
 
-    # ---- called by the pool ------------------------------------------------------------------------------------------
+    # ---- called by the pool --------------------------------------------------------------------------------------
 
     def park(self) -> None:
         self._switch("offload")

@@ -64,10 +64,10 @@ def take_requests(folder: Path, queue: str) -> list[dict[str, Any]]:
             os.unlink(directory / name)
         except OSError:  # taken by another process, or not removable: then it is not acted upon either
             continue
-        asked: Any = None
+        request: Any = None
         with contextlib.suppress(ValueError, RecursionError):
-            asked = json.loads(data)
-        found.append(asked if isinstance(asked, dict) else {})
+            request = json.loads(data)
+        found.append(request if isinstance(request, dict) else {})
     return found
 
 

@@ -27,7 +27,7 @@ from trimtab.plan.placement.order import batch_seconds
 from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import Batch, OptionalMethods, Place, Result, RunComponent
 
-_T = TypeVar("_Given")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)

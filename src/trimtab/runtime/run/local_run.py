@@ -305,7 +305,7 @@ class LocalRun:
         """Continue after a component was lost; returns plan and iteration to continue with."""
         raise lost  # all components share this process
 
-    # ---- replanning and migration -------------------------------------------------------------------------------
+    # ---- replanning and migration --------------------------------------------------------------------------------
 
     def _make_replanner(self, plan: Plan, first: int) -> Replanner:
         machine = self._saved_machine
@@ -505,7 +505,7 @@ class LocalRun:
                 at_s = self._now() - max(0.0, time.time() - line.pop("at"))
                 self._emit("worker", component=name, t_s=round(at_s, 4), **line)
 
-    # ---- events ---------------------------------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------------------------
 
     def _emit(self, event: str, **facts: Any) -> None:
         facts.setdefault("t_s", round(self._now(), 4))

@@ -256,7 +256,7 @@ def _sync(sync: WeightSync | None, past: PastRun) -> tuple[WeightSync | None, st
     return replace(sync, shared_seconds=shared_s, separate_seconds=separate_s), note
 
 
-# ---- notes -------------------------------------------------------------------------------------------------------
+# ---- notes -----------------------------------------------------------------------------------------------------------
 
 
 def _what_was_measured(past_costs: Mapping[str, PastComponentCosts], iterations: int, where: str) -> str:

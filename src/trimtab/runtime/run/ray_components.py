@@ -56,7 +56,7 @@ class ClusterComponents:
             for name in run.job.workflow.names
         }
 
-    # ---- making and ending -----------------------------------------------------------------------------------------
+    # ---- making and ending ---------------------------------------------------------------------------------------
 
     def make(self, workflow: Workflow, placed_plan: PlacedPlan, iteration: int) -> None:
         """Create all components; those that share GPUs are onloaded with their first turn."""
@@ -178,8 +178,8 @@ class ClusterComponents:
                 self._take_turn(name)  # it is created with its first turn
         except TaskError as error:
             raise ComponentLostError(name, f"{name} could not be placed: {error.what}") from error
-        told = self._call(name, "has")
-        self._has[name] = frozenset(told[0].value)
+        results = self._call(name, "has")
+        self._has[name] = frozenset(results[0].value)
 
     def _wait_placed(self, name: str) -> TaskState:
         """Wait until a component has its process. Gives up early if nodes were lost, since the plan is void then."""
@@ -204,7 +204,7 @@ class ClusterComponents:
                 found[name] = tuple((member.node, counts[member.rank]) for member in members)
         return found
 
-    # ---- ComponentSet ------------------------------------------------------------------------------------------------
+    # ---- ComponentSet --------------------------------------------------------------------------------------------
 
     def has(self, name: str, method: str) -> bool:
         return method in self._has[name]
@@ -261,7 +261,7 @@ class ClusterComponents:
                         why = done.value if isinstance(done.value, str) else "it says so"
                         raise ComponentError(name, "unhealthy", f"{name} is unhealthy: {why}")
 
-    # ---- losses ----------------------------------------------------------------------------------------------------
+    # ---- losses --------------------------------------------------------------------------------------------------
 
     def report_lost_nodes(self, why: str) -> None:
         """From any thread: nodes are lost, so waits for placement end; until all components are created anew."""
@@ -271,7 +271,7 @@ class ClusterComponents:
         """From any thread: the process of a task is gone, so calls to it end."""
         self._lost_tasks[task] = why
 
-    # ---- calls -----------------------------------------------------------------------------------------------------
+    # ---- calls ---------------------------------------------------------------------------------------------------
 
     def _take_turn(self, name: str) -> None:
         task = self._tasks[name]

@@ -80,7 +80,7 @@ class ClusterRun(LocalRun):
             raise UnreachableError("the run has no pool yet", hint="ask again when it has begun")
         return self._pool
 
-    # ---- beginning and ending ----------------------------------------------------------------------------------------
+    # ---- beginning and ending ------------------------------------------------------------------------------------
 
     def _make_components(self) -> ComponentSet:
         assert self._path is not None
@@ -106,7 +106,7 @@ class ClusterRun(LocalRun):
             lambda seen, why: self._on_nodes(components, seen, why),
             lambda task: self._on_task(components, task),
         )
-        self._listener.begin()
+        self._listener.start()
         return components
 
     def _warm_each(self, count: int) -> int:
@@ -131,7 +131,7 @@ class ClusterRun(LocalRun):
     def _advance_clock(self) -> None:
         """Wall time passes by itself."""
 
-    # ---- cluster events ----------------------------------------------------------------------------------------------
+    # ---- cluster events ------------------------------------------------------------------------------------------
 
     def _on_nodes(self, components: ClusterComponents, seen: RunNodes, why: e.ClusterChangeCause) -> None:
         """Nodes have changed; called in the listener's thread."""
@@ -176,7 +176,7 @@ class ClusterRun(LocalRun):
             self._pool.set_quota(self._quota())
             self._listener.own_gpus = float(seen.cluster.gpus)
 
-    # ---- parallel actions --------------------------------------------------------------------------------------------
+    # ---- parallel actions ----------------------------------------------------------------------------------------
 
     def _drive(self, runner: IterationRunner) -> None:
         """Begin all actions that are ready; continue with whichever ends first."""
@@ -243,7 +243,7 @@ class ClusterRun(LocalRun):
         super()._iteration_done(runner, number, now_s)
         self._losses = 0
 
-    # ---- replanning --------------------------------------------------------------------------------------------------
+    # ---- replanning ----------------------------------------------------------------------------------------------
 
     def _make_replanner(self, plan: Plan, first: int) -> Replanner:
         replanner = self._replanner = super()._make_replanner(plan, first)
@@ -267,7 +267,7 @@ class ClusterRun(LocalRun):
             plan = self._replanner.machine.plan
         super()._set_plan(components, plan, first, why)
 
-    # ---- losses ------------------------------------------------------------------------------------------------------
+    # ---- losses --------------------------------------------------------------------------------------------------
 
     def _recover(self, components: ComponentSet, lost: ComponentLostError, plan: Plan) -> tuple[Plan, int]:
         """Create all components anew under a plan that fits, from the last checkpoint; returns plan and next

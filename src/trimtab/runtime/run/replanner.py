@@ -46,8 +46,7 @@ class Replanner:
         self._now = now
         self._posted: queue.SimpleQueue[e.ReplanEvent] = queue.SimpleQueue()
 
-    # ---- events
-    # --------------------------------------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------------------------
 
     def post(self, event: e.ReplanEvent) -> None:
         """Queue an event for the next `poll`. From any thread."""
@@ -112,39 +111,42 @@ class Replanner:
         nothing.
         """
         try:
-            said = self.machine.handle(event, self._now())
+            instructions = self.machine.handle(event, self._now())
         except InputError as refused:
             self._emit("told", **_code_facts(ReasonCode.refused, refused.what))
             return
-        for instruction in said:
+        for instruction in instructions:
             self._apply(instruction)
 
-    # ---- instructions
-    # --------------------------------------------------------------------------------------------------
+    # ---- instructions --------------------------------------------------------------------------------------------
 
-    def _apply(self, said: e.ReplanInstruction) -> None:
-        if isinstance(said, e.KeepPlan):
-            self._decided("stay", said.reason, said.numbers)
-        elif isinstance(said, e.AdvisePlan):
-            self.advised = said.plan
-            self._decided("advise", said.reason, said.numbers, plan=plan_facts(said.plan))
-        elif isinstance(said, e.BeginMigration):
-            self.move = said.move
-            self._emit("move", state="begun", **move_facts(said.move), iteration=self.machine.iterations)
-        elif isinstance(said, e.RunMigrationStage):
-            self.next_step = said
-        elif isinstance(said, e.RollBackMigration):
-            self.next_step = said
+    def _apply(self, instruction: e.ReplanInstruction) -> None:
+        if isinstance(instruction, e.KeepPlan):
+            self._decided("stay", instruction.reason, instruction.numbers)
+        elif isinstance(instruction, e.AdvisePlan):
+            self.advised = instruction.plan
+            self._decided("advise", instruction.reason, instruction.numbers, plan=plan_facts(instruction.plan))
+        elif isinstance(instruction, e.BeginMigration):
+            self.move = instruction.move
+            self._emit("move", state="begun", **move_facts(instruction.move), iteration=self.machine.iterations)
+        elif isinstance(instruction, e.RunMigrationStage):
+            self.next_step = instruction
+        elif isinstance(instruction, e.RollBackMigration):
+            self.next_step = instruction
             self._emit(
-                "move", move=said.move.id, state="rolling back", stage=said.at.value, **_reason_facts(said.reason)
+                "move",
+                move=instruction.move.id,
+                state="rolling back",
+                stage=instruction.at.value,
+                **_reason_facts(instruction.reason),
             )
-        elif isinstance(said, e.SetGpuRange):
-            self.ranges[said.component] = (said.least, said.most)
-            self._emit("range", component=said.component, least=said.least, most=said.most)
-        elif isinstance(said, e.StopRun):
-            self.stop = said.reason
-        elif isinstance(said, e.Notify):
-            self._emit("told", **_reason_facts(said.reason))
+        elif isinstance(instruction, e.SetGpuRange):
+            self.ranges[instruction.component] = (instruction.least, instruction.most)
+            self._emit("range", component=instruction.component, least=instruction.least, most=instruction.most)
+        elif isinstance(instruction, e.StopRun):
+            self.stop = instruction.reason
+        elif isinstance(instruction, e.Notify):
+            self._emit("told", **_reason_facts(instruction.reason))
 
     def _decided(self, what: str, reason: Reason, numbers: DecisionNumbers, **facts: Any) -> None:
         figures = {name: value for name, value in asdict(numbers).items() if value is not None}

@@ -56,7 +56,7 @@ class EngineRollout:
             self._engines.close()
             raise
 
-    # ---- component interface ---------------------------------------------------------------------------------------
+    # ---- component interface -------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> Result:
         """Generate completions for all requests of a batch."""
@@ -245,12 +245,12 @@ def _make_ask_object(settings: EngineSettings, place: Place, near: Path) -> Any:
     return kind(**given)
 
 
-def _requests(asked: Any, component: str) -> tuple[list[Sequence[int]], list[SamplingParams]]:
+def _requests(pair: Any, component: str) -> tuple[list[Sequence[int]], list[SamplingParams]]:
     """Prompts and the SamplingParams of each."""
     hint = "requests(batch) gives (prompts, SamplingParams), or (prompts, one SamplingParams for each)"
-    if not isinstance(asked, tuple) or len(asked) != 2:
+    if not isinstance(pair, tuple) or len(pair) != 2:
         raise InputError(f"{component}: requests(batch) did not return a pair", where="settings.ask", hint=hint)
-    prompts, params = list(asked[0]), asked[1]
+    prompts, params = list(pair[0]), pair[1]
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts) or not all(isinstance(sampling, SamplingParams) for sampling in each):
         raise InputError(f"{len(prompts)} prompts and {len(each)} SamplingParams", where="settings.ask", hint=hint)

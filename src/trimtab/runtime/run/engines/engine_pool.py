@@ -90,7 +90,7 @@ class RunEnginePool:
             self.close()
             raise
 
-    # ---- from any thread -------------------------------------------------------------------------------------------
+    # ---- from any thread -----------------------------------------------------------------------------------------
 
     def wait(self, work: Coroutine[Any, Any, T], within_s: float | None) -> T:
         """Run a coroutine on the pool's loop and return its result."""
@@ -151,7 +151,7 @@ class RunEnginePool:
     def takes_weights(self) -> bool:
         return self._command is not None or {"refit", "version"} <= self._methods
 
-    # ---- on the loop -----------------------------------------------------------------------------------------------
+    # ---- on the loop ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -230,7 +230,7 @@ class RunEnginePool:
         if self._event_log is not None:
             self._event_log.write_changes(last)
 
-    # ---- workers ---------------------------------------------------------------------------------------------------
+    # ---- workers -------------------------------------------------------------------------------------------------
 
     def _make_launcher(self) -> Launcher:
         settings, place = self.settings, self.place

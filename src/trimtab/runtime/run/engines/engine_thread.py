@@ -115,7 +115,7 @@ class EngineThread:
             self.close()
             raise
 
-    # ---- from one other thread ---------------------------------------------------------------------------------------
+    # ---- from one other thread -----------------------------------------------------------------------------------
 
     def exchange(self, messages: list[EngineMessage], wait_s: float) -> list[EngineReply]:
         """Send messages; returns pending replies, or those that come within `wait_s`."""
@@ -145,7 +145,7 @@ class EngineThread:
         self._thread.join(CLOSE_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    # ---- on the loop -----------------------------------------------------------------------------------------------
+    # ---- on the loop ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

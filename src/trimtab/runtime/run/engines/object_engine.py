@@ -62,7 +62,7 @@ class ThreadedEngine(ActorEngine):
         self._streams: dict[str, _Stream] = {}
         self._exchange_task: asyncio.Task[None] | None = None
 
-    # ---- calls and streams -----------------------------------------------------------------------------------------
+    # ---- calls and streams ---------------------------------------------------------------------------------------
 
     async def _call(self, method: str, *given: Any, within_s: float | None = None) -> Any:
         seconds = self.deadlines.change_s if within_s is None else within_s
@@ -102,7 +102,7 @@ class ThreadedEngine(ActorEngine):
             self._exchange_task.cancel()
             await asyncio.wait({self._exchange_task}, timeout=self.deadlines.call_s)
 
-    # ---- exchanges ---------------------------------------------------------------------------------------------------
+    # ---- exchanges -----------------------------------------------------------------------------------------------
 
     def send(self, what: EngineMessage) -> None:
         """Send with the next exchange."""
