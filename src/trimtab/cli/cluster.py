@@ -154,7 +154,7 @@ def add(
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    cluster = books.select_cluster(ledger, address, os.environ)
     there = gpus.local_gpus(cluster.fake_gpus if cluster.head_here else fake_gpus)
     sizes = _sizes(cluster.sizes, gpus_per_node, cpus_per_node, memory, object_store)
     sizes = command.with_shares(sizes, len(there.ids) // max(1, sizes.gpus))
@@ -269,10 +269,10 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    cluster = books.select_cluster(ledger, address, os.environ)
     if cluster.head_here and not cluster.live_nodes:
         raise UnreachableError(
-            f"no cluster runs at {cluster.address}; {books.how_it_ended(cluster)}", hint=books.START_ONE
+            f"no cluster runs at {cluster.address}; {books.end_note(cluster)}", hint=books.START_ONE
         )
     data = _looked(ledger, cluster)
     answer(data, form, lambda: cluster_text.print_status(data))
@@ -291,7 +291,7 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    cluster = books.select_cluster(ledger, address, os.environ)
     if not cluster.live_nodes:
         raise UnreachableError(f"trimtab has no node of the cluster at {cluster.address} here", hint=books.START_ONE)
     _ended(ledger, cluster, cluster.live_nodes, STOPPED, form)
@@ -346,7 +346,7 @@ def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    cluster = books.select_cluster(ledger, address, os.environ)
     local.auth_of(cluster)
     return ledger, cluster, RayView(cluster.address)
 

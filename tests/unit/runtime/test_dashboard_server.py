@@ -282,7 +282,7 @@ def test_a_thousand_who_look_at_once_are_all_told(run: Growing, server: Dashboar
 def test_more_who_look_than_there_is_room_for_are_asked_to_come_later(
     server: DashboardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimtab.runtime.dashboard.app.MOST_STREAMS", 2)
+    monkeypatch.setattr("trimtab.runtime.dashboard.app.MAX_STREAMS", 2)
     streams = [Stream(server) for _ in range(2)]
     for stream in streams:
         assert stream.next()[0] == "whole"

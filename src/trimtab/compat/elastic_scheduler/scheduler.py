@@ -55,10 +55,10 @@ __all__ = ["ElasticConfig", "ElasticScheduler", "Placement", "Taker"]
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
-MOST_CALL_S = 1e6
-MOST_QUEUED = 1_000_000
+MAX_CALL_S = 1e6
+MAX_QUEUED = 1_000_000
 NEVER_S = 1e9  # a request's tokens are not seen here, so nothing is made of their absence
-LEAST_WAIT_S = 0.005
+MIN_WAIT_S = 0.005
 FRESH_INTERVALS = 2.5  # a status is believed for so many intervals, unless the next one fails
 FAULTS_KEPT = 100
 COMPLETED_KEPT = 1_000
@@ -79,7 +79,7 @@ class ElasticScheduler:
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
-        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MOST_CALL_S)
+        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MAX_CALL_S)
         self.worker_group = worker_group
         self.background = Background(prefix="elastic-scheduler")
         self.faults: list[str] = []  # what went wrong, the last ones, oldest first
@@ -92,13 +92,13 @@ class ElasticScheduler:
         self._open: dict[str, str] = {}  # by id: the machine's name of a request that is not answered
         self._placements: dict[str, Placement] = {}  # by that name
         self._completed: dict[str, None] = {}  # ids answered not long ago, oldest first
-        self._deeds: dict[asyncio.Task[None], str] = {}
+        self._actions: dict[asyncio.Task[None], str] = {}
         self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no loop ran yet
         self._loops: list[asyncio.Task[None]] = []
-        self._news: list[asyncio.Future[None]] = []  # of those who wait for something to change
+        self._waiters: list[asyncio.Future[None]] = []  # of those who wait for something to change
         self._unflushed: set[str] = set()  # workers that are off, or are to be, and have their memory still
         self._locks: dict[str, asyncio.Lock] = {}
-        self._late: set[str] = set()  # workers whose drain was said to take too long
+        self._late_drains: set[str] = set()  # workers whose drain was said to take too long
         self._wake = asyncio.Event()  # something is due sooner than ...
         self._sleeps_until: float | None = None
         for worker in self._calls.workers or ():
@@ -136,14 +136,14 @@ class ElasticScheduler:
         if self._loops:  # somebody else started it meanwhile
             return
         self._wake = asyncio.Event()  # of this loop
-        loops = {"time": self._keep_time, "load": self._watch} if self._calls.has_status else {"time": self._keep_time}
+        loops = {"time": self._tick_loop, "load": self._load_loop} if self._calls.has_status else {"time": self._tick_loop}
         self._loops = [
-            self.background.start(name, functools.partial(self._said, name, loop), policy=NEVER_GIVE_UP)
+            self.background.start(name, functools.partial(self._reporting, name, loop), policy=NEVER_GIVE_UP)
             for name, loop in loops.items()
         ]
         postponed, self._postponed = self._postponed, []
-        for name, deed in postponed:
-            self._spawn(name, deed)
+        for name, action in postponed:
+            self._spawn(name, action)
 
     async def stop(self) -> None:
         """Look no more. Workers that drain serve again; what is being done to others is waited for, with a deadline."""
@@ -152,16 +152,16 @@ class ElasticScheduler:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         end = self._clock() + self._calls.timeout_s + 1.0
-        self._call_back()
-        while self._deeds and self._clock() < end:
-            await asyncio.wait(list(self._deeds), timeout=end - self._clock())
-            self._call_back()
-        left = list(self._deeds)
-        for deed in left:
-            deed.cancel()
+        self._resume_draining()
+        while self._actions and self._clock() < end:
+            await asyncio.wait(list(self._actions), timeout=end - self._clock())
+            self._resume_draining()
+        left = list(self._actions)
+        for action in left:
+            action.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    def _call_back(self) -> None:
+    def _resume_draining(self) -> None:
         """Have draining workers serve again, and wake nobody: what is being flushed already is left to end."""
         draining = [view for view in self._workers(WorkerState.draining) if view.doing is None]
         if draining:
@@ -248,8 +248,8 @@ class ElasticScheduler:
         due = self._machine.next_deadline()
         if due is not None and (self._sleeps_until is None or due < self._sleeps_until):
             self._wake.set()
-        news, self._news = self._news, []
-        for future in news:
+        waiters, self._waiters = self._waiters, []
+        for future in waiters:
             if not future.done():
                 future.set_result(None)
 
@@ -269,7 +269,7 @@ class ElasticScheduler:
             case e.AnnounceScaleStep():
                 log.info("workers: %s", instruction.step.reason)
             case e.Warn():
-                self._say(f"worker {instruction.worker}: {instruction.reason}")
+                self._record_fault(f"worker {instruction.worker}: {instruction.reason}")
             case _:
                 pass  # refits are between the trainer and the group
 
@@ -289,7 +289,7 @@ class ElasticScheduler:
             if not self._is_current(send):
                 return  # completed or moved before anybody was told
             try:
-                await self._calls.assign(_asked(send.request), worker)
+                await self._calls.assign(_request_id(send.request), worker)
             except UnreachableError as error:
                 self._handle(e.AttemptFailed(send.request, send.attempt, 0, error.what))
                 return
@@ -297,7 +297,7 @@ class ElasticScheduler:
                 self._placements[send.request].settle(worker)
             elif self._calls.can_abort:
                 with contextlib.suppress(UnreachableError):
-                    await self._calls.abort(_asked(send.request), worker)
+                    await self._calls.abort(_request_id(send.request), worker)
 
     def _is_current(self, send: e.SendRequest) -> bool:
         view = self._machine.request(send.request)
@@ -308,9 +308,9 @@ class ElasticScheduler:
             return
         try:
             async with self._lock(f"request {abort.request}"):  # not before it is told of it
-                await self._calls.abort(_asked(abort.request), self._ids[abort.worker])
+                await self._calls.abort(_request_id(abort.request), self._ids[abort.worker])
         except UnreachableError as error:
-            self._say(error.what)  # and the machine's own deadline says what follows
+            self._record_fault(error.what)  # and the machine's own deadline says what follows
             return
         self._handle(e.AbortDone(abort.request, abort.attempt, 0))
 
@@ -319,7 +319,7 @@ class ElasticScheduler:
         if answer.end is End.failed:
             error = UnreachableError(f"request {placement.request}: {answer.reason.sentence}")
             placement.settle(None, error)
-            self._say(error.what)
+            self._record_fault(error.what)
         elif placement.worker is None:
             placement.settle(None, InputError(f"request {placement.request} was completed before it was sent"))
 
@@ -349,14 +349,14 @@ class ElasticScheduler:
                 else:
                     raise UnreachableError(f"a worker group has no {act.verb.value}")
         except UnreachableError as error:
-            self._say(error.what)
+            self._record_fault(error.what)
             self._handle(e.ActionFailed(act.worker, act.attempt, error.what))
             return
         self._handle(e.ActionDone(act.worker, act.attempt, VERSION))
-        self._vouch(act.worker)
+        self._confirm_version(act.worker)
 
     async def _flush_when_idle(self, name: str, deadline: float) -> None:
-        """Flush a worker once it says that it is idle; in time for the deadline, or `_look` does it some day."""
+        """Flush a worker once it says that it is idle; in time for the deadline, or `_poll_status` does it some day."""
         self._unflushed.add(name)
         while True:
             try:
@@ -385,48 +385,48 @@ class ElasticScheduler:
         """So that one thing at a time is done to a worker, or to a request."""
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def _vouch(self, name: str) -> None:
+    def _confirm_version(self, name: str) -> None:
         """Weights are between the trainer and the group: what a worker of it has is what it should have."""
         if any(view.worker == name for view in self._workers(WorkerState.stale, WorkerState.empty)):
             self._handle(e.RefitConfirmed(name, VERSION))
 
     # ---- time and status -----------------------------------------------------------------------------------------
 
-    async def _keep_time(self) -> None:
+    async def _tick_loop(self) -> None:
         while True:
             self._handle(e.RolloutTick())
-            self._say_late()
+            self._report_late_drains()
             self._sleeps_until = due = self._machine.next_deadline()
             self._wake.clear()
-            wait_s = None if due is None else max(due - self._clock(), LEAST_WAIT_S)
+            wait_s = None if due is None else max(due - self._clock(), MIN_WAIT_S)
             with contextlib.suppress(CallTimeoutError):
                 await in_time(self._wake.wait(), wait_s)
 
-    def _say_late(self) -> None:
+    def _report_late_drains(self) -> None:
         """Where nothing can be cut, a drain goes on past its timeout; once each, that is said."""
         draining = {view.worker: view for view in self._workers(WorkerState.draining)}
-        self._late &= draining.keys()
+        self._late_drains &= draining.keys()
         if self._calls.can_abort:
             return
         for name, view in draining.items():
             is_late = view.running and view.doing is None and view.deadline is not None and view.deadline <= self._clock()
-            if is_late and name not in self._late:
-                self._late.add(name)
-                self._say(
+            if is_late and name not in self._late_drains:
+                self._late_drains.add(name)
+                self._record_fault(
                     f"worker {name} drains for longer than {self.config.drain_timeout:g} s: it has {view.running} "
                     "requests, and the group has no abort_request"
                 )
 
-    async def _watch(self) -> None:
+    async def _load_loop(self) -> None:
         while True:
             began = self._clock()
-            await self._look()
-            await asyncio.sleep(max(self.config.monitoring_interval - (self._clock() - began), LEAST_WAIT_S))
+            await self._poll_status()
+            await asyncio.sleep(max(self.config.monitoring_interval - (self._clock() - began), MIN_WAIT_S))
 
     async def _first_status(self) -> None:
         """Find the workers, where the group has not said how many; which of them sleep; what they have."""
         if self._ids:
-            said = await self._look()
+            said = await self._poll_status()
         else:
             said = await self._calls.status()
             if not said:
@@ -440,18 +440,18 @@ class ElasticScheduler:
                     if view.worker == str(worker):
                         self._handle(e.AttemptFailed(view.request, view.attempt, 0, f"worker {worker} was off"))
 
-    async def _look(self) -> dict[WorkerId, WorkerStatus] | None:
+    async def _poll_status(self) -> dict[WorkerId, WorkerStatus] | None:
         """Ask the group once. What fails is said, and changes nothing."""
         try:
             said = await self._calls.status()
         except UnreachableError as error:
             self._load_known = False
-            self._say(f"{error.what}; the load is not known, nothing is done about it")
+            self._record_fault(f"{error.what}; the load is not known, nothing is done about it")
             return None
         missing = [str(worker) for worker in self._ids.values() if worker not in said]
         self._load_known = not missing
         if missing:
-            self._say(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
+            self._record_fault(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
         for worker, status in said.items():
             if str(worker) in self._ids:
                 self._handle(e.LoadReported(str(worker), status.active_requests, 0, 0.0, self._clock()))
@@ -466,28 +466,28 @@ class ElasticScheduler:
         spec = WorkerSpec(name, limit=self.config.requests_per_worker_capacity, can_pause=False)
         self._handle(e.WorkerAdded(spec, up=True, version=VERSION))
 
-    def _say(self, sentence: str) -> None:
+    def _record_fault(self, sentence: str) -> None:
         if self.faults and self.faults[-1] == sentence:  # again: once is enough
             log.debug("%s", sentence)
             return
         log.warning("%s", sentence)
         self.faults = [*self.faults[1 - FAULTS_KEPT :], sentence]
 
-    def _spawn(self, name: str, deed: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _spawn(self, name: str, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            self._postponed.append((name, deed))
+            self._postponed.append((name, action))
             return
-        task = self.background.once(name, deed())
-        self._deeds[task] = name
-        task.add_done_callback(self._deeds.pop)
+        task = self.background.once(name, action())
+        self._actions[task] = name
+        task.add_done_callback(self._actions.pop)
 
-    async def _said(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+    async def _reporting(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         try:
             await loop()
         except Exception as fault:
-            self._say(f"looking at the {name} failed, and is begun again: {describe(fault)}")
+            self._record_fault(f"looking at the {name} failed, and is begun again: {describe(fault)}")
             raise
 
     async def _until(self, true: Callable[[], bool]) -> bool:
@@ -498,7 +498,7 @@ class ElasticScheduler:
             if left_s <= 0:
                 return False
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._news.append(future)
+            self._waiters.append(future)
             await asyncio.wait({future}, timeout=left_s)
         return True
 
@@ -513,7 +513,7 @@ def _unmet(takers: tuple[Taker, ...], given: int) -> tuple[Taker, ...]:
     return tuple(unmet)
 
 
-def _asked(name: str) -> str:
+def _request_id(name: str) -> str:
     """The id of a request, from the machine's name of it."""
     return name.rpartition("@")[0]
 
@@ -526,7 +526,7 @@ def _rules(config: ElasticConfig, calls: WorkerGroupCalls) -> RolloutRules:
         most=config.max_workers,
         capacity=config.requests_per_worker_capacity,
         version=VERSION,
-        classes=(RequestClass(queue_limit=MOST_QUEUED),),
+        classes=(RequestClass(queue_limit=MAX_QUEUED),),
         ownership=Ownership(abort=Owner.trimtab if calls.can_abort else Owner.trainer),
         monitor_s=config.monitoring_interval,
         drain_s=config.drain_timeout,

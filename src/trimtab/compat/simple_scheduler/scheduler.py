@@ -50,7 +50,7 @@ log = logging.getLogger("trimtab")
 
 ROOM_S = 120.0  # beyond what telling, saving and starting may take, until a submission is given up
 SLOTS_S = 10.0  # for reserved slots to stand before `ensure_pool` returns
-NEWS_S = 5.0  # for the controller to say which process a task runs in
+SNAPSHOT_S = 5.0  # for the controller to say which process a task runs in
 POLL_S = 0.01
 
 
@@ -76,7 +76,7 @@ class SimpleScheduler:
         self.how = self.session.how
         self._start_timeout_s = start_timeout
         self._preemption = PreemptionSettings()
-        self._is_shut = False
+        self._closed = False
 
     def __enter__(self) -> SimpleScheduler:
         return self
@@ -105,8 +105,8 @@ class SimpleScheduler:
         session = self._open()
         status = session.status()
         warnings = list(session.ask("set_policy", policy))
-        strangers = [pool for pool in policy.protected_pools if pool not in status["pools"]]
-        warnings += [f"there is no pool {pool} yet, which protected_pools names" for pool in strangers]
+        missing = [pool for pool in policy.protected_pools if pool not in status["pools"]]
+        warnings += [f"there is no pool {pool} yet, which protected_pools names" for pool in missing]
         self._preemption = wanted
         # Rules come before tasks in most programs: only among tasks is a label that nobody has a surprise.
         level = logging.WARNING if status["tasks"] else logging.INFO
@@ -136,7 +136,7 @@ class SimpleScheduler:
             mapping_of("labels", labels)
             session = self._open()
             known = session.status()["pools"].get(name)
-            wanted = in_bytes(resources, f"pool {name}") if resources else self._all_of_it(name)
+            wanted = in_bytes(resources, f"pool {name}") if resources else self._default_quota(name)
             pool = session.pool(
                 name,
                 wanted,
@@ -145,7 +145,7 @@ class SimpleScheduler:
                 strategy=word_of("placement_strategy", placement_strategy),
                 **slots_of(pg_pool_config or {}, f"pool {name}: pg_pool_config"),
             )
-            slots = self._slots_that_stand(name)
+            slots = self._wait_slots(name)
         except TrimtabError as fault:
             return refused(fault, facts)
         reason = "it was there, with the same configuration" if known else "it was made"
@@ -303,14 +303,14 @@ class SimpleScheduler:
 
     def shutdown(self) -> None:
         """End everything of this scheduler: tasks, processes, placement groups, the controller. Twice is once."""
-        if not self._is_shut:
-            self._is_shut = True
+        if not self._closed:
+            self._closed = True
             self.session.shutdown()
 
     # ---- how it is done ------------------------------------------------------------------------------------------
 
     def _open(self) -> Session:
-        if self._is_shut:
+        if self._closed:
             raise InputError(f"the scheduler {self.name} was shut down", hint="make a new SimpleScheduler")
         return self.session
 
@@ -358,14 +358,14 @@ class SimpleScheduler:
     def _started(self, task: Task) -> TaskSnapshot:
         """The task, as it runs; TaskError where it cannot, and then nothing of it is left."""
         settings = self._preemption
-        patience_s = self._start_timeout_s + settings.cancel_timeout + settings.save_timeout + ROOM_S
+        timeout_s = self._start_timeout_s + settings.cancel_timeout + settings.save_timeout + ROOM_S
         try:
-            task.wait("running", timeout=patience_s)
+            task.wait("running", timeout=timeout_s)
         except TaskError:
             with contextlib.suppress(TrimtabError):
                 task.cancel()
             raise
-        until = time.monotonic() + NEWS_S
+        until = time.monotonic() + SNAPSHOT_S
         seen = task.seen
         while seen.state is TaskState.running and not seen.members and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -375,7 +375,7 @@ class SimpleScheduler:
     def _end(self, name: str, ask: Callable[[Task], None], *, to_complete: bool = False) -> Answer:
         facts: Answer = {"task_id": name}
         try:
-            seen = self._named(word_of("a task", name), agents=not to_complete)
+            seen = self._find_task(word_of("a task", name), agents=not to_complete)
             facts["task_id"] = seen.id
             if seen.state in ENDED:
                 if to_complete and seen.state is not TaskState.done:
@@ -390,7 +390,7 @@ class SimpleScheduler:
             return refused(fault, facts)
         return {"success": True, **facts, "state": seen.state.value, "reason": seen.reason.sentence, "error": None}
 
-    def _named(self, name: str, agents: bool) -> TaskSnapshot:
+    def _find_task(self, name: str, agents: bool) -> TaskSnapshot:
         """The task of this id, or with `agents` the living one whose agent is called so."""
         session = self._open()
         if agents:
@@ -429,7 +429,7 @@ class SimpleScheduler:
             agent["handle"] = handle_of(self.session._ray, seen)
         return agent
 
-    def _all_of_it(self, name: str) -> dict[str, float]:
+    def _default_quota(self, name: str) -> dict[str, float]:
         """The quota that a pool has, or else what all nodes together have."""
         session = self._open()
         with contextlib.suppress(InputError):
@@ -440,7 +440,7 @@ class SimpleScheduler:
                 whole[resource] = whole.get(resource, 0.0) + amount
         return whole
 
-    def _slots_that_stand(self, pool: str) -> dict[str, int]:
+    def _wait_slots(self, pool: str) -> dict[str, int]:
         """The pool's slots, once none is being made any more, or as they are after a while."""
         until = time.monotonic() + SLOTS_S
         while True:

@@ -58,8 +58,8 @@ class ClusterStatusLoop:
             if not cluster.live_nodes:
                 raise
             notes.append(fault.what)
-        there, users = self._gpus_now(cluster)
-        return cluster_text.status_data(cluster, seen, there, users, notes)
+        there, gpu_processes = self._gpus_now(cluster)
+        return cluster_text.status_data(cluster, seen, there, gpu_processes, notes)
 
     def while_it_lives(self) -> dict[str, Any] | None:
         """The status; None when the head has ended."""
@@ -76,7 +76,7 @@ class ClusterStatusLoop:
         if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
             here = cluster.head_here or cluster.nodes
             there = gpus.local_gpus(cluster.fake_gpus) if here else gpus.LocalGpus(())
-            self._gpus = there, {} if there.fake else gpus.users()
+            self._gpus = there, {} if there.fake else gpus.gpu_processes()
             self._gpus_at = time.monotonic()
         return self._gpus
 

@@ -1,1 +1,1 @@
-"""The dashboard's server: one page on loopback that is told what changes. What it shows is made in `ui`."""
+"""The dashboard's server: one page on loopback that receives changes. What it shows is made in `render/html/dashboard`."""

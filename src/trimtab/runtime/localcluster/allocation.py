@@ -23,7 +23,7 @@ from trimtab.runtime.localcluster.ledger import (
     NodeRecord,
     NodeSizes,
     is_expired,
-    left_over,
+    leftover_processes,
 )
 from trimtab.runtime.procs import ports
 from trimtab.runtime.procs.processes import kill_family, this
@@ -36,27 +36,27 @@ def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, worker
     """Write down a new cluster with its head and workers: all of them, or an error and nothing."""
     if workers < 0:
         raise InputError(f"{workers} workers cannot be started", where="command line: N", hint="0 or more")
-    with ledger.change() as books:
-        there = books.clusters.get(cluster.address)
+    with ledger.change() as state:
+        there = state.clusters.get(cluster.address)
         if there is not None and there.live_nodes:
             raise InputError(
-                f"a cluster of trimtab runs at {cluster.address} already, with {_of(len(there.live_nodes), 'node')}",
+                f"a cluster of trimtab runs at {cluster.address} already, with {_count_text(len(there.live_nodes), 'node')}",
                 hint="`trimtab cluster add` adds a node, `trimtab cluster stop` ends it, --port starts another",
             )
-        _enough(books, cluster, gpus, workers)
+        _check_gpus(state, cluster, gpus, workers)
         ports.need(cluster.port, "the head", "--port")
         if cluster.dashboard_port is not None:
             ports.need(cluster.dashboard_port, "the dashboard", "--dashboard-port")
-        books.clusters[cluster.address] = cluster
+        state.clusters[cluster.address] = cluster
         for number in range(workers + 1):
-            books.clusters[cluster.address] = _with_node(
-                ledger, books, books.clusters[cluster.address], gpus, head=number == 0
+            state.clusters[cluster.address] = _with_node(
+                ledger, state, state.clusters[cluster.address], gpus, head=number == 0
             )[0]
-        opened = books.clusters[cluster.address]
+        opened = state.clusters[cluster.address]
         head = opened.head
         assert head is not None
         opened = dataclasses.replace(opened, client_port=_client_port(cluster.client_port, head))
-        books.clusters[cluster.address] = opened
+        state.clusters[cluster.address] = opened
     return opened
 
 
@@ -64,11 +64,11 @@ def allocate_node(
     ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, sizes: NodeSizes | None = None, gpu: str | None = None
 ) -> tuple[ClusterRecord, NodeRecord]:
     """Write down one more node, on the next free GPU or on the one asked for."""
-    with ledger.change() as books:
-        known = books.clusters.get(cluster.address, cluster)
+    with ledger.change() as state:
+        known = state.clusters.get(cluster.address, cluster)
         if known.head_here and not known.live_nodes:
             raise UnreachableError(f"the cluster at {cluster.address} has ended", hint=START_ONE)
-        known, node = _with_node(ledger, books, known, gpus, head=False, sizes=sizes, gpu=gpu)
+        known, node = _with_node(ledger, state, known, gpus, head=False, sizes=sizes, gpu=gpu)
     return known, node
 
 
@@ -78,33 +78,33 @@ def sweep(ledger: Ledger) -> list[str]:
     for cluster in ledger.read().values():
         dead = [node for node in cluster.nodes if not node.alive and node.phase is not NodePhase.ended]
         for node in dead:
-            left = left_over(node)
+            left = leftover_processes(node)
             kill_family(node.supervisor, node.mark)
-            ended = f", {_of(len(left), 'process', 'processes')} of it ended" if left else ""
+            ended = f", {_count_text(len(left), 'process', 'processes')} of it ended" if left else ""
             ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause="its keeper was killed")
             notes.append(f"node {node.name} of {cluster.address} had no keeper any more{ended}: its GPU is free again")
         if dead and len(dead) == len(cluster.nodes):
             notes = [f"the cluster at {cluster.address} is one of an earlier run: nothing of it is there; cleaned up"]
     now = time.time()
-    with ledger.change() as books:
-        for address, cluster in list(books.clusters.items()):
+    with ledger.change() as state:
+        for address, cluster in list(state.clusters.items()):
             kept = tuple(node for node in cluster.nodes if not is_expired(node, now))
             if kept:
-                books.clusters[address] = dataclasses.replace(cluster, nodes=kept)
+                state.clusters[address] = dataclasses.replace(cluster, nodes=kept)
             else:
-                del books.clusters[address]
+                del state.clusters[address]
     return notes
 
 
-def chosen(ledger: Ledger, address: str | None, outside: Mapping[str, str]) -> ClusterRecord:
+def select_cluster(ledger: Ledger, address: str | None, env: Mapping[str, str]) -> ClusterRecord:
     """The cluster that is meant: by address, by RAY_ADDRESS, or the only one that runs here."""
     clusters = ledger.read()
-    named = address or outside.get("RAY_ADDRESS", "")
+    named = address or env.get("RAY_ADDRESS", "")
     if named and named not in ("auto", "local"):
         known = [cluster for cluster in clusters.values() if same(named, cluster)]
         if known:
             return known[0]
-        plain = _plain(named)
+        plain = _plain_address(named)
         where = ledger.place / f"j{plain.rpartition(':')[2]}"
         return ClusterRecord(plain, head_here=False, temp_dir=str(where), sizes=NodeSizes(), started=time.time())
     running = [cluster for cluster in clusters.values() if cluster.live_nodes]
@@ -115,14 +115,14 @@ def chosen(ledger: Ledger, address: str | None, outside: Mapping[str, str]) -> C
         raise InputError(f"several clusters run here: {several}", hint="--address or RAY_ADDRESS says which is meant")
     last = max(clusters.values(), key=lambda cluster: cluster.started, default=None)
     raise UnreachableError(
-        "no Ray cluster found: none of trimtab's runs on this machine" + (f"; {how_it_ended(last)}" if last else ""),
+        "no Ray cluster found: none of trimtab's runs on this machine" + (f"; {end_note(last)}" if last else ""),
         hint=START_ONE,
     )
 
 
 def same(address: str, cluster: ClusterRecord) -> bool:
     """Whether an address is that of a cluster in the books."""
-    host, _, port = _plain(address).rpartition(":")
+    host, _, port = _plain_address(address).rpartition(":")
     theirs = cluster.address.rpartition(":")[0]
     if not port.isdecimal() or int(port) != cluster.port:
         return False
@@ -145,7 +145,7 @@ def node_of(cluster: ClusterRecord, word: str) -> NodeRecord | None:
     return next((node for node in cluster.live_nodes if gpu and gpu in node.gpus), None)
 
 
-def how_it_ended(cluster: ClusterRecord) -> str:
+def end_note(cluster: ClusterRecord) -> str:
     """For people: when and why a cluster ended that is not there any more."""
     head = cluster.head
     if head is None or head.phase is not NodePhase.ended:
@@ -155,7 +155,7 @@ def how_it_ended(cluster: ClusterRecord) -> str:
 
 def _with_node(
     ledger: Ledger,
-    books: LedgerState,
+    state: LedgerState,
     cluster: ClusterRecord,
     gpus: LocalGpus,
     *,
@@ -164,8 +164,8 @@ def _with_node(
     gpu: str | None = None,
 ) -> tuple[ClusterRecord, NodeRecord]:
     sizes = sizes or cluster.sizes
-    mine = _gpus_for(books, cluster, gpus, sizes.gpus, gpu)
-    given, avoid = books.ports_given(), {cluster.port, cluster.dashboard_port or 0, cluster.client_port or 0}
+    mine = _gpus_for(state, cluster, gpus, sizes.gpus, gpu)
+    given, avoid = state.ports_given(), {cluster.port, cluster.dashboard_port or 0, cluster.client_port or 0}
     slots = {node.slot for node in cluster.allocated_nodes}
     slot, block = ports.free_block(cluster.ports_from, cluster.worker_ports_from, slots, given | avoid)
     name = HEAD if head else _name(cluster, mine, slot)
@@ -182,13 +182,13 @@ def _with_node(
         sizes=sizes,
         since=time.time(),
     )
-    return books.put(cluster, node), node
+    return state.put(cluster, node), node
 
 
 def _gpus_for(
-    books: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, count: int, asked: str | None
+    state: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, count: int, asked: str | None
 ) -> tuple[str, ...]:
-    given = books.gpus_given(fake=gpus.fake, address=cluster.address)
+    given = state.gpus_given(fake=gpus.fake, address=cluster.address)
     free = [gpu for gpu in gpus.ids if gpu not in given]
     if asked is not None:
         if asked not in gpus.ids:
@@ -198,14 +198,14 @@ def _gpus_for(
                 hint=f"free: {ids_text(tuple(free)) or 'none'}",
             )
         if asked in given:
-            raise InfeasibleError(f"GPU {asked} is taken: {_who({asked: given[asked]})}", hint=_free_one(free))
+            raise InfeasibleError(f"GPU {asked} is taken: {_holders_text({asked: given[asked]})}", hint=_free_hint(free))
         free = [asked, *(gpu for gpu in free if gpu != asked)]
     if count == 0:
         return ()
     if len(free) < count:
         what = "no GPU is left" if not free else f"a node takes {count} GPUs, and only {len(free)} are left"
         raise InfeasibleError(
-            f"{what}: this machine has {gpus.named()}; {_who(given) or 'none of them is given to a node'}",
+            f"{what}: this machine has {gpus.named()}; {_holders_text(given) or 'none of them is given to a node'}",
             hint="`trimtab cluster remove NODE` frees one; --address adds a node on another machine to this cluster"
             if gpus.ids
             else "--fake-gpus N does without; --gpus-per-node 0 makes nodes without GPUs",
@@ -213,14 +213,14 @@ def _gpus_for(
     return tuple(free[:count])
 
 
-def _enough(books: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, workers: int) -> None:
+def _check_gpus(state: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, workers: int) -> None:
     """Before anything is written: whether there are GPUs for all."""
     needed = (workers + 1) * cluster.sizes.gpus
-    given = books.gpus_given(fake=gpus.fake, address=cluster.address)
+    given = state.gpus_given(fake=gpus.fake, address=cluster.address)
     free = [gpu for gpu in gpus.ids if gpu not in given]
     if needed <= len(free):
         return
-    others = f", of which {_who(given)}" if given else ""
+    others = f", of which {_holders_text(given)}" if given else ""
     most = len(free) // max(1, cluster.sizes.gpus) - 1
     if not gpus.ids:
         hint = "--fake-gpus N does without; --gpus-per-node 0 makes nodes without GPUs"
@@ -231,7 +231,7 @@ def _enough(books: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, workers
     missing = gpus.ids and len(gpus.ids) <= needed - 1 and gpus.ids[-1].isdecimal()
     first = f"GPU {int(gpus.ids[-1]) + 1} is not available: " if missing and not given else ""
     raise InfeasibleError(
-        f"{first}the head and {_of(workers, 'worker')} need {_of(needed, 'GPU')}, and this machine has "
+        f"{first}the head and {_count_text(workers, 'worker')} need {_count_text(needed, 'GPU')}, and this machine has "
         f"{gpus.named()}{others}",
         hint=hint,
     )
@@ -251,17 +251,17 @@ def _name(cluster: ClusterRecord, gpus: tuple[str, ...], slot: int) -> str:
     return wanted if wanted not in taken else f"{wanted}-{slot}"
 
 
-def _who(given: Mapping[str, NodeRecord]) -> str:
+def _holders_text(given: Mapping[str, NodeRecord]) -> str:
     """`GPU 0 has head, GPU 1 has gpu-1 (starting)`."""
     words = {NodePhase.starting: " (starting)", NodePhase.ending: " (ending)"}
     return ", ".join(f"GPU {gpu} is {node.name}'s{words.get(node.phase, '')}" for gpu, node in sorted(given.items()))
 
 
-def _free_one(free: list[str]) -> str:
+def _free_hint(free: list[str]) -> str:
     return f"free: {ids_text(tuple(free))}" if free else "`trimtab cluster remove NODE` frees one"
 
 
-def _plain(address: str) -> str:
+def _plain_address(address: str) -> str:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or not host or "//" in host:
         where = "command line: --address, or RAY_ADDRESS"
@@ -269,5 +269,5 @@ def _plain(address: str) -> str:
     return f"{host}:{port}"
 
 
-def _of(count: int, singular: str, many: str | None = None) -> str:
+def _count_text(count: int, singular: str, many: str | None = None) -> str:
     return f"{count} {singular if count == 1 else many or singular + 's'}"

@@ -23,13 +23,13 @@ _HOW_TO = "`ray get-auth-token --generate` makes a token; RAY_AUTH_MODE=disabled
 _PROBE_S = 10
 
 
-def new_cluster_auth(outside: Mapping[str, str]) -> dict[str, str]:
+def new_cluster_auth(env: Mapping[str, str]) -> dict[str, str]:
     """What the processes of a new cluster need: as Ray decides for a head, told to all."""
-    asked = outside.get(MODE)
-    mode = (asked or (ON if has_token(outside) else OFF)).lower()
-    if mode == ON and not has_token(outside):
+    asked = env.get(MODE)
+    mode = (asked or (ON if has_token(env) else OFF)).lower()
+    if mode == ON and not has_token(env):
         raise InputError("RAY_AUTH_MODE is token, but there is no token", where="environment", hint=_HOW_TO)
-    return {MODE: mode, **_tokens(outside)}
+    return {MODE: mode, **_tokens(env)}
 
 
 def head_auth(head: ProcessIdentity) -> dict[str, str]:
@@ -38,19 +38,19 @@ def head_auth(head: ProcessIdentity) -> dict[str, str]:
     return {MODE: theirs[MODE], **_tokens(theirs)} if MODE in theirs else {}
 
 
-def cluster_auth(address: str, outside: Mapping[str, str]) -> dict[str, str]:
+def cluster_auth(address: str, env: Mapping[str, str]) -> dict[str, str]:
     """What a cluster of somebody else wants, by asking it: first without a token, then with."""
     adopt({MODE: OFF})
-    if _accepted(address):
+    if _is_accepted(address):
         return {MODE: OFF}
-    if not has_token(outside):
+    if not has_token(env):
         raise UnreachableError(
             f"the cluster at {address} wants a token, and there is none here",
             hint="put the cluster's token into ~/.ray/auth_token, or its path into RAY_AUTH_TOKEN_PATH",
         )
-    wanted = {MODE: ON, **_tokens(outside)}
+    wanted = {MODE: ON, **_tokens(env)}
     adopt(wanted)
-    if not _accepted(address):
+    if not _is_accepted(address):
         raise UnreachableError(
             f"the cluster at {address} does not take the token that is here",
             hint="the token is the one of the machine where its head was started",
@@ -60,7 +60,7 @@ def cluster_auth(address: str, outside: Mapping[str, str]) -> dict[str, str]:
 
 def match_cluster(address: str) -> None:
     """Have this process speak to a cluster as that wants it; what the user has set stays where it works."""
-    if os.environ.get(MODE) and _accepted(address):
+    if os.environ.get(MODE) and _is_accepted(address):
         return
     cluster_auth(address, os.environ)
 
@@ -80,27 +80,27 @@ def adopt(wanted: Mapping[str, str]) -> None:
             AuthenticationTokenLoader.instance().reset_cache()
 
 
-def has_token(outside: Mapping[str, str]) -> bool:
+def has_token(env: Mapping[str, str]) -> bool:
     """Whether Ray would find a token."""
-    if outside.get(TOKEN):
+    if env.get(TOKEN):
         return True
-    if path := outside.get(TOKEN_PATH):
+    if path := env.get(TOKEN_PATH):
         return Path(path).is_file()
-    home = outside.get("HOME")
+    home = env.get("HOME")
     return (Path(home) if home else Path.home()).joinpath(".ray", "auth_token").is_file()
 
 
-def _tokens(outside: Mapping[str, str]) -> dict[str, str]:
-    return {name: outside[name] for name in (TOKEN, TOKEN_PATH) if outside.get(name)}
+def _tokens(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: env[name] for name in (TOKEN, TOKEN_PATH) if env.get(name)}
 
 
-def _accepted(address: str) -> bool:
+def _is_accepted(address: str) -> bool:
     """Whether the cluster answers us as we are; raises UnreachableError where it does not answer at all."""
     from ray._raylet import GcsClient
     from ray.exceptions import AuthenticationError
 
     try:
-        with _no_words_from_ray():
+        with _silence_ray():
             GcsClient(address=address).get_all_node_info(timeout=_PROBE_S)
     except AuthenticationError:
         return False
@@ -114,7 +114,7 @@ def _accepted(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _no_words_from_ray() -> Iterator[None]:
+def _silence_ray() -> Iterator[None]:
     """Ray's own lines about a refusal, written past Python, say less than we do."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -17,7 +17,7 @@ from trimtab.runtime.localcluster.ledger import ClusterRecord, NodeRecord, NodeS
 from trimtab.runtime.procs.processes import MARK
 
 MEMORY_SHARE, STORE_SHARE = 0.7, 0.3  # of the machine's memory, for all nodes together; Ray gives as much to each
-LEAST_STORE = 80 * 2**20  # Ray refuses less
+MIN_STORE = 80 * 2**20  # Ray refuses less
 # Ray then notices a killed node in about two seconds instead of fourteen.
 QUICK_LOSS = {
     "RAY_health_check_initial_delay_ms": "500",
@@ -70,10 +70,10 @@ def temp_dir(cluster: ClusterRecord, node: NodeRecord) -> str:
 
 
 def environment(
-    cluster: ClusterRecord, node: NodeRecord, auth: Mapping[str, str], outside: Mapping[str, str]
+    cluster: ClusterRecord, node: NodeRecord, auth: Mapping[str, str], env: Mapping[str, str]
 ) -> dict[str, str]:
     """What every process of a node has around it."""
-    ours = {name: value for name, value in outside.items() if name not in _NOT_PASSED}
+    ours = {name: value for name, value in env.items() if name not in _NOT_PASSED}
     ours |= auth
     ours |= {
         MARK: node.mark,
@@ -90,7 +90,7 @@ def environment(
 def with_shares(sizes: NodeSizes, nodes: int) -> NodeSizes:
     """Sizes in full: what is not said is one node's share, where the machine has so many."""
     machine, nodes = _memory(), max(1, nodes)
-    store = max(LEAST_STORE, int(min(STORE_SHARE * machine, 0.8 * _shared_memory()) / nodes))
+    store = max(MIN_STORE, int(min(STORE_SHARE * machine, 0.8 * _shared_memory()) / nodes))
     return dataclasses.replace(
         sizes,
         memory=sizes.memory or int(MEMORY_SHARE * machine / nodes),
@@ -112,5 +112,5 @@ def _shared_memory() -> int:
     try:
         facts = os.statvfs("/dev/shm")
     except OSError:
-        return LEAST_STORE
+        return MIN_STORE
     return facts.f_bavail * facts.f_frsize

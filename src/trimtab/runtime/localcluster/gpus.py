@@ -16,7 +16,7 @@ from pathlib import Path
 from trimtab.core.errors import InputError
 
 _ANSWER_S = 20.0
-MOST_FAKED = 32
+MAX_FAKE_GPUS = 32
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class LocalGpus:
 def local_gpus(fake: int | None) -> LocalGpus:
     """The GPUs here, or `fake` faked ones."""
     if fake is not None:
-        if not 0 <= fake <= MOST_FAKED:
+        if not 0 <= fake <= MAX_FAKE_GPUS:
             raise InputError(
-                f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MOST_FAKED}"
+                f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MAX_FAKE_GPUS}"
             )
         return LocalGpus(tuple(str(number) for number in range(fake)), fake=True)
-    found = _asked() or _devices()
+    found = _from_nvidia_smi() or _devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
@@ -60,7 +60,7 @@ def ids_text(ids: tuple[str, ...]) -> str:
     return ", ".join(ids)
 
 
-def users() -> dict[str, list[int]]:
+def gpu_processes() -> dict[str, list[int]]:
     """By index of a GPU, the processes that compute on it, as far as the driver says."""
     apps = _query("--query-compute-apps=gpu_uuid,pid")
     if not apps:
@@ -73,7 +73,7 @@ def users() -> dict[str, list[int]]:
     return found
 
 
-def _asked() -> LocalGpus | None:
+def _from_nvidia_smi() -> LocalGpus | None:
     rows = [row for row in _query("--query-gpu=index,name") if len(row) == 2 and row[0].isdecimal()]
     return LocalGpus(tuple(index for index, _ in rows), kind=rows[0][1]) if rows else None
 

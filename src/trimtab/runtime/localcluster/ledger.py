@@ -24,9 +24,9 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.procs.ports import NodePorts
 from trimtab.runtime.procs.processes import ProcessIdentity, family
 
-PLACE = "TRIMTAB_CLUSTER_DIR"
-LONGEST_PLACE = 30  # Ray's sockets lie below it, and the path of a socket has 107 letters
-REMEMBER_S = 3600.0  # nodes that ended are shown for so long
+DIRECTORY_VARIABLE = "TRIMTAB_CLUSTER_DIR"
+MAX_DIRECTORY_LENGTH = 30  # Ray's sockets lie below it, and the path of a socket has 107 letters
+KEEP_ENDED_S = 3600.0  # nodes that ended are shown for so long
 _LOCK_S = 30.0
 
 
@@ -188,28 +188,28 @@ class Ledger:
     @contextlib.contextmanager
     def change(self) -> Iterator[LedgerState]:
         """Hold the lock; what is in the books afterwards is written. A fault leaves everything as it was."""
-        self._make_place()
+        self._make_directory()
         descriptor = os.open(self.place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _take(descriptor, self.place)
+            _acquire(descriptor, self.place)
             before = self.read()
-            books = LedgerState(dict(before))
-            yield books
-            if books.clusters != before:
-                self._write(books.clusters)
+            state = LedgerState(dict(before))
+            yield state
+            if state.clusters != before:
+                self._write(state.clusters)
         finally:
             os.close(descriptor)
 
     def update(self, mark: str, **facts: object) -> NodeRecord | None:
         """Change facts of one node; None where it is not in the books any more."""
-        with self.change() as books:
-            found = books.find(mark)
+        with self.change() as state:
+            found = state.find(mark)
             if found is None:
                 return None
             cluster, node = found
             changed = dataclasses.replace(node, **facts)  # type: ignore[arg-type]
             nodes = tuple(changed if other.mark == mark else other for other in cluster.nodes)
-            books.clusters[cluster.address] = dataclasses.replace(cluster, nodes=nodes)
+            state.clusters[cluster.address] = dataclasses.replace(cluster, nodes=nodes)
             return changed
 
     def _write(self, clusters: dict[str, ClusterRecord]) -> None:
@@ -218,38 +218,38 @@ class Ledger:
         fresh.write_text(text)
         fresh.replace(self._file)
 
-    def _make_place(self) -> None:
+    def _make_directory(self) -> None:
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.place.stat().st_uid != os.getuid():
-            raise InputError(f"{self.place} belongs to another user", hint=f"{PLACE} names another directory")
+            raise InputError(f"{self.place} belongs to another user", hint=f"{DIRECTORY_VARIABLE} names another directory")
 
 
 def default_directory() -> Path:
     """Where the ledger of this user and machine lies. Containers that share /tmp know processes by other numbers."""
-    named = os.environ.get(PLACE)
+    named = os.environ.get(DIRECTORY_VARIABLE)
     if named:
-        if len(named) > LONGEST_PLACE:
+        if len(named) > MAX_DIRECTORY_LENGTH:
             raise InputError(
-                f"{PLACE} is longer than {LONGEST_PLACE} letters: Ray's sockets below it would have too long a path",
+                f"{DIRECTORY_VARIABLE} is longer than {MAX_DIRECTORY_LENGTH} letters: Ray's sockets below it would have too long a path",
                 where="environment",
             )
         return Path(named)
     return Path(f"/tmp/trimtab-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino:x}")
 
 
-def left_over(node: NodeRecord) -> list[ProcessIdentity]:
+def leftover_processes(node: NodeRecord) -> list[ProcessIdentity]:
     """Processes of a node behind whose record nobody stands any more."""
     return [] if node.alive else family(node.supervisor, node.mark)
 
 
 def is_expired(node: NodeRecord, now: float) -> bool:
     """Whether a node that ended need not be shown any more."""
-    return node.phase is NodePhase.ended and now - node.since > REMEMBER_S
+    return node.phase is NodePhase.ended and now - node.since > KEEP_ENDED_S
 
 
-def _take(descriptor: int, place: Path) -> None:
+def _acquire(descriptor: int, place: Path) -> None:
     deadline = time.monotonic() + _LOCK_S
-    while not _locked(descriptor):
+    while not _try_lock(descriptor):
         if time.monotonic() >= deadline:
             raise UnreachableError(
                 f"another trimtab has held the list of what runs here for {_LOCK_S:g} s", where=str(place / "lock")
@@ -257,7 +257,7 @@ def _take(descriptor: int, place: Path) -> None:
         time.sleep(0.01)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

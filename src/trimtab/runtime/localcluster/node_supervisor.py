@@ -21,9 +21,9 @@ from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase
 from trimtab.runtime.localcluster.start_limit import StartPermit
 from trimtab.runtime.procs.processes import ProcessIdentity, command, kill_family, process, send, table, this
 
-LOOK_EVERY_S = 0.2
+POLL_S = 0.2
 ATTEMPTS = 3  # Ray gives its own parts fifteen seconds to come up, which a busy machine may exceed
-POLITE_S = 5.0  # for Ray to end in order
+GRACE_S = 5.0  # for Ray to end in order
 CRASH_S = 3.0  # within so long `ray start` ends by itself when one of its processes has crashed
 IP = "TRIMTAB_NODE_IP"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -35,20 +35,20 @@ class NodeSupervisor:
     def __init__(self, ledger: Ledger, mark: str) -> None:
         self._ledger = ledger
         self._mark = mark
-        self._told = False
+        self._stop_requested = False
         self._seen = -1  # the ledger's state when it was last read
         self._ray: ProcessIdentity | None = None
         self._status: int | None = None  # of `ray start`, once it has ended
         self._vital: dict[str, ProcessIdentity] = {}  # Ray's own processes without which there is no node, by name
         self._vital_gone: float | None = None  # since when one of them is gone
         self._attempt = 0
-        self._turn = StartPermit(ledger.place)
+        self._permit = StartPermit(ledger.place)
         self.cluster: ClusterRecord
         self.node: NodeRecord
 
     def run(self) -> None:
         """Until the node has ended."""
-        signal.signal(signal.SIGTERM, self._tell)
+        signal.signal(signal.SIGTERM, self._request_stop)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -58,8 +58,8 @@ class NodeSupervisor:
         cause = self._watch()
         self._end(cause)
 
-    def _tell(self, *_: object) -> None:
-        self._told = True
+    def _request_stop(self, *_: object) -> None:
+        self._stop_requested = True
 
     def _start(self) -> None:
         self._attempt += 1
@@ -87,15 +87,15 @@ class NodeSupervisor:
     def _watch(self) -> str:
         """Wait for something to end the node; what it was."""
         while True:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
             self._reap()
             if not self._reread():
                 return "it was struck from the ledger"
-            if self._told:
+            if self._stop_requested:
                 return self.node.cause or "its keeper was told to end"
             if self.node.phase is not NodePhase.starting:
-                self._turn.give_back()
-            elif self._attempt == 0 and self._turn.take():
+                self._permit.release()
+            elif self._attempt == 0 and self._permit.take():
                 self._start()
             cause = self._ended_by_itself() or self._ended_from_outside()
             if cause:
@@ -108,7 +108,7 @@ class NodeSupervisor:
                 self._start()
                 return ""
             if self.node.phase is NodePhase.starting:
-                return f"its Ray did not start: {last_words(self.node.log, temp_dir(self.cluster, self.node))}"
+                return f"its Ray did not start: {start_error(self.node.log, temp_dir(self.cluster, self.node))}"
             if self._status == 0 or self.node.deadline is not None:
                 return "drained"
             return f"its Ray died (status {self._status})"
@@ -149,11 +149,11 @@ class NodeSupervisor:
 
     def _end(self, cause: str) -> None:
         """End every process of the node, then say so."""
-        self._turn.give_back()
+        self._permit.release()
         self._ledger.update(self._mark, phase=NodePhase.ending, since=time.time(), cause=cause)
         if self._ray is not None and self._status is None:
             send(self._ray, signal.SIGTERM)
-            deadline = time.monotonic() + POLITE_S
+            deadline = time.monotonic() + GRACE_S
             while self._status is None and time.monotonic() < deadline:
                 time.sleep(0.05)
                 self._reap()
@@ -185,7 +185,7 @@ class NodeSupervisor:
                     self._status = os.waitstatus_to_exitcode(status)
 
 
-def last_words(log: str, where: str) -> str:
+def start_error(log: str, where: str) -> str:
     """The line that says most of why Ray did not start: of its raylet below `where`, or of `ray start` itself."""
     for path in Path(where).glob("session_2*/logs/raylet*.out"):
         with contextlib.suppress(OSError):

@@ -19,13 +19,13 @@ from trimtab.core.errors import UnreachableError
 from trimtab.runtime.localcluster import auth
 from trimtab.runtime.localcluster.command import environment, temp_dir
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
-from trimtab.runtime.localcluster.node_supervisor import IP, POLITE_S, last_words
+from trimtab.runtime.localcluster.node_supervisor import IP, GRACE_S, start_error
 from trimtab.runtime.localcluster.ray_status import RayNode, RayViewProcess, answers
 from trimtab.runtime.procs.processes import ProcessIdentity, gone, kill_family, send
 
 START_S = 120.0
-END_S = POLITE_S + 15.0
-LOOK_EVERY_S = 0.1
+END_S = GRACE_S + 15.0
+POLL_S = 0.1
 
 NodeListener = Callable[[NodeRecord], None]
 
@@ -56,7 +56,7 @@ def launch(ledger: Ledger, cluster: ClusterRecord, node: NodeRecord, wanted: Map
 
 
 def start_all(
-    ledger: Ledger, cluster: ClusterRecord, wanted: Mapping[str, str], ip: str, timeout_s: float, told: NodeListener
+    ledger: Ledger, cluster: ClusterRecord, wanted: Mapping[str, str], ip: str, timeout_s: float, on_started: NodeListener
 ) -> None:
     """Start the head and then its workers, several at a time; all or none."""
     head, *workers = cluster.nodes
@@ -65,11 +65,11 @@ def start_all(
         auth.adopt(wanted)
         launch(ledger, cluster, head, wanted, ip)
         _listening(ledger, cluster, head, deadline)
-        settle(ledger, cluster, [head], deadline, told)
+        settle(ledger, cluster, [head], deadline, on_started)
         for node in workers:  # they take turns by themselves
             launch(ledger, cluster, node, wanted, None)
         if workers:
-            settle(ledger, cluster, workers, deadline, told)
+            settle(ledger, cluster, workers, deadline, on_started)
     except BaseException:
         end(ledger, cluster, cluster.nodes, "it did not start")
         raise
@@ -93,7 +93,7 @@ def start_one(
 
 
 def settle(
-    ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], deadline: float, told: NodeListener
+    ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], deadline: float, on_started: NodeListener
 ) -> list[NodeRecord]:
     """Wait until Ray has all of them alive; raises UnreachableError where one ends or the time is up."""
     waiting = {node.mark: node for node in nodes}
@@ -110,18 +110,18 @@ def settle(
                 if node.node_id and node.node_id in there:
                     running = ledger.update(mark, phase=NodePhase.running, since=time.time()) or node
                     settled.append(running)
-                    told(running)
+                    on_started(running)
                     del waiting[mark]
-            _in_time(cluster, deadline, waiting.values())
+            _check_deadline(cluster, deadline, waiting.values())
             if waiting:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_S)
     return settled
 
 
 def _seen(watch: RayViewProcess) -> list[RayNode]:
     """Nodes that Ray has; none while it does not answer."""
     try:
-        return watch.nodes(wait_s=LOOK_EVERY_S)
+        return watch.nodes(wait_s=POLL_S)
     except UnreachableError:
         return []
 
@@ -142,7 +142,7 @@ def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cau
             asked.append(node)
         deadline = time.monotonic() + END_S
         for node in asked:
-            _keeper_gone(node.supervisor, deadline)
+            _wait_supervisor_gone(node.supervisor, deadline)
             if kill_family(None, node.mark):  # a keeper that is only just starting carries the mark, too
                 left.append(node)
             ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause=cause)
@@ -156,7 +156,7 @@ def wait_ended(ledger: Ledger, node: NodeRecord, timeout_s: float) -> bool:
         now = _by_mark(ledger).get(node.mark)
         if now is None or not now.alive:
             return True
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
     return False
 
 
@@ -180,20 +180,20 @@ def _listening(ledger: Ledger, cluster: ClusterRecord, head: NodeRecord, deadlin
         node = _by_mark(ledger).get(head.mark)
         if node is None or node.phase in (NodePhase.ending, NodePhase.ended):
             raise UnreachableError(f"the head did not start: {node.cause if node else 'it is gone'}", where=head.log)
-        _in_time(cluster, deadline, [head])
+        _check_deadline(cluster, deadline, [head])
 
 
-def _in_time(cluster: ClusterRecord, deadline: float, waiting: Iterable[NodeRecord]) -> None:
+def _check_deadline(cluster: ClusterRecord, deadline: float, waiting: Iterable[NodeRecord]) -> None:
     nodes = list(waiting)
     if nodes and time.monotonic() >= deadline:
         raise UnreachableError(
-            f"node {nodes[0].name} did not come up in time: {last_words(nodes[0].log, temp_dir(cluster, nodes[0]))}",
+            f"node {nodes[0].name} did not come up in time: {start_error(nodes[0].log, temp_dir(cluster, nodes[0]))}",
             where=nodes[0].log,
             hint="--timeout waits longer; a machine that is busy starts Ray slowly",
         )
 
 
-def _keeper_gone(supervisor: ProcessIdentity | None, deadline: float) -> None:
+def _wait_supervisor_gone(supervisor: ProcessIdentity | None, deadline: float) -> None:
     """Wait for a keeper to have ended its node and itself; kill one that does not."""
     if supervisor is not None and gone([supervisor], max(0.0, deadline - time.monotonic())):
         send(supervisor, signal.SIGKILL)

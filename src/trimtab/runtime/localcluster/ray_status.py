@@ -95,7 +95,7 @@ class RayView:
                 f"no Ray cluster answers at {address}", hint="`trimtab cluster start` starts one; `ray status` looks"
             )
         self.address = address
-        self._gcs = self._asked(lambda: GcsClient(address=address))
+        self._gcs = self._call(lambda: GcsClient(address=address))
         self._state = GlobalState()
         self._state._initialize_global_state(
             GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
@@ -103,9 +103,9 @@ class RayView:
 
     def nodes(self) -> list[RayNode]:
         """All living nodes, the head first."""
-        rows = [row for row in self._asked(self._state.node_table) if row.get("Alive")]
-        free = self._asked(self._state.available_resources_per_node)
-        going = self._asked(lambda: self._gcs.get_draining_nodes(timeout=ANSWER_S))
+        rows = [row for row in self._call(self._state.node_table) if row.get("Alive")]
+        free = self._call(self._state.available_resources_per_node)
+        going = self._call(lambda: self._gcs.get_draining_nodes(timeout=ANSWER_S))
         holders = self._holders()
         found = [
             RayNode(
@@ -160,7 +160,7 @@ class RayView:
         accessor = self._state._connect_and_get_accessor()
         return [ActorTableData.FromString(row) for row in accessor.get_actor_table(None, "ALIVE")]
 
-    def _asked(self, ask: Any) -> Any:
+    def _call(self, ask: Any) -> Any:
         try:
             return ask()
         except Exception as fault:
@@ -227,8 +227,8 @@ class RayViewProcess:
     def _read(self) -> None:
         assert self._child.stdout is not None
         for line in self._child.stdout:
-            told = json.loads(line)
-            seen = told if isinstance(told, str) else [decode(RayNode, row) for row in told]
+            sample = json.loads(line)
+            seen = sample if isinstance(sample, str) else [decode(RayNode, row) for row in sample]
             with self._news:
                 self._latest, self._at = seen, time.monotonic()
                 self._news.notify_all()
@@ -249,19 +249,19 @@ def main() -> None:
     """Print what is seen, a line each time, until whoever asked is gone."""
     address, every_s = sys.argv[1], float(sys.argv[2])
 
-    def leave() -> None:
+    def exit_with_parent() -> None:
         sys.stdin.buffer.read()
         os._exit(0)
 
-    threading.Thread(target=leave, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     view: RayView | None = None
     while True:
         try:
             view = view or RayView(address)
-            told: Any = [encode(node) for node in view.nodes()]
+            sample: Any = [encode(node) for node in view.nodes()]
         except UnreachableError as fault:
-            view, told = None, fault.what
-        print(json.dumps(told), flush=True)
+            view, sample = None, fault.what
+        print(json.dumps(sample), flush=True)
         time.sleep(every_s)
 
 

@@ -37,7 +37,7 @@ class StartPermit:
             os.close(descriptor)
         return self._descriptor is not None
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Let the next one start."""
         if self._descriptor is not None:
             os.close(self._descriptor)

@@ -114,8 +114,8 @@ def run_pipeline(
         stretch = 1.0
     elif stretch is None:
         # All stages may have to share one core, and then a microbatch of the whole model has to fit into a step.
-        least = max(EMULATED_BOTTLENECK_S, 1.5 * whole_s)
-        stretch = max(1.0, least / bottleneck) if bottleneck else 1.0
+        minimum = max(EMULATED_BOTTLENECK_S, 1.5 * whole_s)
+        stretch = max(1.0, minimum / bottleneck) if bottleneck else 1.0
     if timeout_s is None:
         timeout_s = max(60.0, 4 * stretch * schedule.latency_seconds, 10 * whole_s)
     common = StageSettings(
@@ -200,14 +200,14 @@ def _check(
         )
     if chain is not None and make_input is None:
         raise InputError("what does the model take?", hint="--input 128,2048, or --input package.module:make_input")
-    for what, value, least in (
+    for what, value, minimum in (
         ("buffers in", buffers_in, 1),
         ("buffers out", buffers_out, 1),
         ("microbatches", microbatches, 2),
         ("threads", threads, 1),
     ):
-        if value < least:
-            raise InputError(f"a run needs {least} {what} or more, not {value}")
+        if value < minimum:
+            raise InputError(f"a run needs {minimum} {what} or more, not {value}")
     for word, number in (("stretch", stretch), ("timeout", timeout_s)):
         if number is not None and not 0 < number < float("inf"):
             raise InputError(f"the {word} is more than 0, not {number}")
@@ -334,8 +334,8 @@ def _drive(
     while running or len(results) < count:
         waiting = [*running, *(ref for ref in (feeding, giving) if ref is not None)]
         ready: list[Any] = []
-        stands_at = time.monotonic() + timeout_s
-        while not ready and time.monotonic() < stands_at:
+        deadline = time.monotonic() + timeout_s
+        while not ready and time.monotonic() < deadline:
             heed()
             ready, _ = ray.wait(waiting, num_returns=1, timeout=min(1.0, timeout_s))
         if not ready:
@@ -366,10 +366,10 @@ def _got(ray: Any, ref: Any, schedule: Schedule, index: int, running: Mapping[An
     try:
         return ray.get(ref)
     except Exception as fault:
-        _tell(ray, fault, schedule, index, running or {})
+        _raise_first_fault(ray, fault, schedule, index, running or {})
 
 
-def _tell(ray: Any, fault: Exception, schedule: Schedule, index: int, running: Mapping[Any, int]) -> NoReturn:
+def _raise_first_fault(ray: Any, fault: Exception, schedule: Schedule, index: int, running: Mapping[Any, int]) -> NoReturn:
     """Raise the fault of the stage where it began: a stage that dies makes those before it fail, too."""
     faults = [(index, fault)]
     ended, _ = ray.wait(list(running), num_returns=len(running), timeout=1.5) if running else ([], [])
@@ -387,15 +387,15 @@ def _tell(ray: Any, fault: Exception, schedule: Schedule, index: int, running: M
     cause = getattr(first, "cause", None) or first
     host = schedule.stages[first_index].host
     if isinstance(cause, ray.exceptions.RayActorError):
-        told = "its process died"
+        reason = "its process died"
     elif isinstance(cause, StageError):
-        told = str(cause)
+        reason = str(cause)
     else:
         lines = str(cause).strip().splitlines() or [""]
-        told = f"{type(cause).__name__.removeprefix('RayTaskError')}: {lines[0]}"
+        reason = f"{type(cause).__name__.removeprefix('RayTaskError')}: {lines[0]}"
     late = isinstance(cause, StageError) and not cause.passed_on
     raise UnreachableError(
-        f"stage {first_index + 1} ({host}) failed: {told}",
+        f"stage {first_index + 1} ({host}) failed: {reason}",
         hint="--timeout allows a longer wait" if late else None,
     ) from None
 

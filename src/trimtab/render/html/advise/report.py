@@ -71,7 +71,7 @@ def _advice(follower: Follower, seen: RunPicture, names: tuple[str, ...]) -> str
             '<section aria-labelledby="h-advice">\n<h2 id="h-advice">No advice</h2>\n'
             f"<p>{escape(seen.reason.sentence)}</p>\n</section>"
         )
-    now, then = adviser.as_now(adviser.plan), adviser.as_now(advice.plan)
+    now, then = adviser.at_current_costs(adviser.plan), adviser.at_current_costs(advice.plan)
     axis = max(now.timeline_seconds, then.timeline_seconds)
     plans = (("The plan in place", now, advice.iteration_s), ("The plan that is advised", then, advice.new_iteration_s))
     pictures = "".join(
