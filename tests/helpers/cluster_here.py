@@ -113,7 +113,7 @@ class Place:
         ]
 
     def family(self, name: str) -> list[ProcessIdentity]:
-        """All processes of a node, its keeper last."""
+        """All processes of a node, its supervisor last."""
         node = self.node(name)
         assert node.supervisor is not None
         return [*family(node.supervisor, node.mark), node.supervisor]

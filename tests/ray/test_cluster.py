@@ -170,7 +170,7 @@ def test_a_session_of_an_earlier_run_is_noticed_said_and_cleaned(place: Place) -
     for node in place.cluster().nodes:
         place.ledger.update(node.mark, adder=dead(), supervisor=dead(), phase=NodePhase.running)
     done = place.run("status")
-    assert "is one of an earlier run" in done.stderr
+    assert "is left over from an earlier run" in done.stderr
     assert "no Ray cluster found" in done.stderr
     assert done.returncode == 4
     assert not place.cluster().live_nodes
@@ -252,10 +252,10 @@ def test_a_node_has_one_gpu_one_cpu_and_one_worker_unit_and_status_says_who_hold
 def test_the_gpu_of_a_killed_node_returns_and_the_next_node_takes_it_and_no_other(workers: Place) -> None:
     before = {node.name: node.supervisor for node in workers.cluster().live_nodes}
     for one in workers.family("gpu-2"):
-        send(one, signal.SIGKILL)  # as when a machine is lost: its keeper too
+        send(one, signal.SIGKILL)  # as when a machine is lost: its supervisor too
     done = workers.run("add", "--timeout", "600")
     assert done.returncode == 0, done.stderr
-    assert "node gpu-2 of" in done.stderr  # had no keeper any more
+    assert "node gpu-2 of" in done.stderr  # had no supervisor any more
     assert "runs on GPU 2" in done.stdout
     after = {node.name: node.supervisor for node in workers.cluster().live_nodes}
     assert after["gpu-2"] != before["gpu-2"]
@@ -344,10 +344,10 @@ def test_a_node_joins_by_address_from_where_nothing_is_known_of_the_cluster(here
         own = [f"--ports-from={there.port + 1}", f"--worker-ports-from={worker_ports(there.port)}", "--fake-gpus=2"]
         done = there.run("add", "--address", address, *own)
         assert done.returncode == 4
-        assert "wants a token, and there is none here" in done.stderr
+        assert "requires a token, and there is none here" in done.stderr
         done = there.run("add", "--address", address, *own, RAY_AUTH_TOKEN="wrong")
         assert done.returncode == 4
-        assert "does not take the token" in done.stderr
+        assert "does not accept the token" in done.stderr
         (there.home / ".ray").mkdir()
         (there.home / ".ray" / "auth_token").write_text(TOKEN)
         assert "runs on GPU 0" in there.done("add", "--address", address, *own)

@@ -1,6 +1,6 @@
 """`trimtab cluster`: a local Ray cluster of one-GPU nodes that starts, grows, drains, shrinks and ends.
 
-Every node is a real `ray start` with a keeper of its own. Only what trimtab started is ever ended; GPUs and ports are
+Every node is a real `ray start` with its own supervisor. Only what trimtab started is ever ended; GPUs and ports are
 given out under a lock, so several may add at once. What the commands need is imported when they run.
 """
 
@@ -271,9 +271,7 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
     _say(books.sweep(ledger))
     cluster = books.select_cluster(ledger, address, os.environ)
     if cluster.head_here and not cluster.live_nodes:
-        raise UnreachableError(
-            f"no cluster runs at {cluster.address}; {books.end_note(cluster)}", hint=books.START_ONE
-        )
+        raise UnreachableError(f"no cluster runs at {cluster.address}; {books.end_note(cluster)}", hint=books.START_ONE)
     data = _looked(ledger, cluster)
     answer(data, form, lambda: cluster_text.print_status(data))
 
@@ -395,10 +393,10 @@ def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
 
     head = ledger.read().get(cluster.address, cluster).head
     if head is None:
-        return "it was struck from the ledger"
+        return "it was removed from the ledger"
     if head.phase in (NodePhase.ending, NodePhase.ended):
         return head.cause
-    return "" if head.alive else "its keeper was killed"
+    return "" if head.alive else "its supervisor was killed"
 
 
 def _disown(ledger: Ledger, cluster: ClusterRecord) -> None:

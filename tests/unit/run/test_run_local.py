@@ -220,7 +220,9 @@ def test_a_component_that_is_not_well_ends_the_run() -> None:
     job = chain()
     run = replace(noting(job), parts={**noting(job).parts, "reward": ComponentCode("run_parts:Unwell")})
     end = LocalRun(run).run()
-    assert end.reason == replace(end.reason, code=ReasonCode.unhealthy, sentence="reward is unhealthy: the disk is full")
+    assert end.reason == replace(
+        end.reason, code=ReasonCode.unhealthy, sentence="reward is unhealthy: the disk is full"
+    )
 
 
 def test_a_component_that_cannot_be_made_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
@@ -300,7 +302,8 @@ sys.path[:0] = {paths!r}
 from test_run_local import chain, noting
 from trimtab.runtime.run.local_run import LocalRun
 job = noting(chain(), iterations={iterations}, save_every=2, pause_s=0.01)
-end = LocalRun(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, on_iteration=lambda i, m: print(i.number, flush=True)).run()
+show = lambda iteration, _: print(iteration.number, flush=True)
+end = LocalRun(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, on_iteration=show).run()
 print(end.state, flush=True)
 """
 

@@ -91,7 +91,7 @@ class ElasticGroup:
             name=name,
             unit=Resources.of(per_node if per_node is not None else {"gpu": 1}, where=where),
             least=min,
-            max_members=max,
+            most=max,
             wait_s=wait_s,
             step_timeout_s=step_timeout_s,
             health_every_s=health_every_s,
@@ -215,7 +215,7 @@ class ElasticGroup:
             return pool
         if isinstance(pool, str):
             return self._session.pool(pool)
-        max_members = self.spec.max_members or MANY
+        max_members = self.spec.most or MANY
         quota = {name: amount * max_members for name, amount in self.spec.unit.floats().items()}
         own = self._session.pool(self._own_pool, quota, reuse=False, warm_each=1, preload=preload, ends_with_me=True)
 

@@ -1,7 +1,7 @@
-"""What may be written into the ledger: a cluster with its first nodes, one more node, and what is left of dead ones.
+"""Allocates nodes in the ledger: a cluster with its first nodes, one more node, and the cleanup of dead ones.
 
-Whoever asks for a node is given GPUs and ports here, under the ledger's lock, or told why not. Nothing is started or
-ended here, except that what is left of a node whose keeper was killed is ended before its GPU is given away.
+GPUs and ports are allocated here, under the ledger's lock, or refused with a reason. Nothing is started or ended here,
+except that leftover processes of a node whose supervisor was killed are ended before its GPU is free again.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ START_ONE = "`trimtab cluster start` starts one; --address HOST:PORT names one t
 
 
 def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, workers: int) -> ClusterRecord:
-    """Write down a new cluster with its head and workers: all of them, or an error and nothing."""
+    """Record a new cluster with its head and workers: all of them, or an error and nothing."""
     if workers < 0:
         raise InputError(f"{workers} workers cannot be started", where="command line: N", hint="0 or more")
     with ledger.change() as state:
-        there = state.clusters.get(cluster.address)
-        if there is not None and there.live_nodes:
+        known = state.clusters.get(cluster.address)
+        if known is not None and known.live_nodes:
             raise InputError(
-                f"a cluster of trimtab runs at {cluster.address} already, with {_count_text(len(there.live_nodes), 'node')}",
+                f"a cluster of trimtab runs at {cluster.address} already, with {_count(len(known.live_nodes), 'node')}",
                 hint="`trimtab cluster add` adds a node, `trimtab cluster stop` ends it, --port starts another",
             )
         _check_gpus(state, cluster, gpus, workers)
@@ -63,7 +63,7 @@ def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, worker
 def allocate_node(
     ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, sizes: NodeSizes | None = None, gpu: str | None = None
 ) -> tuple[ClusterRecord, NodeRecord]:
-    """Write down one more node, on the next free GPU or on the one asked for."""
+    """Record one more node, on the next free GPU or on the requested one."""
     with ledger.change() as state:
         known = state.clusters.get(cluster.address, cluster)
         if known.head_here and not known.live_nodes:
@@ -73,18 +73,20 @@ def allocate_node(
 
 
 def sweep(ledger: Ledger) -> list[str]:
-    """Put the ledger right: end what is left of dead nodes, forget old ones; what was found, for people."""
+    """Clean up the ledger: end leftovers of dead nodes, forget old ones; returns notes for the user."""
     notes = []
     for cluster in ledger.read().values():
         dead = [node for node in cluster.nodes if not node.alive and node.phase is not NodePhase.ended]
         for node in dead:
             left = leftover_processes(node)
             kill_family(node.supervisor, node.mark)
-            ended = f", {_count_text(len(left), 'process', 'processes')} of it ended" if left else ""
-            ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause="its keeper was killed")
-            notes.append(f"node {node.name} of {cluster.address} had no keeper any more{ended}: its GPU is free again")
+            ended = f", {_count(len(left), 'process', 'processes')} of it ended" if left else ""
+            ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause="its supervisor was killed")
+            notes.append(
+                f"node {node.name} of {cluster.address} had no supervisor any more{ended}: its GPU is free again"
+            )
         if dead and len(dead) == len(cluster.nodes):
-            notes = [f"the cluster at {cluster.address} is one of an earlier run: nothing of it is there; cleaned up"]
+            notes = [f"the cluster at {cluster.address} is left over from an earlier run: cleaned up"]
     now = time.time()
     with ledger.change() as state:
         for address, cluster in list(state.clusters.items()):
@@ -97,7 +99,7 @@ def sweep(ledger: Ledger) -> list[str]:
 
 
 def select_cluster(ledger: Ledger, address: str | None, env: Mapping[str, str]) -> ClusterRecord:
-    """The cluster that is meant: by address, by RAY_ADDRESS, or the only one that runs here."""
+    """The cluster by address, by RAY_ADDRESS, or the only one that runs here."""
     clusters = ledger.read()
     named = address or env.get("RAY_ADDRESS", "")
     if named and named not in ("auto", "local"):
@@ -121,7 +123,7 @@ def select_cluster(ledger: Ledger, address: str | None, env: Mapping[str, str]) 
 
 
 def same(address: str, cluster: ClusterRecord) -> bool:
-    """Whether an address is that of a cluster in the books."""
+    """Whether an address is that of a cluster in the ledger."""
     host, _, port = _plain_address(address).rpartition(":")
     theirs = cluster.address.rpartition(":")[0]
     if not port.isdecimal() or int(port) != cluster.port:
@@ -136,7 +138,7 @@ def same(address: str, cluster: ClusterRecord) -> bool:
 
 
 def node_of(cluster: ClusterRecord, word: str) -> NodeRecord | None:
-    """The standing node that a name, a GPU (`gpu 2`, `2`) or the beginning of Ray's id stands for."""
+    """The live node that a name, a GPU (`gpu 2`, `2`) or a prefix of Ray's id names."""
     wanted = word.strip().lower()
     for node in cluster.live_nodes:
         if wanted == node.name or (len(wanted) >= 4 and node.node_id.startswith(wanted)):
@@ -146,7 +148,7 @@ def node_of(cluster: ClusterRecord, word: str) -> NodeRecord | None:
 
 
 def end_note(cluster: ClusterRecord) -> str:
-    """For people: when and why a cluster ended that is not there any more."""
+    """When and why a cluster ended."""
     head = cluster.head
     if head is None or head.phase is not NodePhase.ended:
         return ""
@@ -198,7 +200,9 @@ def _gpus_for(
                 hint=f"free: {ids_text(tuple(free)) or 'none'}",
             )
         if asked in given:
-            raise InfeasibleError(f"GPU {asked} is taken: {_holders_text({asked: given[asked]})}", hint=_free_hint(free))
+            raise InfeasibleError(
+                f"GPU {asked} is taken: {_holders_text({asked: given[asked]})}", hint=_free_hint(free)
+            )
         free = [asked, *(gpu for gpu in free if gpu != asked)]
     if count == 0:
         return ()
@@ -214,24 +218,24 @@ def _gpus_for(
 
 
 def _check_gpus(state: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, workers: int) -> None:
-    """Before anything is written: whether there are GPUs for all."""
+    """Whether there are GPUs for all nodes, before anything is written."""
     needed = (workers + 1) * cluster.sizes.gpus
     given = state.gpus_given(fake=gpus.fake, address=cluster.address)
     free = [gpu for gpu in gpus.ids if gpu not in given]
     if needed <= len(free):
         return
     others = f", of which {_holders_text(given)}" if given else ""
-    most = len(free) // max(1, cluster.sizes.gpus) - 1
+    max_workers = len(free) // max(1, cluster.sizes.gpus) - 1
     if not gpus.ids:
         hint = "--fake-gpus N does without; --gpus-per-node 0 makes nodes without GPUs"
-    elif most >= 0:
-        hint = f"`trimtab cluster start {most}` is the most there is room for"
+    elif max_workers >= 0:
+        hint = f"`trimtab cluster start {max_workers}` is the largest that fits"
     else:
         hint = "end the other cluster first, or see `nvidia-smi -L`"
     missing = gpus.ids and len(gpus.ids) <= needed - 1 and gpus.ids[-1].isdecimal()
     first = f"GPU {int(gpus.ids[-1]) + 1} is not available: " if missing and not given else ""
     raise InfeasibleError(
-        f"{first}the head and {_count_text(workers, 'worker')} need {_count_text(needed, 'GPU')}, and this machine has "
+        f"{first}the head and {_count(workers, 'worker')} need {_count(needed, 'GPU')}, and this machine has "
         f"{gpus.named()}{others}",
         hint=hint,
     )
@@ -252,7 +256,7 @@ def _name(cluster: ClusterRecord, gpus: tuple[str, ...], slot: int) -> str:
 
 
 def _holders_text(given: Mapping[str, NodeRecord]) -> str:
-    """`GPU 0 has head, GPU 1 has gpu-1 (starting)`."""
+    """`GPU 0 is head's, GPU 1 is gpu-1's (starting)`."""
     words = {NodePhase.starting: " (starting)", NodePhase.ending: " (ending)"}
     return ", ".join(f"GPU {gpu} is {node.name}'s{words.get(node.phase, '')}" for gpu, node in sorted(given.items()))
 
@@ -269,5 +273,5 @@ def _plain_address(address: str) -> str:
     return f"{host}:{port}"
 
 
-def _count_text(count: int, singular: str, many: str | None = None) -> str:
+def _count(count: int, singular: str, many: str | None = None) -> str:
     return f"{count} {singular if count == 1 else many or singular + 's'}"

@@ -1,9 +1,9 @@
-"""Ray's token authentication: on for a node exactly when it is on for the cluster.
+"""Ray's token authentication: on for a node exactly if it is on for the cluster.
 
-Ray turns it on for a head by itself when a token lies about, but never for a worker or a driver, which then fail after
-twenty seconds; so every process gets the mode explicitly. A new cluster does as Ray would. For one of ours the
-environment of its head is read; any other is asked. Mode and token travel in environments only: they are not written
-down and the token is not printed.
+Ray turns it on for a head by itself if it finds a token, but never for a worker or a driver, which then fail after 20
+s; so every process gets the mode explicitly. A new cluster does as Ray would. For a cluster of trimtab the environment
+of its head is read; any other is probed. Mode and token are passed in environments only: they are never written down,
+and the token is not printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROBE_S = 10
 
 
 def new_cluster_auth(env: Mapping[str, str]) -> dict[str, str]:
-    """What the processes of a new cluster need: as Ray decides for a head, told to all."""
+    """Environment for the processes of a new cluster: the mode that Ray would choose for a head."""
     asked = env.get(MODE)
     mode = (asked or (ON if has_token(env) else OFF)).lower()
     if mode == ON and not has_token(env):
@@ -33,40 +33,40 @@ def new_cluster_auth(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def head_auth(head: ProcessIdentity) -> dict[str, str]:
-    """What the head of a cluster of ours was started with; empty where that cannot be read."""
+    """Mode and token that a head of trimtab was started with; empty if that cannot be read."""
     theirs = environment(head.pid) if head.lives else {}
     return {MODE: theirs[MODE], **_tokens(theirs)} if MODE in theirs else {}
 
 
 def cluster_auth(address: str, env: Mapping[str, str]) -> dict[str, str]:
-    """What a cluster of somebody else wants, by asking it: first without a token, then with."""
+    """Mode and token that another cluster requires, by probing: first without a token, then with."""
     adopt({MODE: OFF})
     if _is_accepted(address):
         return {MODE: OFF}
     if not has_token(env):
         raise UnreachableError(
-            f"the cluster at {address} wants a token, and there is none here",
+            f"the cluster at {address} requires a token, and there is none here",
             hint="put the cluster's token into ~/.ray/auth_token, or its path into RAY_AUTH_TOKEN_PATH",
         )
     wanted = {MODE: ON, **_tokens(env)}
     adopt(wanted)
     if not _is_accepted(address):
         raise UnreachableError(
-            f"the cluster at {address} does not take the token that is here",
+            f"the cluster at {address} does not accept the token that is here",
             hint="the token is the one of the machine where its head was started",
         )
     return wanted
 
 
 def match_cluster(address: str) -> None:
-    """Have this process speak to a cluster as that wants it; what the user has set stays where it works."""
+    """Set this process's mode to that of a cluster; what the user has set stays if it works."""
     if os.environ.get(MODE) and _is_accepted(address):
         return
     cluster_auth(address, os.environ)
 
 
 def adopt(wanted: Mapping[str, str]) -> None:
-    """Have this process speak to Ray so, also when it has imported Ray already."""
+    """Set this process's mode and token, also if Ray is imported already."""
     for name in (MODE, TOKEN, TOKEN_PATH):
         if name in wanted:
             os.environ[name] = wanted[name]
@@ -95,7 +95,7 @@ def _tokens(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_accepted(address: str) -> bool:
-    """Whether the cluster answers us as we are; raises UnreachableError where it does not answer at all."""
+    """Whether the cluster accepts this process's mode; UnreachableError if it does not answer."""
     from ray._raylet import GcsClient
     from ray.exceptions import AuthenticationError
 
@@ -115,7 +115,7 @@ def _is_accepted(address: str) -> bool:
 
 @contextlib.contextmanager
 def _silence_ray() -> Iterator[None]:
-    """Ray's own lines about a refusal, written past Python, say less than we do."""
+    """Suppress Ray's own messages about a refusal, which bypass Python's stderr."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -1,7 +1,7 @@
-"""Which GPUs this machine has to give: real ones, asked of NVIDIA's driver, or so many faked ones.
+"""GPUs of this machine for nodes: real ones, queried from NVIDIA's driver, or fake ones.
 
-CUDA_VISIBLE_DEVICES of the caller narrows them, as it does for every program. What is returned are the words that stand
-for a GPU in that variable. Nothing is said here about who uses them: the ledger knows what was given.
+CUDA_VISIBLE_DEVICES of the caller limits them. Ids are in the form of that variable. Their use is recorded in the
+ledger.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_FAKE_GPUS = 32
 
 @dataclass(frozen=True)
 class LocalGpus:
-    """The GPUs that may be given to nodes, in order."""
+    """The GPUs that nodes may get, in order."""
 
     ids: tuple[str, ...]
     fake: bool = False
     kind: str = ""
 
     def named(self) -> str:
-        """For people: `4 GPUs (0-3)`."""
+        """`4 GPUs (0-3)`."""
         if not self.ids:
             return "no GPU"
         what = "faked GPU" if self.fake else "GPU"
@@ -36,7 +36,7 @@ class LocalGpus:
 
 
 def local_gpus(fake: int | None) -> LocalGpus:
-    """The GPUs here, or `fake` faked ones."""
+    """The GPUs here, or `fake` fake ones."""
     if fake is not None:
         if not 0 <= fake <= MAX_FAKE_GPUS:
             raise InputError(
@@ -52,7 +52,7 @@ def local_gpus(fake: int | None) -> LocalGpus:
 
 
 def ids_text(ids: tuple[str, ...]) -> str:
-    """`0-3` for a run of numbers, else all of them."""
+    """`0-3` for consecutive numbers, else all of them."""
     if len(ids) > 2 and all(gpu.isdecimal() for gpu in ids):
         numbers = [int(gpu) for gpu in ids]
         if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
@@ -61,7 +61,7 @@ def ids_text(ids: tuple[str, ...]) -> str:
 
 
 def gpu_processes() -> dict[str, list[int]]:
-    """By index of a GPU, the processes that compute on it, as far as the driver says."""
+    """Processes on each GPU by index, as far as the driver reports them."""
     apps = _query("--query-compute-apps=gpu_uuid,pid")
     if not apps:
         return {}
@@ -79,8 +79,10 @@ def _from_nvidia_smi() -> LocalGpus | None:
 
 
 def _devices() -> LocalGpus:
-    """Without NVIDIA's command: the devices of the driver."""
-    found = [int(match[1]) for path in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", path.name))]
+    """Without nvidia-smi: the driver's devices."""
+    found = [
+        int(match[1]) for path in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", path.name))
+    ]
     return LocalGpus(tuple(str(number) for number in sorted(found)))
 
 

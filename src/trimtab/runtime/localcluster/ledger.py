@@ -1,9 +1,9 @@
 """What trimtab has started on this machine: clusters, nodes, their GPUs and ports; one file, changed under one lock.
 
-A GPU or a block of ports is given by writing a node into the ledger while the lock is held, before anything is started;
-so two who add at once cannot be given the same. What is written is believed only as long as a process stands behind it:
-whoever is starting the node, then its keeper, then whatever is left of its family. The lock is held for moments, never
-while something starts. Kept per user and machine, not per cluster: two clusters must not share a GPU either.
+A GPU or a block of ports is allocated by writing a node into the ledger under the lock, before anything is started, so
+two concurrent commands never get the same. A record is valid only while a process backs it: the one that starts the
+node, then its supervisor, then leftovers of its processes. The lock is held briefly, never while something starts. One
+ledger per user and machine, not per cluster: two clusters must not share a GPU either.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.procs.ports import NodePorts
 from trimtab.runtime.procs.processes import ProcessIdentity, family
 
-DIRECTORY_VARIABLE = "TRIMTAB_CLUSTER_DIR"
-MAX_DIRECTORY_LENGTH = 30  # Ray's sockets lie below it, and the path of a socket has 107 letters
-KEEP_ENDED_S = 3600.0  # nodes that ended are shown for so long
+DIRECTORY_ENV = "TRIMTAB_CLUSTER_DIR"
+MAX_LENGTH = 30  # Ray's sockets are below it, and a socket path has at most 107 characters
+KEEP_ENDED_S = 3600.0  # ended nodes are shown for this long
 _LOCK_S = 30.0
 
 
 class NodePhase(str, enum.Enum):
-    """Where a node of ours is."""
+    """Phase of a node."""
 
     starting = "starting"
     running = "running"
     ending = "ending"
-    ended = "ended"  # kept for a while, to say why
+    ended = "ended"  # kept for a while, to show the cause
 
 
 @dataclass(frozen=True)
 class NodeSizes:
-    """What each node of a cluster gets."""
+    """Resources of each node of a cluster."""
 
     gpus: int = 1
     cpus: int = 1
-    memory: int | None = None  # bytes; None: its share of the machine's
+    memory: int | None = None  # bytes; None: its share of the machine
     object_store: int | None = None  # bytes; None: its share
     units: int = 1  # of the resource `worker_unit`
 
@@ -61,7 +61,7 @@ class NodeRecord:
     fake: bool
     slot: int
     ports: NodePorts
-    adder: ProcessIdentity  # who is starting it
+    adder: ProcessIdentity  # the process that starts it
     log: str
     sizes: NodeSizes = field(default_factory=NodeSizes)
     supervisor: ProcessIdentity | None = None
@@ -69,12 +69,12 @@ class NodeRecord:
     node_id: str = ""  # Ray's
     phase: NodePhase = NodePhase.starting
     since: float = 0.0  # epoch seconds, of the phase
-    deadline: float | None = None  # epoch seconds: it goes then
+    deadline: float | None = None  # epoch seconds: it ends then
     cause: str = ""  # of ending
 
     @property
     def alive(self) -> bool:
-        """Whether somebody is behind what is written."""
+        """Whether a process backs the record."""
         if self.phase is NodePhase.ended:
             return False
         if self.supervisor is not None:
@@ -84,7 +84,7 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """A cluster that has nodes of ours."""
+    """A cluster with nodes on this machine."""
 
     address: str  # host:port of its head, as Ray knows it
     head_here: bool
@@ -96,46 +96,44 @@ class ClusterRecord:
     dashboard_port: int | None = None
     client_port: int | None = None
     quick_loss: bool = False
-    owner: ProcessIdentity | None = None  # the command it lives as long as; None: detached
+    owner: ProcessIdentity | None = None  # the command whose end ends it; None: detached
     started: float = 0.0
     nodes: tuple[NodeRecord, ...] = ()
 
     @property
     def head(self) -> NodeRecord | None:
-        """Its head, where that is one of ours."""
+        """Its head, if that is on this machine."""
         return next((node for node in self.nodes if node.head), None)
 
     @property
     def live_nodes(self) -> tuple[NodeRecord, ...]:
-        """Nodes that are there or on their way."""
+        """Running and starting nodes."""
         return tuple(node for node in self.nodes if node.alive)
 
     @property
     def allocated_nodes(self) -> tuple[NodeRecord, ...]:
-        """Nodes whose GPUs and ports are not free: also those of a dead one until what is left of it has been ended."""
+        """Nodes whose GPUs and ports are not free: also dead ones until their leftovers are ended."""
         return tuple(node for node in self.nodes if node.phase is not NodePhase.ended)
 
     @property
     def port(self) -> int:
-        """Of its head."""
         return int(self.address.rpartition(":")[2])
 
 
 @dataclass
 class LedgerState:
-    """The ledger while the lock is held; what is changed here is written when it is let go."""
+    """The ledger while the lock is held; changes are written when it is released."""
 
     clusters: dict[str, ClusterRecord]
 
     def put(self, cluster: ClusterRecord, node: NodeRecord) -> ClusterRecord:
-        """Write a node down, in place of an earlier one of its name."""
+        """Add a node, replacing an ended one of the same name."""
         others = [other for other in cluster.nodes if other.name != node.name or other.phase is not NodePhase.ended]
         changed = dataclasses.replace(cluster, nodes=(*others, node))
         self.clusters[cluster.address] = changed
         return changed
 
     def find(self, mark: str) -> tuple[ClusterRecord, NodeRecord] | None:
-        """The node of a mark, and its cluster."""
         for cluster in self.clusters.values():
             for node in cluster.nodes:
                 if node.mark == mark:
@@ -143,7 +141,7 @@ class LedgerState:
         return None
 
     def gpus_given(self, *, fake: bool, address: str) -> dict[str, NodeRecord]:
-        """Who has which GPU. Real ones count whatever the cluster; faked ones are each cluster's own."""
+        """Which node has which GPU. Real ones count across clusters; fake ones belong to their cluster."""
         return {
             gpu: node
             for cluster in self.clusters.values()
@@ -153,8 +151,10 @@ class LedgerState:
         }
 
     def ports_given(self) -> set[int]:
-        """Ports that nodes of all clusters have."""
-        return {port for cluster in self.clusters.values() for node in cluster.allocated_nodes for port in node.ports.fixed}
+        """Ports of the nodes of all clusters."""
+        return {
+            port for cluster in self.clusters.values() for node in cluster.allocated_nodes for port in node.ports.fixed
+        }
 
 
 class Ledger:
@@ -165,7 +165,7 @@ class Ledger:
         self._file = self.place / "ledger.json"
 
     def read(self) -> dict[str, ClusterRecord]:
-        """What is written, by address; it may be changing."""
+        """The clusters by address, without the lock."""
         try:
             data = json.loads(self._file.read_text())
             return {row["address"]: decode(ClusterRecord, row) for row in data["clusters"]}
@@ -179,7 +179,7 @@ class Ledger:
             ) from None
 
     def changed(self) -> int:
-        """A number that changes when what is written does."""
+        """A number that changes with the file."""
         try:
             return self._file.stat().st_mtime_ns
         except FileNotFoundError:
@@ -187,7 +187,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[LedgerState]:
-        """Hold the lock; what is in the books afterwards is written. A fault leaves everything as it was."""
+        """Hold the lock; the state is written on exit, unless an exception is raised."""
         self._make_directory()
         descriptor = os.open(self.place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -201,7 +201,7 @@ class Ledger:
             os.close(descriptor)
 
     def update(self, mark: str, **facts: object) -> NodeRecord | None:
-        """Change facts of one node; None where it is not in the books any more."""
+        """Change fields of one node; None if it is not in the ledger any more."""
         with self.change() as state:
             found = state.find(mark)
             if found is None:
@@ -221,16 +221,16 @@ class Ledger:
     def _make_directory(self) -> None:
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.place.stat().st_uid != os.getuid():
-            raise InputError(f"{self.place} belongs to another user", hint=f"{DIRECTORY_VARIABLE} names another directory")
+            raise InputError(f"{self.place} belongs to another user", hint=f"{DIRECTORY_ENV} names another directory")
 
 
 def default_directory() -> Path:
-    """Where the ledger of this user and machine lies. Containers that share /tmp know processes by other numbers."""
-    named = os.environ.get(DIRECTORY_VARIABLE)
+    """Ledger directory of this user and machine. Containers that share /tmp have other process ids."""
+    named = os.environ.get(DIRECTORY_ENV)
     if named:
-        if len(named) > MAX_DIRECTORY_LENGTH:
+        if len(named) > MAX_LENGTH:
             raise InputError(
-                f"{DIRECTORY_VARIABLE} is longer than {MAX_DIRECTORY_LENGTH} letters: Ray's sockets below it would have too long a path",
+                f"{DIRECTORY_ENV} is longer than {MAX_LENGTH} letters: the paths of Ray's sockets would be too long",
                 where="environment",
             )
         return Path(named)
@@ -238,12 +238,11 @@ def default_directory() -> Path:
 
 
 def leftover_processes(node: NodeRecord) -> list[ProcessIdentity]:
-    """Processes of a node behind whose record nobody stands any more."""
+    """Processes of a node whose record is not alive any more."""
     return [] if node.alive else family(node.supervisor, node.mark)
 
 
 def is_expired(node: NodeRecord, now: float) -> bool:
-    """Whether a node that ended need not be shown any more."""
     return node.phase is NodePhase.ended and now - node.since > KEEP_ENDED_S
 
 

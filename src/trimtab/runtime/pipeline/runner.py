@@ -1,9 +1,8 @@
-"""Runs a schedule: the blocks of a PyTorch model as a pipeline of Ray actors, one for each stage.
+"""Runs a schedule: the blocks of a PyTorch model as a pipeline of Ray actors, one per stage.
 
-Feeds microbatches in, collects the results in order, compares them with the model run whole in this process, and
-measures the time between results in the steady state against the schedule's bottleneck. It decides nothing about the
-schedule. It never waits without a deadline, and when it returns, raises or is interrupted, its actors are gone, and so
-is the Ray that it started.
+Feeds microbatches, collects the results in order, compares them with the model run whole in this process, and measures
+the steady-state period against the schedule's bottleneck. It decides nothing about the schedule. Every wait has a
+deadline; when it returns, raises or is interrupted, its actors are gone, and so is the Ray that it started.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ if TYPE_CHECKING:
 
 OutputComparison = Literal["equal", "close", "different", "not compared"]
 
-# Calls between processes take a millisecond or two: emulated steps should be long against that.
+# Calls between processes take a millisecond or two: emulated steps should be much longer.
 EMULATED_BOTTLENECK_S = 0.1
 START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a stage was planned to take and took, for one microbatch."""
+    """Planned and measured times of a stage, for one microbatch."""
 
     host: str
     first: int
     last: int
     planned_compute_s: float
     planned_transfer_s: float
-    compute_s: float  # median, what its blocks really took; 0 where there are none
+    compute_s: float  # median, what its blocks really took; 0 without blocks
     starved_s: float  # in the whole run, waiting for input
-    blocked_s: float  # in the whole run, waiting for room behind it
+    blocked_s: float  # in the whole run, waiting for the next stage
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,17 @@ class PipelineRun:
 
     @property
     def predicted_throughput(self) -> float:
-        """Items a second that the plan promises; infinite where it says that nothing takes time."""
+        """Planned items per second; infinite if the plan says that nothing takes time."""
         return self.batch_size / self.predicted_period_s if self.predicted_period_s else float("inf")
 
     @property
     def measured_throughput(self) -> float:
-        """Items a second in the steady state."""
+        """Items per second in the steady state."""
         return self.batch_size / self.measured_period_s if self.measured_period_s else float("inf")
 
     @property
     def ratio(self) -> float:
-        """Measured against predicted throughput."""
+        """Measured over predicted throughput."""
         return self.predicted_period_s / self.measured_period_s if self.measured_period_s else float("inf")
 
 
@@ -95,9 +94,9 @@ def run_pipeline(
     """Run a schedule and measure it.
 
     `chain` and `make_input` come from `profile.layers`; without them only an emulation is possible, which then moves no
-    data. `stretch` slows emulated time down; by itself it makes the bottleneck last a tenth of a second at least, and
-    long enough for this machine to compute a microbatch meanwhile.
-    `devices` names the torch device of a host where it is not the CPU. `timeout_s` bounds every single wait.
+    data. `stretch` slows emulated time down; by default the bottleneck lasts at least 0.1 s, and long enough for this
+    machine to compute a microbatch meanwhile. `devices` names the torch device of a host that is not the CPU.
+    `timeout_s` bounds every single wait.
     """
     _check(schedule, chain, make_input, emulate, buffers_in, buffers_out, microbatches, stretch, threads, timeout_s)
     bottleneck = schedule.bottleneck_seconds
@@ -106,14 +105,14 @@ def run_pipeline(
     whole_s = 0.0
     packed: list[bytes | None] = [None] * len(schedule.stages)
     if chain is not None and make_input is not None:
-        # Before the model runs here: what a block keeps from a run must not go along.
+        # Before the model runs here: what a block keeps from a run must not be pickled along.
         packed = [_packed(chain, stage) for stage in schedule.stages]
         progress("running the model whole, for comparison")
         inputs, expected, whole_s = _whole(chain, make_input, min(3, microbatches), threads)
     if not emulate:
         stretch = 1.0
     elif stretch is None:
-        # All stages may have to share one core, and then a microbatch of the whole model has to fit into a step.
+        # All stages may share one core; then a microbatch of the whole model has to fit into a step.
         minimum = max(EMULATED_BOTTLENECK_S, 1.5 * whole_s)
         stretch = max(1.0, minimum / bottleneck) if bottleneck else 1.0
     if timeout_s is None:
@@ -142,7 +141,7 @@ def run_pipeline(
             for actor in actors:
                 ray.kill(actor, no_restart=True)
     outcome, difference = _compared(results, expected)
-    # The first results come while the pipeline still fills and the blocks are still warming up.
+    # The first results come while the pipeline fills and the blocks warm up.
     skipped = min(len(schedule.stages), (microbatches - 1) // 3)
     period = (done_at[-1] - done_at[skipped]) / (microbatches - 1 - skipped) / stretch
     return PipelineRun(
@@ -199,7 +198,9 @@ def _check(
             "running needs the model and its input", hint="--factory file.py:factory --input 128,2048; or --emulate"
         )
     if chain is not None and make_input is None:
-        raise InputError("what does the model take?", hint="--input 128,2048, or --input package.module:make_input")
+        raise InputError(
+            "the model's input is not stated", hint="--input 128,2048, or --input package.module:make_input"
+        )
     for what, value, minimum in (
         ("buffers in", buffers_in, 1),
         ("buffers out", buffers_out, 1),
@@ -216,12 +217,12 @@ def _check(
 def _whole(
     chain: BlockChain, make_input: Callable[[int], Any], count: int, threads: int
 ) -> tuple[list[Any], list[Any], float]:
-    """Some inputs as the first block takes them, what the whole chain makes of each, and the seconds that it takes."""
+    """Inputs as the first block takes them, the whole chain's result for each, and its seconds."""
     from trimtab.profile import layers
 
     torch = layers.import_torch()
     before = torch.get_num_threads()
-    # As many threads as a stage has: kernels split sums by threads, and sums in another order end in other bits.
+    # As many threads as a stage has: kernels split sums by threads, and another order of summation gives other bits.
     torch.set_num_threads(threads)
     try:
         made = [make_input(number) for number in range(count)]
@@ -243,14 +244,14 @@ def _whole(
 
 
 def _settings(schedule: Schedule, index: int, planned: StageSettings, stretch: float | None) -> StageSettings:
-    """What one stage has to know; `stretch` is `None` where time is real."""
+    """Settings of one stage; `stretch` is None if time is real."""
     stage = schedule.stages[index]
     last = index == len(schedule.stages) - 1
     into = schedule.stages[index - 1].transfer_seconds if index else schedule.input_seconds
     own = replace(
         planned,
         name=f"stage {index + 1} ({stage.host})",
-        # The plan gives the first stage no buffers for input: one microbatch waits there at most.
+        # The plan gives the first stage no input buffers: at most one microbatch waits there.
         buffers_in=planned.buffers_in if index else 1,
     )
     if stretch is None:
@@ -369,7 +370,9 @@ def _got(ray: Any, ref: Any, schedule: Schedule, index: int, running: Mapping[An
         _raise_first_fault(ray, fault, schedule, index, running or {})
 
 
-def _raise_first_fault(ray: Any, fault: Exception, schedule: Schedule, index: int, running: Mapping[Any, int]) -> NoReturn:
+def _raise_first_fault(
+    ray: Any, fault: Exception, schedule: Schedule, index: int, running: Mapping[Any, int]
+) -> NoReturn:
     """Raise the fault of the stage where it began: a stage that dies makes those before it fail, too."""
     faults = [(index, fault)]
     ended, _ = ray.wait(list(running), num_returns=len(running), timeout=1.5) if running else ([], [])
@@ -409,7 +412,7 @@ def _fault_of(ray: Any, ref: Any) -> Exception | None:
 
 
 def _compared(results: Sequence[Any], expected: Sequence[Any]) -> tuple[OutputComparison, float]:
-    """Whether every result is what the whole model gave for the same input, and by how much they differ."""
+    """Whether every result equals that of the whole model, and the largest difference."""
     if not expected:
         return "not compared", 0.0
     from trimtab.profile import layers
@@ -429,7 +432,7 @@ def _compared(results: Sequence[Any], expected: Sequence[Any]) -> tuple[OutputCo
                 continue
             reference, other = reference.cpu().double(), other.double()
             largest = max(largest, float((reference - other).abs().max()))
-            # As loose as the dtype of the result is coarse.
+            # Tolerance by the dtype of the result.
             coarse = torch.finfo(wanted[0].dtype).eps ** 0.5 if wanted[0].dtype.is_floating_point else 0.0
             near = torch.allclose(reference, other, rtol=coarse, atol=coarse * float(reference.abs().max()))
             worst = "close" if near and worst != "different" else "different"
