@@ -304,7 +304,7 @@ def test_more_nodes_than_one_machine_carries_are_refused(tmp_path: Path, capsys:
     ("how", "code", "what"),
     [
         ("raise", "RAISED", "the step of trainer raised RuntimeError: out of memory"),
-        ("exit", None, "the step of trainer wanted to end the process: SystemExit"),
+        ("exit", None, "the step of trainer tried to exit the process: SystemExit"),
         ("generator", None, "trainer returned a generator"),
         ("hang", "HUNG", "the step of trainer was not over after 2 s"),
     ],

@@ -186,7 +186,7 @@ def test_weights_that_arrive_in_the_midst_of_an_iteration_wait_for_its_end() -> 
     ("how", "code", "what"),
     [
         ("raise", ReasonCode.raised, "the step of reward raised RuntimeError: out of memory"),
-        ("exit", ReasonCode.raised, "wanted to end the process"),
+        ("exit", ReasonCode.raised, "tried to exit the process"),
         ("none", ReasonCode.faulty, "reward returned nothing, and trainer needs its output"),
         ("generator", ReasonCode.faulty, "reward returned a generator"),
         ("hang", ReasonCode.hung, "the step of reward was not over after 0.3 s"),
@@ -385,7 +385,7 @@ def test_whoever_is_told_and_raises_leaves_the_folder_in_order(tmp_path: Path) -
 
     with pytest.raises(RuntimeError, match="no terminal"):
         LocalRun(noting(chain()), tmp_path / "run", on_iteration=on_iteration).run()
-    assert "it broke off: RuntimeError: no terminal" in summary(tmp_path / "run")["reason"]
+    assert "unexpected error: RuntimeError: no terminal" in summary(tmp_path / "run")["reason"]
     assert numbers(LocalRun(noting(chain()), tmp_path / "run", resume=True).run()) == [1, 2, 3]
 
 
@@ -556,7 +556,7 @@ def test_a_job_file_with_classes_needs_no_costs(tmp_path: Path) -> None:
         ("emulate: true", "emulate: {noise: much}", "noise is a number"),
         ("emulate: true", "emulate: {noise: .nan}", "noise is a number"),
         ("emulate: true", "emulate: {tail: {shar: 0.1}}", "unknown key shar"),
-        ("emulate: true", "emulate: false", "which code trainer is is not stated"),
+        ("emulate: true", "emulate: false", "trainer has neither use nor emulate"),
         ("emulate: true", "use: 3", "use names a class"),
         ("emulate: true", "use: 'a:B', settings: 3", "settings is a section"),
         ("seconds: {1: 1.0}, emulate: true", "emulate: true", "emulated and has no costs"),

@@ -110,7 +110,7 @@ def test_a_way_back_that_fails_too_ends_the_run_with_its_reason_and_it_can_be_re
             super().place(*arguments)
 
     class Here(LocalRun):
-        def _make_crew(self) -> ComponentSet:
+        def _make_components(self) -> ComponentSet:
             return NoWayBack(self._job, self._clock, self._path)
 
     end = Here(parts_that_move(), tmp_path / "run", clock=VirtualClock()).run()

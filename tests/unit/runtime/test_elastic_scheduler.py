@@ -1017,7 +1017,7 @@ def test_a_look_at_the_load_that_fails_in_an_unknown_way_is_said_and_begun_again
         monkeypatch.setattr(scheduler, "_poll_status", odd)
         await asyncio.sleep(60)
         assert looked
-        assert any("looking at the load failed" in fault for fault in scheduler.faults)
+        assert any("the load loop failed" in fault for fault in scheduler.faults)
         assert [row["failures"] for row in scheduler.background.status() if row["name"] == "load"] == [2]
         await scheduler.stop()
 

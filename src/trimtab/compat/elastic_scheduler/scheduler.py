@@ -430,14 +430,14 @@ class ElasticScheduler:
     async def _first_status(self) -> None:
         """Find the workers if the group has no `world_size`; which of them are inactive; their load."""
         if self._ids:
-            said = await self._poll_status()
+            statuses = await self._poll_status()
         else:
-            said = await self._calls.status()
-            if not said:
+            statuses = await self._calls.status()
+            if not statuses:
                 raise UnreachableError("get_worker_status names no worker", where="worker_group")
-            for worker in said:
+            for worker in statuses:
                 self._join(worker)
-        for worker, status in (said or {}).items():
+        for worker, status in (statuses or {}).items():
             if status.status == "inactive" and str(worker) in self._ids:
                 self._handle(e.WorkerSlept(str(worker)))
                 for view in self._machine.requests():
@@ -447,22 +447,24 @@ class ElasticScheduler:
     async def _poll_status(self) -> dict[WorkerId, WorkerStatus] | None:
         """Read the status once. A failure is reported and changes nothing."""
         try:
-            said = await self._calls.status()
+            statuses = await self._calls.status()
         except UnreachableError as error:
             self._load_known = False
             self._record_fault(f"{error.what}; the load is unknown, so nothing is scaled")
             return None
-        missing = [str(worker) for worker in self._ids.values() if worker not in said]
+        missing = [str(worker) for worker in self._ids.values() if worker not in statuses]
         self._load_known = not missing
         if missing:
             self._record_fault(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
-        for worker, status in said.items():
+        for worker, status in statuses.items():
             if str(worker) in self._ids:
                 self._handle(e.LoadReported(str(worker), status.active_requests, 0, 0.0, self._clock()))
-        for name in self._unflushed & {str(worker) for worker, status in said.items() if not status.active_requests}:
+        for name in self._unflushed & {
+            str(worker) for worker, status in statuses.items() if not status.active_requests
+        }:
             if not self._lock(name).locked():
                 self._spawn(f"late flush of {name}", functools.partial(self._flush_late, name))
-        return said
+        return statuses
 
     def _join(self, worker: WorkerId) -> None:
         name = str(worker)

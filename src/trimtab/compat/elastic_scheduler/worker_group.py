@@ -83,20 +83,20 @@ class WorkerGroupCalls:
         answer = await self._call("get_worker_status")
         if not isinstance(answer, Mapping):
             raise UnreachableError(f"get_worker_status answered {_short(answer)}, not a mapping of workers")
-        return {worker: _status(worker, said) for worker, said in answer.items()}
+        return {worker: _status(worker, fields) for worker, fields in answer.items()}
 
     async def flush(self, worker: WorkerId) -> None:
         """Release a worker's memory if it reports no request; NotIdleError if it does."""
         if self.has_status:
             try:
-                said = (await self.status()).get(worker)
+                status = (await self.status()).get(worker)
             except UnreachableError as error:
                 raise NotIdleError(f"worker {worker} is not flushed: {error.what}") from error
-            if said is None:
+            if status is None:
                 raise NotIdleError(f"worker {worker} is not flushed: get_worker_status says nothing of it")
-            if said.active_requests:
+            if status.active_requests:
                 raise NotIdleError(
-                    f"worker {worker} is not flushed: it says that it has {said.active_requests} requests"
+                    f"worker {worker} is not flushed: it says that it has {status.active_requests} requests"
                 )
         await self._call("flush_worker_cache", worker)
 
@@ -173,14 +173,14 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
     return await future
 
 
-def _status(worker: WorkerId, said: Any) -> WorkerStatus:
-    if not isinstance(said, Mapping) or "active_requests" not in said:
-        raise UnreachableError(f"get_worker_status says nothing of worker {worker}'s active_requests: {_short(said)}")
-    counts = [said["active_requests"], said.get("total_processed", 0)]
+def _status(worker: WorkerId, fields: Any) -> WorkerStatus:
+    if not isinstance(fields, Mapping) or "active_requests" not in fields:
+        raise UnreachableError(f"get_worker_status says nothing of worker {worker}'s active_requests: {_short(fields)}")
+    counts = [fields["active_requests"], fields.get("total_processed", 0)]
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise UnreachableError(f"get_worker_status says {count!r} of worker {worker}, which is no count")
-    status = str(said.get("status", "active")).lower()
+    status = str(fields.get("status", "active")).lower()
     if status not in STATUSES:
         raise UnreachableError(f"get_worker_status says {status!r} of worker {worker}", hint=f"one of {STATUSES}")
     return WorkerStatus(counts[0], counts[1], status)

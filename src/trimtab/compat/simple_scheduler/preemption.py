@@ -22,19 +22,19 @@ class PreemptionAggressiveness(str, enum.Enum):
     @classmethod
     def of(cls, word: str) -> PreemptionAggressiveness:
         """The level of this name or a synonym; `env:VAR` reads it from the environment."""
-        said = word.value if isinstance(word, cls) else word
+        level_name = word.value if isinstance(word, cls) else word
         where = "preemption_aggressiveness"
-        if isinstance(said, str) and said.startswith("env:"):
-            variable = said.removeprefix("env:")
+        if isinstance(level_name, str) and level_name.startswith("env:"):
+            variable = level_name.removeprefix("env:")
             where = f"{where}, from the environment variable {variable}"
             if variable not in os.environ:
                 raise InputError(f"the environment variable {variable} is not set", where="preemption_aggressiveness")
-            said = os.environ[variable]
-        level = _LEVELS.get(said.strip().lower()) if isinstance(said, str) else None
+            level_name = os.environ[variable]
+        level = _LEVELS.get(level_name.strip().lower()) if isinstance(level_name, str) else None
         if level is None:
-            near = nearest(str(said).lower(), _LEVELS)
+            near = nearest(str(level_name).lower(), _LEVELS)
             hint = f"did you mean {near}?" if near else "low, medium, high, or env:VARIABLE"
-            raise InputError(f"{said!r} is no aggressiveness", where=where, hint=hint)
+            raise InputError(f"{level_name!r} is no aggressiveness", where=where, hint=hint)
         return cls(level)
 
 

@@ -161,11 +161,11 @@ class AdviceTracker:
         if taken is not None and self.adviser is not None:
             self.adviser.taken(taken)
             self._unsettled = []
-            said = f"the run was started anew, with the plan that was advised: {self.adviser.plan.describe()}"
+            sentence = f"the run was started anew, with the plan that was advised: {self.adviser.plan.describe()}"
         else:
-            said = "the run was started anew; if with another placement, start this command anew with it"
+            sentence = "the run was started anew; if with another placement, start this command anew with it"
         self._carried_out = None
-        return FollowEvent("restarted", step.number, said, taken)
+        return FollowEvent("restarted", step.number, sentence, taken)
 
     def _settle(self, step: LoggedStep) -> list[FollowEvent]:
         """A step under an advised placement, where timers may contain waits that they did not before."""
@@ -327,7 +327,7 @@ class AdviceTracker:
         if self._missing:
             return Reason(ReasonCode.too_few, f"{', '.join(self._missing)} is not in the log yet")
         needed = self.rules.least_iterations
-        return Reason(ReasonCode.too_few, f"{self._counted_ever} of {needed} steps are measured that tell costs")
+        return Reason(ReasonCode.too_few, f"{self._counted_ever} of {needed} steps are measured")
 
     def _parts(self, step_s: float | None) -> tuple[ComponentSummary, ...]:
         reading = self._reading

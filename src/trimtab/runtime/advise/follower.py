@@ -167,8 +167,8 @@ class Follower:
             return news
         if advice.gain < self.least_gain:
             return news
-        said = f"a checkpoint is written and {advice.gain:.0%} is to be gained: your command is run"
-        news.append(FollowEvent("hook started", step.number, said, advice))
+        sentence = f"a checkpoint is written and {advice.gain:.0%} is to be gained: your command is run"
+        news.append(FollowEvent("hook started", step.number, sentence, advice))
         self._hook_advice = advice
         failed = self.hook.start(advice, step.number)
         if failed is not None:

@@ -58,7 +58,7 @@ class RecordedPast:
     """What the folder recorded before this command was started."""
 
     steps: set[StepMark] = field(default_factory=set)
-    told: set[tuple[str, int, Overrides]] = field(default_factory=set)  # events that were shown
+    shown: set[tuple[str, int, Overrides]] = field(default_factory=set)  # events that were shown
     given: dict[Overrides, int] = field(default_factory=dict)  # advice that was ever shown, and its step
     current_overrides: Overrides = ()  # of the last advice shown, unless withdrawn
     ran_for: set[Overrides] = field(default_factory=set)  # by the user's command
@@ -108,7 +108,7 @@ class RecordedPast:
 
     def _write_event(self, event: Mapping[str, Any]) -> None:
         what, overrides = str(event["what"]), tuple(map(str, event.get("overrides") or ()))
-        self.told.add((what, int(event["step"]), overrides))
+        self.shown.add((what, int(event["step"]), overrides))
         if what in _ADVICE:
             self.current_overrides = overrides
             self.given.setdefault(overrides, int(event["step"]))
@@ -183,18 +183,18 @@ class FollowRecord:
         overrides = news.advice.overrides if news.advice is not None else ()
         if news.what in _ADVICE and overrides == self.past.current_overrides:
             return True
-        return (news.what, news.step, overrides) in self.past.told
+        return (news.what, news.step, overrides) in self.past.shown
 
     # ---- written -------------------------------------------------------------------------------------------------
 
     def record_hook_start(self, advice: Advice, step: int) -> bool:
         """Record that the user's command is run for this advice; returns whether that is written."""
-        said = f"your command is run for {advice.plan.describe()}"
-        self._write_event(FollowEvent("hook started", step, said, advice), {})
+        sentence = f"your command is run for {advice.plan.describe()}"
+        self._write_event(FollowEvent("hook started", step, sentence, advice), {})
         return self._folder.all_written()
 
-    def hook_ended(self, advice: Advice | None, step: int, said: str, *, done: bool) -> None:
-        self._write_event(FollowEvent("hook ended", step, said, advice), {"done": done})
+    def hook_ended(self, advice: Advice | None, step: int, sentence: str, *, done: bool) -> None:
+        self._write_event(FollowEvent("hook ended", step, sentence, advice), {"done": done})
 
     def record_taken(self, overrides: Overrides, since: StepMark) -> None:
         """Record that the run has an advised placement since a step, or since its log begins."""
@@ -214,15 +214,15 @@ class FollowRecord:
         if frame.ended:
             self._flush(advising)
         self._write_cluster(frame.around, advising.framework)
-        told = {"advised": True, "state": frame.ended or "followed", **summary}
-        if self._opening is None and told != self._summary:
-            self._folder.summarise(told)
-            self._summary = told
+        facts = {"advised": True, "state": frame.ended or "followed", **summary}
+        if self._opening is None and facts != self._summary:
+            self._folder.summarise(facts)
+            self._summary = facts
 
     def stopped(self, why: str) -> None:
         """Following ends; the run may go on."""
         if self._opening is None:
-            self._append("told", code="LEFT", reason=f"trimtab advise has stopped looking: {why}")
+            self._append("told", code="LEFT", reason=f"trimtab advise has stopped following: {why}")
 
     def _flush(self, advising: AdviceTracker) -> None:
         waiting, self._waiting = self._waiting, []
@@ -289,10 +289,10 @@ class FollowRecord:
             self._append("saved", iteration=step.number)
         if advising.adviser is not None:
             adviser = advising.adviser
-            code, said = adviser.reason.code.value, adviser.reason.sentence
+            code, sentence = adviser.reason.code.value, adviser.reason.sentence
             what = "stay" if adviser.advice is None else "advised"
             numbers = {"iteration_s": adviser.seconds_now()}
-            self._append("decided", what=what, iteration=step.number, code=code, reason=said, numbers=numbers)
+            self._append("decided", what=what, iteration=step.number, code=code, reason=sentence, numbers=numbers)
 
     def _write_event(self, event: FollowEvent, more: Mapping[str, Any]) -> None:
         advice = event.advice

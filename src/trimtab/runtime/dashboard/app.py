@@ -195,11 +195,11 @@ class DashboardApp:
         except (ValueError, RecursionError):
             return JSONResponse({"error": "the body must be a JSON object"}, 400)
         try:
-            said = await asyncio.to_thread(self._source.change, request.path_params["what"], facts)
+            answer = await asyncio.to_thread(self._source.change, request.path_params["what"], facts)
         except TrimtabError as error:
             status = 400 if isinstance(error, InputError) else 502
             return JSONResponse({"error": error.what, "hint": error.hint or ""}, status)
-        return JSONResponse({"said": said})
+        return JSONResponse({"said": answer})
 
     # ---- the stream ----------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class DashboardServer:
         return f"http://{HOST}:{self.port}/"
 
     @property
-    def said(self) -> str:
+    def announcement(self) -> str:
         """Where it listens, as a sentence, also if that is not the requested port."""
         requested = self._requested_port if self._requested_port is not None else PORT
         moved = f" (port {requested} is in use)" if requested and requested != self.port else ""

@@ -311,8 +311,8 @@ class GroupController:
             self._handle_event(e.MemberPending(client.member, seen.reason))
         node = seen.members[0].node
         client.up(handle, node, seen.attempt)
-        said = f"{client.member} runs on node {node[:12]}"
-        self._log_event(GroupLogEntry("started", said, client.member, node, task=client.task.id))
+        sentence = f"{client.member} runs on node {node[:12]}"
+        self._log_event(GroupLogEntry("started", sentence, client.member, node, task=client.task.id))
         self._handle_event(e.MemberStarted(client.member, node))
 
     def _lost(self, client: MemberClient, why: str, *, fatal: bool = False) -> None:
@@ -383,8 +383,8 @@ class GroupController:
             self._handle_event(e.WorldFailed(order.world.epoch, tuple(entered.failed), why))
             return
         self.world, self._waiting_for = order.world, None
-        said = f"world {order.world.epoch}: {order.world.size} members ({order.world.reason.sentence})"
-        self._log_event(GroupLogEntry("world", said, reason=order.world.reason, size=order.world.size))
+        sentence = f"world {order.world.epoch}: {order.world.size} members ({order.world.reason.sentence})"
+        self._log_event(GroupLogEntry("world", sentence, reason=order.world.reason, size=order.world.size))
         self._handle_event(e.WorldEntered(order.world.epoch))
         self._spawn(self._publish())
 
@@ -413,8 +413,8 @@ class GroupController:
         if len(clients) < world.size:
             outcome = StepOutcome(False, "a member is gone")
         else:
-            said = f"step {order.step} runs on {world.size} members"
-            self._notify(GroupLogEntry("step", said, step=order.step, size=world.size))
+            sentence = f"step {order.step} runs on {world.size} members"
+            self._notify(GroupLogEntry("step", sentence, step=order.step, size=world.size))
             self._running = StepRun(
                 order, clients, self._member_methods, self.spec.step_timeout_s, self._members.stop_waiting
             )
@@ -438,8 +438,8 @@ class GroupController:
         else:
             request.redone += 1
             self._stats.redone += 1
-            said = f"step {order.step} is done again: {outcome.why}"
-            self._log_event(GroupLogEntry("redone", said, reason=Reason(ReasonCode.redone, outcome.why)))
+            sentence = f"step {order.step} is done again: {outcome.why}"
+            self._log_event(GroupLogEntry("redone", sentence, reason=Reason(ReasonCode.redone, outcome.why)))
             self._handle_event(e.StepInterrupted(order.step, outcome.why, outcome.hung))
 
     async def _step_done(self, order: e.RunStep, world: World, outcome: StepOutcome, request: _StepRequest) -> None:

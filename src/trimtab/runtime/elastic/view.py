@@ -102,8 +102,8 @@ class GroupStats:
                 )
             if view.state is NodeState.draining and (had is None or had.state is not NodeState.draining):
                 left = "" if view.deadline is None else f" in {view.deadline - now:.0f} s"
-                said = f"node {node[:12]} will go{left}: {view.reason.sentence}"
-                yield GroupLogEntry("draining", said, "", node, view.reason)
+                sentence = f"node {node[:12]} will go{left}: {view.reason.sentence}"
+                yield GroupLogEntry("draining", sentence, "", node, view.reason)
         for node, had in before.items():
             if node not in after and unit.within(had.facts.total):
                 self._joined_at.pop(node, None)

@@ -188,22 +188,22 @@ def _with_node(
 
 
 def _gpus_for(
-    state: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, count: int, asked: str | None
+    state: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, count: int, requested: str | None
 ) -> tuple[str, ...]:
     given = state.gpus_given(fake=gpus.fake, address=cluster.address)
     free = [gpu for gpu in gpus.ids if gpu not in given]
-    if asked is not None:
-        if asked not in gpus.ids:
+    if requested is not None:
+        if requested not in gpus.ids:
             raise InputError(
-                f"GPU {asked} is not there: this machine has {gpus.named()}",
+                f"GPU {requested} is not there: this machine has {gpus.named()}",
                 where="command line: --gpu",
                 hint=f"free: {ids_text(tuple(free)) or 'none'}",
             )
-        if asked in given:
+        if requested in given:
             raise InfeasibleError(
-                f"GPU {asked} is taken: {_holders_text({asked: given[asked]})}", hint=_free_hint(free)
+                f"GPU {requested} is taken: {_holders_text({requested: given[requested]})}", hint=_free_hint(free)
             )
-        free = [asked, *(gpu for gpu in free if gpu != asked)]
+        free = [requested, *(gpu for gpu in free if gpu != requested)]
     if count == 0:
         return ()
     if len(free) < count:
@@ -241,10 +241,10 @@ def _check_gpus(state: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, wor
     )
 
 
-def _client_port(asked: int | None, head: NodeRecord) -> int:
-    if asked is not None:
-        ports.need(asked, "Ray's client server", "--client-port")
-        return asked
+def _client_port(requested: int | None, head: NodeRecord) -> int:
+    if requested is not None:
+        ports.need(requested, "Ray's client server", "--client-port")
+        return requested
     usual = 10_001
     return usual if ports.is_free(usual) else head.ports.spare
 

@@ -25,8 +25,8 @@ _PROBE_S = 10
 
 def new_cluster_auth(env: Mapping[str, str]) -> dict[str, str]:
     """Environment for the processes of a new cluster: the mode that Ray would choose for a head."""
-    asked = env.get(MODE)
-    mode = (asked or (ON if has_token(env) else OFF)).lower()
+    requested = env.get(MODE)
+    mode = (requested or (ON if has_token(env) else OFF)).lower()
     if mode == ON and not has_token(env):
         raise InputError("RAY_AUTH_MODE is token, but there is no token", where="environment", hint=_HOW_TO)
     return {MODE: mode, **_tokens(env)}
@@ -34,8 +34,8 @@ def new_cluster_auth(env: Mapping[str, str]) -> dict[str, str]:
 
 def head_auth(head: ProcessIdentity) -> dict[str, str]:
     """Mode and token that a head of trimtab was started with; empty if that cannot be read."""
-    theirs = environment(head.pid) if head.lives else {}
-    return {MODE: theirs[MODE], **_tokens(theirs)} if MODE in theirs else {}
+    head_env = environment(head.pid) if head.lives else {}
+    return {MODE: head_env[MODE], **_tokens(head_env)} if MODE in head_env else {}
 
 
 def cluster_auth(address: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -236,7 +236,7 @@ def start_error(log: str, where: str) -> str:
         head, colon, rest = line.partition(": ")
         if colon and head.rpartition(".")[2].endswith(("Error", "Exception")) and rest:
             return rest[:300]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "it logged nothing"
 
 
 def _was_drained(where: str) -> bool:

@@ -105,14 +105,14 @@ def settle(
     settled = []
     with RayViewProcess(cluster.address) as watch:
         while waiting:
-            there = {node.node_id for node in _seen(watch)}
+            listed = {node.node_id for node in _seen(watch)}
             now = _by_mark(ledger)
-            for mark, asked in list(waiting.items()):
+            for mark, requested in list(waiting.items()):
                 node = now.get(mark)
                 if node is None or node.phase in (NodePhase.ending, NodePhase.ended):
                     why = node.cause if node else "it was removed from the ledger"
-                    raise UnreachableError(f"node {asked.name} did not start: {why}", where=asked.log)
-                if node.node_id and node.node_id in there:
+                    raise UnreachableError(f"node {requested.name} did not start: {why}", where=requested.log)
+                if node.node_id and node.node_id in listed:
                     running = ledger.update(mark, phase=NodePhase.running, since=time.time()) or node
                     settled.append(running)
                     on_started(running)
@@ -135,7 +135,7 @@ def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cau
     """End nodes, workers before the head, and wait until their processes are gone; returns those with leftovers."""
     left = []
     for group in ([node for node in nodes if not node.head], [node for node in nodes if node.head]):
-        asked = []
+        ending = []
         for record in group:
             node = _by_mark(ledger).get(record.mark)
             if node is None or node.phase is NodePhase.ended:
@@ -144,9 +144,9 @@ def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cau
                 node = ledger.update(node.mark, phase=NodePhase.ending, since=time.time(), cause=cause) or node
             if node.supervisor is not None:
                 send(node.supervisor, signal.SIGTERM)
-            asked.append(node)
+            ending.append(node)
         deadline = time.monotonic() + END_S
-        for node in asked:
+        for node in ending:
             _wait_supervisor_gone(node.supervisor, deadline)
             if kill_family(None, node.mark):  # a supervisor that is only just starting carries the mark, too
                 left.append(node)

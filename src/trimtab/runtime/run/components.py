@@ -233,7 +233,7 @@ class LocalComponents:
             if self.has(name, "health"):
                 answer, _ = self._timed(name, "health")
                 if answer is not True:
-                    why = answer if isinstance(answer, str) else "it says so"
+                    why = answer if isinstance(answer, str) else "health() did not return True"
                     raise ComponentError(name, "unhealthy", f"{name} is unhealthy: {why}")
 
     def close(self) -> None:
@@ -308,5 +308,5 @@ class LocalComponents:
                 name, "raised", f"the {method} of {name} raised {error_text(error)}", where=origin(error)
             ) from error
         except BaseException as error:  # SystemExit and the like
-            what = f"the {method} of {name} wanted to end the process: {error_text(error)}"
+            what = f"the {method} of {name} tried to exit the process: {error_text(error)}"
             raise ComponentError(name, "raised", what) from error

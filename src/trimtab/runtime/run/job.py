@@ -69,7 +69,7 @@ class RunJob:
             part = self.parts.get(component)
             if part is None:
                 raise InputError(
-                    f"which code {component} is is not stated",
+                    f"{component} has neither use nor emulate",
                     where=where,
                     hint="add use: package.module:Class, or emulate: true",
                 )

@@ -179,7 +179,7 @@ class LocalRun:
         except BaseException as broken:  # of ours, or of a callback: the folder is left consistent all the same
             components.close()
             self._finish(
-                "failed", Reason(ReasonCode.raised, f"it broke off: {error_text(broken)}"), self._plan_now or plan
+                "failed", Reason(ReasonCode.raised, f"unexpected error: {error_text(broken)}"), self._plan_now or plan
             )
             raise
         if self._replanner is not None and self._replanner.stop is not None:

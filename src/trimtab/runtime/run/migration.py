@@ -55,7 +55,7 @@ class MigrationExecutor:
 
     def do(self, stage: MigrationStage) -> None:
         """Run a stage; raises if it fails."""
-        doing: dict[MigrationStage, Callable[[], None]] = {
+        actions: dict[MigrationStage, Callable[[], None]] = {
             MigrationStage.save: self._save,
             MigrationStage.release: self._release,
             MigrationStage.place: lambda: self._place(self._after),
@@ -63,8 +63,8 @@ class MigrationExecutor:
             MigrationStage.check: self._check,
             MigrationStage.resume: lambda: self._resume(self._after),
         }
-        if stage in doing:  # the run itself has drained
-            doing[stage]()
+        if stage in actions:  # the run itself has drained
+            actions[stage]()
 
     def undo(self) -> None:
         """Restore the old plan; raises if that fails."""

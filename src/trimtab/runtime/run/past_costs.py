@@ -128,10 +128,7 @@ def measured_workflow(
         components.append(replace(measured, switch_seconds=_switch_s(past, component)))
         notes += [note] * bool(note)
         if abs(costs.drift - 1) > NOISE:
-            words = "grew to" if costs.drift > 1 else "fell to"
-            notes.append(
-                f"{component.name} {words} {costs.drift:.3g} times what it took at first: planned with the end"
-            )
+            notes.append(f"{component.name} drifted to {costs.drift:.3g}x its initial cost: planned with the latest")
     sync, note = _sync(workflow.weight_sync, past)
     notes += [note] * bool(note)
     return replace(workflow, components=tuple(components), weight_sync=sync), tuple(notes)
@@ -193,7 +190,7 @@ def _with_costs(component: Component, costs: PastComponentCosts, *, is_stated: b
     others = counts - {point.gpus for point, _ in costs.points}
     note = ""
     if others or (is_stated and len(variants) > 1):
-        note = f"{component.name} where it did not run: as the job states it, times the measured {level:.2f}"
+        note = f"{component.name} where it was not measured: the stated cost times {level:.2f}"
     return replace(component, variants=variants), note
 
 

@@ -258,7 +258,7 @@ class ClusterComponents:
             if self.has(name, "health"):
                 for done in self._call(name, "do", "health"):
                     if done.value is not True:
-                        why = done.value if isinstance(done.value, str) else "it says so"
+                        why = done.value if isinstance(done.value, str) else "health() did not return True"
                         raise ComponentError(name, "unhealthy", f"{name} is unhealthy: {why}")
 
     # ---- losses --------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if (self.engine is None) == (self.command is None):
             raise InputError(
-                "which engine it is has to be stated once",
+                "exactly one of engine and command is required",
                 where="settings",
                 hint="either engine: package.module:Class, or command: a command line with {port}",
             )
@@ -82,7 +82,7 @@ class EngineSettings:
                 raise InputError(f"{name} is {value:g}", where=f"settings.rules.{name}", hint=hint)
         for name in RUN_RULES:
             if name in given:
-                raise InputError(f"{name} is the run's to set", where=f"settings.rules.{name}")
+                raise InputError(f"{name} is set by the run", where=f"settings.rules.{name}")
         # The pool refits workers that lack the current weights, also those that join later. Only a process is started
         # with them.
         owner = Owner.trimtab if self.command is None else Owner.trainer
