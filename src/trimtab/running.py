@@ -184,7 +184,7 @@ class Job:
 
     def ask(self, why: str = "requested by the caller") -> None:
         """Check now whether the plan is still right: the result is an event `decided`. Thread-safe."""
-        self._running().ask(why)
+        self._running().request_replan(why)
 
     def _running(self) -> LocalRun:
         if self._runner is None:

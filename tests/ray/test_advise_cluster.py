@@ -12,7 +12,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.advise.cluster import ClusterWatch, _look, busy_in
+from trimtab.runtime.advise.cluster import ClusterWatch, _sample, busy_in
 from trimtab.runtime.procs.gpu_utilization import gpus_here
 from trimtab.runtime.rayapi.gcs_snapshot import find
 from waiting import until
@@ -81,7 +81,7 @@ def test_nodes_are_asked_for_their_figures_and_one_that_does_not_answer_is_shown
         def exports(self) -> dict[str, str]:
             return {"a": f"http://127.0.0.1:{server.server_port}/metrics", "b": "http://127.0.0.1:9/metrics"}
 
-    found = _look(cast(Any, View()))
+    found = _sample(cast(Any, View()))
     server.shutdown()
     server.server_close()
     thread.join(5)

@@ -61,7 +61,7 @@ def here() -> Iterator[Place]:
 @pytest.fixture
 def workers(here: Place) -> Place:
     """That cluster with workers on GPUs 1, 2 and 3."""
-    missing = {"1", "2", "3"} - {gpu for node in here.cluster().standing for gpu in node.gpus}
+    missing = {"1", "2", "3"} - {gpu for node in here.cluster().live_nodes for gpu in node.gpus}
     adding = [here.begin("add", "--gpu", gpu, "--timeout", "600") for gpu in sorted(missing)]
     for one in adding:
         out, err = one.communicate(timeout=600)
@@ -90,7 +90,7 @@ def trainers(place: Place, count: int) -> Iterator[dict[str, str]]:
 
 
 def gpus_of(place: Place) -> list[str]:
-    return sorted(gpu for node in place.cluster().standing for gpu in node.gpus)
+    return sorted(gpu for node in place.cluster().live_nodes for gpu in node.gpus)
 
 
 def dead() -> ProcessIdentity:
@@ -166,14 +166,14 @@ def test_ports_of_nodes_never_overlap() -> None:
 
 def test_a_session_of_an_earlier_run_is_noticed_said_and_cleaned(place: Place) -> None:
     cluster = ClusterRecord(f"10.0.0.1:{place.port}", True, str(place.directory / "t"), NodeSizes(), 2, place.port + 1)
-    books.open_cluster(place.ledger, cluster, gpus.of_this_machine(2), 1)
+    books.open_cluster(place.ledger, cluster, gpus.local_gpus(2), 1)
     for node in place.cluster().nodes:
-        place.ledger.update(node.mark, adder=dead(), keeper=dead(), phase=NodePhase.running)
+        place.ledger.update(node.mark, adder=dead(), supervisor=dead(), phase=NodePhase.running)
     done = place.run("status")
-    assert "is one of an earlier run" in done.stderr
+    assert "is left over from an earlier run" in done.stderr
     assert "no Ray cluster found" in done.stderr
     assert done.returncode == 4
-    assert not place.cluster().standing
+    assert not place.cluster().live_nodes
     assert "earlier run" not in place.run("status").stderr
 
 
@@ -182,34 +182,34 @@ def test_a_gpu_is_given_once_however_many_clusters_ask(place: Place) -> None:
     first = ClusterRecord(f"10.0.0.1:{place.port}", True, "t", NodeSizes(), None, place.port + 1)
     second = ClusterRecord("10.0.0.2:6379", False, "t", NodeSizes(), None, place.port + 1)
     books.open_cluster(place.ledger, first, real, 1)
-    _, node = books.another_node(place.ledger, second, real)
+    _, node = books.allocate_node(place.ledger, second, real)
     assert node.gpus == ("2",)
     held = [port for one in place.ledger.read().values() for each in one.nodes for port in each.ports.fixed]
     assert len(set(held)) == len(held)
     with pytest.raises(books.InfeasibleError, match="no GPU is left"):
-        books.another_node(place.ledger, second, real)
+        books.allocate_node(place.ledger, second, real)
     for cluster in place.ledger.read().values():
         for each in cluster.nodes:  # nobody started anything
             place.ledger.update(each.mark, adder=dead())
 
 
 def test_the_gpus_that_the_caller_may_see_are_the_ones_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_asked", lambda: gpus.LocalGpus(("0", "1", "2", "3")))
+    monkeypatch.setattr(gpus, "_from_nvidia_smi", lambda: gpus.LocalGpus(("0", "1", "2", "3")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert gpus.of_this_machine(None).ids == ("3", "1")
+    assert gpus.local_gpus(None).ids == ("3", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert gpus.of_this_machine(None).ids == ()
+    assert gpus.local_gpus(None).ids == ()
 
 
 def test_a_new_cluster_wants_a_token_exactly_where_ray_would(place: Place) -> None:
     outside = {"HOME": str(place.home)}
-    assert auth.for_new_cluster(outside) == {"RAY_AUTH_MODE": "disabled"}
+    assert auth.new_cluster_auth(outside) == {"RAY_AUTH_MODE": "disabled"}
     (place.home / ".ray").mkdir()
     (place.home / ".ray" / "auth_token").write_text("secret")
-    assert auth.for_new_cluster(outside) == {"RAY_AUTH_MODE": "token"}
-    assert auth.for_new_cluster({**outside, "RAY_AUTH_MODE": "disabled"}) == {"RAY_AUTH_MODE": "disabled"}
+    assert auth.new_cluster_auth(outside) == {"RAY_AUTH_MODE": "token"}
+    assert auth.new_cluster_auth({**outside, "RAY_AUTH_MODE": "disabled"}) == {"RAY_AUTH_MODE": "disabled"}
     with pytest.raises(auth.InputError, match="there is no token"):
-        auth.for_new_cluster({"HOME": "/nowhere", "RAY_AUTH_MODE": "token"})
+        auth.new_cluster_auth({"HOME": "/nowhere", "RAY_AUTH_MODE": "token"})
 
 
 # ---- a cluster ----------------------------------------------------------------------------------------------------
@@ -250,14 +250,14 @@ def test_a_node_has_one_gpu_one_cpu_and_one_worker_unit_and_status_says_who_hold
 
 
 def test_the_gpu_of_a_killed_node_returns_and_the_next_node_takes_it_and_no_other(workers: Place) -> None:
-    before = {node.name: node.keeper for node in workers.cluster().standing}
+    before = {node.name: node.supervisor for node in workers.cluster().live_nodes}
     for one in workers.family("gpu-2"):
-        send(one, signal.SIGKILL)  # as when a machine is lost: its keeper too
+        send(one, signal.SIGKILL)  # as when a machine is lost: its supervisor too
     done = workers.run("add", "--timeout", "600")
     assert done.returncode == 0, done.stderr
-    assert "node gpu-2 of" in done.stderr  # had no keeper any more
+    assert "node gpu-2 of" in done.stderr  # had no supervisor any more
     assert "runs on GPU 2" in done.stdout
-    after = {node.name: node.keeper for node in workers.cluster().standing}
+    after = {node.name: node.supervisor for node in workers.cluster().live_nodes}
     assert after["gpu-2"] != before["gpu-2"]
     assert {name: after[name] for name in ("head", "gpu-1", "gpu-3")} == {
         name: before[name] for name in ("head", "gpu-1", "gpu-3")
@@ -347,10 +347,10 @@ def test_a_node_joins_by_address_from_where_nothing_is_known_of_the_cluster(here
         own = [f"--ports-from={there.port + 1}", f"--worker-ports-from={worker_ports(there.port)}", "--fake-gpus=2"]
         done = there.run("add", "--address", address, *own)
         assert done.returncode == 4
-        assert "wants a token, and there is none here" in done.stderr
+        assert "requires a token, and there is none here" in done.stderr
         done = there.run("add", "--address", address, *own, RAY_AUTH_TOKEN="wrong")
         assert done.returncode == 4
-        assert "does not take the token" in done.stderr
+        assert "does not accept the token" in done.stderr
         (there.home / ".ray").mkdir()
         (there.home / ".ray" / "auth_token").write_text(TOKEN)
         assert "runs on GPU 0" in there.done("add", "--address", address, *own)

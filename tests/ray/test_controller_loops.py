@@ -38,18 +38,18 @@ def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytes
     )
 
     class Members:
-        plan = types.SimpleNamespace(talents=frozenset(), notice_s=0.0)
+        spec = types.SimpleNamespace(member_methods=frozenset(), notice_s=0.0)
         session = types.SimpleNamespace(client="c", status=lambda: {"time": 0.0})
         pool = types.SimpleNamespace(name="p")
 
         def __init__(self) -> None:
             self.tasks: dict[str, Any] = {}
-            self.lines: dict[str, Any] = {}
+            self.clients: dict[str, Any] = {}
 
         async def submit(self, member: str) -> None:
             submitted.set()
 
-        async def asked(self, *_: Any) -> None:
+        async def ask_controller(self, *_: Any) -> None:
             pass
 
         async def end_all(self, within_s: float) -> None:
@@ -65,7 +65,7 @@ def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytes
             await asyncio.Event().wait()
         return told.pop(0)
 
-    monkeypatch.setattr(GroupController, "_news", news)
+    monkeypatch.setattr(GroupController, "_poll_controller", news)
     group = GroupController(ElasticSpec("g", Resources.of(cpu=1)), cast(MemberTasks, Members()), lambda happening: None)
     group.start()
     try:

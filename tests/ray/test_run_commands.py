@@ -101,7 +101,7 @@ def test_a_job_without_costs_is_measured_planned_and_run_and_the_end_says_what_t
                   "report: trimtab report runs/small-1", "trimtab plan --from-run runs/small-1"):  # fmt: skip
         assert words in told.out
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5, 6]
-    assert (tmp_path / "runs/small-1/job.yaml").read_text().startswith("# What this run was asked to do")
+    assert (tmp_path / "runs/small-1/job.yaml").read_text().startswith("# The job of this run")
 
 
 def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_more_nodes_than_one_machine_carries_are_refused(tmp_path: Path, capsys:
     ("how", "code", "what"),
     [
         ("raise", "RAISED", "the step of trainer raised RuntimeError: out of memory"),
-        ("exit", None, "the step of trainer wanted to end the process: SystemExit"),
+        ("exit", None, "the step of trainer tried to exit the process: SystemExit"),
         ("generator", None, "trainer returned a generator"),
         ("hang", "HUNG", "the step of trainer was not over after 2 s"),
     ],

@@ -1,6 +1,6 @@
 """`trimtab cluster`: a local Ray cluster of one-GPU nodes that starts, grows, drains, shrinks and ends.
 
-Every node is a real `ray start` with a keeper of its own. Only what trimtab started is ever ended; GPUs and ports are
+Every node is a real `ray start` with its own supervisor. Only what trimtab started is ever ended; GPUs and ports are
 given out under a lock, so several may add at once. What the commands need is imported when they run.
 """
 
@@ -83,7 +83,7 @@ def start(
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    there = gpus.of_this_machine(fake_gpus)
+    there = gpus.local_gpus(fake_gpus)
     ip = ip or local.own_address()
     sizes = NodeSizes(gpus_per_node, cpus_per_node, _bytes(memory, "--memory"), _bytes(object_store, "--object-store"))
     nodes_here = len(there.ids) // gpus_per_node if gpus_per_node else workers + 1
@@ -101,7 +101,7 @@ def start(
         owner=processes.this(),
         started=time.time(),
     )
-    wanted = auth.for_new_cluster(os.environ)
+    wanted = auth.new_cluster_auth(os.environ)
     cluster = books.open_cluster(ledger, cluster, there, workers)
     with cluster_live.signals_interrupt():
         try:
@@ -154,8 +154,8 @@ def add(
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
-    there = gpus.of_this_machine(cluster.fake_gpus if cluster.head_here else fake_gpus)
+    cluster = books.select_cluster(ledger, address, os.environ)
+    there = gpus.local_gpus(cluster.fake_gpus if cluster.head_here else fake_gpus)
     sizes = _sizes(cluster.sizes, gpus_per_node, cpus_per_node, memory, object_store)
     sizes = command.with_shares(sizes, len(there.ids) // max(1, sizes.gpus))
     if not cluster.head_here:
@@ -167,7 +167,7 @@ def add(
         )
         local.auth_of(cluster)  # says at once where nothing answers
     with cluster_live.signals_interrupt():
-        cluster, node = books.another_node(ledger, cluster, there, sizes, gpu)
+        cluster, node = books.allocate_node(ledger, cluster, there, sizes, gpu)
         try:
             with err.status(f"starting {node.name}"):
                 wanted = local.auth_of(cluster)
@@ -269,11 +269,9 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
-    if cluster.head_here and not cluster.standing:
-        raise UnreachableError(
-            f"no cluster runs at {cluster.address}; {books.how_it_ended(cluster)}", hint=books.START_ONE
-        )
+    cluster = books.select_cluster(ledger, address, os.environ)
+    if cluster.head_here and not cluster.live_nodes:
+        raise UnreachableError(f"no cluster runs at {cluster.address}; {books.end_note(cluster)}", hint=books.START_ONE)
     data = _looked(ledger, cluster)
     answer(data, form, lambda: cluster_text.print_status(data))
 
@@ -291,10 +289,10 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
-    if not cluster.standing:
+    cluster = books.select_cluster(ledger, address, os.environ)
+    if not cluster.live_nodes:
         raise UnreachableError(f"trimtab has no node of the cluster at {cluster.address} here", hint=books.START_ONE)
-    _ended(ledger, cluster, cluster.standing, STOPPED, form)
+    _ended(ledger, cluster, cluster.live_nodes, STOPPED, form)
 
 
 # ---- the parts of commands ----------------------------------------------------------------------------------------
@@ -346,7 +344,7 @@ def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
 
     ledger = Ledger()
     _say(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    cluster = books.select_cluster(ledger, address, os.environ)
     local.auth_of(cluster)
     return ledger, cluster, RayView(cluster.address)
 
@@ -370,7 +368,7 @@ def _meant(cluster: ClusterRecord, view: RayView, word: str) -> tuple[NodeRecord
         near = nearest(word, names)
         unknown.hint = f"did you mean {near}?" if near else f"nodes: {', '.join(names) or 'none but the head'}"
         raise
-    return next((one for one in cluster.standing if one.node_id == node_id), None), node_id, word
+    return next((one for one in cluster.live_nodes if one.node_id == node_id), None), node_id, word
 
 
 def _ended(ledger: Ledger, cluster: ClusterRecord, nodes: Any, cause: str, form: Format) -> None:
@@ -395,10 +393,10 @@ def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
 
     head = ledger.read().get(cluster.address, cluster).head
     if head is None:
-        return "it was struck from the ledger"
+        return "it was removed from the ledger"
     if head.phase in (NodePhase.ending, NodePhase.ended):
         return head.cause
-    return "" if head.stands else "its keeper was killed"
+    return "" if head.alive else "its supervisor was killed"
 
 
 def _disown(ledger: Ledger, cluster: ClusterRecord) -> None:
@@ -414,9 +412,9 @@ def _print_detached(data: dict[str, Any], hints: list[str]) -> None:
 
 
 def _tell_started(node: NodeRecord) -> None:
-    from trimtab.runtime.localcluster.gpus import in_short
+    from trimtab.runtime.localcluster.gpus import ids_text
 
-    gpu = f" on GPU {in_short(node.gpus)}" if node.gpus else ""
+    gpu = f" on GPU {ids_text(node.gpus)}" if node.gpus else ""
     err.print(f"{node.name} runs{gpu}: {node.node_id[:12]}")
 
 

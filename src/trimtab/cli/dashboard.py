@@ -55,8 +55,8 @@ def dashboard(
         trimtab dashboard runs/grpo-1 --address auto --port 9000
     """
     with served(source_of(folder, address, name), port, token_file=token_file) as server:
-        out.print(server.said, markup=False)
-        err.print(f"{server.token_is}; Ctrl-C ends the dashboard", markup=False)
+        out.print(server.announcement, markup=False)
+        err.print(f"{server.token_source}; Ctrl-C ends the dashboard", markup=False)
         _until_interrupted()
 
 
@@ -106,7 +106,7 @@ def beside(said: Callable[[str], None], port: int | None = None, *, changes: boo
             except (TrimtabError, OSError) as fault:
                 warn(f"no dashboard: {getattr(fault, 'what', fault)}".replace("[", "\\["))
             else:
-                said(f"{server.said}; {server.token_is}" if changes else server.said)
+                said(f"{server.announcement}; {server.token_source}" if changes else server.announcement)
             yield
 
     return shown

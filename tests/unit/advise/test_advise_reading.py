@@ -28,7 +28,7 @@ from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import LoggedStep, RunLog
 from trimtab.formats.logs.follow_costs import reading_of
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.runtime.advise.tail import LogTail, first_ranks, following
+from trimtab.runtime.advise.tail import LogTail, first_ranks, open_tail
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "logs"
@@ -305,5 +305,5 @@ def test_of_several_ranks_logs_the_first_is_read() -> None:
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, said in ((tmp_path / "none.log", "cannot be read"), (tmp_path / "pipe", "no file"), (tmp_path, "no log")):
-        with pytest.raises(InputError, match=said), following([path]):
+        with pytest.raises(InputError, match=said), open_tail([path]):
             pass

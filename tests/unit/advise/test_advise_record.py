@@ -30,7 +30,7 @@ from trimtab.runtime.advise.engines import EngineMetricsReader
 from trimtab.runtime.advise.follower import ClusterSample, Follower, FollowFrame
 from trimtab.runtime.advise.hook import RestartHook
 from trimtab.runtime.advise.record import FollowRecord, default_folder
-from trimtab.runtime.advise.tail import following
+from trimtab.runtime.advise.tail import open_tail
 
 PATIENCE_S = 240.0
 RULES = ReplanRules(assumed_move_s=120.0)
@@ -63,7 +63,7 @@ def look(
     config = RunConfig(case.path(log.parent), (*case.overrides, *overrides))
     known = measured(case.points) if case.points else None
     advising = AdviceTracker(framework, config, known, RULES, 2)
-    with following([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
+    with open_tail([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
         follower = Follower(tail, RunLog(framework), advising, EngineMetricsReader([]), at_most_s=0.0, record=record)
         frame = follower.once() if once else next(follower.frames())
         if around is not None:
@@ -218,13 +218,13 @@ def hooked(folder: Path, log: Path, told: list[str], *, status: int = 0) -> str:
     config = RunConfig(VERL.path(log.parent), VERL.overrides)
     advising = AdviceTracker(framework, config, measured(VERL.points or {}), RULES, 2)
     ran = log.parent / "ran"
-    with following([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
+    with open_tail([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
         follower = Follower(
             tail, RunLog(framework), advising, EngineMetricsReader([]), every_s=0.05, at_most_s=60, record=record
         )
         follower.least_gain = 0.05
         command = f"echo x >> {ran}; exit {status}"
-        follower.hook = RestartHook(command, "config.yaml", 60.0, record.past.ran_for, record.hook_starts)
+        follower.hook = RestartHook(command, "config.yaml", 60.0, record.past.ran_for, record.record_hook_start)
         for at, frame in enumerate(follower.frames()):
             record.look(frame, follower.advising, as_data(frame, follower.history))
             if at == 0:
@@ -282,9 +282,9 @@ def test_a_command_is_not_run_where_that_cannot_be_written_down(
     log, folder = tmp_path / "run.log", tmp_path / "seen"
     told = rows(VERL.told(saves=50))
     log.write_text("".join(told[:45]))
-    monkeypatch.setattr("trimtab.runtime.run.folder.RunFolder.is_written", lambda self: False)
+    monkeypatch.setattr("trimtab.runtime.run.folder.RunFolder.all_written", lambda self: False)
     assert hooked(folder, log, told[45:50]) == ""
-    assert any("cannot be written down" in one["reason"] for one in events(folder, "news"))
+    assert any("cannot be recorded" in one["reason"] for one in events(folder, "news"))
 
 
 # ---- engines, nodes, folders -----------------------------------------------------------------------------------------

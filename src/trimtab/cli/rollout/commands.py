@@ -233,7 +233,7 @@ def _examined(client: GatewayClient) -> tuple[RolloutFinding, ...]:
     from trimtab.machines.diagnose.rollout import examine
     from trimtab.runtime.localcluster import gpus
 
-    return examine(_status(client), gpus.users())
+    return examine(_status(client), gpus.gpu_processes())
 
 
 def _examined_file(path: Path) -> tuple[RolloutFinding, ...]:

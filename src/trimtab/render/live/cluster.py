@@ -53,18 +53,18 @@ class ClusterStatusLoop:
                 self._ray_view = RayViewProcess(cluster.address, REFRESH_EVERY_S)
             ray_nodes = self._ray_view.nodes(timeout_s)
         except UnreachableError as fault:
-            if self._ray_view is not None and not self._ray_view.lives:
+            if self._ray_view is not None and not self._ray_view.is_alive:
                 self._stop()
-            if not cluster.standing:
+            if not cluster.live_nodes:
                 raise
             notes.append(fault.what)
-        local_gpus, users = self._gpus_now(cluster)
-        return cluster_text.status_data(cluster, ray_nodes, local_gpus, users, notes)
+        local_gpus, gpu_processes = self._gpus_now(cluster)
+        return cluster_text.status_data(cluster, ray_nodes, local_gpus, gpu_processes, notes)
 
     def status_while_alive(self) -> dict[str, Any] | None:
         """The status; None when the head process has ended."""
         cluster = self._ledger.read().get(self._cluster.address, self._cluster)
-        if cluster.head is None or not cluster.head.stands:
+        if cluster.head is None or not cluster.head.alive:
             return None
         try:
             return self.now(timeout_s=LIVE_ANSWER_S)
@@ -75,8 +75,8 @@ class ClusterStatusLoop:
         """GPUs and the processes on them, cached for GPUS_EVERY_S: querying the driver is slow."""
         if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
             is_local = cluster.head_here or cluster.nodes
-            local_gpus = gpus.of_this_machine(cluster.fake_gpus) if is_local else gpus.LocalGpus(())
-            self._gpus = local_gpus, {} if local_gpus.fake else gpus.users()
+            local_gpus = gpus.local_gpus(cluster.fake_gpus) if is_local else gpus.LocalGpus(())
+            self._gpus = local_gpus, {} if local_gpus.fake else gpus.gpu_processes()
             self._gpus_at = time.monotonic()
         return self._gpus
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.render.output import out, plain_table
-from trimtab.runtime.localcluster.gpus import LocalGpus, in_short
+from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
 from trimtab.runtime.localcluster.ray_status import RayHolder, RayNode
 
@@ -32,10 +32,10 @@ def status_data(
 ) -> dict[str, Any]:
     """The cluster as data. `seen` None: Ray does not answer."""
     by_id = {node.node_id: node for node in seen or ()}
-    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.standing)]
+    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.live_nodes)]
     known = {node.node_id for node in cluster.nodes}
     others = [_other_node(node) for node in seen or () if node.node_id not in known]
-    given = {gpu: node for node in cluster.standing for gpu in node.gpus}
+    given = {gpu: node for node in cluster.live_nodes for gpu in node.gpus}
     return {
         "cluster": {
             "address": cluster.address,
@@ -89,7 +89,7 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
 
 
 def print_added(data: Data) -> None:
-    what = f"GPU {in_short(tuple(data['gpus']))}" if data["gpus"] else "no GPU"
+    what = f"GPU {ids_text(tuple(data['gpus']))}" if data["gpus"] else "no GPU"
     out.print(f"node {data['name']} runs on {what}: {data['node_id'][:12]} of the cluster at {data['cluster']}")
 
 
@@ -105,7 +105,7 @@ def print_draining(data: Data) -> None:
 
 def print_ended(data: Data) -> None:
     for node in data["ended"]:
-        freed = f"; GPU {in_short(tuple(node['gpus']))} is free" if node["gpus"] else ""
+        freed = f"; GPU {ids_text(tuple(node['gpus']))} is free" if node["gpus"] else ""
         out.print(f"node {node['name']} has ended: {escape(node['cause'])}{freed}")
 
 
@@ -125,7 +125,7 @@ def change_lines(before: Data | None, now: Data) -> list[str]:
     clock = time.strftime("%H:%M:%S")
     old = {node["name"]: node["state"] for node in before["nodes"]} if before else {}
     lines = [
-        f"{clock} {node['name']} {node['state']}" + (f" (GPU {in_short(tuple(node['gpus']))})" if node["gpus"] else "")
+        f"{clock} {node['name']} {node['state']}" + (f" (GPU {ids_text(tuple(node['gpus']))})" if node["gpus"] else "")
         for node in now["nodes"]
         if old.get(node["name"]) != node["state"]
     ]
@@ -150,7 +150,7 @@ def _our_node(node: NodeRecord, seen: RayNode | None, has_ray_view: bool) -> dic
         "gpus": list(node.gpus),
         "address": seen.address if seen else None,
         "node_manager_port": node.ports.node_manager,
-        "pid": node.keeper.pid if node.keeper else None,
+        "pid": node.supervisor.pid if node.supervisor else None,
         "since": node.since,
         "deadline": deadline,
         "cause": node.cause or None,
@@ -219,7 +219,7 @@ def _nodes(nodes: Sequence[Data]) -> Table:
         state = node["state"] + (
             f", {_left(node['deadline'])}" if node["deadline"] and node["state"] == "draining" else ""
         )
-        gpu = in_short(tuple(node["gpus"])) or (
+        gpu = ids_text(tuple(node["gpus"])) or (
             f"{node['total'].get('gpu', 0):g} of its own" if not node["ours"] else "-"
         )
         table.add_row(
@@ -255,7 +255,7 @@ def _gpu_line(gpus: Sequence[Data]) -> Text:
     free = tuple(gpu["gpu"] for gpu in gpus if gpu["node"] is None)
     busy = [f"GPU {gpu['gpu']}: process {gpu['processes'][0]}" for gpu in gpus if not gpu["node"] and gpu["processes"]]
     what = "faked GPUs" if gpus[0]["fake"] else "GPUs"
-    text = f"{len(gpus)} {what}, free: {in_short(free) or 'none'}"
+    text = f"{len(gpus)} {what}, free: {ids_text(free) or 'none'}"
     return Text(text + (f"  (used by other processes: {', '.join(busy)})" if busy else ""))
 
 
@@ -264,7 +264,7 @@ def _ended_line(node: Data) -> Text:
 
 
 def _ended_words(node: Data) -> str:
-    gpu = f" (GPU {in_short(tuple(node['gpus']))})" if node["gpus"] else ""
+    gpu = f" (GPU {ids_text(tuple(node['gpus']))})" if node["gpus"] else ""
     return f"{node['name']}{gpu} ended {time.strftime('%H:%M:%S', time.localtime(node['at']))}: {node['cause']}"
 
 

@@ -101,7 +101,7 @@ class RayConnection:
     def _join(self, address: str) -> None:
         answers(address)
         if not address.startswith("ray://"):
-            auth.suit(address)
+            auth.match_cluster(address)
         self._init(f"no Ray at {address}", address=address)
 
     def _start(self, cpus: int | None, metrics_port: int | None) -> None:

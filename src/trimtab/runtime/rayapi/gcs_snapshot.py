@@ -125,7 +125,7 @@ class GcsReader:
     def __init__(self, address: str) -> None:
         import_ray()
         _greets(address)
-        auth.suit(address)
+        auth.match_cluster(address)
         self.address = address
         from ray._raylet import GcsClient, GcsClientOptions, GlobalStateAccessor
 

@@ -61,7 +61,7 @@ def _advice(follower: Follower, seen: RunPicture, names: tuple[str, ...]) -> str
             '<section aria-labelledby="h-advice">\n<h2 id="h-advice">No advice</h2>\n'
             f"<p>{escape(seen.reason.sentence)}</p>\n</section>"
         )
-    now, then = adviser.as_now(adviser.plan), adviser.as_now(advice.plan)
+    now, then = adviser.at_current_costs(adviser.plan), adviser.at_current_costs(advice.plan)
     axis = max(now.timeline_seconds, then.timeline_seconds)
     plans = (("Current plan", now, advice.iteration_s), ("Advised plan", then, advice.new_iteration_s))
     pictures = "".join(

@@ -22,7 +22,7 @@ from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.text.formatting import clock, counts
 from trimtab.runtime.dashboard.tail import EventTail
 from trimtab.runtime.run import control_files
-from trimtab.runtime.run.engines.event_log import load_of, read_load
+from trimtab.runtime.run.engines.event_log import load_path, read_load
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
@@ -122,7 +122,7 @@ class DashboardSource:
             self._is_new = True
         for event in events:
             self.board.take(event)
-        before, self.board.is_alive = self.board.is_alive, control_files.lives(self._tail.path.parent)
+        before, self.board.is_alive = self.board.is_alive, control_files.is_running(self._tail.path.parent)
         return anew or bool(events) or before != self.board.is_alive
 
     def _read_loads(self) -> bool:
@@ -130,7 +130,7 @@ class DashboardSource:
         if self.board is None or self._folder is None:
             return False
         components = {worker.group for worker in self.board.workers.values() if "/" not in worker.group}
-        changed = [self.board.load(component, read_load(load_of(self._folder, component))) for component in components]
+        changed = [self.board.load(component, read_load(load_path(self._folder, component))) for component in components]
         return any(changed)
 
     def files(self) -> Mapping[str, tuple[str, bytes]]:
@@ -169,7 +169,7 @@ class DashboardSource:
             return self._controller.change(what, facts)
         assert self._folder is not None
         if what == "replan":
-            control_files.ask(self._folder, control_files.RUN, {"ask": "replan", "why": WHY})
+            control_files.send_request(self._folder, control_files.RUN, {"ask": "replan", "why": WHY})
             return "requested: the next decision shows the result"
         return self._change_worker(self._folder, what.partition("-")[0], facts)
 
@@ -179,7 +179,7 @@ class DashboardSource:
         if worker is None or worker.is_over:
             raise InputError("there is no such worker")
         request = {"ask": what, "worker": worker.id, "deadline_s": _deadline_s(facts), "why": WHY}
-        control_files.ask(folder, control_files.of_workers(worker.group), request)
+        control_files.send_request(folder, control_files.workers_queue(worker.group), request)
         words = "takes no new requests" if what == "drain" else "takes requests again"
         return f"requested: worker {worker.name} {words}; its story shows the result"
 
