@@ -62,7 +62,7 @@ def dashboard(
 
 def source_of(folder: Path | None, address: str | None, name: str | None) -> DashboardSource:
     """Whatever was named to look at. InputError where nothing was."""
-    from trimtab.cli.pool import looking
+    from trimtab.cli.pool import controller_session
     from trimtab.render.html.dashboard.source import DashboardSource
 
     if folder is None and address is None and name is None:
@@ -71,7 +71,7 @@ def source_of(folder: Path | None, address: str | None, name: str | None) -> Das
         )
     opens = None
     if address is not None or name is not None:
-        opens = lambda: looking(None if address == "auto" else address, name)  # noqa: E731
+        opens = lambda: controller_session(None if address == "auto" else address, name)  # noqa: E731
     return DashboardSource(folder, opens)
 
 

@@ -43,7 +43,7 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
     from trimtab.render.text import pool as pool_text
     from trimtab.runtime.rayapi.connect import import_ray
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         seen = session.status()
         nodes = import_ray().nodes()
         data = pool_text.status_data(seen, session.tasks(), nodes, pool_text.exporter(nodes, seen.get("metrics")))
@@ -69,7 +69,7 @@ def explain(
     from trimtab.render.text import nodes as fleet_text
     from trimtab.render.text import pool as pool_text
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         try:
             explanation = session.explain(task)
         except InputError as unknown:
@@ -92,7 +92,7 @@ def list_pools(address: AddressOption = None, name: NameOption = None, form: For
     """
     from trimtab.render.text import pool as pool_text
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         data = {"pools": session.status()["pools"]}
     answer(data, form, lambda: pool_text.print_pools(data["pools"]))
 
@@ -112,7 +112,7 @@ def show(
     """
     from trimtab.render.text import pool as pool_text
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         view = _known(session, pool)
         data = pool_text.pool_data(session.pool(pool).spec, view, session.tasks(pool))
     answer(data, form, lambda: pool_text.print_pool(data))
@@ -136,7 +136,7 @@ def drain(
     """
     from trimtab.render.text import pool as pool_text
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         _known(session, pool)
         session.pool(pool).drain(not off)
         view = _known(session, pool)
@@ -144,7 +144,7 @@ def drain(
 
 
 @contextmanager
-def looking(address: str | None, name: str | None) -> Iterator[Session]:
+def controller_session(address: str | None, name: str | None) -> Iterator[Session]:
     """A session with the controller that is there; raises UnreachableError where there is none."""
     from trimtab.runtime.client.connection import ControllerConnection, RayConnection
     from trimtab.runtime.client.session import Session

@@ -40,11 +40,11 @@ def replay(
         trimtab replay journal --with fifo --with patient.yaml --html report.html
     """
     from trimtab.render.text import journal as replay_text
-    from trimtab.replay.journal.policies import read_others
+    from trimtab.replay.journal.policies import read_alternatives
     from trimtab.replay.journal.record import read_record
 
-    asked = read_others(others or [])
-    found = read_found(journal)
+    asked = read_alternatives(others or [])
+    found = read_journal_path(journal)
     if found.torn:
         warn(found.torn)
     try:
@@ -70,7 +70,7 @@ def replay(
         raise replay_text.not_the_same(record, str(journal))
 
 
-def read_found(path: Path) -> JournalContents:
+def read_journal_path(path: Path) -> JournalContents:
     """The journal in a directory or a file. InputError where it is none, or one of another machine."""
     from trimtab.runtime.store.journal import read_journal, read_segment
 

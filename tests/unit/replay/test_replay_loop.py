@@ -177,7 +177,7 @@ def decisions_of(world: TrueCosts, rules: ReplanRules) -> tuple[list[tuple[int, 
                 elif isinstance(one, e.BeginMigration):
                     said.append((event.iteration.number, one.move.after.describe(), one.move.reason.code.value))
 
-    outcome = loop_run(world, rules, told=told)
+    outcome = loop_run(world, rules, on_event=told)
     return said, outcome
 
 

@@ -80,7 +80,7 @@ def test_a_prompt_that_its_group_has_brought_is_not_read_again_until_the_cache_i
 def test_the_machine_in_replay_says_the_same_to_the_same_events_as_a_fresh_one() -> None:
     heard: list[tuple[float, e.RolloutEvent, list[e.RolloutInstruction]]] = []
     config = elastic()
-    replay = RolloutReplay(config, FLEET, heard=lambda *one: heard.append(one))
+    replay = RolloutReplay(config, FLEET, on_event=lambda *one: heard.append(one))
     replay.closed(SHORT, SHORT.lengths(2, 8, 4, 1))
     fresh = RolloutMachine(replay.machine.rules, config)
     for now, event, instructions in heard:
@@ -124,7 +124,7 @@ def test_an_answer_that_is_short_or_comes_twice_is_found_out() -> None:
         replay._arrive("r", 10, 20, 20, "")
     replay._asked["r"].tokens = 25
     with pytest.raises(InvariantError, match="answered with 20 of 25 tokens"):
-        replay._tell(e.AttemptFinished("r", 1, 20))
+        replay._send_event(e.AttemptFinished("r", 1, 20))
 
 
 # ---- policies ------------------------------------------------------------

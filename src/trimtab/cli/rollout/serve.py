@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.cli.pool import looking
+from trimtab.cli.pool import controller_session
 from trimtab.cli.rollout import address_files as rollout_place
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.core.reasons import ReasonCode
@@ -114,7 +114,7 @@ async def serve(
     with contextlib.ExitStack() as stack:
         session = None
         if any(isinstance(one, StartedEngines) and one.pool is not None for one in settings.engines):
-            session = stack.enter_context(looking(settings.ray, None))
+            session = stack.enter_context(controller_session(settings.ray, None))
         token, kept_in = stack.enter_context(rollout_place.token(environment, token_file, name))
         pool = RolloutPool(
             settings.rules, settings.elastic, journal=settings.journal, gpus_of=lambda worker: crew.gpus_of(worker)

@@ -38,7 +38,7 @@ class _PolicyFile(BaseModel):
     policies: list[str | JournalPolicySection] = Field(min_length=1)
 
 
-def read_others(said: Sequence[str]) -> list[AlternativePolicy]:
+def read_alternatives(said: Sequence[str]) -> list[AlternativePolicy]:
     """The policies that `--with` names: names of policies, and files of them."""
     found: list[AlternativePolicy] = []
     for one in said:

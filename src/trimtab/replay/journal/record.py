@@ -63,11 +63,11 @@ EndingEvent = e.TaskEnded | e.CompleteRequested | e.CancelRequested
 class RecordedAttempt:
     """One start of a task."""
 
-    asked_s: float  # it had its place
+    assigned_s: float  # it had its place
     started_s: float | None = None  # its work began
     restored: bool = False  # from a saved state
-    over_s: float | None = None  # its work was over: it ended, was told to leave, or was lost
-    leaves: bool = False  # evicted
+    work_ended_s: float | None = None  # its work was over: it ended, was told to leave, or was lost
+    evicted: bool = False  # evicted
     lost: bool = False
     stopped_s: float | None = None  # nothing was left of it
     saved: bool = False
@@ -75,7 +75,7 @@ class RecordedAttempt:
     @property
     def worked_s(self) -> float:
         """How long it was at work, as far as is known."""
-        return 0.0 if self.started_s is None or self.over_s is None else max(0.0, self.over_s - self.started_s)
+        return 0.0 if self.started_s is None or self.work_ended_s is None else max(0.0, self.work_ended_s - self.started_s)
 
 
 @dataclass
@@ -133,17 +133,17 @@ class JournalRecord:
     events: int = 0
     marked: int = 0  # events beside which their instructions were written
     differences: list[ReplayDifference] = field(default_factory=list)
-    unasked: list[str] = field(default_factory=list)  # answers to what the machine did not ask for
+    unrequested: list[str] = field(default_factory=list)  # answers to what the machine did not ask for
     given: list[GivenInstruction] = field(default_factory=list)
     tasks: list[TaskStory] = field(default_factory=list)
     settings: list[tuple[float, SettingEvent]] = field(default_factory=list)
-    besides: Counter[str] = field(default_factory=Counter)  # what people asked for besides, and faults, by kind
+    other_events: Counter[str] = field(default_factory=Counter)  # what people asked for besides, and faults, by kind
     groups_s: dict[str, list[float | None]] = field(default_factory=dict)  # by group: how long making and removing took
 
     @property
     def same(self) -> bool:
         """Whether the machine says again what it said then, as far as the journal tells."""
-        return not self.differences and not self.unasked
+        return not self.differences and not self.unrequested
 
 
 def read_record(
@@ -165,7 +165,7 @@ class _JournalReader:
         self._record = JournalRecord(began, from_snapshot=snapshot is not None)
         self._now_s = 0.0
         self._stories: dict[str, TaskStory] = {}  # by id: the last of that id
-        self._lives: Counter[str] = Counter()
+        self._submissions: Counter[str] = Counter()
         self._pools: Counter[str] = Counter()  # by name: how often it was made
         self._event: Any = None  # that is being heard
         self._making: dict[str, float] = {}
@@ -201,8 +201,8 @@ class _JournalReader:
             attempt = RecordedAttempt(0.0, started_s)
             story.attempts.append(attempt)
             if task.state is TaskState.cancelling:
-                attempt.over_s = 0.0
-                attempt.leaves, attempt.lost = task.after is StopOutcome.evicted, task.after is StopOutcome.again
+                attempt.work_ended_s = 0.0
+                attempt.evicted, attempt.lost = task.after is StopOutcome.evicted, task.after is StopOutcome.again
 
     def hear(self, number: int, now: float, event: Any, told: InstructionLines | None) -> None:
         """One event."""
@@ -256,13 +256,13 @@ class _JournalReader:
 
     def _told_to_stop(self, one: e.StopTask, story: TaskStory) -> None:
         attempt = story.open
-        if attempt is None or attempt.over_s is not None:
+        if attempt is None or attempt.work_ended_s is not None:
             return
-        attempt.over_s = self._now_s
+        attempt.work_ended_s = self._now_s
         task = self._machine.tasks.get(one.task)
         after = None if task is None else task.after
-        attempt.leaves, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.again
-        story.evictions += attempt.leaves
+        attempt.evicted, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.again
+        story.evictions += attempt.evicted
         story.losses += attempt.lost
         if isinstance(self._event, (e.TaskEnded, e.CompleteRequested, e.CancelRequested)):
             story.ending = self._event
@@ -302,15 +302,15 @@ class _JournalReader:
         elif isinstance(event, e.StateRecovered):
             self._found(event)
         if isinstance(event, BESIDES):
-            self._record.besides[type(event).__name__] += 1
+            self._record.other_events[type(event).__name__] += 1
 
     def _submitted(self, spec: TaskSpec) -> TaskStory:
         before = self._stories.get(spec.id)
         if before is not None:
             self._close(before)
-        self._lives[spec.id] += 1
-        lives = self._lives[spec.id]
-        name = spec.id if lives == 1 else f"{spec.id} ({lives})"
+        self._submissions[spec.id] += 1
+        count = self._submissions[spec.id]
+        name = spec.id if count == 1 else f"{spec.id} ({count})"
         story = TaskStory(name, spec, self._pool(spec.pool), self._now_s, self._now_s)
         self._stories[spec.id] = story
         self._record.tasks.append(story)
@@ -326,7 +326,7 @@ class _JournalReader:
         if story is None or attempt is None:
             return
         attempt.stopped_s = self._now_s
-        attempt.over_s = self._now_s if attempt.over_s is None else attempt.over_s
+        attempt.work_ended_s = self._now_s if attempt.work_ended_s is None else attempt.work_ended_s
         attempt.saved = isinstance(event, e.TaskStopped) and event.saved
         task = self._machine.tasks.get(event.task)
         if task is None or task.state in ENDED:
@@ -361,7 +361,7 @@ class _JournalReader:
         journal does not say what was instructed."""
         key = _answer(event)
         if key is not None and key not in self._asked:
-            self._record.unasked.append(f"{type(event).__name__} of {key[1]}")
+            self._record.unrequested.append(f"{type(event).__name__} of {key[1]}")
 
 
 def _loaded(snapshot: dict[str, Any]) -> PoolMachine:

@@ -97,7 +97,7 @@ class JournalRun:
     given: tuple[GivenInstruction, ...] = ()
 
 
-def run_other(
+def run_alternative(
     world: JournalWorld, other: AlternativePolicy, progress: Callable[[float], None] | None = None
 ) -> JournalRun:
     """One policy in the world of a journal."""
@@ -114,7 +114,7 @@ def run_other(
                 decides,
                 world,
                 settings,
-                heard=lambda now, _, out: given.extend(
+                on_event=lambda now, _, out: given.extend(
                     GivenInstruction(now, one, getattr(one, "task", "")) for one in out
                 ),
                 progress=progress,
@@ -148,25 +148,25 @@ class JournalReplay(PoolReplay):
         world: JournalWorld,
         settings: Sequence[tuple[float, SettingEvent]],
         *,
-        heard: Callable[[float, e.PoolEvent, list[e.PoolInstruction]], None] | None = None,
+        on_event: Callable[[float, e.PoolEvent, list[e.PoolInstruction]], None] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._world = world
         self._sizes: dict[str, int] = {}
         self._starts: dict[str, int] = {}  # by task: how often it was started. Attempts count tries to place it as well
         self._stops: set[tuple[str, int]] = set()
-        self._left = Counter(work.spec.pool for work in world.works)  # by pool: tasks that have not ended
+        self._left = Counter(work.spec.pool for work in world.workload)  # by pool: tasks that have not ended
         self._to_drop: set[str] = set()
         self._endings = {story.name: story.ending for story in world.stories if isinstance(decides, PoolMachine)}
         reality = PoolReality((), 0, world.times, checkpoint_s=0.0, seed=SEED)
-        super().__init__(decides, (), reality, heard=heard, progress=progress)
+        super().__init__(decides, (), reality, on_event=on_event, progress=progress)
         self._window_s = world.until_s
         # What is said at one moment is said in this order: settings first, as whoever submits found them.
         for at_s, one in settings:
             self._agenda.put(at_s, one)
-        self._expect(world.works)
+        self._expect(world.workload)
 
-    def _happens(self, what: e.PoolEvent | ChurnEvent) -> None:
+    def _occur(self, what: e.PoolEvent | ChurnEvent) -> None:
         if isinstance(what, e.NodeJoined):
             self._joins(what)
         elif isinstance(what, e.NodeLost):
@@ -179,25 +179,25 @@ class JournalReplay(PoolReplay):
         elif isinstance(what, e.PoolDropped) and self._left[what.pool]:
             self._to_drop.add(what.pool)  # once the last of its tasks has ended
         else:
-            super()._happens(what)
+            super()._occur(what)
 
-    def _tell(self, event: e.PoolEvent) -> None:
+    def _send_event(self, event: e.PoolEvent) -> None:
         if isinstance(event, e.TaskEnded):
             ending = self._endings.get(event.task)
             if isinstance(ending, e.TaskEnded):
                 event = replace(event, error=ending.error)
             elif ending is not None:
                 event = replace(ending, task=event.task)
-        super()._tell(event)
+        super()._send_event(event)
 
     def _stopped(self, event: e.TaskStopped) -> None:
-        life = self._lives[event.task]
+        life = self._tasks[event.task]
         done = life.stop == "done"
         super()._stopped(event)
         pool = life.work.spec.pool
         self._left[pool] -= done
         if done and not self._left[pool] and pool in self._to_drop:
-            self._tell(e.PoolDropped(pool))
+            self._send_event(e.PoolDropped(pool))
 
     def _sample(self) -> None:
         """A point for every bin, whatever happens in it: runs are short here, and compared with what was."""
@@ -220,7 +220,7 @@ class JournalReplay(PoolReplay):
             self._truths.joined(what.node, what.total.get(COUNTED) / GRAIN)
         else:
             known.units = what.total.get(COUNTED)
-        self._tell(what)
+        self._send_event(what)
 
     def _start(self, one: e.StartTask, now: float) -> None:
         self._starts[one.task] = self._starts.get(one.task, 0) + 1
@@ -274,7 +274,7 @@ class _JournalBound(Clairvoyant):
             for at_s, one in _for_baselines(world.settings)
             if isinstance(one, e.NodeJoined | e.NodeLost)
         )
-        super().__init__(world.works, PoolReality((), 0, churn=happens, seed=SEED))
+        super().__init__(world.workload, PoolReality((), 0, churn=happens, seed=SEED))
         self._window_s = world.until_s
 
     def _node(self, what: ChurnEvent) -> None:
@@ -287,22 +287,22 @@ class _JournalBound(Clairvoyant):
 
 def recorded(world: JournalWorld) -> JournalRun:
     """What the journal says, summed up as a replay is."""
-    lives = [_life(world, number) for number in range(len(world.works))]
+    tasks = [_life(world, number) for number in range(len(world.workload))]
     inside = world.until_s
     held = sum(
-        life.work.gpus * ((inside if one.stopped_s is None else one.stopped_s) - one.asked_s)
-        for life, story in zip(lives, world.stories, strict=True)
+        life.work.gpus * ((inside if one.stopped_s is None else one.stopped_s) - one.assigned_s)
+        for life, story in zip(tasks, world.stories, strict=True)
         for one in story.attempts
     )
     outcome = PoolOutcome(
-        lives,
+        tasks,
         world.record.events,
-        sum(one.evictions for one in lives),
+        sum(one.evictions for one in tasks),
         inside,
         inside,
         _capacity(world),
         held,
-        sum(one.work.gpus * one.work.work_s for one in lives),
+        sum(one.work.gpus * one.work.work_s for one in tasks),
         _curves(world),
         0,
         0,
@@ -312,18 +312,18 @@ def recorded(world: JournalWorld) -> JournalRun:
 
 
 def _life(world: JournalWorld, number: int) -> SimulatedTask:
-    work, story = world.works[number], world.stories[number]
+    work, story = world.workload[number], world.stories[number]
     end_s = world.record.end_s
     began = [one for one in story.attempts if one.started_s is not None]
     last = began[-1]
     waits = story.ended_s is None and story.open is None
     life = SimulatedTask(work, (), 0.0, story.queued_s)
     life.waited_s = story.waited_s + (end_s - story.queued_s if waits else 0.0)
-    life.first_start_s = story.attempts[0].asked_s
+    life.first_start_s = story.attempts[0].assigned_s
     life.evictions, life.losses = story.evictions, story.losses
     life.redone_s = sum(one.worked_s for one in began if one is not last and not one.saved)
-    over_s = story.ended_s if story.attempts[-1].leaves else last.over_s
-    life.done_s = end_s if over_s is None or not story.end else over_s
+    work_ended_s = story.ended_s if story.attempts[-1].evicted else last.work_ended_s
+    life.done_s = end_s if work_ended_s is None or not story.end else work_ended_s
     return life
 
 
@@ -342,12 +342,12 @@ def _capacity(world: JournalWorld) -> float:
 def _curves(world: JournalWorld) -> PoolCurves:
     """Who waited and what was in use, over time."""
     changes: list[tuple[float, int, int]] = []
-    for work, story in zip(world.works, world.stories, strict=True):
+    for work, story in zip(world.workload, world.stories, strict=True):
         queued_s: float | None = story.submitted_s
         for one in story.attempts:
             if queued_s is not None:
-                changes += [(queued_s, 1, 0), (one.asked_s, -1, 0)]
-            changes.append((one.asked_s, 0, work.gpus))
+                changes += [(queued_s, 1, 0), (one.assigned_s, -1, 0)]
+            changes.append((one.assigned_s, 0, work.gpus))
             queued_s = one.stopped_s
             if one.stopped_s is not None:
                 changes.append((one.stopped_s, 0, -work.gpus))
@@ -387,7 +387,7 @@ def agreement(world: JournalWorld, was: JournalRun, replayed: JournalRun) -> Rep
     """How near they are. Tasks and groups go by the order in which they appear, not by their numbers."""
     names = {story.name for story in world.stories}
     # A replay ends with its last task; what was done about a pool that was dropped in the end is no part of it.
-    last_s = max(one.submit_s for one in world.works)
+    last_s = max(one.submit_s for one in world.workload)
     drops = [at_s for at_s, one in world.settings if isinstance(one, e.PoolDropped) and at_s > last_s]
     until_s = min([world.until_s, *(math.nextafter(at_s, 0.0) for at_s in drops)])
     then, now = (_deeds([one for one in run.given if one.at_s <= until_s], names) for run in (was, replayed))
@@ -398,7 +398,7 @@ def agreement(world: JournalWorld, was: JournalRun, replayed: JournalRun) -> Rep
         first = f"then {words[0]}, replayed {words[1]}"
     errors = [
         _error((b.done_s or 0.0) - b.work.submit_s, (a.done_s or 0.0) - a.work.submit_s)
-        for a, b in zip(was.outcome.lives, replayed.outcome.lives, strict=True)
+        for a, b in zip(was.outcome.tasks, replayed.outcome.tasks, strict=True)
     ]
     return ReplayAgreement(
         len(then),

@@ -23,7 +23,7 @@ from trimtab.machines.pool import events as e
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.timing import MEASURED, Distribution, PoolTimes
 from trimtab.replay.journal.record import JournalRecord, RecordedAttempt, SettingEvent, TaskStory
-from trimtab.replay.pool.policies import FOR_EVER_S
+from trimtab.replay.pool.policies import UNLIMITED_S
 from trimtab.replay.pool.workload import WorkloadTask
 
 COUNTED = "gpu"  # what the counted resource is called in a replay, whatever it was
@@ -56,7 +56,7 @@ class JournalWorld:
 
     record: JournalRecord
     units: CountedUnit
-    works: tuple[WorkloadTask, ...]
+    workload: tuple[WorkloadTask, ...]
     stories: tuple[TaskStory, ...]  # of those works
     settings: tuple[tuple[float, SettingEvent], ...]
     took: MeasuredDurations
@@ -86,7 +86,7 @@ def world_of(record: JournalRecord) -> JournalWorld:
     stories = tuple(story for story, _ in kept)
     took, times = _times(stories, record)
     classes = _classes(stories)
-    works = tuple(
+    workload = tuple(
         WorkloadTask(
             _spec(story, units), story.submitted_s, length, units.whole(story.spec.bundles), classes[story.name]
         )
@@ -96,7 +96,7 @@ def world_of(record: JournalRecord) -> JournalWorld:
     return JournalWorld(
         record,
         units,
-        works,
+        workload,
         stories,
         tuple(_settings(record, units)),
         took,
@@ -126,8 +126,8 @@ def length_s(story: TaskStory, end_s: float) -> float | None:
 
 def _worked(one: RecordedAttempt, end_s: float) -> float:
     """How long it was at work, until the end of the journal where it still is."""
-    over_s = end_s if one.over_s is None else one.over_s
-    return 0.0 if one.started_s is None else max(0.0, over_s - one.started_s)
+    work_ended_s = end_s if one.work_ended_s is None else one.work_ended_s
+    return 0.0 if one.started_s is None else max(0.0, work_ended_s - one.started_s)
 
 
 def _with_lengths(record: JournalRecord) -> tuple[list[tuple[TaskStory, float]], list[str]]:
@@ -173,18 +173,18 @@ def _spec(story: TaskStory, units: CountedUnit) -> TaskSpec:
         bundles=tuple(units.counted(one) for one in spec.bundles),
         room=tuple(units.counted(one) for one in spec.room),
         residual=(),
-        wait_s=FOR_EVER_S,
+        wait_s=UNLIMITED_S,
         restarts=-1,
         awaits_node=True,
         over_quota_waits=True,
-        start_timeout_s=FOR_EVER_S,
+        start_timeout_s=UNLIMITED_S,
         client=None,
     )
 
 
 def _pool(spec: PoolSpec, units: CountedUnit) -> PoolSpec:
     reserved = tuple(units.counted(one) for one in spec.reserved)
-    return replace(spec, quota=units.counted(spec.quota), reserved=reserved, wait_s=FOR_EVER_S, client=None)
+    return replace(spec, quota=units.counted(spec.quota), reserved=reserved, wait_s=UNLIMITED_S, client=None)
 
 
 # ---- what was set, and nodes --------------------------------------------------------------------------------------
@@ -250,24 +250,24 @@ def _protecting(policy: PreemptionPolicy, names: Sequence[str]) -> PreemptionPol
 def _times(stories: Sequence[TaskStory], record: JournalRecord) -> tuple[MeasuredDurations, PoolTimes]:
     """How long every deed took, and from what those are drawn that were not done then."""
     took: MeasuredDurations = {}
-    fresh = [one.started_s - one.asked_s for one in _begun(stories) if not one.restored and one.started_s is not None]
-    plain = [one.stopped_s - one.over_s for one in _stopped(stories) if not one.saved and one.stopped_s and one.over_s]
+    fresh = [one.started_s - one.assigned_s for one in _begun(stories) if not one.restored and one.started_s is not None]
+    plain = [one.stopped_s - one.work_ended_s for one in _stopped(stories) if not one.saved and one.stopped_s and one.work_ended_s]
     usual_start, usual_stop = (median(one) if one else 0.0 for one in (fresh, plain))
     loads, saves = [], []
     for story in stories:
         for number, one in enumerate(story.attempts, 1):
             if one.started_s is not None:
-                whole = one.started_s - one.asked_s
+                whole = one.started_s - one.assigned_s
                 start = min(whole, usual_start) if one.restored else whole
                 took["start", story.name, number] = start
                 took["load", story.name, number] = whole - start
                 loads += [whole - start] if one.restored else []
-            elif one.over_s is not None:
+            elif one.work_ended_s is not None:
                 # Told to leave before it was there: it would have been, some time later.
-                took["start", story.name, number] = one.over_s - one.asked_s + usual_start
+                took["start", story.name, number] = one.work_ended_s - one.assigned_s + usual_start
                 took["load", story.name, number] = 0.0
-            if one.stopped_s is not None and one.over_s is not None:
-                whole = one.stopped_s - one.over_s
+            if one.stopped_s is not None and one.work_ended_s is not None:
+                whole = one.stopped_s - one.work_ended_s
                 stop = min(whole, usual_stop) if one.saved else whole
                 took["stop", story.name, number] = stop
                 if one.saved:
@@ -356,7 +356,7 @@ def _assumed(record: JournalRecord, stories: Sequence[TaskStory]) -> Iterable[st
         "PlacementGroupFailed": "placement groups that could not be made",
         "PlacementGroupLost": "placement groups lost",
     }
-    said = [f"{words} ({record.besides[kind]:,})" for kind, words in not_again.items() if record.besides[kind]]
+    said = [f"{words} ({record.other_events[kind]:,})" for kind, words in not_again.items() if record.other_events[kind]]
     if said:
         yield "not repeated: " + ", ".join(said)
     yield "every task waits as long as it takes, and once the journal has ended all of its nodes are there"

@@ -20,8 +20,8 @@ from trimtab.replay.pool.workload import WorkloadTask
 class Clairvoyant:
     """One run."""
 
-    def __init__(self, works: Sequence[WorkloadTask], reality: PoolReality) -> None:
-        self._lives = [SimulatedTask(one, (), one.work_s, one.submit_s) for one in works]
+    def __init__(self, workload: Sequence[WorkloadTask], reality: PoolReality) -> None:
+        self._tasks = [SimulatedTask(one, (), one.work_s, one.submit_s) for one in workload]
         self._agenda: Agenda[tuple[str, int, int] | ChurnEvent] = Agenda()
         self._gpus = len(reality.nodes) * reality.node_gpus
         self._node_gpus = reality.node_gpus
@@ -29,18 +29,18 @@ class Clairvoyant:
         self._free = self._gpus
         self._waiting: dict[int, list[tuple[float, float, int]]] = {}  # by size: a heap, the best first
         self._running: list[tuple[float, float, int, int]] = []  # a heap, the worst first; some entries are old
-        self._window_s = max((one.submit_s for one in works), default=0.0)
+        self._window_s = max((one.submit_s for one in workload), default=0.0)
         self._done = self._events = self._evictions = 0
         self._work = self._capacity = self._since = 0.0
         self._curves, self._next_bin, self._waits = PoolCurves(), 0.0, 0
-        for number, one in enumerate(works):
+        for number, one in enumerate(workload):
             self._agenda.put(one.submit_s, ("comes", number, 0))
         for happens in reality.churn:
             self._agenda.put(happens.at_s, happens)
 
     def run(self) -> PoolOutcome:
         """Until every task has ended."""
-        while self._done < len(self._lives):
+        while self._done < len(self._tasks):
             if self._agenda.first() is None:
                 raise InvariantError("nothing happens any more, and tasks have not ended")
             what = self._agenda.pop()
@@ -52,14 +52,14 @@ class Clairvoyant:
                 kind, number, attempt = what
                 if kind == "comes":
                     self._wait(number)
-                elif self._lives[number].attempt == attempt and self._lives[number].began_s is not None:
+                elif self._tasks[number].attempt == attempt and self._tasks[number].began_s is not None:
                     self._end(number)
                 else:
                     continue
             self._fill()
         self._count_capacity()
         return PoolOutcome(
-            self._lives, self._events, self._evictions, self._agenda.now, self._window_s, self._capacity, self._work,
+            self._tasks, self._events, self._evictions, self._agenda.now, self._window_s, self._capacity, self._work,
             self._work, self._curves, self._events, 0,
         )  # fmt: skip
 
@@ -92,7 +92,7 @@ class Clairvoyant:
     # ---- jobs ----
 
     def _wait(self, number: int) -> None:
-        life = self._lives[number]
+        life = self._tasks[number]
         life.queued_at = self._agenda.now
         self._waits += 1
         entry = (-life.work.spec.priority, life.left_s, number)
@@ -119,7 +119,7 @@ class Clairvoyant:
             heapq.heappop(self._running)
             aside.append((priority, minus_end, other, attempt))
             leaving.append(other)
-            room += self._lives[other].work.gpus
+            room += self._tasks[other].work.gpus
         for one in aside:
             heapq.heappush(self._running, one)
         if room < size:
@@ -136,7 +136,7 @@ class Clairvoyant:
     def _worst_entry(self) -> tuple[float, float, int, int] | None:
         while self._running:
             _, _, number, attempt = self._running[0]
-            life = self._lives[number]
+            life = self._tasks[number]
             if life.began_s is not None and life.attempt == attempt:
                 return self._running[0]
             heapq.heappop(self._running)
@@ -149,7 +149,7 @@ class Clairvoyant:
         return entry[2]
 
     def _start(self, number: int) -> None:
-        life, now = self._lives[number], self._agenda.now
+        life, now = self._tasks[number], self._agenda.now
         self._free -= life.work.gpus
         self._waits -= 1
         life.waited_s += now - life.queued_at
@@ -161,7 +161,7 @@ class Clairvoyant:
         self._agenda.put(end, ("ends", number, life.attempt))
 
     def _worked(self, number: int) -> None:
-        life, now = self._lives[number], self._agenda.now
+        life, now = self._tasks[number], self._agenda.now
         began = life.began_s if life.began_s is not None else now
         life.left_s = max(0.0, life.left_s - (now - began))
         end = min(now, self._window_s)
@@ -171,11 +171,11 @@ class Clairvoyant:
 
     def _stop(self, number: int) -> None:
         self._worked(number)
-        self._lives[number].evictions += 1
+        self._tasks[number].evictions += 1
         self._evictions += 1
         self._wait(number)
 
     def _end(self, number: int) -> None:
         self._worked(number)
-        self._lives[number].done_s = self._agenda.now
+        self._tasks[number].done_s = self._agenda.now
         self._done += 1

@@ -83,7 +83,7 @@ class PoolCurves:
 class PoolOutcome:
     """What became of a run, before anybody sums it up."""
 
-    lives: list[SimulatedTask]
+    tasks: list[SimulatedTask]
     events: int
     evictions: int
     end_s: float
@@ -102,43 +102,43 @@ class PoolReplay:
     def __init__(
         self,
         scheduler: PoolScheduler,
-        works: Sequence[WorkloadTask],
+        workload: Sequence[WorkloadTask],
         reality: PoolReality,
         *,
         first: Sequence[e.PoolEvent] = (),
         check_every: int = CHECK_EVERY,
-        heard: Callable[[float, e.PoolEvent, list[e.PoolInstruction]], None] | None = None,
+        on_event: Callable[[float, e.PoolEvent, list[e.PoolInstruction]], None] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._reality = reality
         self._agenda: Agenda[e.PoolEvent | ChurnEvent] = Agenda()
         self._truths = PoolInvariants()
-        self._lives: dict[str, SimulatedTask] = {}
+        self._tasks: dict[str, SimulatedTask] = {}
         self._order: list[SimulatedTask] = []
         self._groups_told: set[str] = set()
-        self._check_every, self._heard, self._progress = check_every, heard, progress
+        self._check_every, self._on_event, self._progress = check_every, on_event, progress
         self._events = self._checks = self._evictions = 0
         self._waiting = self._used = 0
-        self._window_s = max((one.submit_s for one in works), default=0.0)
+        self._window_s = max((one.submit_s for one in workload), default=0.0)
         self._held = self._worked = 0.0
         self._capacity, self._there, self._there_since = 0.0, 0, 0.0
         self._curves = PoolCurves()
         self._next_bin = 0.0
         self._source = random.Random()
         for event in first:
-            self._tell(event)
+            self._send_event(event)
         for node in reality.nodes:
             self._node_joins(node)
-        self._expect(works)
+        self._expect(workload)
         for happens in reality.churn:
             self._agenda.put(happens.at_s, happens)
 
-    def _expect(self, works: Sequence[WorkloadTask]) -> None:
-        for one in works:
+    def _expect(self, workload: Sequence[WorkloadTask]) -> None:
+        for one in workload:
             life = SimulatedTask(one, tuple(bundle.get("gpu") for bundle in one.spec.bundles), one.work_s, one.submit_s)
             self._order.append(life)
-            self._lives[one.spec.id] = life
+            self._tasks[one.spec.id] = life
             self._agenda.put(one.submit_s, e.TaskSubmitted(one.spec))
 
     # ---- time ------------------------------------------------------------------------------------------------------
@@ -153,11 +153,11 @@ class PoolReplay:
             if first is None or (due is not None and due < first):
                 agenda.leap(due if due is not None else agenda.now)
                 self._sample()
-                self._tell(e.PoolTick())
+                self._send_event(e.PoolTick())
                 continue
             what = agenda.pop()
             self._sample()
-            self._happens(what)
+            self._occur(what)
         self._finish()
         return PoolOutcome(
             self._order, self._events, self._evictions, agenda.now, self._window_s, self._capacity, self._held,
@@ -181,12 +181,12 @@ class PoolReplay:
         self._scheduler.check()
         self._checks += 1
 
-    def _tell(self, event: e.PoolEvent) -> None:
+    def _send_event(self, event: e.PoolEvent) -> None:
         now = self._agenda.now
         out = self._scheduler.handle(event, now)
         self._events += 1
-        if self._heard is not None:
-            self._heard(now, event, out)
+        if self._on_event is not None:
+            self._on_event(now, event, out)
         for one in out:
             self._deed(one, now)
         if self._events % self._check_every == 0:
@@ -196,7 +196,7 @@ class PoolReplay:
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
-    def _happens(self, what: e.PoolEvent | ChurnEvent) -> None:
+    def _occur(self, what: e.PoolEvent | ChurnEvent) -> None:
         if isinstance(what, e.TaskStarted):
             self._started(what)
         elif isinstance(what, e.TaskEnded):
@@ -206,39 +206,39 @@ class PoolReplay:
         elif isinstance(what, e.TaskSubmitted):
             self._truths.came(what.spec.id)
             self._waiting += 1
-            self._tell(what)
+            self._send_event(what)
         elif isinstance(what, e.PlacementGroupReady):
             if what.group in self._truths.groups:
                 self._truths.standing(what.group)
-                self._tell(what)
+                self._send_event(what)
         elif isinstance(what, e.PlacementGroupRemoved):
             if what.group in self._truths.groups:
                 self._truths.gone(what.group)
-                self._tell(what)
+                self._send_event(what)
         elif isinstance(what, ChurnEvent):
             self._node(what)
         else:
-            self._tell(what)
+            self._send_event(what)
 
     def _started(self, event: e.TaskStarted) -> None:
-        life = self._lives[event.task]
+        life = self._tasks[event.task]
         if life.attempt != event.attempt or life.stop:
             return
         now = self._agenda.now
         life.began_s = now
         self._agenda.put(now + life.left_s, e.TaskEnded(event.task, event.attempt))
-        self._tell(event)
+        self._send_event(event)
 
     def _ended(self, event: e.TaskEnded) -> None:
-        life = self._lives[event.task]
+        life = self._tasks[event.task]
         if life.attempt != event.attempt or life.stop:
             return
         self._worked_until(life, self._agenda.now, kept=True)
         life.left_s, life.stop, life.done_s = 0.0, "done", self._agenda.now
-        self._tell(event)
+        self._send_event(event)
 
     def _stopped(self, event: e.TaskStopped) -> None:
-        life, now = self._lives[event.task], self._agenda.now
+        life, now = self._tasks[event.task], self._agenda.now
         self._truths.stopped(event.task)
         self._used -= life.work.gpus
         self._held += life.work.gpus * self._inside(life.held_since, now)
@@ -249,7 +249,7 @@ class PoolReplay:
             self._waiting += 1
         life.stop, life.began_s = "", None
         life.attempt = 0  # what was put down for this attempt does not happen
-        self._tell(event)
+        self._send_event(event)
 
     def _inside(self, begin: float, end: float) -> float:
         """Seconds of a time that are in the window."""
@@ -275,7 +275,7 @@ class PoolReplay:
             self._node_joins(what.node)
         elif what.node in self._truths.nodes:
             if what.what == "draining":
-                self._tell(e.NodeDrained(what.node))
+                self._send_event(e.NodeDrained(what.node))
                 self._agenda.put(self._agenda.now + what.notice_s, ChurnEvent(0.0, what.node, "lost"))
             else:
                 self._node_lost(what.node)
@@ -285,7 +285,7 @@ class PoolReplay:
             self._count_capacity()
             self._there += self._reality.node_gpus
             self._truths.joined(node, self._reality.node_gpus)
-            self._tell(e.NodeJoined(node, Resources.of(gpu=self._reality.node_gpus)))
+            self._send_event(e.NodeJoined(node, Resources.of(gpu=self._reality.node_gpus)))
 
     def _node_lost(self, node: str) -> None:
         self._count_capacity()
@@ -293,13 +293,13 @@ class PoolReplay:
         gone = self._truths.nodes[node]
         for task, process in self._truths.processes.items():
             if any(at is gone for _, at, _ in process.places):
-                life = self._lives[task]
+                life = self._tasks[task]
                 if life.stop != "done":
                     life.losses += 1
                     self._worked_until(life, self._agenda.now, kept=False)
                     life.stop = life.stop or "lost"
         self._truths.lost(node)
-        self._tell(e.NodeLost(node, "simulated"))
+        self._send_event(e.NodeLost(node, "simulated"))
 
     def _count_capacity(self) -> None:
         self._capacity += self._there * self._inside(self._there_since, self._agenda.now)
@@ -322,7 +322,7 @@ class PoolReplay:
             raise InvariantError(f"nobody here takes turns: {one}")
 
     def _start(self, one: e.StartTask, now: float) -> None:
-        life = self._lives[one.task]
+        life = self._tasks[one.task]
         self._truths.starting(one, life.units)
         life.attempt, life.held_since = one.attempt, now
         self._waiting -= 1
@@ -336,7 +336,7 @@ class PoolReplay:
         self._agenda.put(now + took, e.TaskStarted(one.task, one.attempt))
 
     def _stop(self, one: e.StopTask, now: float) -> None:
-        life = self._lives[one.task]
+        life = self._tasks[one.task]
         took = self._took("stop", one.task, one.attempt)
         saved = False
         if not life.stop:

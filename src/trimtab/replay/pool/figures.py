@@ -53,17 +53,17 @@ class PoolFigures:
 
 def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
     """Sum a run up."""
-    by_class = {name: [one for one in outcome.lives if one.work.class_ == name] for name in classes}
-    found = {name: _class(lives) for name, lives in by_class.items() if lives}
-    found[ALL] = _class(outcome.lives)
+    by_class = {name: [one for one in outcome.tasks if one.work.class_ == name] for name in classes}
+    found = {name: _class(tasks) for name, tasks in by_class.items() if tasks}
+    found[ALL] = _class(outcome.tasks)
     capacity = outcome.capacity_gpu_s or 1.0
     return PoolFigures(
         policy,
         seed,
         found,
         outcome.evictions,
-        sum(one.losses for one in outcome.lives),
-        sum(one.redone_s * one.work.gpus for one in outcome.lives) / 3600.0,
+        sum(one.losses for one in outcome.tasks),
+        sum(one.redone_s * one.work.gpus for one in outcome.tasks) / 3600.0,
         outcome.work_gpu_s / capacity,
         outcome.held_gpu_s / capacity,
         outcome.end_s,
@@ -74,19 +74,19 @@ def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]
     )
 
 
-def _class(lives: Sequence[SimulatedTask]) -> ClassFigures:
-    waits = sorted(one.waited_s for one in lives)
-    took = [(math.nan if one.done_s is None else one.done_s) - one.work.submit_s for one in lives]
+def _class(tasks: Sequence[SimulatedTask]) -> ClassFigures:
+    waits = sorted(one.waited_s for one in tasks)
+    took = [(math.nan if one.done_s is None else one.done_s) - one.work.submit_s for one in tasks]
     completions = sorted(took)
     return ClassFigures(
-        len(lives),
+        len(tasks),
         fmean(waits),
         percentile(waits, 0.5),
         percentile(waits, 0.99),
         fmean(completions),
         percentile(completions, 0.99),
-        fmean(each / max(one.work.work_s, 1.0) for each, one in zip(took, lives, strict=True)),
-        sum(one.evictions for one in lives),
+        fmean(each / max(one.work.work_s, 1.0) for each, one in zip(took, tasks, strict=True)),
+        sum(one.evictions for one in tasks),
     )
 
 

@@ -16,7 +16,7 @@ from trimtab.replay.pool.driver import PoolScheduler
 from trimtab.replay.pool.las import THRESHOLD_GPU_S, LeastAttained
 from trimtab.replay.pool.workload import POOL
 
-FOR_EVER_S = 1e9
+UNLIMITED_S = 1e9
 PREEMPTION_KEYS = tuple(
     one.name for one in fields(PreemptionPolicy) if one.name not in ("label_rules", "protected_pools", "cross_pool")
 )
@@ -82,7 +82,7 @@ def scheduler(policy: PoolPolicy, node_gpus: int, quota_gpus: int) -> tuple[Pool
     }
     if policy.use in made:
         return made[policy.use](), []
-    spec = PoolSpec(POOL, Resources.of(gpu=quota_gpus), **{"wait_s": FOR_EVER_S, **policy.pool})
+    spec = PoolSpec(POOL, Resources.of(gpu=quota_gpus), **{"wait_s": UNLIMITED_S, **policy.pool})
     first: list[e.PoolEvent] = [e.PoolEnsured(spec)]
     if policy.use == "trimtab":
         first.append(e.PolicySet(PreemptionPolicy(**policy.preemption)))

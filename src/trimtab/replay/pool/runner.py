@@ -10,7 +10,7 @@ from trimtab.replay.pool.driver import PoolReality, PoolReplay
 from trimtab.replay.pool.figures import PoolFigures, figures
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
 from trimtab.replay.pool.scenario import PoolScenario
-from trimtab.replay.pool.workload import WorkloadTask, works
+from trimtab.replay.pool.workload import WorkloadTask, workload
 
 
 def reality(scenario: PoolScenario, seed: int, until_s: float) -> PoolReality:
@@ -34,7 +34,7 @@ def tasks(scenario: PoolScenario, seed: int) -> list[WorkloadTask]:
                 where="cluster",
                 hint="more nodes, or `most_gpus` under `tasks` to leave larger jobs out",
             )
-    return works(
+    return workload(
         rows,
         seed=seed,
         node_gpus=scenario.cluster.gpus,

@@ -76,7 +76,7 @@ class TaskGenerator:
         )
 
 
-def works(
+def workload(
     rows: Sequence[JobRow],
     *,
     seed: int,

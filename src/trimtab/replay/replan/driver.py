@@ -90,7 +90,7 @@ class _SavedState:
 
 
 class ReplanReplay:
-    """One run. `told` hears every event with what was said of it; `progress` how far it is."""
+    """One run. `on_event` hears every event with what was said of it; `progress` how far it is."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ReplanReplay:
         truth: TrueCosts,
         rules: ReplanRules,
         *,
-        told: ReplanListener | None = None,
+        on_event: ReplanListener | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._decider, self._truth, self._reality = decider, truth, truth.reality
@@ -109,7 +109,7 @@ class ReplanReplay:
         self._gone = False  # processes of the plan in place are lost: it has to be left, also if the node comes back
         self._ahead = 0  # iterations that have begun under the old plan, and end before a move
         self._cold = True  # nothing of the next iteration is begun yet
-        self._told, self._progress = told, progress
+        self._on_event, self._progress = on_event, progress
         self._walls: list[float] = []
         self._moves: list[SimulatedMigration] = []
         self._stood_s = 0.0  # in the move under way
@@ -119,7 +119,7 @@ class ReplanReplay:
         """To its end. InvariantError where anything happens that must not."""
         reality, books = self._reality, self._books
         first = self._decider.sited.plan.describe()
-        self._tell(e.RunResumed(0, reality.iterations))
+        self._send_event(e.RunResumed(0, reality.iterations))
         finished = True
         while books.counted < reality.iterations:
             happens = self._before.pop(books.counted + 1, None)
@@ -164,7 +164,7 @@ class ReplanReplay:
             at, due = self._agenda.first(), self._due()
             if due is not None and due <= until and (at is None or due < at):
                 self._agenda.leap(due)
-                self._tell(e.ReplanTick())
+                self._send_event(e.ReplanTick())
                 if self._due() == due:
                     raise InvariantError(f"a deadline at {due:g} s is over and still due")
             elif at is not None and at <= until:
@@ -207,9 +207,9 @@ class ReplanReplay:
         if lost:
             self._gone = self._gone or self._decider.sited.uses(gone)
             self._lose()
-        self._tell(event)
+        self._send_event(event)
         if self._decider.stopped is not None and event.why is e.ClusterChangeCause.joined:
-            self._tell(e.RunResumed(self._books.counted, self._reality.iterations - self._books.counted))
+            self._send_event(e.RunResumed(self._books.counted, self._reality.iterations - self._books.counted))
         return lost
 
     def _sits_on(self, nodes: tuple[str, ...]) -> bool:
@@ -226,7 +226,7 @@ class ReplanReplay:
         del self._walls[saved:]
         books.back_to(saved)
         self._cold, self._ahead = True, 0
-        self._tell(e.RunResumed(saved, self._reality.iterations - saved))
+        self._send_event(e.RunResumed(saved, self._reality.iterations - saved))
 
     def _restart(self) -> None:
         """The run was told to stop though its GPUs are there: somebody resumes it from its last state."""
@@ -247,7 +247,7 @@ class ReplanReplay:
         self._books.done(number)
         self._saved.is_over(number)
         self._cold, self._ahead = False, max(0, self._ahead - 1)
-        self._tell(e.IterationDone(one))
+        self._send_event(e.IterationDone(one))
         if self._progress is not None:
             self._progress(number / self._reality.iterations)
 
@@ -267,12 +267,12 @@ class ReplanReplay:
         if self._todo is not todo:
             return  # it has failed meanwhile, and the way back is next
         if times.failing(move.id, seed) is todo.stage:
-            self._tell(e.MigrationStageFailed(move.id, todo.stage, "it fails in this simulation"))
+            self._send_event(e.MigrationStageFailed(move.id, todo.stage, "it fails in this simulation"))
             return
         if self._books.stage_done(move):
             self._gone = False
             self._over(todo, arrived=True)
-        self._tell(e.MigrationStageDone(move.id, todo.stage, took))
+        self._send_event(e.MigrationStageDone(move.id, todo.stage, took))
 
     def _undo(self, todo: e.RollBackMigration) -> None:
         """The old plan comes back: at once where nobody was ended yet, or where there is nothing to come back to."""
@@ -290,7 +290,7 @@ class ReplanReplay:
             return
         self._books.rolled_back()
         self._over(todo, arrived=False)
-        self._tell(e.RolledBack(move.id, took))
+        self._send_event(e.RolledBack(move.id, took))
 
     def _over(self, todo: e.RunMigrationStage | e.RollBackMigration, *, arrived: bool) -> None:
         move = todo.move
@@ -306,7 +306,7 @@ class ReplanReplay:
         )
         self._todo, self._stood_s, self._cold = None, 0.0, True
 
-    def _tell(self, event: e.ReplanEvent) -> None:
+    def _send_event(self, event: e.ReplanEvent) -> None:
         """Hand an event over, keep what is to be done about it, and look whether all is true."""
         self._events += 1
         try:
@@ -320,8 +320,8 @@ class ReplanReplay:
                 self._ahead = self._reality.job.workflow.staleness
         self._books.heard(event, said, self._decider)
         self._decider.check()
-        if self._told is not None:
-            self._told(event, self._agenda.now, said)
+        if self._on_event is not None:
+            self._on_event(event, self._agenda.now, said)
 
 
 # ---- the oracle ---------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class _FolderReader:
         self.nodes, self.leaving = now, leaving
 
 
-def past_loop(folder: Path, workflow: Workflow) -> PastRunReality:
+def read_past_run(folder: Path, workflow: Workflow) -> PastRunReality:
     """What the folder of a run tells of a workflow. InputError where it is none, or is not understood."""
     path = folder / EVENTS
     try:

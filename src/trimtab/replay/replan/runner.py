@@ -61,13 +61,13 @@ def loop_run(
     truth: TrueCosts,
     rules: ReplanRules,
     *,
-    told: ReplanListener | None = None,
+    on_event: ReplanListener | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> ReplanOutcome:
     """The run with the loop machine that runs live."""
     reality, first = truth.reality, truth.first()
     machine = ReplanMachine(reality.job.workflow, reality.job.cluster, first.plan, rules, reality.allowed)
-    return ReplanReplay(machine, truth, rules, told=told, progress=progress).run()
+    return ReplanReplay(machine, truth, rules, on_event=on_event, progress=progress).run()
 
 
 def run_policy(

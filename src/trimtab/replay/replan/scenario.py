@@ -33,7 +33,7 @@ from trimtab.replay.common.churn import Churn
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.pool.scenario import SEEDS, Amount, ChurnSection, More, Sections, Whole, churn_of, explained
 from trimtab.replay.replan.noise import DrawnNoise, Noise, SyntheticNoise, TraceNoise, minibatches
-from trimtab.replay.replan.past_run import JOB, PastRunReality, past_loop
+from trimtab.replay.replan.past_run import JOB, PastRunReality, read_past_run
 from trimtab.replay.replan.reality import (
     Drift,
     DriftShape,
@@ -331,7 +331,7 @@ def _past(said: ReplanScenarioFile, job: PlacementJob, path: Path) -> PastRunRea
     for key in ("drift", "noise", "periodic"):
         if key in said.model_fields_set:
             raise InputError(f"{key} is what the run measured", where=f"{path}: {key}", hint=f"leave {key} out")
-    return past_loop(path.parent / said.job, job.workflow)
+    return read_past_run(path.parent / said.job, job.workflow)
 
 
 def _iterations(said: ReplanScenarioFile, run: RunSection, past: PastRunReality | None, path: Path) -> int:

@@ -105,7 +105,7 @@ class RolloutReplay:
         *,
         queue: int = 1_000_000,
         check_every: int = CHECK_EVERY,
-        heard: Callable[[float, e.RolloutEvent, list[e.RolloutInstruction]], None] | None = None,
+        on_event: Callable[[float, e.RolloutEvent, list[e.RolloutInstruction]], None] | None = None,
     ) -> None:
         self.fleet = fleet
         rules = RolloutRules(
@@ -120,7 +120,7 @@ class RolloutReplay:
         )
         self.machine = RolloutMachine(rules, elastic)
         self.outcome = RolloutOutcome()
-        self._heard, self._check_every = heard, check_every
+        self._on_event, self._check_every = on_event, check_every
         self._agenda: Agenda[tuple[str, int] | e.RolloutEvent] = Agenda()
         self._engines = {f"e{at}": SimulatedEngine(fleet.speed) for at in range(rules.most)}
         self._asked: dict[str, _SimulatedRequest] = {}  # not answered
@@ -131,9 +131,9 @@ class RolloutReplay:
         self._version = 0
         self._from = 0.0  # what was before is not counted
         for name in self._engines:
-            self._tell(e.WorkerAdded(WorkerSpec(name, limit=fleet.limit), up=True, version=0))
+            self._send_event(e.WorkerAdded(WorkerSpec(name, limit=fleet.limit), up=True, version=0))
         if fleet.taker is not None:
-            self._tell(e.DemandSeen((fleet.taker,)))
+            self._send_event(e.DemandSeen((fleet.taker,)))
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class RolloutReplay:
             self.outcome.steps_s.append(self._agenda.now - begin)
             self._until(self._agenda.now + training.draw(source))
             self._version += 1
-            self._tell(e.RefitBegun(self._version))
+            self._send_event(e.RefitBegun(self._version))
             self._until(self._agenda.now + self.fleet.refit_s + 0.1)
         return self._over()
 
@@ -179,7 +179,7 @@ class RolloutReplay:
         self._asked[name] = _SimulatedRequest(tokens, prompt, group, self._agenda.now)
         at, loads = int(self._agenda.now), self.outcome.loads
         loads[at] = max(loads.get(at, 0), len(self._asked))
-        self._tell(e.RequestArrived(RequestSpec(name, prompt, most, group=group)))
+        self._send_event(e.RequestArrived(RequestSpec(name, prompt, most, group=group)))
 
     def _over(self) -> RolloutOutcome:
         self.machine.check()
@@ -209,10 +209,10 @@ class RolloutReplay:
             if at == float("inf"):
                 raise InvariantError(f"nothing happens any more, and {len(self._asked)} requests wait")
             if first is not None and first <= at:
-                self._happens(agenda.pop())
+                self._occur(agenda.pop())
             else:
                 agenda.leap(at)
-                self._tell(e.RolloutTick())
+                self._send_event(e.RolloutTick())
 
     def _count(self, name: str) -> None:
         """An engine has its first request, or none any more."""
@@ -221,9 +221,9 @@ class RolloutReplay:
         elif name in self._busy:
             self.outcome.busy_s += self._agenda.now - self._busy.pop(name)
 
-    def _happens(self, what: tuple[str, int] | e.RolloutEvent) -> None:
+    def _occur(self, what: tuple[str, int] | e.RolloutEvent) -> None:
         if not isinstance(what, tuple):
-            self._tell(what)
+            self._send_event(what)
             return
         name, news = what
         engine = self._engines[name]
@@ -233,7 +233,7 @@ class RolloutReplay:
         key = end[1]
         engine.drop(key, self._agenda.now)
         _, before = self._where.pop(key)
-        self._tell(e.AttemptFinished(*key, self._asked[key[0]].tokens - before, End.stop))
+        self._send_event(e.AttemptFinished(*key, self._asked[key[0]].tokens - before, End.stop))
         self._foretell(name)
 
     def _foretell(self, name: str) -> None:
@@ -245,12 +245,12 @@ class RolloutReplay:
 
     # ---- what the machine wants ------------------------------------------------------------------------------------
 
-    def _tell(self, event: e.RolloutEvent) -> None:
+    def _send_event(self, event: e.RolloutEvent) -> None:
         now, out = self._agenda.now, self.outcome
         wanted = self.machine.handle(event, now)
         out.events += 1
-        if self._heard is not None:
-            self._heard(now, event, wanted)
+        if self._on_event is not None:
+            self._on_event(now, event, wanted)
         for one in wanted:
             if isinstance(one, e.SendRequest):
                 self._send(one)
