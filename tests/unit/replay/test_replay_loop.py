@@ -485,27 +485,27 @@ def test_a_policy_that_does_what_must_never_be_done_is_found_out(
 def test_two_groups_on_one_gpu_and_gpus_that_are_not_there_are_found_out() -> None:
     first = truth().first()
     here = first.cluster
-    ReplanInvariants.of(first, AUTO).iterates(1, here)
+    ReplanInvariants.of(first, AUTO).iteration_begins(1, here)
     a, b = (group.components[0] for group in first.plan.groups)
     doubled = ReplanInvariants.of(first, AUTO)
     doubled.seats[b] = doubled.seats[a]
     with pytest.raises(InvariantError, match="two groups are on GPU"):
-        doubled.iterates(1, here)
+        doubled.iteration_begins(1, here)
     with pytest.raises(InvariantError, match="which is not there"):
-        ReplanInvariants.of(first, AUTO).iterates(1, Cluster(here.nodes[:1]))
+        ReplanInvariants.of(first, AUTO).iteration_begins(1, Cluster(here.nodes[:1]))
     with pytest.raises(InvariantError, match="iteration 2 is run after 0"):
-        ReplanInvariants.of(first, AUTO).iterates(2, here)
+        ReplanInvariants.of(first, AUTO).iteration_begins(2, here)
 
 
 def test_time_and_iterations_that_do_not_add_up_are_found_out() -> None:
     books = ReplanInvariants.of(truth().first(), AUTO)
-    books.done(1)
-    books.passed(3.0, "iterations")
-    books.whole(3.0, 1, True)
+    books.iteration_done(1)
+    books.spend(3.0, "iterations")
+    books.check_totals(3.0, 1, True)
     with pytest.raises(InvariantError, match="3 s are accounted for, and 4 s have passed"):
-        books.whole(4.0, 1, True)
+        books.check_totals(4.0, 1, True)
     with pytest.raises(InvariantError, match="1 of 2 iterations are counted"):
-        books.whole(3.0, 2, True)
+        books.check_totals(3.0, 2, True)
 
 
 # ---- drift and noise ----------------------------------------------------------------------------------------------

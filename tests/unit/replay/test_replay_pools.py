@@ -344,11 +344,11 @@ def test_with_patience_a_gang_starts_sooner_and_others_wait_for_it() -> None:
 
 def test_books_that_do_not_add_up_are_found() -> None:
     truths = PoolInvariants()
-    truths.joined("n0", 8)
-    truths.came("t0")
+    truths.node_joined("n0", 8)
+    truths.task_submitted("t0")
     truths.submitted += 1
     with pytest.raises(InvariantError, match="2 tasks came, 0 ended, 1 are there"):
-        truths.whole()
+        truths.check_totals()
 
 
 def test_a_percentile_is_one_of_the_values() -> None:

@@ -69,7 +69,7 @@ def test_a_prompt_that_its_group_has_brought_is_not_read_again_until_the_cache_i
     engine.add(("a", 1), "g", 100, 0, 5, 0.0)
     engine.add(("b", 1), "g", 100, 0, 5, 0.0)
     assert engine.reading_until == 1.0
-    engine.forget()
+    engine.flush_cache()
     engine.add(("c", 1), "g", 100, 0, 5, 0.0)
     assert engine.reading_until == 2.0
 
@@ -120,9 +120,9 @@ def test_of_a_trace_only_the_part_that_counts_is_counted_and_all_of_it_is_run() 
 def test_an_answer_that_is_short_or_comes_twice_is_found_out() -> None:
     replay = RolloutReplay(static(4), FLEET)
     replay._arrive("r", 10, 20, 20, "")
-    with pytest.raises(InvariantError, match="comes twice"):
+    with pytest.raises(InvariantError, match="arrives twice"):
         replay._arrive("r", 10, 20, 20, "")
-    replay._asked["r"].tokens = 25
+    replay._pending["r"].tokens = 25
     with pytest.raises(InvariantError, match="answered with 20 of 25 tokens"):
         replay._send_event(e.AttemptFinished("r", 1, 20))
 

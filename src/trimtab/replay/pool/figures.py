@@ -1,8 +1,8 @@
-"""What a run of a pool comes to: waits and completions by class, evictions, utilisation. Plain numbers.
+"""Figures of a pool run: waits and completions by class, evictions, utilisation. Plain numbers.
 
-A wait is all the time that a task spent in the queue, also after evictions; a completion is from submission to the end
-of its work. Percentiles are those of a sorted list, nothing is fitted. Utilisation counts work that did not have to be
-done again, until the last submission: afterwards a cluster only runs empty.
+Wait: all time in the queue, including after evictions. Completion: from submission to the end of the work. Percentiles
+are values of the sorted list, nothing is fitted. Utilisation counts work that was not redone, until the last
+submission: after that the cluster only drains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class ClassFigures:
-    """One class of tasks, or all of them."""
+    """Figures of a class of tasks, or of all tasks."""
 
     tasks: int
     wait_mean_s: float
@@ -27,33 +27,32 @@ class ClassFigures:
     wait_p99_s: float
     completion_mean_s: float
     completion_p99_s: float
-    slowdown_mean: float  # completion over the length of its work
+    slowdown_mean: float  # completion time over length of work
     evictions: int
 
 
 @dataclass(frozen=True)
 class PoolFigures:
-    """One run of one policy."""
+    """Figures of a run."""
 
     policy: str
     seed: int
     classes: dict[str, ClassFigures]
     evictions: int
     losses: int
-    redone_gpu_h: float  # work that was lost
-    utilisation: float  # work, of what there was
-    held: float  # by processes, of what there was
+    redone_gpu_h: float  # lost work
+    utilisation: float  # useful work as a share of capacity
+    held: float  # held by processes, as a share of capacity
     makespan_s: float
     events: int
-    looks: int
-    checks: int
+    looks: int  # invariant checks
+    checks: int  # full consistency checks of the scheduler
     curves: PoolCurves
-    seconds: float = 0.0  # that the simulation took
+    seconds: float = 0.0  # wall time of the simulation
 
 
 def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
-    """Sum a run up."""
-    by_class = {name: [one for one in outcome.tasks if one.work.class_ == name] for name in classes}
+    by_class = {name: [task for task in outcome.tasks if task.work.class_ == name] for name in classes}
     found = {name: _class(tasks) for name, tasks in by_class.items() if tasks}
     found[ALL] = _class(outcome.tasks)
     capacity = outcome.capacity_gpu_s or 1.0
@@ -62,8 +61,8 @@ def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]
         seed,
         found,
         outcome.evictions,
-        sum(one.losses for one in outcome.tasks),
-        sum(one.redone_s * one.work.gpus for one in outcome.tasks) / 3600.0,
+        sum(task.losses for task in outcome.tasks),
+        sum(task.redone_s * task.work.gpus for task in outcome.tasks) / 3600.0,
         outcome.work_gpu_s / capacity,
         outcome.held_gpu_s / capacity,
         outcome.end_s,
@@ -75,8 +74,8 @@ def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]
 
 
 def _class(tasks: Sequence[SimulatedTask]) -> ClassFigures:
-    waits = sorted(one.waited_s for one in tasks)
-    took = [(math.nan if one.done_s is None else one.done_s) - one.work.submit_s for one in tasks]
+    waits = sorted(task.waited_s for task in tasks)
+    took = [(math.nan if task.done_s is None else task.done_s) - task.work.submit_s for task in tasks]
     completions = sorted(took)
     return ClassFigures(
         len(tasks),
@@ -85,17 +84,17 @@ def _class(tasks: Sequence[SimulatedTask]) -> ClassFigures:
         percentile(waits, 0.99),
         fmean(completions),
         percentile(completions, 0.99),
-        fmean(each / max(one.work.work_s, 1.0) for each, one in zip(took, tasks, strict=True)),
-        sum(one.evictions for one in tasks),
+        fmean(seconds / max(task.work.work_s, 1.0) for seconds, task in zip(took, tasks, strict=True)),
+        sum(task.evictions for task in tasks),
     )
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of a sorted list: the first value that so many are not above."""
+    """Nearest-rank percentile of a sorted list."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def spread(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and standard deviation of runs with different seeds."""
+    """Mean and standard deviation."""
     known = list(values)
     return fmean(known), stdev(known) if len(known) > 1 else 0.0
