@@ -222,9 +222,8 @@ class GcsReader:
 
     def _kinds(self, status: Any) -> tuple[NodeType, ...]:
         """Kinds of nodes of the autoscaler, where the cluster has one that tells."""
-        from ray.core.generated import autoscaler_pb2
-
         from ray import _raylet
+        from ray.core.generated import autoscaler_pb2
 
         told = self._tables.get_internal_kv(
             _raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(), _raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode()

@@ -564,9 +564,8 @@ class NodeAgents:
         await _ended(actor, facts)
 
     async def _make(self, node: str) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         kind = ray.remote(NodeAgent).options(
             name=warden_name(self._controller, node),

@@ -62,9 +62,8 @@ class PlacementGroups:
 
     async def remove(self, group: str, pool: str) -> None:
         """The group does not exist any more, nor what ran in it; also when it never did."""
-        from ray.util.placement_group import placement_group_table, remove_placement_group
-
         import ray
+        from ray.util.placement_group import placement_group_table, remove_placement_group
 
         for key in [key for key in self._devices if key[0] == group]:
             del self._devices[key]
@@ -169,9 +168,8 @@ class PlacementGroups:
         return None
 
     def _seen(self) -> dict[str, FoundPlacementGroup]:
-        from ray.util.placement_group import placement_group_table
-
         import ray
+        from ray.util.placement_group import placement_group_table
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         found = {}
@@ -204,9 +202,8 @@ def own_resources(amounts: dict[str, float]) -> Resources:
 
 
 async def _read_devices(handle: Any, bundle: int, gpus: float) -> tuple[str, ...]:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     reader = ray.remote(_own_devices).options(
         num_cpus=0,
