@@ -268,7 +268,7 @@ def test_a_task_that_had_not_ended_has_done_its_work_or_says_how_long_it_takes()
     world = world_of(record)
     assert [one.spec.id for one in world.workload] == ["a", "b"]
     assert any("2 tasks had not ended" in one for one in world.facts)
-    assert any("1 task that never began (they wait)" in one for one in world.facts)
+    assert any("1 task that never started (waiting)" in one for one in world.facts)
     assert recorded(world).outcome.tasks[0].done_s == record.end_s
 
 
@@ -303,14 +303,14 @@ def test_who_takes_turns_in_the_slots_of_others_is_left_out() -> None:
     play.ended("owner", after=10.0)
     world = world_of(play.record())
     assert [one.spec.id for one in world.workload] == ["owner"]
-    assert any("took turns" in one for one in world.facts)
+    assert any("shared the slots" in one for one in world.facts)
     run_alternative(world, UNCHANGED)
 
 
 def test_a_journal_in_which_nobody_ran_has_nothing_to_try_policies_on() -> None:
     play = Play()
     play.submit("a", gpus=9)
-    with pytest.raises(InputError, match=r"1 task that never began \(failed\)"):
+    with pytest.raises(InputError, match=r"1 task that never started \(failed\)"):
         world_of(play.record())
 
 
@@ -354,7 +354,7 @@ def test_where_nobody_asks_for_gpus_cpus_are_counted_and_that_is_said() -> None:
         now += 1.0
         heard.append((now, event, machine.handle(event, now)))
     world = world_of(record_of(heard))
-    assert any("counted as a GPU is 1 cpu" in one for one in world.facts)
+    assert any("counted GPU is 1 cpu" in one for one in world.facts)
     assert world.workload[0].gpus == 2
     assert run_alternative(world, UNCHANGED).figures.utilisation == recorded(world).figures.utilisation > 0
 
@@ -489,9 +489,9 @@ def test_settings_of_one_pool_and_rules_by_label_change_what_the_journal_has(tmp
         ("pools: {p: {quota: {gpu: -5}}}", "must not be negative"),
         ("pols: {}", "did you mean pools"),
         ("use: fifi", "did you mean fifo"),
-        ("{use: fifo, pools: {p: {borrow: true}}}", "fifo has no such settings"),
-        ("{use: fifo, preemption: {cross_pool: true}}", "fifo has no such settings"),
-        ("name: recorded", "two policies are called recorded"),
+        ("{use: fifo, pools: {p: {borrow: true}}}", "fifo takes no such settings"),
+        ("{use: fifo, preemption: {cross_pool: true}}", "fifo takes no such settings"),
+        ("name: recorded", "two policies are named recorded"),
         ("policies: []", "at least 1"),
         ("[", "not valid YAML"),
     ],
@@ -509,7 +509,7 @@ def test_a_policy_for_a_pool_that_is_not_there_and_a_name_that_is_none_are_refus
         fitted(other, world)
     with pytest.raises(InputError, match="neither a policy nor a file"):
         read_alternatives(["fifa"])
-    with pytest.raises(InputError, match="two policies are called fifo"):
+    with pytest.raises(InputError, match="two policies are named fifo"):
         read_alternatives(["fifo", "fifo"])
 
 
@@ -584,7 +584,7 @@ def test_a_snapshot_in_the_middle_stands_for_what_was_before_it(
     assert answer["same"] is True
     assert answer["from_snapshot"] is True
     assert answer["events"] == len(found.events) - half
-    assert any("come at its beginning" in one for one in answer["assumptions"])
+    assert any("are submitted at its beginning" in one for one in answer["assumptions"])
     part = next(directory.glob("journal-*"))
     assert run(["replay", str(part)]) == 2
     assert "begins in the middle" in said(capsys)
@@ -632,7 +632,7 @@ def test_an_empty_journal_and_one_in_which_nobody_ran_say_so(
     play.submit("a", gpus=9)
     quiet = write(tmp_path / "quiet", play.heard)
     assert run(["replay", str(quiet)]) == 0
-    assert "never began" in said(capsys)
+    assert "never started" in said(capsys)
     assert run(["replay", str(quiet), "--with", "fifo"]) == 2
     assert run(["replay", str(quiet), "--format", "csv"]) == 2
 

@@ -206,19 +206,19 @@ class Liar(OrderedScheduler):
             return [*out, e.RemovePlacementGroup("g2")]
         return [] if self.lie == "forgets" else out
 
-    def _made(self, group: str) -> None:
+    def _group_ready(self, group: str) -> None:
         if group in self.by_group:
-            super()._made(group)
+            super()._group_ready(group)
 
 
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
-        ("starts twice", "runs already"),
+        ("starts twice", "already runs"),
         ("starts after its end", "has ended"),
         ("takes too much", "groups hold 16 of 8 GPUs"),
         ("removes under it", "removed under a process"),
-        ("forgets", "nothing happens any more"),
+        ("forgets", "no event is left"),
     ],
 )
 def test_a_scheduler_that_does_what_must_never_be_done_is_found_out(lie: str, said: str) -> None:
@@ -274,9 +274,9 @@ def _miscounts_a_quota(patch: pytest.MonkeyPatch) -> None:
     ("broken", "said"),
     [
         (_gives_back_twice, "groups hold|what groups hold is not"),
-        (_hears_of_nothing_that_falls_free, "nothing happens any more|waits, and there is room for it"),
-        (_thinks_that_gains_help_nobody, "nothing happens any more|waits, and there is room for it"),
-        (_says_starts_twice, "runs already"),
+        (_hears_of_nothing_that_falls_free, "no event is left|waits, and there is room for it"),
+        (_thinks_that_gains_help_nobody, "no event is left|waits, and there is room for it"),
+        (_says_starts_twice, "already runs"),
         (_miscounts_a_quota, "is not what the books say"),
     ],
 )
@@ -347,7 +347,7 @@ def test_books_that_do_not_add_up_are_found() -> None:
     truths.node_joined("n0", 8)
     truths.task_submitted("t0")
     truths.submitted += 1
-    with pytest.raises(InvariantError, match="2 tasks came, 0 ended, 1 are there"):
+    with pytest.raises(InvariantError, match="2 tasks were submitted, 0 ended, 1 are known"):
         truths.check_totals()
 
 

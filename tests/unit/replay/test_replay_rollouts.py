@@ -299,10 +299,10 @@ def test_a_sweep_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("steps: 2", "part: [0.5, 0.2]", "the lower one first"),
+        ("steps: 2", "part: [0.5, 0.2]", "the lower first"),
         ("training_s: 20", "training_s: 20, training_p99_s: 10", "p99 is 10, and the median 20"),
         ("profile: short", "profile: shorts", "did you mean short"),
-        ("profile: short, ", "", "from a profile or from a trace"),
+        ("profile: short, ", "", "exactly one source"),
         ("profile: short", "profile: {name: a, median: 3}", "missing"),
         ("profile: short", "profile: {name: a, prompt_tokens: 1, median: 9, p99: 3, most: 9}", "not below the median"),
         ("steps: 2", "stesp: 2", "did you mean steps"),

@@ -39,7 +39,9 @@ class Distribution:
         for key in value:
             if key not in ("median", "p99", "values"):
                 near = nearest(str(key), ("median", "p99", "values"))
-                raise InputError(f"unknown key {key}", where=where, hint=f"did you mean {near}?" if near else FORMS)
+                raise InputError(
+                    f"{key} is not known here", where=where, hint=f"did you mean {near}?" if near else FORMS
+                )
         if "values" in value:
             if len(value) > 1 or not isinstance(value["values"], list) or not value["values"]:
                 raise InputError("values must be a non-empty list, with no other key beside it", where=where)
@@ -89,7 +91,7 @@ class PoolTimes:
             if key not in known:
                 near = nearest(str(key), known)
                 hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-                raise InputError(f"unknown key {key}", where=where, hint=hint)
+                raise InputError(f"{key} is not known here", where=where, hint=hint)
         return cls(**{key: Distribution.of(value, f"{where}.{key}") for key, value in value.items()})
 
     def text(self) -> list[str]:

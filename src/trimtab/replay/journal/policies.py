@@ -119,7 +119,7 @@ def known_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> No
         if key not in known:
             near = nearest(str(key), known)
             hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-            raise InputError(f"unknown key {key}", where=where, hint=hint)
+            raise InputError(f"{key} is not known here", where=where, hint=hint)
 
 
 def fitted(other: AlternativePolicy, world: JournalWorld) -> AlternativePolicy:

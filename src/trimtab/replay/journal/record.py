@@ -378,10 +378,15 @@ def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
         ) from None
 
 
+def verb(instruction: e.PoolInstruction) -> str:
+    """`start`, `stop`, `park` or `unpark`."""
+    return type(instruction).__name__.removesuffix("Task").lower()
+
+
 def _instruction_key(instruction: e.PoolInstruction) -> tuple[str, str, int]:
     if isinstance(instruction, (e.CreatePlacementGroup, e.RemovePlacementGroup)):
         return ("make" if isinstance(instruction, e.CreatePlacementGroup) else "remove", instruction.group, 0)
-    return (type(instruction).__name__.lower(), instruction.task, instruction.attempt)
+    return (verb(instruction), instruction.task, instruction.attempt)
 
 
 def _outcome_key(event: Any) -> tuple[str, str, int] | None:

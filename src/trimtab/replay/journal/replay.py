@@ -19,7 +19,7 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PreemptionPolicy
 from trimtab.replay.common.churn import ChurnEvent
-from trimtab.replay.journal.record import GivenInstruction, SettingEvent
+from trimtab.replay.journal.record import GivenInstruction, SettingEvent, verb
 from trimtab.replay.journal.world import COUNTED, JournalWorld, base_name
 from trimtab.replay.pool.clairvoyant import Clairvoyant
 from trimtab.replay.pool.driver import (
@@ -436,5 +436,5 @@ def _instruction_texts(given: Sequence[GivenInstruction], names: set[str]) -> li
                 places = ", ".join(f"{groups.get(p.group, 'an earlier group')}/{p.bundle}" for p in instruction.places)
                 found.append(f"start {name}, for the {starts[name]}. time, in {places}")
             else:
-                found.append(f"{type(instruction).__name__.lower()} {name}")
+                found.append(f"{verb(instruction)} {name}")
     return found

@@ -56,7 +56,7 @@ class PoolPolicy:
                 if key not in known:
                     near = nearest(key, known)
                     hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-                    raise InputError(f"unknown key {key}", where=where, hint=hint)
+                    raise InputError(f"{key} is not known here", where=where, hint=hint)
         if (self.preemption and self.use != "trimtab") or (self.pool and not self.use.startswith("trimtab")):
             raise InputError(f"{self.use} takes no such settings", where=where, hint="they go with use: trimtab")
         PreemptionPolicy(**self.preemption)  # raises where a value is wrong

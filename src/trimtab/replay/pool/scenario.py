@@ -323,7 +323,7 @@ def explained(error: ValidationError, path: Path, whole: type[BaseModel], inner:
         known = list(section.model_fields)
         near = nearest(keys[-1], known)
         hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-        return InputError(f"unknown key {keys[-1]}", where=where, hint=hint)
+        return InputError(f"{keys[-1]} is not known here", where=where, hint=hint)
     if first["type"] == "missing":
         return InputError(f"{keys[-1]} is missing", where=where)
     said = first["msg"].removeprefix("Value error, ")

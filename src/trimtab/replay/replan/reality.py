@@ -118,7 +118,7 @@ class MigrationTimes:
             if key not in known:
                 near = nearest(str(key), known)
                 hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-                raise InputError(f"unknown key {key}", where=where, hint=hint)
+                raise InputError(f"{key} is not known here", where=where, hint=hint)
             if key == "fails":
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                     raise InputError(f"fails must be a number from 0 to 1, not {value!r}", where=f"{where}.fails")

@@ -421,7 +421,7 @@ def _policy(
             if key not in RULE_KEYS:
                 near = nearest(str(key), RULE_KEYS)
                 hint = f"did you mean {near}?" if near else "known: " + ", ".join(RULE_KEYS)
-                raise InputError(f"unknown key {key}", where=at, hint=hint)
+                raise InputError(f"{key} is not known here", where=at, hint=hint)
         read_rules(stated, at, names)
     if section.loop and section.use != "trimtab":
         raise InputError(f"{section.use} has no loop", where=f"{where}.loop", hint="loop goes with use: trimtab")
@@ -436,7 +436,7 @@ def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> Repla
     if key not in RULE_KEYS:
         near = nearest(key, RULE_KEYS)
         hint = f"did you mean {near}?" if near else "known: " + ", ".join(RULE_KEYS)
-        raise InputError(f"{key} is not a setting that can be swept", where=where, hint=hint)
+        raise InputError(f"{key} cannot be swept", where=where, hint=hint)
     whole = isinstance(getattr(policy.rules, key), int)
     if whole and value != int(value):
         raise InputError(f"{key} must be a whole number, not {value:g}", where=where)

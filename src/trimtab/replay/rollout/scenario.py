@@ -227,7 +227,7 @@ def _policies(said: str | RolloutPolicySection, file: RolloutScenarioFile, path:
         if key not in ELASTIC_KEYS:
             near = nearest(key, ELASTIC_KEYS)
             hint = f"did you mean {near}?" if near else "known: " + ", ".join(ELASTIC_KEYS)
-            raise InputError(f"unknown key {key}", where=where, hint=hint)
+            raise InputError(f"{key} is not known here", where=where, hint=hint)
     check_ranges(settings, where)
     count = file.engines.count
     if section.use == "static":

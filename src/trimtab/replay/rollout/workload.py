@@ -81,4 +81,4 @@ def profile_of(said: str | Mapping[str, object], where: str) -> LengthProfile:
     try:
         return LengthProfile(**said)  # type: ignore[arg-type]
     except TypeError as error:
-        raise InputError(str(error).replace("Profile.__init__() ", ""), where=where) from None
+        raise InputError(str(error).replace("LengthProfile.__init__() ", ""), where=where) from None
