@@ -598,12 +598,12 @@ def test_what_is_no_journal_of_pools_is_refused_with_what_it_is(
         assert words in said(capsys)
 
     refused(tmp_path / "nowhere", "No such file")
-    refused(tmp_path, "no journal lies here")
+    refused(tmp_path, "there is no journal here")
     (tmp_path / "events.jsonl").write_text("{}\n")
     refused(tmp_path, "this is the folder of a run")
     for text in ("hello\nworld\n", "", '{"format":"tri'):
         (tmp_path / "text").write_text(text)
-        refused(tmp_path / "text", "this is no journal")
+        refused(tmp_path / "text", "not a journal")
     Journal(tmp_path / "nodes", kinds=NODE_EVENTS).close()
     with segment(tmp_path / "nodes").open("a") as file:
         file.write(json.dumps([1.0, next(name for name in NODE_EVENTS if name != "NodeTick"), {}]) + "\n")

@@ -100,7 +100,7 @@ def test_settings_that_cannot_be_swept_are_named(tiny: Path, capsys: pytest.Capt
     for said, why in (
         ("patience=1", "did you mean patience_s"),
         ("patience_s", "no values"),
-        ("patience_s=a", "are no values"),
+        ("patience_s=a", "is not a list of values"),
     ):
         assert run(["simulate", str(tiny), "--sweep", said]) == 2
         assert why in capsys.readouterr().err

@@ -285,7 +285,7 @@ def test_an_engine_that_comes_later_is_awaited_and_a_second_ctrl_c_waits_for_nob
             )
             until(lambda: sum(one.ask("/status")["requests"].values()) == 1)
             one.process.send_signal(signal.SIGTERM)
-            until(lambda: "ending" in one.said)
+            until(lambda: "stopping" in one.said)
             one.process.send_signal(signal.SIGINT)
             assert one.process.wait(WAIT_S) == 130
             asking.wait(WAIT_S)

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.replay.common.keys import check_keys
 
 P99 = 2.3263478740408408  # standard deviations at the 99th percentile
 FORMS = "a number of seconds, {median: 1, p99: 4} or {values: [1, 2, 3]}"
@@ -36,12 +37,7 @@ class Distribution:
 
     @classmethod
     def _of_mapping(cls, value: Mapping[Any, Any], where: str) -> Distribution:
-        for key in value:
-            if key not in ("median", "p99", "values"):
-                near = nearest(str(key), ("median", "p99", "values"))
-                raise InputError(
-                    f"{key} is not known here", where=where, hint=f"did you mean {near}?" if near else FORMS
-                )
+        check_keys(value, ("median", "p99", "values"), where)
         if "values" in value:
             if len(value) > 1 or not isinstance(value["values"], list) or not value["values"]:
                 raise InputError("values must be a non-empty list, with no other key beside it", where=where)
@@ -87,11 +83,7 @@ class PoolTimes:
     def of(cls, value: Mapping[str, Any], where: str) -> PoolTimes:
         """Parses the scenario's `times`; missing keys keep the defaults above."""
         known = [field.name for field in fields(cls)]
-        for key in value:
-            if key not in known:
-                near = nearest(str(key), known)
-                hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-                raise InputError(f"{key} is not known here", where=where, hint=hint)
+        check_keys(value, known, where)
         return cls(**{key: Distribution.of(value, f"{where}.{key}") for key, value in value.items()})
 
     def text(self) -> list[str]:

@@ -18,6 +18,7 @@ from trimtab.core.resources import Resources
 from trimtab.formats import yaml_text
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, rules_of
+from trimtab.replay.common.keys import check_keys
 from trimtab.replay.journal.replay import AS_IT_WAS, RECORDED, AlternativePolicy
 from trimtab.replay.journal.world import JournalWorld, base_name
 from trimtab.replay.pool.policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy
@@ -84,7 +85,7 @@ def _other(section: JournalPolicySection, alone: str | None, where: str) -> Alte
     name = section.name or (alone if alone is not None and changes else section.use)
     more = {} if section.threshold_gpu_s is None else {"threshold_gpu_s": section.threshold_gpu_s}
     try:
-        known_keys(preemption, (*PREEMPTION_KEYS, *RULE_KEYS), f"policy {name}")
+        check_keys(preemption, (*PREEMPTION_KEYS, *RULE_KEYS), f"policy {name}")
         policy = PoolPolicy(name, section.use, preemption, section.pool, **more)
         if (rules and section.use != "trimtab") or (section.pools and not section.use.startswith("trimtab")):
             raise InputError(f"{section.use} takes no such settings", where=name, hint="they go with use: trimtab")
@@ -105,21 +106,12 @@ def _other(section: JournalPolicySection, alone: str | None, where: str) -> Alte
 
 
 def _one_pool(pool: str, given: dict[str, Any]) -> dict[str, Any]:
-    known_keys(given, ONE_POOL_KEYS, f"pools.{pool}")
+    check_keys(given, ONE_POOL_KEYS, f"pools.{pool}")
     found = dict(given)
     if "quota" in found:
         found["quota"] = Resources.of(found["quota"], where=f"pools.{pool}.quota")
     PoolSpec(pool, **{"quota": Resources(), **found})  # raises where a value is wrong
     return found
-
-
-def known_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raises InputError for an unknown key, with the nearest known one."""
-    for key in given:
-        if key not in known:
-            near = nearest(str(key), known)
-            hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-            raise InputError(f"{key} is not known here", where=where, hint=hint)
 
 
 def fitted(other: AlternativePolicy, world: JournalWorld) -> AlternativePolicy:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 from trimtab.replay.common.churn import AN_HOUR, Churn, ChurnEvent
+from trimtab.replay.common.keys import check_unique
 from trimtab.replay.common.timing import Distribution, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.policies import PoolPolicy
@@ -124,11 +125,13 @@ Amount = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1e12, allow_
 More = Annotated[float, BeforeValidator(_no_bool), Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
 
 
-class _Section(BaseModel):
+class ScenarioSection(BaseModel):
+    """A section of a scenario file; unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class NodeEventSection(_Section):
+class NodeEventSection(ScenarioSection):
     """A change of a node's state."""
 
     at_s: Amount
@@ -137,7 +140,7 @@ class NodeEventSection(_Section):
     notice_s: Amount = 120.0
 
 
-class ChurnSection(_Section):
+class ChurnSection(ScenarioSection):
     """Random failures."""
 
     days_between: Annotated[More, Field(ge=0.001)]
@@ -146,7 +149,7 @@ class ChurnSection(_Section):
     notice_s: Amount = 120.0
 
 
-class PoolClusterSection(_Section):
+class PoolClusterSection(ScenarioSection):
     """The `cluster` section."""
 
     nodes: Whole
@@ -155,7 +158,7 @@ class PoolClusterSection(_Section):
     churn: ChurnSection | None = None
 
 
-class GenerateSection(_Section):
+class GenerateSection(ScenarioSection):
     """Generated jobs."""
 
     count: Whole
@@ -164,14 +167,14 @@ class GenerateSection(_Section):
     gpus: dict[Whole, More] = Field(default_factory=lambda: {1: 1.0}, min_length=1)
 
 
-class PriorityClassSection(_Section):
+class PriorityClassSection(ScenarioSection):
     """A priority class."""
 
     priority: Annotated[float, BeforeValidator(_no_bool), Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
     share: Amount
 
 
-class TasksSection(_Section):
+class TasksSection(ScenarioSection):
     """The `tasks` section."""
 
     trace: str | None = None
@@ -185,7 +188,7 @@ class TasksSection(_Section):
     estimates: bool = False
 
 
-class PoolPolicySection(_Section):
+class PoolPolicySection(ScenarioSection):
     """An entry of `policies`."""
 
     use: str
@@ -199,7 +202,7 @@ def _all_policies() -> list[str | PoolPolicySection]:
     return list(POLICIES)
 
 
-class PoolScenarioFile(_Section):
+class PoolScenarioFile(ScenarioSection):
     """The scenario file."""
 
     name: str | None = None
@@ -239,10 +242,7 @@ def read(path: Path) -> PoolScenario:
     events = tuple(_event(event, section.cluster.nodes, f"{where}: cluster.events") for event in section.cluster.events)
     churn = None if section.cluster.churn is None else churn_of(section.cluster.churn, where)
     policies = tuple(_policy(policy, where) for policy in section.policies)
-    names = [policy.name for policy in policies]
-    if len(set(names)) < len(names):
-        doubled = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"two policies are named {doubled}", where=f"{where}: policies", hint="give one a `name`")
+    check_unique([policy.name for policy in policies], f"{where}: policies")
     return PoolScenario(
         section.name or path.stem,
         ClusterSettings(section.cluster.nodes, section.cluster.gpus, events, churn),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.machines.replan.decision import ReplanPlanner
 from trimtab.machines.replan.events import ClusterChangeCause, ClusterChanged
 from trimtab.machines.replan.placed_plan import PlacedPlan
@@ -21,6 +21,7 @@ from trimtab.model.plan import FrameworkRules, Plan
 from trimtab.model.run import ComponentTiming, Iteration, MigrationStage
 from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.replay.common.churn import NodeEventKind
+from trimtab.replay.common.keys import check_name
 from trimtab.replay.common.timing import P99, Distribution
 from trimtab.replay.replan.noise import Factors, Noise, SyntheticNoise
 
@@ -115,10 +116,7 @@ class MigrationTimes:
         known = [field.name for field in fields(cls)]
         stated: dict[str, Any] = {}
         for key, value in said.items():
-            if key not in known:
-                near = nearest(str(key), known)
-                hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-                raise InputError(f"{key} is not known here", where=where, hint=hint)
+            check_name(str(key), known, where)
             if key == "fails":
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                     raise InputError(f"fails must be a number from 0 to 1, not {value!r}", where=f"{where}.fails")

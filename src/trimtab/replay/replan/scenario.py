@@ -19,9 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
@@ -30,8 +30,19 @@ from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.replay.common.churn import Churn
+from trimtab.replay.common.keys import check_keys, check_name, check_unique
 from trimtab.replay.common.timing import Distribution
-from trimtab.replay.pool.scenario import SEEDS, Amount, ChurnSection, More, Sections, Whole, churn_of, explained
+from trimtab.replay.pool.scenario import (
+    SEEDS,
+    Amount,
+    ChurnSection,
+    More,
+    ScenarioSection,
+    Sections,
+    Whole,
+    churn_of,
+    explained,
+)
 from trimtab.replay.replan.noise import DrawnNoise, Noise, SyntheticNoise, TraceNoise, minibatches
 from trimtab.replay.replan.past_run import JOB, PastRunReality, read_past_run
 from trimtab.replay.replan.reality import (
@@ -154,14 +165,10 @@ class ReplanScenario:
 # ---- file ---------------------------------------------------------------------------------------------------------
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
 Index = Annotated[int, Field(ge=0, le=1_000_000, strict=True)]
 
 
-class ReplanEventSection(_Section):
+class ReplanEventSection(ScenarioSection):
     """A change of a node's state."""
 
     at_s: Amount | None = None
@@ -171,7 +178,7 @@ class ReplanEventSection(_Section):
     notice_s: Amount = 120.0
 
 
-class ReplanClusterSection(_Section):
+class ReplanClusterSection(ScenarioSection):
     """The `cluster` section: missing keys are the job's."""
 
     nodes: Whole | None = None
@@ -180,7 +187,7 @@ class ReplanClusterSection(_Section):
     churn: ChurnSection | None = None
 
 
-class DriftSection(_Section):
+class DriftSection(ScenarioSection):
     """Cost drift of a component."""
 
     to: More = 1.0
@@ -190,7 +197,7 @@ class DriftSection(_Section):
     points: dict[Whole, More] = Field(default_factory=dict)
 
 
-class NoiseSection(_Section):
+class NoiseSection(ScenarioSection):
     """The `noise` section: a trace, a distribution, or synthetic."""
 
     trace: str | list[str] | None = None
@@ -200,7 +207,7 @@ class NoiseSection(_Section):
     tail: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
-class PeriodicSection(_Section):
+class PeriodicSection(ScenarioSection):
     """The `periodic` section."""
 
     every: Whole
@@ -209,7 +216,7 @@ class PeriodicSection(_Section):
     announced: bool = False
 
 
-class ReplanPolicySection(_Section):
+class ReplanPolicySection(ScenarioSection):
     """An entry of `policies`."""
 
     use: str
@@ -221,7 +228,7 @@ def _all_policies() -> list[str | ReplanPolicySection]:
     return list(POLICIES)
 
 
-class ReplanScenarioFile(_Section):
+class ReplanScenarioFile(ScenarioSection):
     """The scenario file."""
 
     name: str | None = None
@@ -266,18 +273,16 @@ def read(path: Path) -> ReplanScenario:
         job = PlacementJob(Cluster(tuple(_like(job.cluster, node) for node in past.cluster.nodes)), job.workflow)
     names = job.workflow.names
     for key in said.drift:
-        _known(key, names, f"{path}: drift.{key}")
+        check_name(key, names, f"{path}: drift.{key}", "unknown component {}")
     if said.periodic is not None:
-        _known(said.periodic.component, names, f"{path}: periodic.component")
+        check_name(said.periodic.component, names, f"{path}: periodic.component", "unknown component {}")
     iterations = _iterations(said, run, past, path)
     events = _events(said.cluster.events, job.cluster, f"{path}: cluster.events")
     if past is not None and not said.cluster.events:
         events = tuple(replace(event, node=_like(job.cluster, event.node)) for event in past.events)
     churn = said.cluster.churn
     policies = tuple(_policy(entry, said, own_rules, names, path) for entry in said.policies)
-    doubled = next((p.name for p in policies if [each.name for each in policies].count(p.name) > 1), None)
-    if doubled is not None:
-        raise InputError(f"two policies are named {doubled}", where=f"{path}: policies", hint="give one a `name`")
+    check_unique([policy.name for policy in policies], f"{path}: policies")
     return ReplanScenario(
         said.name or path.stem,
         job,
@@ -350,13 +355,6 @@ def _like(cluster: Cluster, node: Node) -> Node:
     return replace(known[0], name=node.name, gpus=node.gpus) if known else node
 
 
-def _known(name: str, names: tuple[str, ...], where: str) -> None:
-    if name not in names:
-        near = nearest(name, names)
-        hint = f"did you mean {near}?" if near else f"components are: {', '.join(names)}"
-        raise InputError(f"unknown component {name}", where=where, hint=hint)
-
-
 def _events(said: list[ReplanEventSection], cluster: Cluster, where: str) -> tuple[ScheduledNodeEvent, ...]:
     """Node events; nodes that join beyond the initial ones are like the first node."""
     nodes = dict(enumerate(cluster.nodes))
@@ -412,16 +410,9 @@ def _policy(
 ) -> ReplanPolicy:
     section = ReplanPolicySection(use=said) if isinstance(said, str) else said
     where = f"{path}: policies.{section.name or section.use}"
-    if section.use not in USES:
-        near = nearest(section.use, USES)
-        hint = f"did you mean {near}?" if near else "known: " + ", ".join(USES)
-        raise InputError(f"unknown policy {section.use}", where=where, hint=hint)
+    check_name(section.use, USES, where, "unknown policy {}")
     for stated, at in ((file.loop, f"{path}: loop"), (section.loop, f"{where}.loop")):
-        for key in stated:
-            if key not in RULE_KEYS:
-                near = nearest(str(key), RULE_KEYS)
-                hint = f"did you mean {near}?" if near else "known: " + ", ".join(RULE_KEYS)
-                raise InputError(f"{key} is not known here", where=at, hint=hint)
+        check_keys(stated, RULE_KEYS, at)
         read_rules(stated, at, names)
     if section.loop and section.use != "trimtab":
         raise InputError(f"{section.use} has no loop", where=f"{where}.loop", hint="loop goes with use: trimtab")
@@ -433,10 +424,7 @@ def _policy(
 
 def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> ReplanPolicy:
     """The policy with a rule set to a value, and a name that says so."""
-    if key not in RULE_KEYS:
-        near = nearest(key, RULE_KEYS)
-        hint = f"did you mean {near}?" if near else "known: " + ", ".join(RULE_KEYS)
-        raise InputError(f"{key} cannot be swept", where=where, hint=hint)
+    check_name(key, RULE_KEYS, where, "{} cannot be swept")
     whole = isinstance(getattr(policy.rules, key), int)
     if whole and value != int(value):
         raise InputError(f"{key} must be a whole number, not {value:g}", where=where)

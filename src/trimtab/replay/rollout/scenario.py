@@ -12,17 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
 from trimtab.formats.rollout.elastic_config import check_ranges
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
 from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
+from trimtab.replay.common.keys import check_keys, check_name, check_unique
 from trimtab.replay.common.traces import RequestRow, requests
-from trimtab.replay.pool.scenario import SEEDS, Amount, More, Sections, Whole, explained
+from trimtab.replay.pool.scenario import SEEDS, Amount, More, ScenarioSection, Sections, Whole, explained
 from trimtab.replay.rollout.driver import SimulatedFleet
 from trimtab.replay.rollout.engine_model import EngineSpeed
 from trimtab.replay.rollout.policies import as_documented, ray_serve
@@ -108,11 +109,7 @@ def _pair(value: Any) -> Any:
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class EnginesSection(_Section):
+class EnginesSection(ScenarioSection):
     """The `engines` section."""
 
     count: Whole = 8
@@ -128,7 +125,7 @@ class EnginesSection(_Section):
     read_s: More | None = None
 
 
-class RolloutLoadSection(_Section):
+class RolloutLoadSection(ScenarioSection):
     """The `rollout` section."""
 
     profile: str | dict[str, Any] | None = None
@@ -141,7 +138,7 @@ class RolloutLoadSection(_Section):
     part: Annotated[tuple[Share, Share], BeforeValidator(_pair)] = (0.0, 1.0)
 
 
-class RolloutPolicySection(_Section):
+class RolloutPolicySection(ScenarioSection):
     """An entry of `policies`."""
 
     use: str
@@ -153,7 +150,7 @@ def _all_policies() -> list[str | RolloutPolicySection]:
     return list(POLICIES)
 
 
-class RolloutScenarioFile(_Section):
+class RolloutScenarioFile(ScenarioSection):
     """The scenario file."""
 
     name: str | None = None
@@ -182,10 +179,7 @@ def read(path: Path) -> RolloutScenario:
     if (load.profile is None) == (load.trace is None):
         raise InputError("requests need exactly one source", where=where, hint="`profile` or `trace`")
     policies = [policy for entry in scenario.policies for policy in _policies(entry, scenario, path)]
-    names = [policy.name for policy in policies]
-    if len(set(names)) < len(names):
-        doubled = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"two policies are named {doubled}", where=f"{path}: policies", hint="give one a `name`")
+    check_unique([policy.name for policy in policies], f"{path}: policies")
     return RolloutScenario(
         scenario.name or path.stem,
         _fleet(scenario.engines, f"{path}: engines"),
@@ -218,16 +212,9 @@ def _fleet(section: EnginesSection, where: str) -> SimulatedFleet:
 def _policies(said: str | RolloutPolicySection, file: RolloutScenarioFile, path: Path) -> list[RolloutPolicy]:
     section = RolloutPolicySection(use=said) if isinstance(said, str) else said
     where = f"{path}: policies.{section.name or section.use}"
-    if section.use not in POLICIES:
-        near = nearest(section.use, POLICIES)
-        hint = f"did you mean {near}?" if near else "known: " + ", ".join(POLICIES)
-        raise InputError(f"unknown policy {section.use}", where=where, hint=hint)
+    check_name(section.use, POLICIES, where, "unknown policy {}")
     settings = {**file.elastic, **section.elastic}
-    for key in settings:
-        if key not in ELASTIC_KEYS:
-            near = nearest(key, ELASTIC_KEYS)
-            hint = f"did you mean {near}?" if near else "known: " + ", ".join(ELASTIC_KEYS)
-            raise InputError(f"{key} is not known here", where=where, hint=hint)
+    check_keys(settings, ELASTIC_KEYS, where)
     check_ranges(settings, where)
     count = file.engines.count
     if section.use == "static":

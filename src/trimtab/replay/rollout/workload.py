@@ -11,7 +11,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.replay.common.keys import check_name
 from trimtab.replay.common.timing import P99
 
 
@@ -73,10 +74,7 @@ PROFILES = {
 def profile_of(said: str | Mapping[str, object], where: str) -> LengthProfile:
     """A profile by name, or as described in a scenario."""
     if isinstance(said, str):
-        if said not in PROFILES:
-            near = nearest(said, PROFILES)
-            hint = f"did you mean {near}?" if near else "known: " + ", ".join(PROFILES)
-            raise InputError(f"unknown profile {said}", where=where, hint=hint)
+        check_name(said, PROFILES, where, "unknown profile {}")
         return PROFILES[said]
     try:
         return LengthProfile(**said)  # type: ignore[arg-type]
