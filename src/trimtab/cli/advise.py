@@ -247,21 +247,21 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
     record = follower.record
     fault: str | None = None
 
-    def said(line: str) -> None:
+    def say(line: str) -> None:
         err.print(line, markup=False)
 
     try:
         with signals_interrupt(), contextlib.ExitStack() as stack:
             if record is not None:
-                said(f"observations are kept in {record.path}")
+                say(f"observations are kept in {record.path}")
                 if shows:
-                    stack.enter_context(beside(said, port, changes=False)(record.path, None))
+                    stack.enter_context(beside(say, port, changes=False)(record.path, None))
             show = stack.enter_context(_shown(form))
             for frame in follower.frames():
                 if record is not None:
                     record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
                     if record.fault is not None and record.fault != fault:
-                        said(f"{record.path}: {record.fault}")
+                        say(f"{record.path}: {record.fault}")
                     fault = record.fault
                 # also at first: an output that cannot be written must be reported at once
                 if frame.news or not reported:

@@ -76,15 +76,14 @@ def start(
     """
     from trimtab.render.live import cluster as cluster_live
     from trimtab.render.text import cluster as cluster_text
-    from trimtab.runtime.localcluster import allocation as books
-    from trimtab.runtime.localcluster import auth, command, gpus
+    from trimtab.runtime.localcluster import allocation, auth, command, gpus
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeSizes
     from trimtab.runtime.procs import processes
     from trimtab.runtime.rayapi.connect import import_ray
 
     ledger = Ledger()
-    _warn_all(books.sweep(ledger))
+    _warn_all(allocation.sweep(ledger))
     there = gpus.of_this_machine(fake_gpus)
     ip = ip or local.own_address()
     sizes = NodeSizes(gpus_per_node, cpus_per_node, _bytes(memory, "--memory"), _bytes(object_store, "--object-store"))
@@ -104,7 +103,7 @@ def start(
         started=time.time(),
     )
     wanted = auth.for_new_cluster(os.environ)
-    cluster = books.open_cluster(ledger, cluster, there, workers)
+    cluster = allocation.open_cluster(ledger, cluster, there, workers)
     with cluster_live.signals_interrupt():
         try:
             with err.status("starting the head"):
@@ -149,14 +148,13 @@ def add(
     """
     from trimtab.render.live import cluster as cluster_live
     from trimtab.render.text import cluster as cluster_text
-    from trimtab.runtime.localcluster import allocation as books
-    from trimtab.runtime.localcluster import command, gpus
+    from trimtab.runtime.localcluster import allocation, command, gpus
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.localcluster.ledger import Ledger
 
     ledger = Ledger()
-    _warn_all(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    _warn_all(allocation.sweep(ledger))
+    cluster = allocation.chosen(ledger, address, os.environ)
     there = gpus.of_this_machine(cluster.fake_gpus if cluster.head_here else fake_gpus)
     sizes = _sizes(cluster.sizes, gpus_per_node, cpus_per_node, memory, object_store)
     sizes = command.with_shares(sizes, len(there.ids) // max(1, sizes.gpus))
@@ -169,7 +167,7 @@ def add(
         )
         local.auth_of(cluster)  # fails early if the cluster does not answer
     with cluster_live.signals_interrupt():
-        cluster, node = books.another_node(ledger, cluster, there, sizes, gpu)
+        cluster, node = allocation.another_node(ledger, cluster, there, sizes, gpu)
         try:
             with err.status(f"starting {node.name}"):
                 wanted = local.auth_of(cluster)
@@ -266,15 +264,15 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
         trimtab cluster status --format json
     """
     from trimtab.render.text import cluster as cluster_text
-    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster import allocation
     from trimtab.runtime.localcluster.ledger import Ledger
 
     ledger = Ledger()
-    _warn_all(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    _warn_all(allocation.sweep(ledger))
+    cluster = allocation.chosen(ledger, address, os.environ)
     if cluster.head_here and not cluster.standing:
         raise UnreachableError(
-            f"no cluster runs at {cluster.address}; {books.how_it_ended(cluster)}", hint=books.START_ONE
+            f"no cluster runs at {cluster.address}; {allocation.how_it_ended(cluster)}", hint=allocation.START_ONE
         )
     data = _status_now(ledger, cluster)
     answer(data, form, lambda: cluster_text.print_status(data))
@@ -288,15 +286,15 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
         trimtab cluster stop
     """
-    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster import allocation
     from trimtab.runtime.localcluster.ledger import Ledger
 
     ledger = Ledger()
-    _warn_all(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    _warn_all(allocation.sweep(ledger))
+    cluster = allocation.chosen(ledger, address, os.environ)
     if not cluster.standing:
         raise UnreachableError(
-            f"no node of the cluster at {cluster.address} was started by trimtab here", hint=books.START_ONE
+            f"no node of the cluster at {cluster.address} was started by trimtab here", hint=allocation.START_ONE
         )
     _end_nodes(ledger, cluster, cluster.standing, STOPPED, form)
 
@@ -343,24 +341,24 @@ def _status_now(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
 
 
 def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
-    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster import allocation
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.localcluster.ledger import Ledger
     from trimtab.runtime.localcluster.ray_status import RayView
 
     ledger = Ledger()
-    _warn_all(books.sweep(ledger))
-    cluster = books.chosen(ledger, address, os.environ)
+    _warn_all(allocation.sweep(ledger))
+    cluster = allocation.chosen(ledger, address, os.environ)
     local.auth_of(cluster)
     return ledger, cluster, RayView(cluster.address)
 
 
 def _resolve_node(cluster: ClusterRecord, view: RayView, word: str) -> tuple[NodeRecord | None, str, str]:
     """The node that a word names (its local record if started here, id, name); never the head."""
-    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster import allocation
     from trimtab.runtime.rayapi.draining import HeadNodeError, UnknownNodeError
 
-    ours = books.node_of(cluster, word)
+    ours = allocation.node_of(cluster, word)
     if ours is not None and ours.head:
         raise HeadNodeError(
             "the head cannot be removed: the cluster needs it", hint="`trimtab cluster stop` stops the whole cluster"
@@ -407,8 +405,8 @@ def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
 
 def _disown(ledger: Ledger, cluster: ClusterRecord) -> None:
     """Detaches the cluster from this command."""
-    with ledger.change() as books:
-        books.clusters[cluster.address] = dataclasses.replace(books.clusters[cluster.address], owner=None)
+    with ledger.change() as state:
+        state.clusters[cluster.address] = dataclasses.replace(state.clusters[cluster.address], owner=None)
 
 
 def _print_detached(data: dict[str, Any], hints: list[str]) -> None:

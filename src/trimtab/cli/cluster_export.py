@@ -375,18 +375,18 @@ def hook(
     from trimtab.runtime.http.listening import listening
     from trimtab.runtime.http.tokens import HOOK, token
 
-    served, doors_of = _import_hook()
+    server_module, make_calls = _import_hook()
     link = RayConnection(address, start=False)
     try:
-        doors = doors_of(link.ray, name)
+        calls = make_calls(link.ray, name)
         with (
-            listening(host, port) as door,
-            token(os.environ, HOOK, token_file, f"hook-{door.getsockname()[1]}") as (secret, told),
+            listening(host, port) as socket,
+            token(os.environ, HOOK, token_file, f"hook-{socket.getsockname()[1]}") as (secret, token_text),
         ):
-            server = served.NodeHookServer(
-                doors.drain, doors.look, token=secret, listening=door, names=tuple(allow_host or ())
+            server = server_module.NodeHookServer(
+                calls.drain, calls.look, token=secret, listening=socket, names=tuple(allow_host or ())
             )
-            for line in (f"listening on {server.url}", told, doors.how(), "Ctrl-C ends it"):
+            for line in (f"listening on {server.url}", token_text, calls.how(), "Ctrl-C stops it"):
                 err.print(line, markup=False)
             _until_ended(server.serve)
     finally:
@@ -396,13 +396,13 @@ def hook(
 
 def _import_hook() -> tuple[Any, Any]:
     try:
-        from trimtab.runtime.hook import server as served
+        from trimtab.runtime.hook import server as server_module
         from trimtab.runtime.hook.calls import NodeHookCalls
     except ImportError as fault:
         raise InputError(
             f"the hook needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
         ) from None
-    return served, NodeHookCalls
+    return server_module, NodeHookCalls
 
 
 def _until_ended(serve: Callable[[], None]) -> None:

@@ -43,7 +43,7 @@ def replay(
     from trimtab.replay.journal.policies import read_alternatives
     from trimtab.replay.journal.record import read_record
 
-    asked = read_alternatives(others or [])
+    policies = read_alternatives(others or [])
     found = read_journal_path(journal)
     if found.torn:
         warn(found.torn)
@@ -52,7 +52,7 @@ def replay(
     except InputError as error:
         error.where = error.where or str(journal)
         raise
-    answer = replay_text.replayed(journal.resolve().name or str(journal), record, asked)
+    answer = replay_text.replayed(journal.resolve().name or str(journal), record, policies)
     if html is not None:
         from trimtab.formats.files import write_text
         from trimtab.render.output import err

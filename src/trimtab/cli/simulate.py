@@ -93,7 +93,7 @@ def _pools() -> ScenarioKind:
     return ScenarioKind(
         read,
         pool_runs,
-        lambda *said: (simulate_pool.swept(*said), []),
+        lambda *args: (simulate_pool.swept(*args), []),
         simulate_pool.recommendation,
         simulate_report.report,
         simulate_text.as_json,
@@ -128,7 +128,7 @@ def _loops() -> ScenarioKind:
     return ScenarioKind(
         read,
         loop_runs,
-        lambda *said: (simulate_loop.swept(*said), []),
+        lambda *args: (simulate_loop.swept(*args), []),
         simulate_loop.recommendation,
         simulate_loop.report,
         simulate_loop.as_json,

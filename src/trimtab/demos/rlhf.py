@@ -393,10 +393,10 @@ class _Demo:
         self._printer.check(seen["steps"] == before + 1, "state_kept", task=agent["task_id"], before=before, **seen)
 
     def _dry_run(self, role: WorkerRole) -> None:
-        asked = self._size_of(role)
+        size = self._size_of(role)
         choice = self._scheduler.session.would_evict(
             POOL,
-            {"cpu": asked["cpu"], "memory": asked["memory"] * MB},
+            {"cpu": size["cpu"], "memory": size["memory"] * MB},
             priority=role.priority,
             labels={"role": role.name},
             estimate_s=role.seconds,

@@ -259,11 +259,11 @@ class ServedEngines:
 
         assert self._session is not None
         assert group.pool is not None
-        asked = {"gpu": group.gpus, "cpu": group.cpus, "memory": (group.memory_gb or 0.0) * 1e9}
+        resources = {"gpu": group.gpus, "cpu": group.cpus, "memory": (group.memory_gb or 0.0) * 1e9}
         try:
             engines_on_slots(
                 self._pool, self._session, group.pool, command,
-                resources={name: amount for name, amount in asked.items() if amount}, workers=group.count,
+                resources={name: amount for name, amount in resources.items() if amount}, workers=group.count,
                 per_node=group.per_node, most=self._settings.rules.most, name=group.name, limit=group.limit,
                 size=group.size, priority=group.priority,
             )  # fmt: skip

@@ -157,10 +157,10 @@ def _tasks(many: int) -> str:
 
 
 def _units(specs: Sequence[TaskSpec]) -> CountedUnit:
-    asked = [bundle for spec in specs for bundle in spec.size]
-    names = Counter(name for bundle in asked for name, _ in bundle)
+    bundles = [bundle for spec in specs for bundle in spec.size]
+    names = Counter(name for bundle in bundles for name, _ in bundle)
     resource = COUNTED if COUNTED in names else "cpu" if "cpu" in names else sorted(names)[0]
-    common = math.gcd(GRAIN, *(bundle.get(resource) for bundle in asked))
+    common = math.gcd(GRAIN, *(bundle.get(resource) for bundle in bundles))
     return CountedUnit(resource, common / GRAIN)
 
 
@@ -356,9 +356,9 @@ def _assumed(record: JournalRecord, stories: Sequence[TaskStory]) -> Iterable[st
         "PlacementGroupFailed": "placement groups that could not be created",
         "PlacementGroupLost": "placement groups lost",
     }
-    said = [
+    parts = [
         f"{words} ({record.other_events[kind]:,})" for kind, words in not_again.items() if record.other_events[kind]
     ]
-    if said:
-        yield "not repeated: " + ", ".join(said)
+    if parts:
+        yield "not repeated: " + ", ".join(parts)
     yield "every task waits without limit, and after the end of the journal all of its nodes are present"

@@ -60,8 +60,8 @@ class PoolPolicy:
         more = {**self.preemption, **self.pool}
         if self.use == "las":
             more["threshold_gpu_s"] = self.threshold_gpu_s
-        said = ", ".join(f"{key} {value}" for key, value in more.items())
-        return KNOWN[self.use] + (f" ({said})" if said else "")
+        changes = ", ".join(f"{key} {value}" for key, value in more.items())
+        return KNOWN[self.use] + (f" ({changes})" if changes else "")
 
 
 def scheduler(policy: PoolPolicy, node_gpus: int, quota_gpus: int) -> tuple[PoolScheduler, list[e.PoolEvent]]:

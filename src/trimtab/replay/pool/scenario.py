@@ -308,7 +308,7 @@ def _policy(section: str | PoolPolicySection, where: str) -> PoolPolicy:
         raise InputError(str(error), where=f"{where}: policies") from None
 
 
-def explained(error: ValidationError, path: Path, whole: type[BaseModel], inner: Sections) -> InputError:
+def explained(error: ValidationError, path: Path, root: type[BaseModel], sections: Sections) -> InputError:
     """The first error of a validation; an unknown key with the nearest known one."""
     faults = error.errors(include_url=False)
     # An unknown key explains a missing one.
@@ -317,16 +317,16 @@ def explained(error: ValidationError, path: Path, whole: type[BaseModel], inner:
     keys = [str(key) for key in first["loc"] if str(key) != "str" and not str(key).endswith("Section")]
     where = f"{path}: {'.'.join(keys)}" if keys else str(path)
     if first["type"] == "extra_forbidden":
-        section = whole
+        section = root
         for key in keys[:-1]:
-            section = inner.get(key, section)
+            section = sections.get(key, section)
         known = list(section.model_fields)
         near = nearest(keys[-1], known)
         hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
         return InputError(f"{keys[-1]} is not known here", where=where, hint=hint)
     if first["type"] == "missing":
         return InputError(f"{keys[-1]} is missing", where=where)
-    said = first["msg"].removeprefix("Value error, ")
+    text = first["msg"].removeprefix("Value error, ")
     value = first.get("input")
     shown = f" (got {value!r})" if not isinstance(value, Mapping | list) else ""
-    return InputError(said[0].lower() + said[1:] + shown, where=where)
+    return InputError(text[0].lower() + text[1:] + shown, where=where)

@@ -118,9 +118,9 @@ def bundles(gpus: int, node_gpus: int) -> tuple[Resources, ...]:
     return (Resources.of(gpu=node_gpus),) * whole + ((Resources.of(gpu=rest),) if rest else ())
 
 
-def classes_of(said: Mapping[str, Mapping[str, float]], where: str) -> tuple[PriorityClass, ...]:
+def classes_of(classes: Mapping[str, Mapping[str, float]], where: str) -> tuple[PriorityClass, ...]:
     """Parses `classes` of a scenario: {high: {priority: 8, share: 0.1}}."""
-    found = tuple(PriorityClass(name, item["priority"], item["share"]) for name, item in said.items())
+    found = tuple(PriorityClass(name, item["priority"], item["share"]) for name, item in classes.items())
     if not found or not sum(item.share for item in found) > 0 or any(item.share < 0 for item in found):
         raise InputError(
             "shares must be 0 or more, and not all 0", where=where, hint="{high: {priority: 8, share: 0.1}}"

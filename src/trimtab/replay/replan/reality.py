@@ -83,8 +83,8 @@ class PeriodicWork:
     announced: bool = False  # the replan machine is told
 
     def text(self) -> str:
-        said = f"every {self.every} iterations {self.component} takes {self.adds:.0%} longer"
-        return said + (", announced to the loop" if self.announced else ", not announced to the loop")
+        text = f"every {self.every} iterations {self.component} takes {self.adds:.0%} longer"
+        return text + (", announced to the loop" if self.announced else ", not announced to the loop")
 
 
 _STATE = Distribution(10.0, math.log(3) / P99)
@@ -111,11 +111,11 @@ class MigrationTimes:
     fails: float = 0.0  # share of migrations of which a stage fails
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], where: str, otherwise: MigrationTimes | None = None) -> MigrationTimes:
+    def of(cls, given: Mapping[str, Any], where: str, otherwise: MigrationTimes | None = None) -> MigrationTimes:
         """Parses `moves` of a scenario; missing keys keep the defaults, or `otherwise`."""
         known = [field.name for field in fields(cls)]
         stated: dict[str, Any] = {}
-        for key, value in said.items():
+        for key, value in given.items():
             check_name(str(key), known, where)
             if key == "fails":
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:

@@ -79,8 +79,8 @@ class ReplanPolicy:
     changed: tuple[str, ...] = ()  # rules that are set
 
     def text(self) -> str:
-        said = ", ".join(f"{key} {getattr(self.rules, key):g}" for key in self.changed)
-        return USES[self.use] + (f"; {said}" if said else "")
+        changes = ", ".join(f"{key} {getattr(self.rules, key):g}" for key in self.changed)
+        return USES[self.use] + (f"; {changes}" if changes else "")
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ class ReplanScenario:
         """The assumptions of a scenario, for a report."""
         nodes = self.job.cluster.nodes
         names = ", ".join(self.job.workflow.names)
-        room = f"{len(nodes)} nodes, {self.job.cluster.gpus} GPUs"
+        size = f"{len(nodes)} nodes, {self.job.cluster.gpus} GPUs"
         more = ["; ".join(event.text() for event in self.events[:NAMED])] if self.events else []
         more += [f"and {len(self.events) - NAMED} more events"] if len(self.events) > NAMED else []
-        said = [
-            f"{self.iterations} iterations of {names} on {room}",
+        lines = [
+            f"{self.iterations} iterations of {names} on {size}",
             *(f"{name} drifts {drift.text()}" for name, drift in self.drift.items() if len(drift.points) <= NAMED),
             self.noise.text(),
             *([self.periodic.text()] if self.periodic else []),
@@ -154,12 +154,12 @@ class ReplanScenario:
         ]
         staleness = self.job.workflow.staleness
         if staleness:
-            said.append(
+            lines.append(
                 f"iterations started ahead, up to {staleness}, end before a migration; the first after it is cold"
             )
         kept = f"every {self.save_every} iterations" if self.save_every else "after every iteration"
-        said.append(f"a loss voids the work since the last checkpoint; checkpoints are saved {kept}, at no cost")
-        return said
+        lines.append(f"a loss voids the work since the last checkpoint; checkpoints are saved {kept}, at no cost")
+        return lines
 
 
 # ---- file ---------------------------------------------------------------------------------------------------------
@@ -264,55 +264,55 @@ SECTIONS: Sections = {
 def read(path: Path) -> ReplanScenario:
     """Reads a scenario file. Raises InputError with file and key."""
     try:
-        said = ReplanScenarioFile.model_validate(yaml_text.read_mapping(path))
+        spec = ReplanScenarioFile.model_validate(yaml_text.read_mapping(path))
     except ValidationError as error:
         raise explained(error, path, ReplanScenarioFile, SECTIONS) from None
-    job, allowed, run, own_rules = _job(said, path)
-    past = _past(said, job, path)
-    if past is not None and past.cluster is not None and said.cluster.nodes is None and said.cluster.gpus is None:
+    job, allowed, run, own_rules = _job(spec, path)
+    past = _past(spec, job, path)
+    if past is not None and past.cluster is not None and spec.cluster.nodes is None and spec.cluster.gpus is None:
         job = PlacementJob(Cluster(tuple(_like(job.cluster, node) for node in past.cluster.nodes)), job.workflow)
     names = job.workflow.names
-    for key in said.drift:
+    for key in spec.drift:
         check_name(key, names, f"{path}: drift.{key}", "unknown component {}")
-    if said.periodic is not None:
-        check_name(said.periodic.component, names, f"{path}: periodic.component", "unknown component {}")
-    iterations = _iterations(said, run, past, path)
-    events = _events(said.cluster.events, job.cluster, f"{path}: cluster.events")
-    if past is not None and not said.cluster.events:
+    if spec.periodic is not None:
+        check_name(spec.periodic.component, names, f"{path}: periodic.component", "unknown component {}")
+    iterations = _iterations(spec, run, past, path)
+    events = _events(spec.cluster.events, job.cluster, f"{path}: cluster.events")
+    if past is not None and not spec.cluster.events:
         events = tuple(replace(event, node=_like(job.cluster, event.node)) for event in past.events)
-    churn = said.cluster.churn
-    policies = tuple(_policy(entry, said, own_rules, names, path) for entry in said.policies)
+    churn = spec.cluster.churn
+    policies = tuple(_policy(entry, spec, own_rules, names, path) for entry in spec.policies)
     check_unique([policy.name for policy in policies], f"{path}: policies")
     return ReplanScenario(
-        said.name or path.stem,
+        spec.name or path.stem,
         job,
         iterations,
         policies,
-        tuple(dict.fromkeys(said.seeds)),
+        tuple(dict.fromkeys(spec.seeds)),
         allowed,
-        past.drift if past is not None else {n: _drift(drift, f"{path}: drift.{n}") for n, drift in said.drift.items()},
-        past.noise if past is not None else _noise(said.noise, path),
-        MigrationTimes.of(said.moves, f"{path}: moves", past.moves if past is not None else None),
+        past.drift if past is not None else {n: _drift(drift, f"{path}: drift.{n}") for n, drift in spec.drift.items()},
+        past.noise if past is not None else _noise(spec.noise, path),
+        MigrationTimes.of(spec.moves, f"{path}: moves", past.moves if past is not None else None),
         events,
         None if churn is None else churn_of(churn, str(path)),
-        said.save_every if said.save_every is not None else run.save_every,
-        None if said.periodic is None else PeriodicWork(**said.periodic.model_dump()),
+        spec.save_every if spec.save_every is not None else run.save_every,
+        None if spec.periodic is None else PeriodicWork(**spec.periodic.model_dump()),
     )
 
 
 def _job(
-    said: ReplanScenarioFile, path: Path
+    spec: ReplanScenarioFile, path: Path
 ) -> tuple[PlacementJob, FrameworkRules | None, RunSection, dict[str, Any]]:
     """The job on the scenario's cluster, its framework's rules, its run section, and its replan rules."""
-    here = said.cluster
-    if isinstance(said.job, str):
-        file = path.parent / said.job
+    here = spec.cluster
+    if isinstance(spec.job, str):
+        file = path.parent / spec.job
         file = file / JOB if file.is_dir() else file
         loaded = load(file)
         data: Mapping[str, Any] = yaml_text.read_mapping(file) if loaded.dialect == job_form.NAME else {}
     else:
         file = Path(f"{path}: job")
-        inline = dict(said.job)
+        inline = dict(spec.job)
         if "cluster" not in inline and here.nodes is not None:
             inline["cluster"] = {"nodes": here.nodes, "gpus_per_node": here.gpus or 8}
         loaded, data = job_form.read(inline, file), inline
@@ -329,24 +329,24 @@ def _job(
     return job, loaded.rules, run, rules
 
 
-def _past(said: ReplanScenarioFile, job: PlacementJob, path: Path) -> PastRunReality | None:
+def _past(spec: ReplanScenarioFile, job: PlacementJob, path: Path) -> PastRunReality | None:
     """The measurements of a run, if the job is the folder of a run."""
-    if not isinstance(said.job, str) or not (path.parent / said.job).is_dir():
+    if not isinstance(spec.job, str) or not (path.parent / spec.job).is_dir():
         return None
     for key in ("drift", "noise", "periodic"):
-        if key in said.model_fields_set:
+        if key in spec.model_fields_set:
             raise InputError(f"{key} comes from the measured run", where=f"{path}: {key}", hint=f"leave {key} out")
-    return read_past_run(path.parent / said.job, job.workflow)
+    return read_past_run(path.parent / spec.job, job.workflow)
 
 
-def _iterations(said: ReplanScenarioFile, run: RunSection, past: PastRunReality | None, path: Path) -> int:
+def _iterations(spec: ReplanScenarioFile, run: RunSection, past: PastRunReality | None, path: Path) -> int:
     if past is not None:
-        if said.iterations is not None and said.iterations > past.iterations:
+        if spec.iterations is not None and spec.iterations > past.iterations:
             raise InputError(f"the run has {past.iterations} iterations", where=f"{path}: iterations")
-        return said.iterations or past.iterations
-    if said.iterations is None and run.iterations == RunSection().iterations:
+        return spec.iterations or past.iterations
+    if spec.iterations is None and run.iterations == RunSection().iterations:
         raise InputError("the number of iterations is missing", where=str(path), hint="iterations: 80")
-    return said.iterations or run.iterations
+    return spec.iterations or run.iterations
 
 
 def _like(cluster: Cluster, node: Node) -> Node:
@@ -355,14 +355,14 @@ def _like(cluster: Cluster, node: Node) -> Node:
     return replace(known[0], name=node.name, gpus=node.gpus) if known else node
 
 
-def _events(said: list[ReplanEventSection], cluster: Cluster, where: str) -> tuple[ScheduledNodeEvent, ...]:
+def _events(sections: list[ReplanEventSection], cluster: Cluster, where: str) -> tuple[ScheduledNodeEvent, ...]:
     """Node events; nodes that join beyond the initial ones are like the first node."""
     nodes = dict(enumerate(cluster.nodes))
-    for event in said:
+    for event in sections:
         if event.what == "joined" and event.node not in nodes and cluster.nodes:
             nodes[event.node] = replace(cluster.nodes[0], name=f"node{event.node}")
     found = []
-    for event in said:
+    for event in sections:
         if (event.at_s is None) == (event.at_iteration is None):
             raise InputError("an event needs either a time or an iteration", where=where, hint=WHEN)
         if event.node not in nodes:
@@ -372,28 +372,28 @@ def _events(said: list[ReplanEventSection], cluster: Cluster, where: str) -> tup
     return tuple(found)
 
 
-def _drift(said: DriftSection, where: str) -> Drift:
-    if said.points and said.model_fields_set != {"points"}:
+def _drift(section: DriftSection, where: str) -> Drift:
+    if section.points and section.model_fields_set != {"points"}:
         raise InputError(
             "points cannot be combined with other keys of a drift", where=where, hint="points: {1: 1.0, 40: 2.5}"
         )
-    return Drift(said.to, said.over, said.after, said.shape, tuple(sorted(said.points.items())))
+    return Drift(section.to, section.over, section.after, section.shape, tuple(sorted(section.points.items())))
 
 
-def _noise(said: NoiseSection, path: Path) -> Noise:
-    made_up = {key: value for key in ("spread", "alike", "tail") if (value := getattr(said, key)) is not None}
-    kinds = [said.trace is not None, said.factor is not None, bool(made_up)]
+def _noise(section: NoiseSection, path: Path) -> Noise:
+    made_up = {key: value for key in ("spread", "alike", "tail") if (value := getattr(section, key)) is not None}
+    kinds = [section.trace is not None, section.factor is not None, bool(made_up)]
     if sum(kinds) > 1:
         raise InputError(
             "noise is a trace, a distribution, or synthetic",
             where=f"{path}: noise",
             hint="one of: trace; factor; spread, alike and tail",
         )
-    if said.factor is not None:
-        return DrawnNoise(Distribution.of(said.factor, f"{path}: noise.factor"))
-    if said.trace is None:
+    if section.factor is not None:
+        return DrawnNoise(Distribution.of(section.factor, f"{path}: noise.factor"))
+    if section.trace is None:
         return SyntheticNoise(**made_up)
-    files = tuple(path.parent / name for name in ([said.trace] if isinstance(said.trace, str) else said.trace))
+    files = tuple(path.parent / name for name in ([section.trace] if isinstance(section.trace, str) else section.trace))
     if not files:
         raise InputError("the list of traces is empty", where=f"{path}: noise.trace")
     for file in files:
@@ -402,13 +402,13 @@ def _noise(said: NoiseSection, path: Path) -> Noise:
 
 
 def _policy(
-    said: str | ReplanPolicySection,
+    entry: str | ReplanPolicySection,
     file: ReplanScenarioFile,
     own: Mapping[str, Any],
     names: tuple[str, ...],
     path: Path,
 ) -> ReplanPolicy:
-    section = ReplanPolicySection(use=said) if isinstance(said, str) else said
+    section = ReplanPolicySection(use=entry) if isinstance(entry, str) else entry
     where = f"{path}: policies.{section.name or section.use}"
     check_name(section.use, USES, where, "unknown policy {}")
     for stated, at in ((file.loop, f"{path}: loop"), (section.loop, f"{where}.loop")):

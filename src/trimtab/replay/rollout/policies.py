@@ -64,7 +64,7 @@ def _cooled_down(last: float | None, cooldown_s: float, now: float) -> bool:
 
 
 def _decided(
-    state: PolicyState, sample: LoadSample, kept: dict[str, Any], workers: int, said: str
+    state: PolicyState, sample: LoadSample, kept: dict[str, Any], workers: int, sentence: str
 ) -> tuple[PolicyState, Decision]:
     workers = sample.within(workers)
     code = (
@@ -75,4 +75,4 @@ def _decided(
         else ReasonCode.load_low
     )
     after = replace(state, memory=replace(state.memory, kept=kept))
-    return after, Decision(workers, Reason(code, said), f"{workers_text(workers)} serve")
+    return after, Decision(workers, Reason(code, sentence), f"{workers_text(workers)} serve")

@@ -209,8 +209,8 @@ def _fleet(section: EnginesSection, where: str) -> SimulatedFleet:
     return fleet
 
 
-def _policies(said: str | RolloutPolicySection, file: RolloutScenarioFile, path: Path) -> list[RolloutPolicy]:
-    section = RolloutPolicySection(use=said) if isinstance(said, str) else said
+def _policies(entry: str | RolloutPolicySection, file: RolloutScenarioFile, path: Path) -> list[RolloutPolicy]:
+    section = RolloutPolicySection(use=entry) if isinstance(entry, str) else entry
     where = f"{path}: policies.{section.name or section.use}"
     check_name(section.use, POLICIES, where, "unknown policy {}")
     settings = {**file.elastic, **section.elastic}

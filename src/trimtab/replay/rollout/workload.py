@@ -71,12 +71,12 @@ PROFILES = {
 }
 
 
-def profile_of(said: str | Mapping[str, object], where: str) -> LengthProfile:
+def profile_of(profile: str | Mapping[str, object], where: str) -> LengthProfile:
     """A profile by name, or as described in a scenario."""
-    if isinstance(said, str):
-        check_name(said, PROFILES, where, "unknown profile {}")
-        return PROFILES[said]
+    if isinstance(profile, str):
+        check_name(profile, PROFILES, where, "unknown profile {}")
+        return PROFILES[profile]
     try:
-        return LengthProfile(**said)  # type: ignore[arg-type]
+        return LengthProfile(**profile)  # type: ignore[arg-type]
     except TypeError as error:
         raise InputError(str(error).replace("LengthProfile.__init__() ", ""), where=where) from None
