@@ -79,7 +79,7 @@ def test_a_cluster_starts_small_and_its_training_grows_with_every_worker(place: 
     loop.interrupt()
     loop.ended()
     first.interrupt()
-    first.expect("nothing is left of it")
+    first.expect("no process is left")
     assert first.ended() == 0
     assert not place.processes()
     mine = [pid for pid in set(table()) - before if str(place.directory) in " ".join(command(pid))]

@@ -700,7 +700,7 @@ def test_the_example_loop_shows_its_steps_and_leaves_nothing_behind_after_ctrl_c
         "   - Actor 0: CPU training: loss=0.7148",
     ):
         assert words in text, text
-    assert "the cluster is as it was" in rest
+    assert "the cluster is unchanged" in rest
     until(lambda: not of_its_controller())
 
 

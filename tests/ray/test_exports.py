@@ -408,7 +408,7 @@ def test_an_export_goes_to_standard_output_or_to_a_file_that_is_not_there(
     target.write_text("mine")
     status, _, err = call(capsys, "slurm", str(JOB), "-o", str(target))
     assert status == 2
-    assert "is there already" in err
+    assert "exists" in err
     assert target.read_text() == "mine"
     assert call(capsys, "slurm", str(JOB), "-o", str(target), "--force")[0] == 0
     assert "command=(sleep infinity)" in target.read_text()

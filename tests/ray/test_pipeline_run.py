@@ -171,8 +171,8 @@ def test_the_command_says_what_was_measured(capsys: pytest.CaptureFixture[str]) 
     run_text(replace(done, output="equal"))
     printed = capsys.readouterr().out
     assert "items/s measured" in printed
-    assert "bit for bit" in printed
-    with pytest.raises(InputError, match="which model"):
+    assert "bit-identical" in printed
+    with pytest.raises(InputError, match="the model to run"):
         run_answer(planned, emulate=False)
     with pytest.raises(UnreachableError, match="not the model's"):
         run_answer(

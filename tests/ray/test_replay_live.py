@@ -21,7 +21,7 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.rollout import events as rollout_events
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.replay.journal.replay import UNCHANGED, agreement, recorded, run_other
+from trimtab.replay.journal.replay import UNCHANGED, agreement, recorded, run_alternative
 from trimtab.replay.journal.world import JournalWorld, world_of
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS
 
@@ -49,8 +49,8 @@ def lived(one: Scene, node: Joining, journal: Path) -> JournalWorld:
     assert record.same
     assert record.marked == record.events
     world = world_of(record)
-    assert [work.spec.id for work in world.works] == [step.id for step in one.steps]
-    near = agreement(world, recorded(world), run_other(world, UNCHANGED))
+    assert [work.spec.id for work in world.workload] == [step.id for step in one.steps]
+    near = agreement(world, recorded(world), run_alternative(world, UNCHANGED))
     assert near.first == ""
     assert near.same == near.instructions >= 2 * len(one.steps)
     assert max(near.completion_worst, near.makespan) < NEAR

@@ -159,7 +159,7 @@ def test_a_plan_of_ones_own_is_run_as_it_is(tmp_path: Path, capsys: pytest.Captu
     assert "GPUs that do not exist: 9" in capsys.readouterr().err
     (tmp_path / "plan.json").write_text("{}")
     assert run(["run", str(path), "--local", "--plan", "plan.json"]) == 2
-    assert "this is no plan" in capsys.readouterr().err
+    assert "not a plan" in capsys.readouterr().err
     with pytest.raises(InfeasibleError, match="does not say where trainer goes"):
         trimtab.Job.load(path).plan({"rollout": [0]})
     with pytest.raises(InputError, match="no component named critic"):
@@ -257,9 +257,9 @@ def test_what_is_wrong_in_a_file_is_refused_by_its_key_before_anything_is_made(
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], "which job to run is not said"),
+        ([], "JOB is missing"),
         (["there/is/none.yaml"], "there is no file there/is/none.yaml"),
-        (["small.yaml", "--local", "--address", "1.2.3.4:5"], "--local runs without Ray"),
+        (["small.yaml", "--local", "--address", "1.2.3.4:5"], "--local and --address exclude each other"),
         (["small.yaml", "--local", "--iterations", "0"], "iterations is a whole number of 1 or more"),
         (["--resume", "nowhere"], "there is no run in this folder"),
         (["--resume", "."], "there is no run in this folder"),
@@ -404,7 +404,7 @@ def test_a_signal_asks_whether_the_plan_is_still_right(tmp_path: Path) -> None:
     with begun(str(path), "--local") as process:
         read_until(process, "iteration 1 of 300")
         process.send_signal(signal.SIGUSR1)
-        read_until(process, "asked whether the plan is still right")
+        read_until(process, "re-planning requested")
         read_until(process, "stays: ")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)

@@ -390,10 +390,10 @@ def test_something_else_that_listens_is_not_taken_for_a_cluster() -> None:
         ({"address": "ray://head:10001"}, "Ray's client"),
         ({"address": "local"}, "nothing to look at"),
         ({"address": "nonsense"}, "no address"),
-        ({"overrides": ["a=1"]}, "belong to --would-fit"),
+        ({"overrides": ["a=1"]}, "need --would-fit"),
         ({"watch": 0.0}, "--watch"),
         ({"watch": float("nan")}, "--watch"),
-        ({"watch": 1.0, "would_fit": Path("job.yaml")}, "do not go together"),
+        ({"watch": 1.0, "would_fit": Path("job.yaml")}, "exclude each other"),
     ],
 )
 def test_wrong_calls_are_refused(options: dict[str, Any], says: str) -> None:

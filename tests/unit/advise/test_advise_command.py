@@ -102,13 +102,13 @@ def test_a_log_in_a_mode_whose_timings_are_waits_is_shown_and_not_planned(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--once", "--restart-hook", "true"], "--once for one that is over"),
-        (["--once", "--dashboard"], "`trimtab dashboard DIR` shows it"),
+        (["--once", "--restart-hook", "true"], "--restart-hook and --once exclude each other"),
+        (["--once", "--dashboard"], "then `trimtab dashboard DIR`"),
         (["--engine", "engine:8000"], "no address of an engine"),
-        (["--every", "0"], "--every takes at least"),
+        (["--every", "0"], "--every must be at least"),
         (["--least-gain", "lots"], "share such as 5%"),
         (["--warmup", "-1", "--once"], "negative"),
-        (["--framework", "rlinf", "--once"], "the log is one of verl"),
+        (["--framework", "rlinf", "--once"], "the log is from verl"),
         (["--framework", "verll", "--once"], "did you mean verl"),
         (["--once", "-o", "/nowhere/at/all.html"], "/nowhere/at/all.html"),
         (["--once", "--warmup", "40"], "are warm-up"),
@@ -143,7 +143,7 @@ def test_a_log_and_a_configuration_of_two_frameworks_do_not_go_together(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words(RLINF, tmp_path, small, "--once")) == 2
-    assert "the log is one of verl, the configuration one of rlinf" in capsys.readouterr().err.replace("\n", " ")
+    assert "the log is from verl, the configuration from rlinf" in capsys.readouterr().err.replace("\n", " ")
 
 
 # ---- logs that grow ------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_it_ends_by_itself_when_its_time_is_over_and_the_page_is_there(tmp_path:
     said = live.end(None)
     assert "1 s are over" in said
     (kept,) = (tmp_path / "runs").iterdir()
-    assert f"what is seen is kept in runs/{kept.name}" in said
+    assert f"observations are kept in runs/{kept.name}" in said
     assert "No advice (COSTS_STEADY)" in said
     assert "No advice" in (tmp_path / "page.html").read_text()
 
@@ -296,7 +296,7 @@ def test_a_second_command_on_the_same_log_looks_and_remembers_nothing(
     briefly = words(VERL, tmp_path, small, "--at-most", "0")
     assert run(briefly) == 0
     told = capsys.readouterr()
-    assert "nothing is remembered of this run: another run writes this folder" in told.err.replace("\n", " ")
+    assert "observations are not kept: another run writes this folder" in told.err.replace("\n", " ")
     assert "No advice (COSTS_STEADY)" in told.out
     assert run([*briefly, "--restart-hook", "true"]) == 2  # it might be run twice
     first.close()

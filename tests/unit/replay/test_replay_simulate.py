@@ -36,7 +36,7 @@ def test_the_answer_is_a_table_with_a_line_for_each_policy(tiny: Path, capsys: p
     firsts = [line.split()[0] for line in shown.splitlines() if line.split()]
     assert [one for one in firsts if one in ("fifo", "las", "clairvoyant")] == ["fifo", "las", "clairvoyant"]
     assert "8 runs" in shown
-    assert "by chance, whatever a job's size and length" in shown
+    assert "at random, independent of size and length" in shown
 
 
 def test_programs_read_json_and_csv_and_one_process_or_two_say_the_same(
@@ -100,7 +100,7 @@ def test_settings_that_cannot_be_swept_are_named(tiny: Path, capsys: pytest.Capt
     for said, why in (
         ("starvation_timeout=1", "did you mean starvation_timeout_s"),
         ("starvation_timeout_s", "no values"),
-        ("starvation_timeout_s=a", "are no values"),
+        ("starvation_timeout_s=a", "is not a list of values"),
     ):
         assert run(["simulate", str(tiny), "--sweep", said]) == 2
         assert why in capsys.readouterr().err
@@ -113,4 +113,4 @@ def test_a_job_that_no_cluster_could_hold_is_refused_before_anything_runs(
     path = tmp_path / "large.yaml"
     path.write_text("cluster: {nodes: 2}\ntasks: {trace: jobs.csv}\n", encoding="utf-8")
     assert run(["simulate", str(path)]) == 2
-    assert "a job asks 64 GPUs, and the cluster has 16" in capsys.readouterr().err
+    assert "a job asks for 64 GPUs, but the cluster has 16" in capsys.readouterr().err

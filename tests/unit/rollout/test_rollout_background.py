@@ -381,7 +381,7 @@ def test_the_status_that_people_read_names_a_loop_that_failed() -> None:
 def test_an_engine_of_the_file_that_joined_by_itself_meanwhile_does_not_end_the_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollout_serve, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(rollout_serve, "RETRY_S", 0.01)
 
     async def act(scene: Scene) -> None:
         url = scene.pool.url(scene.names[0])

@@ -242,7 +242,7 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> N
         assert client.stdout is not None
         assert json.loads(client.stdout.read())["meta_info"]["completion_tokens"] == 600
     assert served.process.wait(WAIT_S) == 0
-    assert "ended; nothing is left of it" in served.said
+    assert "stopped" in served.said
     until(lambda: not any(one.lives for one in family))
     assert not [*served.place.glob("*.json"), *served.place.glob("*.token")]
     assert "Traceback" not in served.said
@@ -267,7 +267,7 @@ def test_an_engine_that_comes_later_is_awaited_and_a_second_ctrl_c_waits_for_nob
     )
     assert not second.alive
     with serving(tmp_path / "job.yaml", text.format(first.url, second.url), TRIMTAB_ROLLOUT_TOKEN="t" * 20) as one:
-        until(lambda: "it is not there" in one.said)
+        until(lambda: "not reachable" in one.said)
         until(lambda: list(one.states().values()) == ["active"])
         monkeypatch.setenv("TRIMTAB_ROLLOUT_DIR", str(one.place))
         assert run(["rollout", "doctor"]) == 4
@@ -285,7 +285,7 @@ def test_an_engine_that_comes_later_is_awaited_and_a_second_ctrl_c_waits_for_nob
             )
             until(lambda: sum(one.ask("/status")["requests"].values()) == 1)
             one.process.send_signal(signal.SIGTERM)
-            until(lambda: "ending" in one.said)
+            until(lambda: "stopping" in one.said)
             one.process.send_signal(signal.SIGINT)
             assert one.process.wait(WAIT_S) == 130
             asking.wait(WAIT_S)
@@ -328,13 +328,13 @@ def test_engines_on_slots_of_a_pool_are_started_and_leave_them_free(count: str, 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["status"], 4, "no rollout gateway of yours runs here"),
+        (["status"], 4, "no rollout gateway of this user runs here"),
         (["status", "--url", "http://127.0.0.1:9"], 4, "cannot be reached"),
-        (["status", "--url", "nowhere"], 2, "no address of a gateway"),
+        (["status", "--url", "nowhere"], 2, "not a gateway address"),
         (["drain", "a", "--deadline", "soon"], 4, "no rollout gateway"),
         (["scale"], 2, "either a number of workers or --release"),
         (["scale", "3", "--release"], 2, "either a number of workers or --release"),
-        (["scale", "--release", "--for", "1m"], 2, "--for goes with a number"),
+        (["scale", "--release", "--for", "1m"], 2, "--for needs a number"),
         (["scale", "3", "--for", "ever"], 2, "a time such as 90s"),
         (["doctor", "--config", "nothing.yaml"], 2, "there is no file nothing.yaml"),
         (["serve", "nothing.yaml"], 2, "there is no file nothing.yaml"),
@@ -409,7 +409,7 @@ def test_files_of_gateways_that_are_gone_are_not_believed(
     (tmp_path / "rollout-8.json").write_text("half")
     assert run(["rollout", "status"]) == 4
     assert not (tmp_path / "rollout-9.json").exists()
-    assert "no rollout gateway of yours" in capsys.readouterr().err
+    assert "no rollout gateway of this user" in capsys.readouterr().err
 
 
 REASON = {"code": "QUEUED", "sentence": "no worker has room\nand more"}

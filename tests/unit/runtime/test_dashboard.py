@@ -228,7 +228,7 @@ def test_top_says_once_how_it_stands_where_there_is_no_terminal(
     assert cli.run(["top"]) == 2
     assert cli.run(["top", str(run.folder), "--every", "0"]) == 2
     assert cli.run(["dashboard"]) == 2
-    assert "what to look at is not said" in capsys.readouterr().err
+    assert "name a run or a cluster" in capsys.readouterr().err
 
 
 def test_top_on_a_terminal_fits_on_its_screen(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from trimtab.replay.journal.replay import (
     ReplayAgreement,
     agreement,
     recorded,
-    run_other,
+    run_alternative,
 )
 from trimtab.replay.journal.world import JournalWorld, world_of
 from trimtab.replay.pool.figures import PoolFigures
@@ -109,7 +109,7 @@ class ReplaySummary:
                 }
                 for difference in record.differences
             ],
-            "unasked": record.unasked,
+            "unasked": record.unrequested,
             "from_snapshot": record.from_snapshot,
         }
         if self.world is not None:
@@ -184,7 +184,7 @@ def _timed(world: JournalWorld, other: AlternativePolicy) -> JournalRun:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(other.name, total=1.0)
-        run = run_other(world, other, lambda share: bar.update(task, completed=share))
+        run = run_alternative(world, other, lambda share: bar.update(task, completed=share))
     return replace(run, figures=replace(run.figures, seconds=perf_counter() - began))
 
 
@@ -193,8 +193,8 @@ def same_text(record: JournalRecord) -> str:
     many = f"{record.events:,} events, {len(record.given):,} instructions"
     if record.differences:
         return f"{many}: the machine gives different instructions for {len(record.differences):,} of them now"
-    if record.unasked:
-        return f"{many}: {len(record.unasked):,} results belong to instructions that the machine does not give now"
+    if record.unrequested:
+        return f"{many}: {len(record.unrequested):,} results belong to instructions that the machine does not give now"
     if not record.events:
         return "nothing happened after the snapshot" if record.from_snapshot else "the journal is empty"
     if record.marked == record.events:
@@ -212,5 +212,5 @@ def not_the_same(record: JournalRecord, where: str) -> InputError:
         then, now = ("; ".join(instructions) or "nothing" for instructions in (first.then, first.now))
         what = f"event {first.number} ({first.event}, after {first.at_s:.3f} s): then {then}; now {now}"
     else:
-        what = "results of instructions that were not given: " + ", ".join(record.unasked[:SHOWN])
+        what = "results of instructions that were not given: " + ", ".join(record.unrequested[:SHOWN])
     return InputError(what, where=where, hint="the journal was changed, or another version of trimtab wrote it")

@@ -15,8 +15,7 @@ from rich.table import Table
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
 from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.summary import PolicySummary, data, summary
-from trimtab.replay.pool.figures import PoolFigures
+from trimtab.replay.pool.figures import PolicySummary, PoolFigures, data, summary
 
 
 class NamedPolicy(Protocol):

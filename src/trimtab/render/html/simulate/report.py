@@ -13,8 +13,7 @@ from trimtab.render.html.kit.page import both as draw_both
 from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
 from trimtab.render.text.simulate import PolicyComparison, brief
 from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.summary import PolicySummary, summary
-from trimtab.replay.pool.figures import ALL, PoolFigures
+from trimtab.replay.pool.figures import ALL, PolicySummary, PoolFigures, summary
 
 _WIDTHS = (("wide", WIDE_PX - 60), ("narrow", NARROW_PX))
 Drawing = Callable[[int, str], str]
