@@ -34,7 +34,7 @@ from trimtab.runtime.client.task_errors import (
 from trimtab.runtime.controller.controller_loop import COMPACT_EVERY
 from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.store.journal import Journal, read_journal
-from trimtab.runtime.workers.node_agent import NodeAgent, warden_name
+from trimtab.runtime.workers.node_agent import NodeAgent, node_agent_name
 from waiting import until
 
 CPU = {"cpu": 1}
@@ -716,7 +716,7 @@ def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_statu
     name, node = f"odd-{uuid.uuid4().hex[:6]}", cluster.nodes()[0]["NodeID"]
     place = NodeAffinitySchedulingStrategy(node, soft=False)
     cluster.remote(Odd).options(
-        name=warden_name(name, node), namespace="trimtab", lifetime="detached", num_cpus=0, max_concurrency=100,
+        name=node_agent_name(name, node), namespace="trimtab", lifetime="detached", num_cpus=0, max_concurrency=100,
         scheduling_strategy=place,
     ).remote(name, node)  # fmt: skip
     session = connect(name=name)

@@ -97,9 +97,9 @@ def run(
             display.say(line)
 
     if not local:
-        from trimtab.runtime.rayapi.embedded import hush
+        from trimtab.runtime.rayapi.embedded import mute_ray_messages
 
-        hush()
+        mute_ray_messages()
     with RunDisplay(asked.name, story, quiet=quiet) as display:
         display.say(_asked_words(asked))
         with answers_alone(), signals_told(display.interrupted, asked_now):

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.machines.nodes.events import HeartbeatReceived, NodeEvent
 from trimtab.runtime.controller.client_registry import ClientRegistry
-from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats, beat_forever
+from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats, serve_heartbeats
 from trimtab.runtime.procs.background import Background
 
 
@@ -20,7 +20,7 @@ async def test_beats_are_heard_after_an_event_that_could_not_be_told() -> None:
             raise ValueError("odd")
         heard.set()
 
-    server, place = await beat_forever("127.0.0.1")
+    server, place = await serve_heartbeats("127.0.0.1")
 
     async def where(node: str) -> AgentAddress:
         return place

@@ -20,7 +20,7 @@ from trimtab.runtime.localcluster import auth
 from trimtab.runtime.procs.background import describe
 from trimtab.runtime.rayapi.connect import answers, import_ray
 
-LEAST_CPUS = 8  # of a local Ray: logical, whatever the machine has
+MIN_CPUS = 8  # of a local Ray: logical, whatever the machine has
 ANSWER_S = 30.0
 
 
@@ -106,7 +106,7 @@ class RayConnection:
 
     def _start(self, cpus: int | None, metrics_port: int | None) -> None:
         settings: dict[str, Any] = {} if metrics_port is None else {"_metrics_export_port": metrics_port}
-        cpus = cpus or max(LEAST_CPUS, os.cpu_count() or 1)
+        cpus = cpus or max(MIN_CPUS, os.cpu_count() or 1)
         self._init("no Ray on this machine", address="local", num_cpus=cpus, include_dashboard=False, **settings)
         self.embedded = True
 

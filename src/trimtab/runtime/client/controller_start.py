@@ -22,7 +22,7 @@ from typing import Any
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
 
-MOST_CALLS = 4_000  # at once; a client that waits holds one
+MAX_CALLS = 4_000  # at once; a client that waits holds one
 _INHERITED = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID", "RAY_RUNTIME_ENV_HOOK")  # would make it a part of our job
 
 
@@ -85,7 +85,7 @@ def main(asked: str) -> None:
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,  # calls are repeated by `ask`, which knows that they may have been heard
-            max_concurrency=MOST_CALLS,
+            max_concurrency=MAX_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
         )
         .remote(*wanted["settings"], **wanted["more"])

@@ -23,7 +23,7 @@ from trimtab.machines.pool.events import CancelRequested, PolicySet, PoolEnsured
 from trimtab.machines.pool.records import PoolTask
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import ENDED, PoolSpec, PreemptionPolicy, TaskExplanation, TaskSpec, TaskState
-from trimtab.runtime.controller.controller_loop import ASKS, RECONCILE_S, ControllerLoop, say_fault
+from trimtab.runtime.controller.controller_loop import ASKS, RECONCILE_S, ControllerLoop, log_failure
 from trimtab.runtime.controller.executor import read_payload
 from trimtab.runtime.controller.leases import LEASE_S, ClientProcess
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, door
@@ -56,7 +56,7 @@ class Controller:
         self._up.add_done_callback(self._tried_to_come_up)
 
     def _tried_to_come_up(self, up: asyncio.Task[None]) -> None:
-        say_fault(up)
+        log_failure(up)
         if not up.cancelled() and up.exception() is not None:  # tasks need it, also where no client asks for it
             asyncio.get_running_loop().call_later(2 * TRY_AGAIN_S, self._come_up_again, up)
 
@@ -190,7 +190,7 @@ class Controller:
             driver.board.take_down(kind, id)
         else:
             driver.board.put(kind, id, facts, client)
-            driver.fleet_meter.heard(kind, id, facts)
+            driver.node_meter.heard(kind, id, facts)
 
     @door
     async def want(self, client: str, bundles: list[dict[str, float]]) -> None:

@@ -43,11 +43,11 @@ from trimtab.runtime.workers.task_workers import TaskWorker, TaskWorkerManager
 log = logging.getLogger("trimtab.controller")
 
 COMPACT_EVERY = 20_000  # events
-KEEP_HOUSE_S = 1.0
-LOOK_AT_GROUPS_S = 5.0
+HOUSEKEEPING_S = 1.0
+GROUP_CHECK_S = 5.0
 RECONCILE_S = 30.0  # between two looks for what was instructed and is not being done
 LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
-LEAST_TICK_S = 0.01
+MIN_TICK_S = 0.01
 AGAIN_S = 1.0  # after an event on which the machine failed
 ASKS = (
     events.QuotaSet,
@@ -126,7 +126,7 @@ class ControllerLoop:
 
     def _replay(self) -> tuple[PoolMachine, bool]:
         """The machine as the journal says, and whether that said nothing."""
-        found = self.journal.take_found()
+        found = self.journal.take_contents()
         if found.torn:
             log.warning(found.torn)
         self._clock = MonotonicWallClock(found.last_time)
@@ -137,7 +137,7 @@ class ControllerLoop:
 
     async def _take_hold(self, is_fresh: bool) -> None:
         self.meter = PoolMetrics(self._name, self.machine)
-        self.fleet_meter = NodeMetrics(self._name)
+        self.node_meter = NodeMetrics(self._name)
         self.members = TaskWorkerManager(self._name, self._state_dir, self._on_death, self.background)
         self.deeds = InstructionExecutor(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
         self.watch = nodes.NodeMonitor(
@@ -150,7 +150,7 @@ class ControllerLoop:
         self.watch.adopt(self.machine.nodes)
         if is_fresh:
             await self.watch.step(wait=True)
-            if lost := await recovery.take_up_unknown(self, self.members):
+            if lost := await recovery.recover_without_journal(self, self.members):
                 log.error(lost)
                 self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
                 self.journal.snapshot(self.now(), self.machine.dump())
@@ -204,7 +204,7 @@ class ControllerLoop:
         instructions = self.machine.handle(event, now)
         if isinstance(event, TaskSubmitted) and staged is not None:
             if second_life:
-                self.shelf.forget_life(event.spec.id)
+                self.shelf.forget_previous_run(event.spec.id)
             staged.commit()
             self.journal.beside(staged.path)
         self.journal.append(now, event, orders.lines(instructions))
@@ -282,7 +282,7 @@ class ControllerLoop:
             self._timer = None
         deadline = self.machine.next_deadline()
         if deadline is not None:
-            delay_s = max(LEAST_TICK_S, deadline - self.now())
+            delay_s = max(MIN_TICK_S, deadline - self.now())
             self._timer = asyncio.get_running_loop().call_later(min(delay_s, 3600.0), self.feed, PoolTick())
 
     def _compact(self) -> None:
@@ -295,7 +295,7 @@ class ControllerLoop:
         self.deeds.forget(self.machine.tasks)
         asyncio.get_running_loop().run_in_executor(
             None, self.shelf.keep_only, set(self.machine.tasks), time.time()
-        ).add_done_callback(say_fault)
+        ).add_done_callback(log_failure)
 
     def _look_at_compactor(self) -> None:
         if self._compactor is not None and (status := self._compactor.poll()) is not None:
@@ -307,13 +307,13 @@ class ControllerLoop:
 
     async def _keep_house(self) -> None:
         while True:
-            await asyncio.sleep(KEEP_HOUSE_S)
+            await asyncio.sleep(HOUSEKEEPING_S)
             self._look_at_compactor()
             self.journal.catch_up()
             await self.deeds.store_again()
             await self.meter.sample(self.members.warm_counts())
             views = self.watch.views(gone=True)
-            self.fleet_meter.sample(views, self.desired_workers(), self.board)
+            self.node_meter.sample(views, self.desired_workers(), self.board)
             self._say_journal_fault()
             pools = [one.spec for one in self.machine.pools.values() if not one.dropped]
             await self.environments.renew(self._unended(), pools)
@@ -335,7 +335,7 @@ class ControllerLoop:
     async def _watch_leases(self) -> None:
         """End what belongs to clients that are dead."""
         while True:
-            await asyncio.sleep(KEEP_HOUSE_S)
+            await asyncio.sleep(HOUSEKEEPING_S)
             silent = self.leases.silent()
             alive = await asyncio.gather(*(self.members.process_alive(process) for process in silent.values()))
             for client, found in zip(silent, alive, strict=True):
@@ -365,7 +365,7 @@ class ControllerLoop:
 
     async def _look_at_groups(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_AT_GROUPS_S)
+            await asyncio.sleep(GROUP_CHECK_S)
             # Only what stood before Ray was asked can be missed in its answer.
             standing = [one for one in self.machine.groups.values() if one.stand is PgState.standing]
             try:
@@ -424,7 +424,7 @@ def _nothing_collected() -> Iterator[None]:
         gc.enable()
 
 
-def say_fault(task: asyncio.Task[Any] | asyncio.Future[Any]) -> None:
+def log_failure(task: asyncio.Task[Any] | asyncio.Future[Any]) -> None:
     """Log what went wrong in a task that nobody waits for."""
     if not task.cancelled() and (fault := task.exception()) is not None:
         if isinstance(fault, TrimtabError):

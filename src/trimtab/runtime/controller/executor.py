@@ -53,7 +53,7 @@ from trimtab.runtime.workers.task_workers import (
     TaskWorkerManager,
     WorkerDiedError,
     WorkerStopResult,
-    kept_name,
+    saved_state_name,
 )
 
 log = logging.getLogger("trimtab.controller")
@@ -503,7 +503,7 @@ class InstructionExecutor:
         if not one.save_s or record is None:
             return False, []
         states = {
-            member.rank: SavedMemberState(member.node, kept_name(member), outcome.state)
+            member.rank: SavedMemberState(member.node, saved_state_name(member), outcome.state)
             for member, outcome in zip(members, outcomes, strict=True)
             if outcome.saved and outcome.state is not None
         }
@@ -547,7 +547,7 @@ class InstructionExecutor:
     async def collect_states(self) -> None:
         """After a restart: take the states that were saved for the controller that died."""
         tasks = {file_name(one.id): one for one in self._world.machine.tasks.values() if one.state not in ENDED}
-        for name, node in (await self._members.kept_states()).items():
+        for name, node in (await self._members.saved_states()).items():
             found = read_state_name(name.partition("~")[2])
             record = tasks.get(found[0]) if found else None
             if found is None or record is None:

@@ -33,7 +33,7 @@ AGAIN = RestartPolicy(max_failures=None, backoff_s=TRY_AGAIN_S, max_backoff_s=5.
 AgentAddress = tuple[str, int]
 
 
-async def beat_forever(host: str) -> tuple[asyncio.Server, AgentAddress]:
+async def serve_heartbeats(host: str) -> tuple[asyncio.Server, AgentAddress]:
     """The node's end: a server that sends beats to whoever connects and reads nothing. Where it listens."""
 
     async def beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

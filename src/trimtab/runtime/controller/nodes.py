@@ -42,7 +42,7 @@ log = logging.getLogger("trimtab.controller")
 LOOK_EVERY_S = 0.3
 ANSWER_S = 30.0
 SNAPSHOT_EVERY = 5_000  # events
-LEAST_TICK_S = 0.01
+MIN_TICK_S = 0.01
 AGAIN_S = 1.0  # after an event on which the machine failed
 OUR_NAMES = {"CPU": "cpu", "GPU": "gpu"}
 KIND_LABELS = ("ray.io/accelerator-type",)
@@ -126,7 +126,7 @@ class NodeMonitor:
         self._on_change = on_change
         self.journal, self.machine, self.set_aside = _opened(directory, members.background)
         self._links = NodeHeartbeats(
-            self._tell_link, members.link_place, self.machine.policy.suspect_s, members.background
+            self._tell_link, members.heartbeat_address, self.machine.policy.suspect_s, members.background
         )
         self.known: dict[str, NodeJoined] = {}
         self._raylets: dict[str, AgentAddress] = {}
@@ -185,7 +185,7 @@ class NodeMonitor:
         if not self._stopped:
             self._feed(event)
 
-    def _set_timer(self, *, not_before_s: float = LEAST_TICK_S) -> None:
+    def _set_timer(self, *, not_before_s: float = MIN_TICK_S) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -461,7 +461,7 @@ def _opened(directory: Path, background: Background) -> tuple[Journal, NodeMachi
 
 
 def _replayed(journal: Journal) -> NodeMachine:
-    found = journal.take_found()
+    found = journal.take_contents()
     machine = NodeMachine.load(found.snapshot) if found.snapshot is not None else NodeMachine()
     for now, event in found.events:
         with contextlib.suppress(TrimtabError):

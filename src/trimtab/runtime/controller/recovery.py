@@ -48,7 +48,7 @@ class RecoveryContext(Protocol):
         """Tell the machine; never raises."""
 
 
-async def take_up_unknown(world: RecoveryContext, members: TaskWorkerManager) -> str | None:
+async def recover_without_journal(world: RecoveryContext, members: TaskWorkerManager) -> str | None:
     """The journal is empty: take up whatever runs whole and knows what it is; a sentence if anything was alive.
 
     What is left over is ended when the rest is reconciled. Who may evict whom was in the journal alone.

@@ -29,7 +29,7 @@ from trimtab.runtime.elastic.group_controller import GroupController, GroupError
 from trimtab.runtime.elastic.member import MemberWorld, talents_of
 from trimtab.runtime.elastic.member_tasks import MemberSpec, MemberTasks
 from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
-from trimtab.runtime.rayapi.connect import heeded_interrupts
+from trimtab.runtime.rayapi.connect import reliable_interrupts
 
 __all__ = [
     "ElasticGroup", "GroupError", "GroupGaveUpError", "GroupLogEntry", "MemberWorld", "StepFailedError", "StepResult",
@@ -188,7 +188,7 @@ class ElasticGroup:
     def _waited(self, result: concurrent.futures.Future[StepResult], timeout: float | None) -> StepResult:
         """The result; Ctrl-C gets through at any time."""
         left_s = timeout
-        with heeded_interrupts() as heed:
+        with reliable_interrupts() as heed:
             while True:
                 heed()
                 wait_s = LOOK_S if left_s is None or left_s > LOOK_S else left_s

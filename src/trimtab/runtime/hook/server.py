@@ -36,9 +36,9 @@ from trimtab.runtime.rayapi.draining import HeadNodeError, PastDeadlineError, Un
 log = logging.getLogger("trimtab.hook")
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-LARGEST_BODY = 4096
+MAX_BODY_BYTES = 4096
 LARGEST_HEAD = 16 * 1024
-LONGEST_CAUSE = 200
+MAX_CAUSE_LENGTH = 200
 BODY_S = 10.0
 ANSWER_S = 30.0
 STOP_S = 5.0
@@ -181,8 +181,8 @@ def read_body(body: bytes) -> DrainRequestBody:
             raise HTTPException(422, "deadline_s is a number of seconds from now, or null")
         if deadline_s <= 0:
             raise HTTPException(422, f"a deadline {deadline_s:g} s from now has passed already")
-    if not isinstance(cause, str) or not cause.isprintable() or not 0 < len(cause) <= LONGEST_CAUSE:
-        raise HTTPException(422, f"cause is a line of at most {LONGEST_CAUSE} characters")
+    if not isinstance(cause, str) or not cause.isprintable() or not 0 < len(cause) <= MAX_CAUSE_LENGTH:
+        raise HTTPException(422, f"cause is a line of at most {MAX_CAUSE_LENGTH} characters")
     return DrainRequestBody(None if deadline_s is None else float(deadline_s), cause)
 
 
@@ -216,8 +216,8 @@ async def _body(request: Request, within_s: float) -> bytes:
         body = b""
         async for part in request.stream():
             body += part
-            if len(body) > LARGEST_BODY:
-                raise HTTPException(413, f"a body has at most {LARGEST_BODY} bytes")
+            if len(body) > MAX_BODY_BYTES:
+                raise HTTPException(413, f"a body has at most {MAX_BODY_BYTES} bytes")
         return body
 
     try:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 log = logging.getLogger(__name__)
 
-MOST_ENDED = 50  # names of jobs that were given up; the latest are kept
+MAX_ENDED = 50  # names of jobs that were given up; the latest are kept
 WorkStatus = Literal["running", "backing off", "failed"]
 OnFailed = Callable[[str, Exception], None]
 
@@ -176,7 +176,7 @@ class Background:
                 before = self._ended_failures.pop(job.name, None)
                 job.failures += before.failures if before else 0
                 self._ended_failures[job.name] = job
-                while len(self._ended_failures) > MOST_ENDED:
+                while len(self._ended_failures) > MAX_ENDED:
                     del self._ended_failures[next(iter(self._ended_failures))]
 
     def _spawn(self, job: _BackgroundJob, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:

@@ -7,7 +7,7 @@ import ctypes
 from trimtab.runtime.procs.nvml import driver
 
 
-def gpus_here() -> tuple[float, ...]:
+def local_gpu_utilization() -> tuple[float, ...]:
     """The share of the last moment in which each GPU of this machine computed; empty where nobody tells."""
     library = driver()
     count = ctypes.c_uint()

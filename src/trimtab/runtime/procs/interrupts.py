@@ -38,7 +38,7 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[Interrupts]:
+def interrupts_deferred() -> Iterator[Interrupts]:
     """Within, Ctrl-C is held until `release` and raised once: what cleans up after it is not interrupted again."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
@@ -53,7 +53,7 @@ def interrupts_held() -> Iterator[Interrupts]:
 
 
 @contextlib.contextmanager
-def interrupts_heard(stop: Callable[[str], None], is_ending: Callable[[], bool]) -> Iterator[None]:
+def stop_on_interrupt(stop: Callable[[str], None], is_ending: Callable[[], bool]) -> Iterator[None]:
     """Within, the first one calls `stop`, and a second one raises KeyboardInterrupt unless the run ends already.
 
     Only the main thread hears signals: a run in another one is stopped by whoever started it.

@@ -52,7 +52,7 @@ def connected(*, address: str | None = None, cpus: int = 2) -> Iterator[Any]:
 
 
 @contextmanager
-def heeded_interrupts() -> Iterator[Callable[[], None]]:
+def reliable_interrupts() -> Iterator[Callable[[], None]]:
     """Within, Ctrl-C is never lost; what is given is to be called now and then, and raises it if it was.
 
     Python swallows a KeyboardInterrupt that comes while a destructor runs, and Ray's references have destructors.

@@ -16,7 +16,7 @@ from typing import Any
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 
 ANSWER_S = 5.0
-SHORTEST_ID = 4  # of the beginning of a node's id
+MIN_ID_PREFIX = 4  # of the beginning of a node's id
 HEAD = "node:__internal_head__"  # the resource by which Ray marks its head
 
 
@@ -70,7 +70,7 @@ def found(ray: Any, node: str) -> str:
     wanted = node.strip().lower()
     alive = [one for one in ray.nodes() if one.get("Alive")]
     matches = [one for one in alive if wanted in _names(one)]
-    if not matches and len(wanted) >= SHORTEST_ID:
+    if not matches and len(wanted) >= MIN_ID_PREFIX:
         matches = [one for one in alive if str(one["NodeID"]).startswith(wanted)]
     if not matches:
         raise UnknownNodeError(f"there is no node {node}", hint="`trimtab cluster status` shows nodes and their names")

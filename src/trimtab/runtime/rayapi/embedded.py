@@ -21,12 +21,12 @@ from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.controller.rpc import NAMESPACE
 from trimtab.runtime.procs import processes
-from trimtab.runtime.procs.interrupts import interrupts_held
+from trimtab.runtime.procs.interrupts import interrupts_deferred
 from trimtab.runtime.rayapi.connect import import_ray
 
 MOST_NODES = 8  # of a Ray on one machine: each has processes of its own
 CPUS_EACH = 4  # logical ones of a node, where the job does not state them
-LEAST_STORE_BYTES, MOST_STORE_BYTES = 100 * 2**20, 2 * 2**30  # of a node's object store
+MIN_STORE_BYTES, MAX_STORE_BYTES = 100 * 2**20, 2 * 2**30  # of a node's object store
 GONE_S = 15.0  # for processes that are to end
 ALL_OF_THEM = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -83,7 +83,7 @@ class EmbeddedRay:
                     f"no Ray could be started on this machine: {lines[0][:200]}",
                     hint="--local runs the job without Ray",
                 ) from fault
-        hush()
+        mute_ray_messages()
         self._look()
         return self
 
@@ -168,12 +168,12 @@ def session_for(cluster: Cluster, address: str | None) -> Iterator[tuple[Session
     address = address or os.environ.get("RAY_ADDRESS") or None
     if address == "local":
         address = None
-    with interrupts_held() as interrupts:
+    with interrupts_deferred() as interrupts:
         if address is not None or import_ray().is_initialized():
             session = connect(address)
             try:
                 interrupts.release()
-                check_room(cluster)
+                check_cluster_gpus(cluster)
                 yield session, session.how
             finally:
                 with deaf():
@@ -190,7 +190,7 @@ def session_for(cluster: Cluster, address: str | None) -> Iterator[tuple[Session
                     session.shutdown(timeout=30.0)
 
 
-def check_room(cluster: Cluster) -> None:
+def check_cluster_gpus(cluster: Cluster) -> None:
     """Raise InfeasibleError where the Ray of this process has less than the job's cluster section states."""
     there = sorted(
         (float(node["Resources"].get("GPU", 0.0)) for node in import_ray().nodes() if node["Alive"]),
@@ -238,9 +238,9 @@ def _store_bytes(nodes: int) -> int:
     try:
         room = os.statvfs("/dev/shm")
     except OSError:
-        return LEAST_STORE_BYTES
+        return MIN_STORE_BYTES
     share = room.f_bavail * room.f_frsize // (3 * max(1, nodes))
-    return min(MOST_STORE_BYTES, max(LEAST_STORE_BYTES, share))
+    return min(MAX_STORE_BYTES, max(MIN_STORE_BYTES, share))
 
 
 @contextlib.contextmanager
@@ -256,7 +256,7 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def hush() -> None:
+def mute_ray_messages() -> None:
     """Ray prints a paragraph for every process that ends by a signal; a run says by itself whom it has lost."""
     from ray._private import worker
 

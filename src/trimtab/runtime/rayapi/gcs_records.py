@@ -28,7 +28,7 @@ from trimtab.machines.diagnose.snapshot import (
 )
 from trimtab.model.pool import PlacementStrategy
 
-MOST_SHAPES = 100  # Ray tells no more of them
+MAX_SHAPES = 100  # Ray tells no more of them
 SETTLED_S = 3.0  # Ray's lists agree with each other after so long
 OUR_NAMES = {"CPU": "cpu", "GPU": "gpu"}
 HEAD = "node:__internal_head__"
@@ -243,7 +243,7 @@ def actors_waiting(
     marked = []
     for one in sorted(waiting, key=lambda one: -(one.since or now)):  # the oldest are the first to leave the queue
         shape = DemandShape(ResourceNeeds(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)
-        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not PendingStage.room
+        queued = left[shape] > 0 or len(requests) >= MAX_SHAPES or one.stage is not PendingStage.room
         if one.stage is PendingStage.room:
             left[shape] -= 1
         bound = not queued and _bound(one, totals, now)

@@ -100,7 +100,7 @@ class BlobStore:
             if saved_in < attempt:
                 path.unlink(missing_ok=True)
 
-    def forget_life(self, task: str) -> None:
+    def forget_previous_run(self, task: str) -> None:
         """Delete what came of a task that ended: its id begins a new life."""
         (self._folders["results"] / file_name(task)).unlink(missing_ok=True)
         for path, _, _ in self._states(task):

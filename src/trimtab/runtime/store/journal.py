@@ -180,7 +180,7 @@ class Journal:
         """Whether all that was appended is on the disk."""
         return not self._unwritten and not self._unsynced and self.fault is None
 
-    def take_found(self) -> JournalContents:
+    def take_contents(self) -> JournalContents:
         """What stood in it when it was opened; once, for it is large."""
         found, self._found = self._found, None
         return found if found is not None else read_journal(self.directory, kinds=self._kinds)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.controller.heartbeats import AgentAddress, beat_forever
+from trimtab.runtime.controller.heartbeats import AgentAddress, serve_heartbeats
 from trimtab.runtime.controller.leases import ClientProcess, is_alive_here
 from trimtab.runtime.procs import nvml
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, RestartPolicy
@@ -63,7 +63,7 @@ class NodeAgent:
         if self._fence is None:
             self._fence = asyncio.create_task(self._end_with_raylet(os.getppid()))
         if self._link is None:
-            self._link = await beat_forever(_address())
+            self._link = await serve_heartbeats(_address())
         facts = {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
         return {**facts, "link": self._link[1], "gpus": _gpus(self._node)}
 
@@ -530,7 +530,7 @@ class NodeAgents:
         """Ids of all GPUs of a node; none where that is not known."""
         return tuple(self.facts.get(node, {}).get("gpus", ()))
 
-    async def link_place(self, node: str) -> AgentAddress | None:
+    async def heartbeat_address(self, node: str) -> AgentAddress | None:
         """Where the warden of a node sends its beats; asked anew, for it may be another one by now."""
         if node in self._actors:
             self.facts[node] = await self.ask(node, "hello", timeout_s=5.0)
@@ -569,7 +569,7 @@ class NodeAgents:
         import ray
 
         kind = ray.remote(NodeAgent).options(
-            name=warden_name(self._controller, node),
+            name=node_agent_name(self._controller, node),
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
@@ -624,6 +624,6 @@ def _first_line(fault: BaseException) -> str:
     return (str(fault).strip().splitlines() or [type(fault).__name__])[0]
 
 
-def warden_name(controller: str, node: str) -> str:
+def node_agent_name(controller: str, node: str) -> str:
     """The name of a warden's actor."""
     return f"trimtab:{controller}:warden:{node[:12]}"

@@ -182,9 +182,9 @@ class TaskWorkerManager:
         await self._wardens.leave(node)
         self._lost.add(node)
 
-    async def link_place(self, node: str) -> tuple[str, int] | None:
+    async def heartbeat_address(self, node: str) -> tuple[str, int] | None:
         """Where the node's beats come from."""
-        return await self._wardens.link_place(node)
+        return await self._wardens.heartbeat_address(node)
 
     async def process_alive(self, process: ClientProcess | None) -> bool | None:
         """Whether a client's process is alive; None where that is not known."""
@@ -329,7 +329,7 @@ class TaskWorkerManager:
         UnreachableError only where its node is there, but nobody on it can be asked.
         """
         self._forget(member.key)
-        keep_as = kept_name(member)
+        keep_as = saved_state_name(member)
         try:
             answer = await self._wardens.ask(
                 member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path, keep_as,
@@ -346,7 +346,7 @@ class TaskWorkerManager:
         await self._end_elsewhere([member])
         return WorkerStopResult(*answer)
 
-    async def kept_states(self) -> dict[str, str]:
+    async def saved_states(self) -> dict[str, str]:
         """States that were saved for a controller which did not acknowledge them: by name, the node that keeps it."""
         kept: dict[str, str] = {}
         for node in self._wardens.nodes:
@@ -651,7 +651,7 @@ async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def kept_name(member: TaskWorker) -> str:
+def saved_state_name(member: TaskWorker) -> str:
     """The name under which a node keeps the state of this very process: an id may begin a new life."""
     return f"{member.pid}-{member.born:g}~{state_name(member.task, member.attempt, member.rank)}"
 
