@@ -242,7 +242,7 @@ class _DemoNodes:
     def kill(self, node: Any, moment: Callable[[], None]) -> None:
         """Lose a node as a machine is lost, all its processes at once, as soon as the moment has come."""
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        pids = [one for raylet in raylets for one in (raylet, *(each.pid for each in processes.below(raylet)))]
+        pids = [one for raylet in raylets for one in (raylet, *(each.pid for each in processes.descendants(raylet)))]
         moment()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -260,7 +260,7 @@ class _ProcessCensus:
     """Every process that was seen below this one, to see that none is left."""
 
     def __init__(self) -> None:
-        self._before = set(processes.below(os.getpid()))
+        self._before = set(processes.descendants(os.getpid()))
         self._seen: set[processes.ProcessIdentity] = set()
 
     @property
@@ -270,7 +270,7 @@ class _ProcessCensus:
 
     def look(self) -> None:
         """Remember those that are there now."""
-        self._seen.update(set(processes.below(os.getpid())) - self._before)
+        self._seen.update(set(processes.descendants(os.getpid())) - self._before)
 
     def left(self, timeout_s: float) -> list[int]:
         """Those that are still there, after a while for the last ones to go."""

@@ -38,9 +38,9 @@ class RunningGateway:
     token_file: str  # empty: its token is in the environment of whoever started it
 
     @property
-    def lives(self) -> bool:
+    def alive(self) -> bool:
         """Whether its process is there."""
-        return ProcessIdentity(self.pid, self.born).lives
+        return ProcessIdentity(self.pid, self.born).alive
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def running(environment: Mapping[str, str]) -> list[RunningGateway]:
             one = RunningGateway(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue  # half written, or of another release
-        if one.lives:
+        if one.alive:
             found.append(one)
         else:
             with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ class ClusterStatusLoop:
                 self._watch = RayViewProcess(cluster.address, LOOK_EVERY_S)
             seen = self._watch.nodes(patience_s)
         except UnreachableError as fault:
-            if self._watch is not None and not self._watch.lives:
+            if self._watch is not None and not self._watch.alive:
                 self._stop()
             if not cluster.standing:
                 raise

@@ -34,7 +34,7 @@ def for_new_cluster(outside: Mapping[str, str]) -> dict[str, str]:
 
 def of_head(head: ProcessIdentity) -> dict[str, str]:
     """What the head of a cluster of ours was started with; empty where that cannot be read."""
-    theirs = environment(head.pid) if head.lives else {}
+    theirs = environment(head.pid) if head.alive else {}
     return {MODE: theirs[MODE], **_tokens(theirs)} if MODE in theirs else {}
 
 

@@ -78,8 +78,8 @@ class NodeRecord:
         if self.phase is NodePhase.ended:
             return False
         if self.keeper is not None:
-            return self.keeper.lives
-        return self.adder.lives
+            return self.keeper.alive
+        return self.adder.alive
 
 
 @dataclass(frozen=True)

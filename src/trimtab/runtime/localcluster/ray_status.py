@@ -201,7 +201,7 @@ class RayViewProcess:
         with self._news:
             while isinstance(self._latest, str) or time.monotonic() - self._at > stale_s:
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or not self.lives:
+                if left_s <= 0 or not self.alive:
                     why = self._latest if isinstance(self._latest, str) else "it has fallen silent"
                     raise UnreachableError(
                         f"the Ray cluster at {self.address} does not answer: {why}",
@@ -211,7 +211,7 @@ class RayViewProcess:
             return self._latest
 
     @property
-    def lives(self) -> bool:
+    def alive(self) -> bool:
         """Whether the other process is there."""
         return self._child.poll() is None
 

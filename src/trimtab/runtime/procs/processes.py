@@ -28,7 +28,7 @@ class ProcessIdentity:
     born: float
 
     @property
-    def lives(self) -> bool:
+    def alive(self) -> bool:
         """Whether it is there; one of which only the exit status is left is not."""
         found = _row(self.pid)
         return found is not None and found.born == self.born
@@ -61,7 +61,7 @@ def table() -> dict[int, ProcessRow]:
     return {int(one): row for one in os.listdir("/proc") if one.isdecimal() and (row := _row(int(one)))}
 
 
-def below(*pids: int) -> list[ProcessIdentity]:
+def descendants(*pids: int) -> list[ProcessIdentity]:
     """All descendants of these processes."""
     known = table()
     return [ProcessIdentity(one, known[one].born) for one in sorted(_below(pids, known))]
@@ -70,18 +70,18 @@ def below(*pids: int) -> list[ProcessIdentity]:
 def family(root: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
     """Whatever belongs to a node, without `root` itself, which may be gone already."""
     known = table()
-    below: set[int] = set()
+    descendants: set[int] = set()
     if root is not None:
-        if root.lives:
-            below = _below((root.pid,), known)
+        if root.alive:
+            descendants = _below((root.pid,), known)
         # A number is not given anew while it names a session, so this holds when the root is gone.
-        if root.lives or root.pid not in known:
-            below |= {pid for pid, row in known.items() if row.session == root.pid}
-    below |= {pid for pid in known if environment(pid).get(MARK) == mark}
+        if root.alive or root.pid not in known:
+            descendants |= {pid for pid, row in known.items() if row.session == root.pid}
+    descendants |= {pid for pid in known if environment(pid).get(MARK) == mark}
     if root is not None:
-        below.discard(root.pid)
-    below.discard(os.getpid())
-    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(below)]
+        descendants.discard(root.pid)
+    descendants.discard(os.getpid())
+    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(descendants)]
 
 
 def send(one: ProcessIdentity, number: signal.Signals) -> None:
@@ -91,7 +91,7 @@ def send(one: ProcessIdentity, number: signal.Signals) -> None:
     except OSError:
         return
     try:
-        if one.lives:
+        if one.alive:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
     finally:
@@ -101,10 +101,10 @@ def send(one: ProcessIdentity, number: signal.Signals) -> None:
 def gone(them: Iterable[ProcessIdentity], wait_s: float) -> list[ProcessIdentity]:
     """Wait until they are gone; those that are not when the time is up."""
     deadline = time.monotonic() + wait_s
-    left = [one for one in them if one.lives]
+    left = [one for one in them if one.alive]
     while left and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
-        left = [one for one in left if one.lives]
+        left = [one for one in left if one.alive]
     return left
 
 

@@ -95,7 +95,7 @@ class EmbeddedRay:
         """Another node joins."""
         # Ray sets handlers for signals with a node, which only the main thread may; the others do without them.
         self._cluster._shutdown_at_exit = threading.current_thread() is threading.main_thread()
-        before = set(processes.below(os.getpid()))
+        before = set(processes.descendants(os.getpid()))
         try:
             with _quiet():
                 self._started[node.name] = self._cluster.add_node(
@@ -107,7 +107,7 @@ class EmbeddedRay:
                     include_dashboard=False,
                 )
         except BaseException:
-            self._seen.update(set(processes.below(os.getpid())) - before)  # half of a node, which nobody else knows of
+            self._seen.update(set(processes.descendants(os.getpid())) - before)  # half of a node, which nobody else knows of
             raise
 
     def node_id(self, name: str) -> str:
@@ -120,7 +120,7 @@ class EmbeddedRay:
         node = self._started.pop(name)
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
         for raylet in raylets:
-            for pid in (raylet, *(one.pid for one in processes.below(raylet))):
+            for pid in (raylet, *(one.pid for one in processes.descendants(raylet))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         with _quiet():
@@ -144,7 +144,7 @@ class EmbeddedRay:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 self._seen.add(processes.process(pid))
-        self._seen.update(processes.below(*pids))
+        self._seen.update(processes.descendants(*pids))
 
     def _end(self) -> None:
         """End it, and whatever came of it."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from trimtab.core.errors import InputError
 from trimtab.runtime.http.tokens import without_tokens
 from trimtab.runtime.procs.ports import is_free
-from trimtab.runtime.procs.processes import ProcessIdentity, below, gone, send, table
+from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, send, table
 from trimtab.runtime.rollout.launch.launcher import EngineProcessState
 from trimtab.runtime.rollout.launch.process_guard import NOT_FOUND
 
@@ -165,7 +165,7 @@ class EngineProcess:
 
     def _family(self) -> list[ProcessIdentity]:
         """The guard, what descends from it, and what is in its session, also where the guard is gone."""
-        found = set(below(self.pid)) if self.alive else set()
+        found = set(descendants(self.pid)) if self.alive else set()
         for pid, row in table().items():
             # A number is not given anew while it names a session.
             if (self._apart and row.session == self.pid) or (self.alive and pid == self.pid):

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import NoReturn
 
-from trimtab.runtime.procs.processes import below, send
+from trimtab.runtime.procs.processes import descendants, send
 
 LOOK_S = 0.25  # between looks at whether the parent is still there
 CLEAR_S = 10.0  # for killed processes to vanish
@@ -55,7 +55,7 @@ class EngineSupervisor:
 
     def _kill(self) -> bool:
         """Everybody; whether there was anybody."""
-        left = below(os.getpid())
+        left = descendants(os.getpid())
         for one in left:
             send(one, signal.SIGKILL)
         return bool(left)
