@@ -91,7 +91,7 @@ class World:
         wanted = CreatePlacementGroup(
             name, "pool", bundles, (self.node,) * len(bundles), PlacementStrategy.strict_pack, time.monotonic() + wait_s
         )
-        await self.members.make_group(wanted, time.monotonic)
+        await self.members.create_group(wanted, time.monotonic)
         return [BundlePlacement(name, index, self.node) for index in range(len(bundles))]
 
     async def start(self, kind: Any, *args: Any, **asked: Any) -> TaskWorker:
@@ -201,8 +201,8 @@ class Worker:
     def facts(self) -> dict[str, Any]:
         here = threading.current_thread() is threading.main_thread()
         names = ("TASK", "POOL", "RANK", "WORLD_SIZE", "ATTEMPT")
-        seat = {name: os.environ[f"TRIMTAB_{name}"] for name in names}
-        return {"main": self.on_main and here, "seat": seat, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        identity = {name: os.environ[f"TRIMTAB_{name}"] for name in names}
+        return {"main": self.on_main and here, "seat": identity, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
     def work(self, seconds: float = 3600.0) -> str:
         until_then = time.monotonic() + seconds
@@ -398,8 +398,12 @@ def test_a_constructor_that_hangs_is_ended_at_the_deadline() -> None:
 def test_a_gang_starts_whole_or_not_at_all() -> None:
     async def story(world: World) -> None:
         gang = await world.start_all(3, Worker)
-        seats = [(await world.call(member, "facts"))["seat"] for member in gang]
-        assert [(seat["RANK"], seat["WORLD_SIZE"]) for seat in seats] == [("0", "3"), ("1", "3"), ("2", "3")]
+        identities = [(await world.call(member, "facts"))["seat"] for member in gang]
+        assert [(identity["RANK"], identity["WORLD_SIZE"]) for identity in identities] == [
+            ("0", "3"),
+            ("1", "3"),
+            ("2", "3"),
+        ]
         with pytest.raises(TaskStartError, match="only two"):
             await world.start_all(3, OnlyTwo, task="broken")
         assert {member.task for member in await world.members.seen()} == {"task"}
@@ -641,11 +645,13 @@ def test_a_death_is_reported_once_and_a_warm_host_that_dies_is_replaced() -> Non
         await world.warm(1)
         member = await world.start(Worker)
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
-        warm = world.members._hosts._ready[world.node][0]
+        warm = world.members._warm_pool._ready[world.node][0]
         os.kill(warm.pid, signal.SIGKILL)
         os.kill(member.pid, signal.SIGKILL)
         await until_async(lambda: bool(world.deaths))
-        await until_async(lambda: [one.pid for one in world.members._hosts._ready[world.node]] not in ([], [warm.pid]))
+        await until_async(
+            lambda: [one.pid for one in world.members._warm_pool._ready[world.node]] not in ([], [warm.pid])
+        )
         assert [(one.pid, why) for one, why in world.deaths] == [
             (member.pid, f"process {member.pid} on node {world.node[:12]} died")
         ]
@@ -657,8 +663,8 @@ def test_a_death_is_reported_once_and_a_warm_host_that_dies_is_replaced() -> Non
 def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
     async def story(world: World) -> None:
         dies, stays = await world.start(Worker, task="dies"), await world.start(Worker, task="stays")
-        warden = world.members._wardens.facts[world.node]["pid"]
-        os.kill(warden, signal.SIGKILL)
+        agent = world.members._agents.facts[world.node]["pid"]
+        os.kill(agent, signal.SIGKILL)
         os.kill(dies.pid, signal.SIGKILL)
         await until_async(lambda: [member for member, _ in world.deaths] == [dies])
         assert (await world.members.stop(stays, 1.0, False, 1.0, None)).saved
@@ -671,7 +677,7 @@ def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
 def test_a_warden_that_hangs_is_replaced_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
         member = await world.start(Worker)
-        hangs = world.members._wardens.facts[world.node]["pid"]
+        hangs = world.members._agents.facts[world.node]["pid"]
         os.kill(hangs, signal.SIGSTOP)
         monkeypatch.setattr(door, "_END_S", 5.0)
         assert "did not answer" in (await world.members.stop(member, 0.0, False, 0.0, None)).note
@@ -686,7 +692,7 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
 ) -> None:
     async def story(world: World) -> None:
         monkeypatch.setattr(warm, "_START_WAIT_S", 0.0)
-        taking = asyncio.ensure_future(world.members._hosts.take(world.node, WarmWorkerKind()))
+        taking = asyncio.ensure_future(world.members._warm_pool.take(world.node, WarmWorkerKind()))
         await until_async(lambda: "did not start: TimeoutError" in caplog.text)
         monkeypatch.setattr(warm, "_START_WAIT_S", WAIT_S)
         host, was_ready = await asyncio.wait_for(taking, WAIT_S)
@@ -700,8 +706,8 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
 
 def test_deaths_are_heard_of_after_an_answer_of_the_node_s_agent_that_makes_no_sense() -> None:
     async def story(world: World) -> None:
-        agents, asked = world.members._wardens, []
-        ask = agents.ask
+        agents, asked = world.members._agents, []
+        ask = agents.request
 
         async def odd(node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
             if method == "deaths" and not asked:
@@ -709,7 +715,7 @@ def test_deaths_are_heard_of_after_an_answer_of_the_node_s_agent_that_makes_no_s
                 return None
             return await ask(node, method, *arguments, timeout_s=timeout_s)
 
-        agents.ask = odd  # type: ignore[method-assign]
+        agents.request = odd  # type: ignore[method-assign]
         first, second = await world.start(Worker, task="first"), await world.start(Worker, task="second")
         os.kill(first.pid, signal.SIGKILL)  # ends the question that is under way, and the next gets that answer
         await until_async(lambda: [member for member, _ in world.deaths] == [first])
@@ -932,7 +938,7 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
         kept = await world.start(Worker, 1, task="kept", entry="add")
         other = await world.start(Worker, task="other", plain="so", places=places)
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
-        return world.controller, kept, other, world.members._hosts._ready[world.node][0].pid
+        return world.controller, kept, other, world.members._warm_pool._ready[world.node][0].pid
 
     controller, kept, other, warm = own_world_of(before, leave=True)
 
@@ -945,7 +951,7 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
         assert pickle.loads((await world.members.outcome(kept)).value or b"") == 2
         assert set(await world.members.groups()) == {"g"}
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
-        assert world.members._hosts._ready[world.node][0].pid == warm
+        assert world.members._warm_pool._ready[world.node][0].pid == warm
         os.kill(kept.pid, signal.SIGKILL)
         await until_async(lambda: [member for member, _ in world.deaths] == [gone, kept])
 

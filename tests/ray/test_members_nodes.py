@@ -77,11 +77,11 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
             (PlacementStrategy.strict_pack, (b, b)),
             (PlacementStrategy.strict_spread, (a, b)),
         ):
-            await members.make_group(group("g", strategy, *nodes), time.monotonic)
+            await members.create_group(group("g", strategy, *nodes), time.monotonic)
             assert (await members.groups())["g"].nodes == nodes
             await members.remove_group("g", "pool")
         with pytest.raises(PlacementGroupError):
-            await members.make_group(group("g", PlacementStrategy.pack, "f" * 56, wait_s=0.2), time.monotonic)
+            await members.create_group(group("g", PlacementStrategy.pack, "f" * 56, wait_s=0.2), time.monotonic)
         assert await members.groups() == {}
 
     async def start(members: TaskWorkerManager, task: str, *nodes: str) -> list[TaskWorker]:
@@ -90,7 +90,7 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
         return (await members.start(task, 1, "pool", places, [CPU] * len(nodes), payload, None, WAIT_S))[0]
 
     async def survives_the_loss(members: TaskWorkerManager) -> None:
-        await members.make_group(group("pair", PlacementStrategy.strict_spread, a, b), time.monotonic)
+        await members.create_group(group("pair", PlacementStrategy.strict_spread, a, b), time.monotonic)
         pair = await start(members, "pair", a, b)
         assert [await members.handle(member).call.remote("where") for member in pair] == [(a, "0"), (b, "1")]
         await asyncio.to_thread(cluster.remove_node, added[1])

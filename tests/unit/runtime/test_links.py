@@ -59,7 +59,7 @@ async def test_the_autoscaler_is_asked_again_when_it_could_not_be(monkeypatch: A
     board.want("client", [{"gpu": 2}])
     await asyncio.wait_for(answered.wait(), 60)
     assert asked == [[{"GPU": 2}], [{"GPU": 2}]]
-    assert board._asking is not None
-    await asyncio.wait_for(board._asking, 60)
+    assert board._requesting is not None
+    await asyncio.wait_for(board._requesting, 60)
     assert board.fault is None
     await background.close()

@@ -36,8 +36,8 @@ class ClientRegistry:
         self._notices: dict[tuple[str, str], ClientNotice] = {}
         self._wants: dict[str, list[dict[str, float]]] = {}  # by client
         self._waiting: set[asyncio.Future[None]] = set()
-        self._asking: asyncio.Task[None] | None = None
-        self._asked: list[dict[str, float]] = []
+        self._requesting: asyncio.Task[None] | None = None
+        self._requested: list[dict[str, float]] = []
         self.fault: str | None = None  # why the autoscaler was not asked
 
     # ---- notices
@@ -46,7 +46,7 @@ class ClientRegistry:
         """Take or replace a notice."""
         self._notices[kind, id] = ClientNotice(kind, id, client, dict(facts))
 
-    def take_down(self, kind: str, id: str) -> None:
+    def remove(self, kind: str, id: str) -> None:
         """The thing is not there any more."""
         self._notices.pop((kind, id), None)
 
@@ -59,7 +59,7 @@ class ClientRegistry:
         for key in [key for key, one in self._notices.items() if one.client == client]:
             del self._notices[key]
         if self._wants.pop(client, None) is not None:
-            self._ask()
+            self._request()
 
     # ---- wants
 
@@ -74,29 +74,31 @@ class ClientRegistry:
             self._wants[client] = [dict(bundle) for bundle in bundles]
         else:
             self._wants.pop(client, None)
-        self._ask()
+        self._request()
 
-    def _ask(self) -> None:
-        if self._asking is None or self._asking.done():
-            self._asking = self._background.start("ask the autoscaler", self._ask_autoscaler, policy=NEVER_GIVE_UP)
+    def _request(self) -> None:
+        if self._requesting is None or self._requesting.done():
+            self._requesting = self._background.start(
+                "ask the autoscaler", self._request_from_autoscaler, policy=NEVER_GIVE_UP
+            )
 
-    async def _ask_autoscaler(self) -> None:
+    async def _request_from_autoscaler(self) -> None:
         from ray.autoscaler.sdk import request_resources
 
-        while self.wanted != self._asked:
-            asked = self.wanted
-            bundles = [{RAY_NAMES.get(name, name): amount for name, amount in one.items()} for one in asked]
+        while self.wanted != self._requested:
+            wanted = self.wanted
+            bundles = [{RAY_NAMES.get(name, name): amount for name, amount in one.items()} for one in wanted]
             try:
                 await asyncio.wait_for(asyncio.to_thread(request_resources, bundles=bundles), 10.0)
             except Exception as fault:
                 self.fault = f"the autoscaler could not be asked: {describe(fault)}"
                 raise
             self.fault = None
-            self._asked = asked
+            self._requested = wanted
 
     # ---- news
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Something changed: whoever waits looks again."""
         for future in self._waiting:
             if not future.done():
@@ -115,7 +117,7 @@ class ClientRegistry:
     async def close(self) -> None:
         """Want nothing any more."""
         self._wants.clear()
-        self._ask()
-        if self._asking is not None:
-            await asyncio.wait([self._asking], timeout=5.0)
-        self.tell()
+        self._request()
+        if self._requesting is not None:
+            await asyncio.wait([self._requesting], timeout=5.0)
+        self.notify()

@@ -48,8 +48,8 @@ GROUP_CHECK_S = 5.0
 RECONCILE_S = 30.0  # between two looks for what was instructed and is not being done
 LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
 MIN_TICK_S = 0.01
-AGAIN_S = 1.0  # after an event on which the machine failed
-ASKS = (
+TICK_RETRY_S = 1.0  # after an event on which the machine failed
+USER_EVENTS = (
     events.QuotaSet,
     events.PoolDrained,
     events.PoolDropped,
@@ -87,36 +87,36 @@ class ControllerLoop:
         self.faults: list[str] = []  # of our own, for status
         self.leases = ClientLeases()
         self.background = Background()
-        self.board = ClientRegistry(self.background)
+        self.client_registry = ClientRegistry(self.background)
         self._waiters: dict[str, set[tuple[frozenset[TaskState], asyncio.Future[None]]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
-        self._warm: dict[str, Counter[WarmWorkerKind]] = {}
-        self._said: str | None = None  # the fault of the journal that was logged last
+        self._warm_targets: dict[str, Counter[WarmWorkerKind]] = {}
+        self._logged_fault: str | None = None  # the fault of the journal that was logged last
         self._compactor: subprocess.Popen[bytes] | None = None
         self.closing = False
 
     # ---- coming up ------------------------------------------------------------------------------------------
 
-    async def come_up(self) -> None:
+    async def start(self) -> None:
         """Replay the journal and take hold of what is there."""
         began = time.monotonic()
-        with _nothing_collected():
+        with _gc_disabled():
             self.journal = await asyncio.to_thread(
                 Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
             )
             try:
-                self.shelf = BlobStore(self.directory, self._state_dir)
+                self.blobs = BlobStore(self.directory, self._state_dir)
                 self.machine, is_fresh = self._replay()
             except BaseException:
                 self.journal.close()
                 raise
-        self.environments = RuntimeEnvironments(self._ray, self.shelf)
+        self.environments = RuntimeEnvironments(self._ray, self.blobs)
         try:
-            self.shelf.keep_only(self.machine.tasks)
-            self.environments.recover(self._unended())
-            await self._take_hold(is_fresh)
+            self.blobs.keep_only(self.machine.tasks)
+            self.environments.recover(self._unfinished())
+            await self._attach(is_fresh)
         except BaseException:
             self.background.stop()
             self.journal.close()
@@ -135,46 +135,51 @@ class ControllerLoop:
             machine.handle(event, now)
         return machine, found.empty
 
-    async def _take_hold(self, is_fresh: bool) -> None:
-        self.meter = PoolMetrics(self._name, self.machine)
-        self.node_meter = NodeMetrics(self._name)
-        self.members = TaskWorkerManager(self._name, self._state_dir, self._on_death, self.background)
-        self.deeds = InstructionExecutor(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
-        self.watch = nodes.NodeMonitor(
-            self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
+    async def _attach(self, is_fresh: bool) -> None:
+        self.pool_metrics = PoolMetrics(self._name, self.machine)
+        self.node_metrics = NodeMetrics(self._name)
+        self.workers = TaskWorkerManager(self._name, self._state_dir, self._on_death, self.background)
+        self.executor = InstructionExecutor(self, self.workers, self.blobs, workers_save=self._state_dir is not None)
+        self.node_monitor = nodes.NodeMonitor(
+            self,
+            self.workers,
+            self._ray,
+            self.directory / "nodes",
+            self.executor.node_lost,
+            self.client_registry.notify,
         )
-        if self.watch.set_aside:
-            self.faults.append(self.watch.set_aside)
-        there = await asyncio.to_thread(nodes.look, self._ray)
-        await asyncio.gather(*(self._warden(one.node) for one in there.nodes))
-        self.watch.adopt(self.machine.nodes)
+        if self.node_monitor.set_aside:
+            self.faults.append(self.node_monitor.set_aside)
+        there = await asyncio.to_thread(nodes.read_ray_nodes, self._ray)
+        await asyncio.gather(*(self._join_node(one.node) for one in there.nodes))
+        self.node_monitor.adopt(self.machine.nodes)
         if is_fresh:
-            await self.watch.step(wait=True)
-            if lost := await recovery.recover_without_journal(self, self.members):
+            await self.node_monitor.step(wait=True)
+            if lost := await recovery.recover_without_journal(self, self.workers):
                 log.error(lost)
                 self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
                 self.journal.snapshot(self.now(), self.machine.dump())
         owners = [task.spec.client for task in self.machine.tasks.values()]
         owners += [pool.spec.client for pool in self.machine.pools.values()]
         for client in filter(None, owners):
-            self.leases.heard(client)
-        await recovery.reconcile(self, self.members, self.deeds, self.watch)
-        for name, forever in (
-            ("look at nodes", self.watch.watch),
-            ("keep house", self._keep_house),
+            self.leases.touch(client)
+        await recovery.reconcile(self, self.workers, self.executor, self.node_monitor)
+        for name, work in (
+            ("look at nodes", self.node_monitor.run),
+            ("keep house", self._housekeep),
             ("leases of clients", self._watch_leases),
-            ("look at placement groups", self._look_at_groups),
+            ("look at placement groups", self._check_groups),
             ("reconcile", self._reconcile),
         ):
-            self._loops.append(self.background.start(name, forever, policy=NEVER_GIVE_UP))
+            self._loops.append(self.background.start(name, work, policy=NEVER_GIVE_UP))
         self._wake_soon()
 
     def _on_death(self, member: TaskWorker, why: str) -> None:
-        self.deeds.on_death(member, why)
+        self.executor.on_death(member, why)
 
-    async def _warden(self, node: str) -> None:
+    async def _join_node(self, node: str) -> None:
         try:
-            await self.members.node_joined(node)
+            await self.workers.node_joined(node)
         except Exception as fault:
             log.warning("no warden on node %s yet: %s", node[:12], fault)
 
@@ -193,33 +198,33 @@ class ControllerLoop:
         except Exception as fault:
             log.exception("the machine failed on %s", event)
             self.faults.append(f"{type(event).__name__}: {type(fault).__name__}: {fault}")
-            asyncio.get_running_loop().call_later(AGAIN_S, self._wake_soon)  # its timer is set, whatever failed
+            asyncio.get_running_loop().call_later(TICK_RETRY_S, self._wake_soon)  # its timer is set, whatever failed
 
     def handle(self, event: PoolEvent, staged: StagedBlob | None = None) -> None:
         """An event, with the file that it speaks of. Raises InputError where the machine refuses, nothing touched."""
-        if self.closing and isinstance(event, (*ASKS, TaskSubmitted, PoolEnsured)):
+        if self.closing and isinstance(event, (*USER_EVENTS, TaskSubmitted, PoolEnsured)):
             raise UnreachableError(f"the controller {self._name} is shutting down")
         now = self.now()
         second_life = isinstance(event, TaskSubmitted) and event.spec.id in self.machine.tasks
         instructions = self.machine.handle(event, now)
         if isinstance(event, TaskSubmitted) and staged is not None:
             if second_life:
-                self.shelf.forget_previous_run(event.spec.id)
+                self.blobs.forget_previous_run(event.spec.id)
             staged.commit()
             self.journal.beside(staged.path)
         self.journal.append(now, event, orders.lines(instructions))
         for one in instructions:
-            self.deeds.begin(one)
-        self.meter.heard(event)
+            self.executor.begin(one)
+        self.pool_metrics.observe(event)
         self._wake_soon()
 
     def alive(self, node: str) -> bool:
         """Whether Ray has the node."""
-        return node in self.watch.known
+        return node in self.node_monitor.known
 
-    async def look_again(self, nodes: Collection[str], without: str) -> None:
+    async def refresh_nodes(self, nodes: Collection[str], without: str) -> None:
         """A group could not be made there: have a fresh look at what others hold."""
-        await self.watch.look_again(nodes, without)
+        await self.node_monitor.refresh(nodes, without)
 
     # ---- waiting --------------------------------------------------------------------------------------------
 
@@ -251,30 +256,30 @@ class ControllerLoop:
             for states, future in waiting:
                 if not future.done() and (record is None or record.state in states or self.closing):
                     future.set_result(None)
-        self.board.tell()
+        self.client_registry.notify()
         if self.closing:
             return
         self._set_timer()
-        self.warm_hosts()
+        self.update_warm_workers()
         if self.journal.since_snapshot >= COMPACT_EVERY:
             self._compact()
 
-    def warm_hosts(self) -> None:
+    def update_warm_workers(self) -> None:
         """Have the warm hosts that pools want now."""
         targets: dict[str, Counter[WarmWorkerKind]] = {}
         for node, by_pool in self.machine.warm_targets().items():
             targets[node] = Counter()
             for pool, count in by_pool.items():
                 targets[node][self.environments.kind(self.machine.pools[pool].spec)] += count
-        if targets != self._warm:
-            self._warm = targets
-            self.background.once("aim at warm hosts", self.members.warm(targets), on_failed=self._aim_again)
+        if targets != self._warm_targets:
+            self._warm_targets = targets
+            self.background.once("aim at warm hosts", self.workers.warm(targets), on_failed=self._reset_warm_targets)
 
-    def _unended(self) -> list[str]:
+    def _unfinished(self) -> list[str]:
         return [task.id for task in self.machine.tasks.values() if task.state not in ENDED]
 
-    def _aim_again(self, *_: object) -> None:
-        self._warm = {}
+    def _reset_warm_targets(self, *_: object) -> None:
+        self._warm_targets = {}
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -292,12 +297,12 @@ class ControllerLoop:
         segment = self.journal.rotate()
         command = [sys.executable, "-m", "trimtab.runtime.store.compact", str(self.directory), str(segment)]
         self._compactor = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        self.deeds.forget(self.machine.tasks)
+        self.executor.forget(self.machine.tasks)
         asyncio.get_running_loop().run_in_executor(
-            None, self.shelf.keep_only, set(self.machine.tasks), time.time()
+            None, self.blobs.keep_only, set(self.machine.tasks), time.time()
         ).add_done_callback(log_failure)
 
-    def _look_at_compactor(self) -> None:
+    def _check_compactor(self) -> None:
         if self._compactor is not None and (status := self._compactor.poll()) is not None:
             self._compactor = None
             if status:
@@ -305,48 +310,48 @@ class ControllerLoop:
 
     # ---- loops ----------------------------------------------------------------------------------------------
 
-    async def _keep_house(self) -> None:
+    async def _housekeep(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self._look_at_compactor()
+            self._check_compactor()
             self.journal.catch_up()
-            await self.deeds.store_again()
-            await self.meter.sample(self.members.warm_counts())
-            views = self.watch.views(gone=True)
-            self.node_meter.sample(views, self.desired_workers(), self.board)
-            self._say_journal_fault()
+            await self.executor.retry_state_writes()
+            await self.pool_metrics.sample(self.workers.warm_counts())
+            views = self.node_monitor.views(gone=True)
+            self.node_metrics.sample(views, self.desired_workers(), self.client_registry)
+            self._log_journal_fault()
             pools = [one.spec for one in self.machine.pools.values() if not one.dropped]
-            await self.environments.renew(self._unended(), pools)
+            await self.environments.renew(self._unfinished(), pools)
             if self.journal.vanished:
                 log.error("the journal in %s was deleted; it is written anew", self.directory)
                 self.journal.snapshot(self.now(), self.machine.dump())
-                self.shelf.make_folders()
+                self.blobs.make_folders()
 
     def desired_workers(self) -> int:
         """How many nodes would be of use now."""
         busy = {node for group in self.machine.groups.values() for node in group.nodes}
-        return desired_workers(self.watch.views(), busy, self.board.wanted)
+        return desired_workers(self.node_monitor.views(), busy, self.client_registry.wanted)
 
-    def _say_journal_fault(self) -> None:
-        if self.journal.fault != self._said:
-            self._said = self.journal.fault
-            log.error(self._said or "the journal can be written again")
+    def _log_journal_fault(self) -> None:
+        if self.journal.fault != self._logged_fault:
+            self._logged_fault = self.journal.fault
+            log.error(self._logged_fault or "the journal can be written again")
 
     async def _watch_leases(self) -> None:
         """End what belongs to clients that are dead."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             silent = self.leases.silent()
-            alive = await asyncio.gather(*(self.members.process_alive(process) for process in silent.values()))
+            alive = await asyncio.gather(*(self.workers.process_alive(process) for process in silent.values()))
             for client, found in zip(silent, alive, strict=True):
-                if self.leases.looked(client, found):
+                if self.leases.is_dead(client, found):
                     log.warning("client %s is gone", client)
                     self.end_tasks_of(client)
 
     def end_tasks_of(self, client: str) -> None:
         """End what was to end with a client: its tasks and pools."""
         self.leases.end(client)
-        self.board.forget(client)
+        self.client_registry.forget(client)
         for record in list(self.machine.tasks.values()):
             if record.spec.client == client and record.state not in ENDED:
                 self.feed(events.CancelRequested(record.id, code=ReasonCode.client_died))
@@ -358,18 +363,18 @@ class ControllerLoop:
         reconciler = PoolReconciler()
         while True:
             await asyncio.sleep(self._reconcile_s)
-            for one in reconciler.lost(expected(self.machine), self.deeds.doing()):
+            for one in reconciler.lost(expected(self.machine), self.executor.in_progress()):
                 self.redone += 1
                 log.error("nothing carries out %s: it is done again", one)
-                self.deeds.redo(one)
+                self.executor.retry(one)
 
-    async def _look_at_groups(self) -> None:
+    async def _check_groups(self) -> None:
         while True:
             await asyncio.sleep(GROUP_CHECK_S)
             # Only what stood before Ray was asked can be missed in its answer.
             standing = [one for one in self.machine.groups.values() if one.stand is PgState.standing]
             try:
-                seen = await asyncio.wait_for(self.members.groups(), nodes.ANSWER_S)
+                seen = await asyncio.wait_for(self.workers.groups(), nodes.ANSWER_S)
             except Exception as fault:
                 log.warning("Ray does not say which placement groups there are: %s", fault)
                 continue
@@ -394,11 +399,11 @@ class ControllerLoop:
             one.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        self.watch.close()
-        await self.board.close()
-        await self.deeds.close()
+        self.node_monitor.close()
+        await self.client_registry.close()
+        await self.executor.close()
         if destroy:
-            await asyncio.wait_for(self.members.close(), timeout_s)
+            await asyncio.wait_for(self.workers.close(), timeout_s)
         if self._compactor is not None:
             self._compactor.kill()  # what it has not finished stays as it was
             self._compactor.wait()
@@ -415,7 +420,7 @@ class ControllerLoop:
 
 
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
+def _gc_disabled() -> Iterator[None]:
     """Without the garbage collector, which would look again and again at what is being read, all of which stays."""
     gc.disable()
     try:

@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.runtime.workers.worker_process import born
 
 LEASE_S = 60.0  # of a client that does not say
-SILENT_PART = 6  # silence of so small a part of the lease is looked into
+SILENT_FRACTION = 6  # silence of so small a part of the lease is looked into
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _here() -> tuple[str, int]:
 
 @dataclass
 class _Lease:
-    heard: float  # when, by the clock
+    touch: float  # when, by the clock
     lease_s: float = LEASE_S
     process: ClientProcess | None = None
     alive: bool | None = None  # what its node said last
@@ -74,9 +74,9 @@ class ClientLeases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def heard(self, client: str) -> None:
+    def touch(self, client: str) -> None:
         """A client asked for something that ends with it."""
-        self._leases.setdefault(client, _Lease(0.0)).heard = self._clock()
+        self._leases.setdefault(client, _Lease(0.0)).touch = self._clock()
 
     def renew(self, client: str, lease_s: float, process: ClientProcess | None) -> bool:
         """A client says that it is alive; false where it was given up already."""
@@ -93,14 +93,14 @@ class ClientLeases:
         """Clients to be looked for, and what is known of their processes."""
         return {client: lease.process for client, lease in self._leases.items() if self._is_silent(lease)}
 
-    def looked(self, client: str, alive: bool | None) -> bool:
+    def is_dead(self, client: str, alive: bool | None) -> bool:
         """Whether a client is dead, after its node has said whether its process is alive (None: not known)."""
         lease = self._leases.get(client)
         if lease is None or not self._is_silent(lease):
             return False
         lease.alive = alive
         if alive is None:
-            return self._clock() - lease.heard > lease.lease_s
+            return self._clock() - lease.touch > lease.lease_s
         return not alive
 
     def status(self) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ class ClientLeases:
         return [
             {
                 "client": client,
-                "silent_s": self._clock() - lease.heard,
+                "silent_s": self._clock() - lease.touch,
                 "lease_s": lease.lease_s,
                 "pid": lease.process.pid if lease.process else None,
                 "alive": lease.alive,
@@ -118,4 +118,4 @@ class ClientLeases:
         ]
 
     def _is_silent(self, lease: _Lease) -> bool:
-        return self._clock() - lease.heard > lease.lease_s / SILENT_PART
+        return self._clock() - lease.touch > lease.lease_s / SILENT_FRACTION

@@ -2,7 +2,7 @@
 
 Reads the machine and changes nothing. Where a figure cannot be had or told, metrics stop and `fault` says why:
 scheduling goes on. Latencies are read from the stories of tasks, so they hold over a restart of the controller;
-counters begin at nothing with every process, as Prometheus expects. The driver calls `heard` after every event, which
+counters begin at nothing with every process, as Prometheus expects. The driver calls `observe` after every event, which
 costs microseconds, and `sample` about once a second.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger("trimtab.controller")
 
 SAMPLE_EVERY_S = 0.9  # at most, and more seldom where there is much to look at
 SAMPLE_SHARE = 0.01  # of the controller's time, at most, goes into sampling
-PART = 500  # records looked at in one turn of the loop: less than a millisecond
+CHUNK = 500  # records looked at in one turn of the loop: less than a millisecond
 BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 10e3, 20e3, 30e3, 60e3, 120e3, 300e3, 600e3)
 _IN_QUEUE = frozenset(state.value for state in IN_QUEUE)
 
@@ -83,7 +83,9 @@ class PoolMetrics:
         self._machine = machine
         self._controller = {"controller": controller}
         self._counted = machine.eviction_count  # what was evicted before this process is not told again
-        self._told: dict[str, set[tuple[str, ...]]] = {}  # labels of gauges, so that what is gone becomes nothing
+        self._seen_labels: dict[
+            str, set[tuple[str, ...]]
+        ] = {}  # labels of gauges, so that what is gone becomes nothing
         self._next_sample = 0.0
         self._recorders: dict[str, MetricRecorder] = {}
         self.fault: str | None = None
@@ -92,7 +94,7 @@ class PoolMetrics:
         except Exception as fault:
             self._give_up(fault)
 
-    def heard(self, event: PoolEvent) -> None:
+    def observe(self, event: PoolEvent) -> None:
         """The machine has handled an event. Never raises."""
         if self.fault is not None:
             return
@@ -102,7 +104,7 @@ class PoolMetrics:
             if isinstance(event, TaskStarted):
                 self._time_start(event)
             elif isinstance(event, TaskStopped):
-                self._time_leaving(event)
+                self._time_eviction(event)
         except Exception as fault:
             self._give_up(fault)
 
@@ -136,55 +138,57 @@ class PoolMetrics:
         if task.reason.code is ReasonCode.preempted and claimed_at is not None:
             self._record(PREEMPTION_MS, (self._machine.now - claimed_at) * 1e3, task.spec.pool)
 
-    def _time_leaving(self, event: TaskStopped) -> None:
+    def _time_eviction(self, event: TaskStopped) -> None:
         """An eviction that makes room for nobody is over when its task is gone."""
         task = self._machine.tasks.get(event.task)
-        told_at = _left_by_hand(task.story, self._machine.now) if task is not None else None
-        if task is not None and told_at is not None:
-            self._record(PREEMPTION_MS, (self._machine.now - told_at) * 1e3, task.spec.pool)
+        ordered_at = _evicted_by_user_at(task.story, self._machine.now) if task is not None else None
+        if task is not None and ordered_at is not None:
+            self._record(PREEMPTION_MS, (self._machine.now - ordered_at) * 1e3, task.spec.pool)
 
     # ---- how everything stands ------------------------------------------------------------------------------
 
     async def _sample(self, warm_counts: Mapping[str, Mapping[str, int]]) -> None:
         await self._sample_tasks(list(self._machine.pools))
         await self._sample_slots(list(self._machine.pools))
-        self._tell(WARM, {(node[:12], state): n for node, by in warm_counts.items() for state, n in by.items()})
-        self._tell(WARM_TARGET, {(name,): pool.spec.target_hosts for name, pool in self._machine.pools.items()})
+        self._set_gauge(WARM, {(node[:12], state): n for node, by in warm_counts.items() for state, n in by.items()})
+        self._set_gauge(WARM_TARGET, {(name,): pool.spec.target_hosts for name, pool in self._machine.pools.items()})
 
     async def _sample_tasks(self, pools: list[str]) -> None:
         states: dict[str, list[TaskState]] = {pool: [] for pool in pools}
         since: dict[str, list[float]] = {pool: [] for pool in pools}
-        async for part in _in_parts(self._machine.tasks.values()):
-            for task in part:
+        async for chunk in _in_chunks(self._machine.tasks.values()):
+            for task in chunk:
                 state, pool = task.state, task.spec.pool
                 if pool in states:
                     states[pool].append(state)
                     if state is TaskState.waiting or state is TaskState.evicted:
                         since[pool].append(task.since)
         now = max(self._machine.now, time.time())
-        self._tell(QUEUE, {(pool,): len(since[pool]) for pool in pools})
-        self._tell(OLDEST_S, {(pool,): now - min(since[pool], default=now) for pool in pools})
-        self._tell(TASKS, {(pool, state.value): states[pool].count(state) for pool in pools for state in TaskState})
+        self._set_gauge(QUEUE, {(pool,): len(since[pool]) for pool in pools})
+        self._set_gauge(OLDEST_S, {(pool,): now - min(since[pool], default=now) for pool in pools})
+        self._set_gauge(
+            TASKS, {(pool, state.value): states[pool].count(state) for pool in pools for state in TaskState}
+        )
 
     async def _sample_slots(self, pools: list[str]) -> None:
         slots = {pool: dict.fromkeys(("idle", "taken", "making", "removing", "wanted"), 0) for pool in pools}
-        async for part in _in_parts(self._machine.groups.values()):
-            for group in part:
+        async for chunk in _in_chunks(self._machine.groups.values()):
+            for group in chunk:
                 if group.pool in slots:
-                    slots[group.pool][_standing(group)] += len(group.bundles)
+                    slots[group.pool][_slot_state(group)] += len(group.bundles)
         for name, pool in self._machine.pools.items():
             if name in slots:
                 there = len(self._machine.shelves[name].reserved) + len(pool.retired)
                 slots[name]["wanted"] = len(pool.spec.reserved) - there
-        self._tell(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
+        self._set_gauge(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
 
-    def _tell(self, metric: MetricSpec, figures: Mapping[tuple[str, ...], float]) -> None:
-        told = self._told.setdefault(metric.name, set())
-        for labels in told.difference(figures):
+    def _set_gauge(self, metric: MetricSpec, figures: Mapping[tuple[str, ...], float]) -> None:
+        seen = self._seen_labels.setdefault(metric.name, set())
+        for labels in seen.difference(figures):
             self._record(metric, 0, *labels)
         for labels, figure in figures.items():
             self._record(metric, figure, *labels)
-        self._told[metric.name] = set(figures)
+        self._seen_labels[metric.name] = set(figures)
 
     def _record(self, metric: MetricSpec, figure: float, *labels: str) -> None:
         tags = {**self._controller, **dict(zip(metric.labels, labels, strict=True))}
@@ -195,15 +199,15 @@ class PoolMetrics:
         log.error(self.fault, exc_info=fault)
 
 
-async def _in_parts(records: Collection[Record]) -> AsyncIterator[list[Record]]:
+async def _in_chunks(records: Collection[Record]) -> AsyncIterator[list[Record]]:
     """All of them, with turns for others of the loop in between."""
     everything = list(records)
-    for start in range(0, len(everything), PART):
-        yield everything[start : start + PART]
+    for start in range(0, len(everything), CHUNK):
+        yield everything[start : start + CHUNK]
         await asyncio.sleep(0)
 
 
-def _standing(group: PlacementGroup) -> str:
+def _slot_state(group: PlacementGroup) -> str:
     if group.stand is PgState.standing:
         return "taken" if group.tenants else "idle"
     return "making" if group.stand is PgState.making else "removing"
@@ -213,26 +217,26 @@ def _waited_since(task: PoolTask) -> tuple[float | None, float | None]:
     """Since when a task that has just started was in the queue, and since when room was made for it."""
     queued_at = claimed_at = None
     left = False
-    for chapter in reversed(task.story):
-        if chapter.state in _IN_QUEUE:
+    for entry in reversed(task.story):
+        if entry.state in _IN_QUEUE:
             left = True
-            queued_at = chapter.at
-            if claimed_at is None and chapter.reason.code is ReasonCode.evicting:
-                claimed_at = chapter.at
+            queued_at = entry.at
+            if claimed_at is None and entry.reason.code is ReasonCode.evicting:
+                claimed_at = entry.at
         elif left:
             break
     return queued_at, claimed_at
 
 
-def _left_by_hand(story: list[StoryEntry], now: float) -> float | None:
+def _evicted_by_user_at(story: list[StoryEntry], now: float) -> float | None:
     """When a task that has left just now was told to by a person; None where it did not, or for another reason."""
     gone = False
-    for chapter in reversed(story):
-        if chapter.state == TaskState.cancelling.value:
-            return chapter.at if gone and chapter.reason.code is ReasonCode.by_hand else None
-        if chapter.at < now:
+    for entry in reversed(story):
+        if entry.state == TaskState.cancelling.value:
+            return entry.at if gone and entry.reason.code is ReasonCode.by_hand else None
+        if entry.at < now:
             return None
-        gone = gone or chapter.state == TaskState.evicted.value
+        gone = gone or entry.state == TaskState.evicted.value
     return None
 
 

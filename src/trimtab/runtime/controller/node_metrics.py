@@ -50,7 +50,7 @@ class NodeMetrics:
         except Exception as fault:
             self._give_up(fault)
 
-    def heard(self, kind: str, id: str, facts: Mapping[str, Any]) -> None:
+    def observe(self, kind: str, id: str, facts: Mapping[str, Any]) -> None:
         """A group said how it stands."""
         if self.fault is not None or kind != "group":
             return
@@ -67,7 +67,7 @@ class NodeMetrics:
         except Exception as fault:
             self._give_up(fault)
 
-    def sample(self, nodes: Sequence[NodeView], desired: int, board: ClientRegistry) -> None:
+    def sample(self, nodes: Sequence[NodeView], desired: int, client_registry: ClientRegistry) -> None:
         """Tell how nodes and groups stand."""
         if self.fault is not None:
             return
@@ -76,7 +76,7 @@ class NodeMetrics:
             for state in NodeState:
                 self._record(NODES, states[state], state.value)
             self._record(DESIRED, desired)
-            groups = {one.id: one.facts for one in board.notices("group")}
+            groups = {one.id: one.facts for one in client_registry.notices("group")}
             for id in self._groups | set(groups):
                 facts = groups.get(id, {})
                 self._record(WANTED, float(facts.get("wanted") or 0), id)

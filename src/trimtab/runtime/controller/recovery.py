@@ -48,36 +48,36 @@ class RecoveryContext(Protocol):
         """Tell the machine; never raises."""
 
 
-async def recover_without_journal(world: RecoveryContext, members: TaskWorkerManager) -> str | None:
+async def recover_without_journal(context: RecoveryContext, workers: TaskWorkerManager) -> str | None:
     """The journal is empty: take up whatever runs whole and knows what it is; a sentence if anything was alive.
 
     What is left over is ended when the rest is reconciled. Who may evict whom was in the journal alone.
     """
-    seats = await asyncio.wait_for(members.seats(), ANSWER_S)
-    groups = await asyncio.wait_for(members.groups(), ANSWER_S)
-    if not seats and not groups:
+    identities = await asyncio.wait_for(workers.identities(), ANSWER_S)
+    groups = await asyncio.wait_for(workers.groups(), ANSWER_S)
+    if not identities and not groups:
         return None
     by_start: dict[tuple[str, int], list[WorkerIdentity]] = {}
-    for seat in seats.values():
-        by_start.setdefault((seat.task, seat.attempt), []).append(seat)
+    for identity in identities.values():
+        by_start.setdefault((identity.task, identity.attempt), []).append(identity)
     pools: dict[str, PoolSpec] = {}
     found = []
     for (task, attempt), together in by_start.items():
-        seat = together[0]
-        group = groups.get(seat.group)
-        if group is None or not group.intact or {one.rank for one in together} != set(range(seat.world)):
+        identity = together[0]
+        group = groups.get(identity.group)
+        if group is None or not group.intact or {one.rank for one in together} != set(range(identity.world)):
             continue
         try:
-            facts = plain.loads(seat.facts)
+            facts = plain.loads(identity.facts)
             spec, pool = decode(TaskSpec, facts["spec"]), decode(PoolSpec, facts["pool"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, TrimtabError):
             log.warning("task %s does not say what it is", task)
             continue
         pools[pool.name] = pool
         nodes = tuple(str(node) for node in group.nodes)
-        found.append(RecoveredTask(spec, attempt, seat.group, nodes, facts["reserved"]))
-    world.feed(StateRecovered(tuple(pools.values()), tuple(found)))
-    known = [one.spec.id for one in found if one.spec.id in world.machine.tasks]
+        found.append(RecoveredTask(spec, attempt, identity.group, nodes, facts["reserved"]))
+    context.feed(StateRecovered(tuple(pools.values()), tuple(found)))
+    known = [one.spec.id for one in found if one.spec.id in context.machine.tasks]
     lost = sorted({task for task, _ in by_start} - set(known))
     ended = f"; ended, for they could not be: {', '.join(lost)}" if lost else ""
     return (
@@ -87,28 +87,28 @@ async def recover_without_journal(world: RecoveryContext, members: TaskWorkerMan
 
 
 async def reconcile(
-    world: RecoveryContext, members: TaskWorkerManager, deeds: InstructionExecutor, watch: NodeMonitor
+    context: RecoveryContext, workers: TaskWorkerManager, executor: InstructionExecutor, node_monitor: NodeMonitor
 ) -> None:
     """Bring the machine, as the journal left it, together with what is there."""
-    before = world.machine.outstanding()
-    seen, groups = await _ask(members)
+    before = context.machine.outstanding()
+    seen, groups = await _find_running(workers)
     starts = {(one.task, one.attempt): one for one in before if isinstance(one, StartTask)}
-    kept, resumed = _take_up(world.machine, deeds, seen, starts)
-    await asyncio.wait_for(members.sweep(kept), ANSWER_S)
-    making = {one.group for one in before if isinstance(one, CreatePlacementGroup)}
-    unowned = [one for one in groups.values() if one.group not in world.machine.groups or one.group in making]
-    await _remove(members, unowned)
-    await deeds.collect_states()
+    kept, resumed = _attach_running(context.machine, executor, seen, starts)
+    await asyncio.wait_for(workers.sweep(kept), ANSWER_S)
+    creating = {one.group for one in before if isinstance(one, CreatePlacementGroup)}
+    unowned = [one for one in groups.values() if one.group not in context.machine.groups or one.group in creating]
+    await _remove(workers, unowned)
+    await executor.collect_states()
     # From here on the machine learns; what it says is carried out at once.
-    await watch.step(wait=True)
-    _tell_lost_groups(world, groups)
-    _tell_dead(world, deeds)
-    _carry_on(world.machine, deeds, before, resumed)
+    await node_monitor.step(wait=True)
+    _report_lost_groups(context, groups)
+    _report_dead_tasks(context, executor)
+    _resume_instructions(context.machine, executor, before, resumed)
 
 
-def _take_up(
+def _attach_running(
     machine: PoolMachine,
-    deeds: InstructionExecutor,
+    executor: InstructionExecutor,
     seen: Sequence[TaskWorker],
     starts: dict[tuple[str, int], StartTask],
 ) -> tuple[list[TaskWorker], set[StartTask]]:
@@ -124,44 +124,44 @@ def _take_up(
             continue
         start = starts.get(key)
         if start is not None:
-            if not _whole(record, found):
+            if not _is_complete(record, found):
                 continue
             resumed.add(start)
-            deeds.resume(start, found)
+            executor.resume(start, found)
         else:
-            deeds.attach(record.id, found)
-            if record.state in (TaskState.running, TaskState.parked) and _whole(record, found):
-                deeds.follow(*key)
+            executor.attach(record.id, found)
+            if record.state in (TaskState.running, TaskState.parked) and _is_complete(record, found):
+                executor.watch_outcome(*key)
         kept += found
     return kept, resumed
 
 
-def _whole(record: PoolTask, found: Collection[TaskWorker]) -> bool:
+def _is_complete(record: PoolTask, found: Collection[TaskWorker]) -> bool:
     return {member.rank for member in found} == set(range(record.spec.processes))
 
 
-def _tell_lost_groups(world: RecoveryContext, seen: dict[str, FoundPlacementGroup]) -> None:
-    for group in list(world.machine.groups.values()):
+def _report_lost_groups(context: RecoveryContext, seen: dict[str, FoundPlacementGroup]) -> None:
+    for group in list(context.machine.groups.values()):
         if group.stand is not PgState.standing:
             continue
         there = seen.get(group.id)
         if there is None:
-            world.feed(PlacementGroupLost(group.id, "the placement group is gone"))
+            context.feed(PlacementGroupLost(group.id, "the placement group is gone"))
         elif not there.intact or there.nodes != group.nodes:
-            world.feed(PlacementGroupLost(group.id, "Ray has not all of its bundles where they were"))
+            context.feed(PlacementGroupLost(group.id, "Ray has not all of its bundles where they were"))
 
 
-def _tell_dead(world: RecoveryContext, deeds: InstructionExecutor) -> None:
-    for record in list(world.machine.tasks.values()):
-        if record.state in (TaskState.running, TaskState.parked) and not _whole(
-            record, deeds.running.get(record.id, ())
+def _report_dead_tasks(context: RecoveryContext, executor: InstructionExecutor) -> None:
+    for record in list(context.machine.tasks.values()):
+        if record.state in (TaskState.running, TaskState.parked) and not _is_complete(
+            record, executor.running.get(record.id, ())
         ):
-            world.feed(TaskDied(record.id, record.attempt, "its process ended while the controller was away"))
+            context.feed(TaskDied(record.id, record.attempt, "its process ended while the controller was away"))
 
 
-def _carry_on(
+def _resume_instructions(
     machine: PoolMachine,
-    deeds: InstructionExecutor,
+    executor: InstructionExecutor,
     before: Sequence[PoolInstruction],
     resumed: Collection[PoolInstruction],
 ) -> None:
@@ -169,15 +169,15 @@ def _carry_on(
     wanted = machine.outstanding()
     for one in before:
         if one in wanted and one not in resumed:
-            deeds.begin(one)
+            executor.begin(one)
 
 
-async def _ask(members: TaskWorkerManager) -> tuple[list[TaskWorker], dict[str, FoundPlacementGroup]]:
-    return await asyncio.wait_for(members.seen(), ANSWER_S), await asyncio.wait_for(members.groups(), ANSWER_S)
+async def _find_running(workers: TaskWorkerManager) -> tuple[list[TaskWorker], dict[str, FoundPlacementGroup]]:
+    return await asyncio.wait_for(workers.seen(), ANSWER_S), await asyncio.wait_for(workers.groups(), ANSWER_S)
 
 
-async def _remove(members: TaskWorkerManager, groups: Collection[FoundPlacementGroup]) -> None:
-    removed = [asyncio.wait_for(members.remove_group(one.group, one.pool), ANSWER_S) for one in groups]
+async def _remove(workers: TaskWorkerManager, groups: Collection[FoundPlacementGroup]) -> None:
+    removed = [asyncio.wait_for(workers.remove_group(one.group, one.pool), ANSWER_S) for one in groups]
     for one, fault in zip(groups, await asyncio.gather(*removed, return_exceptions=True), strict=True):
         if fault is not None:
             log.warning("group %s could not be removed: %s", one.group, fault)

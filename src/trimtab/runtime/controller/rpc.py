@@ -76,7 +76,7 @@ def controllers(ray: Any) -> list[str]:
     return sorted(parts[1] for parts in names if len(parts) == 3 and parts[2] == "controller")
 
 
-def door(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, Awaitable[tuple[str, Any]]]:
+def rpc_method(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, Awaitable[tuple[str, Any]]]:
     """A method that clients call: its value or its error, as a value."""
 
     @functools.wraps(method)

@@ -107,7 +107,9 @@ class EmbeddedRay:
                     include_dashboard=False,
                 )
         except BaseException:
-            self._seen.update(set(processes.descendants(os.getpid())) - before)  # half of a node, which nobody else knows of
+            self._seen.update(
+                set(processes.descendants(os.getpid())) - before
+            )  # half of a node, which nobody else knows of
             raise
 
     def node_id(self, name: str) -> str:

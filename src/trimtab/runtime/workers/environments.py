@@ -32,7 +32,7 @@ class WarmWorkerKind(NamedTuple):
     paths: tuple[str, ...] = ()  # where the client's own modules lie, for those that are imported ahead
 
 
-def host_kind(preload: Sequence[str], runtime_env: str, paths: Sequence[str]) -> WarmWorkerKind:
+def worker_kind(preload: Sequence[str], runtime_env: str, paths: Sequence[str]) -> WarmWorkerKind:
     """The kind of host; where nothing is imported ahead, paths make no difference yet."""
     return WarmWorkerKind(tuple(preload), runtime_env, tuple(paths) if preload else ())
 
@@ -99,12 +99,12 @@ class RuntimeEnvironments:
         if pool.name not in self._pools:
             found = json.loads(self._shelf.get("environments", pool.name) or b"{}")
             self._pools[pool.name] = WarmWorkerKind((), found.get("runtime_env", ""), tuple(found.get("paths", ())))
-        return host_kind(pool.preload, *self._pools[pool.name][1:])
+        return worker_kind(pool.preload, *self._pools[pool.name][1:])
 
     def task_kind(self, task: str, pool: PoolSpec) -> WarmWorkerKind:
         """The host that a task would be given."""
         header = self._shelf.header("payloads", task) or {}
-        return host_kind(pool.preload, header.get("runtime_env", ""), header.get("sys_path", ()))
+        return worker_kind(pool.preload, header.get("runtime_env", ""), header.get("sys_path", ()))
 
     async def renew(self, tasks: Collection[str], pools: Iterable[PoolSpec]) -> None:
         """Have Ray keep what these tasks and pools need; others need nothing any more."""

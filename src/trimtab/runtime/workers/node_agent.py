@@ -38,7 +38,7 @@ EXIT_WAIT_S = 10.0  # for a killed process to vanish; more only where the kernel
 _LEAVE_S = 3.0  # for a process to leave as Ray tells it, before it is killed
 _TIDY_AFTER_S = 600.0
 WATCH_POLICY = RestartPolicy(max_failures=None, max_backoff_s=5.0)
-_SLACK_S = 0.02  # what an answer within its time-out may be late by
+_ANSWER_SLACK_S = 0.02  # what an answer within its time-out may be late by
 
 
 class NodeAgent:
@@ -47,25 +47,25 @@ class NodeAgent:
     def __init__(self, controller: str, node: str) -> None:
         self._where = make_run_dir(controller, node)
         self._node = node
-        _tidy(self._where.parent)
+        _remove_stale_dirs(self._where.parent)
         self._epoch = uuid.uuid4().hex  # a warden made anew counts deaths from nothing
         self._deaths: list[tuple[int, float]] = []
         self._news = asyncio.Event()
         self._watched: dict[tuple[int, float], asyncio.Task[None]] = {}
         self._background = Background(WATCH_POLICY)
-        self._link: tuple[asyncio.Server, AgentAddress] | None = None
-        self._stops: dict[tuple[int, float], asyncio.Task[tuple[str, bool, bytes | None, str]]] = {}  # under way
+        self._heartbeat: tuple[asyncio.Server, AgentAddress] | None = None
+        self._stopping: dict[tuple[int, float], asyncio.Task[tuple[str, bool, bytes | None, str]]] = {}  # under way
         self._fence: asyncio.Task[None] | None = None
-        self._unwritten: dict[str, bytes] = {}  # saved states that this node's disk has no room for
+        self._unwritten_states: dict[str, bytes] = {}  # saved states that this node's disk has no room for
 
     async def hello(self) -> dict[str, Any]:
         """Facts of this node."""
         if self._fence is None:
-            self._fence = asyncio.create_task(self._end_with_raylet(os.getppid()))
-        if self._link is None:
-            self._link = await serve_heartbeats(_address())
+            self._fence = asyncio.create_task(self._exit_with_raylet(os.getppid()))
+        if self._heartbeat is None:
+            self._heartbeat = await serve_heartbeats(_address())
         facts = {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
-        return {**facts, "link": self._link[1], "gpus": _gpus(self._node)}
+        return {**facts, "link": self._heartbeat[1], "gpus": _gpu_ids(self._node)}
 
     async def watch(self, processes: list[tuple[int, float]]) -> None:
         """Report when these die; at once, where they have."""
@@ -109,61 +109,61 @@ class NodeAgent:
         Asked again (by the next controller, of the next warden) it is stopped once. The state is kept as `keep_as`.
         """
         key = (pid, start)
-        if key not in self._stops:
-            self._stops[key] = asyncio.create_task(self._stop(pid, start, tell_s, notice, save_s, path, keep_as))
-            self._stops[key].add_done_callback(lambda _: self._stops.pop(key, None))
-        return await asyncio.shield(self._stops[key])
+        if key not in self._stopping:
+            self._stopping[key] = asyncio.create_task(self._stop(pid, start, tell_s, notice, save_s, path, keep_as))
+            self._stopping[key].add_done_callback(lambda _: self._stopping.pop(key, None))
+        return await asyncio.shield(self._stopping[key])
 
     async def _stop(
         self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None, keep_as: str
     ) -> tuple[str, bool, bytes | None, str]:
         cancel, state, saved, notes = "not called", b"", False, []
         if tell_s > 0:
-            answer, _ = await self._ask(pid, start, tell_s, {"do": "tell", "notice": notice, "seconds": tell_s})
+            answer, _ = await self._request(pid, start, tell_s, {"do": "cancel", "notice": notice, "seconds": tell_s})
             cancel = answer["word"]
             notes.append(answer.get("note", ""))
         if save_s > 0 and cancel != "timed out":
-            answer, state = await self._ask(pid, start, save_s, {"do": "save", "path": path})
+            answer, state = await self._request(pid, start, save_s, {"do": "save", "path": path})
             saved = answer["word"] == "returned"
             if answer["word"] in ("raised", "timed out"):
                 notes.append(f"save() {answer['word']}: {answer.get('note', '')}".rstrip(": "))
             if saved and state:
-                await asyncio.to_thread(self._keep, keep_as, state)
+                await asyncio.to_thread(self._save_state, keep_as, state)
         notes.append(await self.end(pid, start))
-        if not saved and (kept := await self.kept_state(keep_as)) is not None:  # for one that asked before
-            saved, state = True, kept
+        if not saved and (saved_states := await self.saved_state(keep_as)) is not None:  # for one that asked before
+            saved, state = True, saved_states
         return cancel, saved, state or None, "; ".join(note for note in notes if note)
 
-    async def kept(self) -> list[str]:
+    async def saved_states(self) -> list[str]:
         """The states that were saved here and that no controller has acknowledged."""
-        return sorted({*(path.name for path in self._where.glob("*.state")), *self._unwritten})
+        return sorted({*(path.name for path in self._where.glob("*.state")), *self._unwritten_states})
 
-    async def kept_state(self, name: str) -> bytes | None:
+    async def saved_state(self, name: str) -> bytes | None:
         """One of them."""
-        if name in self._unwritten:
-            return self._unwritten[name]
+        if name in self._unwritten_states:
+            return self._unwritten_states[name]
         try:
             return await asyncio.to_thread((self._where / name).read_bytes)
         except FileNotFoundError:
             return None
 
-    def _keep(self, name: str, state: bytes) -> None:
+    def _save_state(self, name: str, state: bytes) -> None:
         try:
             write_whole(self._where / name, state, durable=False)  # it is to outlive processes, not the machine
         except OSError as fault:
             log.error("the state %s is kept in memory: %s: %s", name, self._where, fault.strerror)
-            self._unwritten[name] = state
+            self._unwritten_states[name] = state
 
-    async def turn(self, pid: int, start: float, do: str, timeout_s: float) -> tuple[str, str]:
+    async def call_hook(self, pid: int, start: float, do: str, timeout_s: float) -> tuple[str, str]:
         """Have it park or unpark: returned, raised, timed out or not called, and a note."""
-        answer, _ = await self._ask(pid, start, timeout_s, {"do": do})
+        answer, _ = await self._request(pid, start, timeout_s, {"do": do})
         return answer["word"], answer.get("note", "")
 
     async def ready(self, pid: int, start: float, timeout_s: float) -> bool:
         """Wait until it is constructed; whether it is."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            answer, _ = await self._ask(pid, start, left, {"do": "probe"})
+            answer, _ = await self._request(pid, start, left, {"do": "probe"})
             phase = answer.get("phase")
             if phase not in ("warm", "constructing"):
                 return phase in ("ready", "running", "ended")
@@ -172,11 +172,11 @@ class NodeAgent:
 
     async def begin(self, pid: int, start: float, timeout_s: float) -> None:
         """All members are constructed: the entry may run."""
-        await self._ask(pid, start, timeout_s, {"do": "begin"})
+        await self._request(pid, start, timeout_s, {"do": "begin"})
 
     async def outcome(self, pid: int, start: float) -> tuple[bytes | None, str | None, str] | None:
         """What the entry came to, however long it takes; None where the process is gone."""
-        answer, value = await self._ask(pid, start, None, {"do": "outcome"})
+        answer, value = await self._request(pid, start, None, {"do": "outcome"})
         if "error" not in answer:
             return None
         return (value if answer["error"] is None else None), answer["error"], answer["trace"]
@@ -190,7 +190,7 @@ class NodeAgent:
         devices, mark = record.get("devices", []), record.get("mark", "")
         family = _family(pid) if born(pid) == start else _orphans(pid)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(_leave(pid, start, record), _LEAVE_S)
+            await asyncio.wait_for(_end_by_ray(pid, start, record), _LEAVE_S)
         try:
             await asyncio.gather(_kill(pid, start), *(_kill(one, since) for one, since in family))
             await _reaped(pid, start)
@@ -211,14 +211,14 @@ class NodeAgent:
 
     async def drop(self, file: str) -> None:
         """Remove a record that stands for no process any more, or a state that the controller has."""
-        self._unwritten.pop(file, None)
+        self._unwritten_states.pop(file, None)
         (self._where / file).unlink(missing_ok=True)
 
     async def leave(self) -> None:
         """Remove everything this controller keeps on the node; its processes have been ended."""
         shutil.rmtree(self._where, ignore_errors=True)
 
-    async def _end_with_raylet(self, raylet: int) -> None:
+    async def _exit_with_raylet(self, raylet: int) -> None:
         """When the raylet is gone, so is the node: end every process here, then this one, which the controller hears.
 
         Ray's own processes notice it a second or two later; by then their tasks may have begun elsewhere.
@@ -244,24 +244,24 @@ class NodeAgent:
         self._watched.pop((pid, start), None)
         self._news.set()
 
-    async def _ask(
-        self, pid: int, start: float, timeout_s: float | None, ask: dict[str, Any]
+    async def _request(
+        self, pid: int, start: float, timeout_s: float | None, request: dict[str, Any]
     ) -> tuple[dict[str, Any], bytes]:
         """One question to a process's control door; a process that is gone or has no door was not called."""
         if born(pid) != start:
             return {"word": "not called", "note": "its process was gone already"}, b""
         try:
-            wait_s = None if timeout_s is None else timeout_s + _SLACK_S
-            return await asyncio.wait_for(self._exchange(pid, ask), wait_s)
+            wait_s = None if timeout_s is None else timeout_s + _ANSWER_SLACK_S
+            return await asyncio.wait_for(self._exchange(pid, request), wait_s)
         except asyncio.TimeoutError:
             return {"word": "timed out"}, b""
         except (OSError, EOFError) as fault:
             return {"word": "not called", "note": f"it cannot be reached: {type(fault).__name__}"}, b""
 
-    async def _exchange(self, pid: int, ask: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    async def _exchange(self, pid: int, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         reader, writer = await asyncio.open_unix_connection(str(self._where / f"{pid}.sock"))
         try:
-            writer.write(frame(ask))
+            writer.write(frame(request))
             size, more = FRAME.unpack(await reader.readexactly(FRAME.size))
             return json.loads(await reader.readexactly(size)), await reader.readexactly(more)
         finally:
@@ -287,7 +287,7 @@ def _address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _gpus(node: str) -> list[str]:
+def _gpu_ids(node: str) -> list[str]:
     """Ids of all GPUs that this node has, as Ray gives them out: those that its raylet sees, else counted from 0.
 
     Empty where that is not certain.
@@ -307,7 +307,7 @@ def _gpus(node: str) -> list[str]:
     return ids[:count] if len(ids) >= count else []
 
 
-def _tidy(place: Path) -> None:
+def _remove_stale_dirs(place: Path) -> None:
     """Remove what nodes left that were lost: directories in which no process is alive. Who lives makes its own anew."""
     for left in place.iterdir():
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -318,7 +318,7 @@ def _tidy(place: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-async def _leave(pid: int, start: float, record: dict[str, Any]) -> None:
+async def _end_by_ray(pid: int, start: float, record: dict[str, Any]) -> None:
     """Have Ray end an actor's process, so that it does not speak of a crash; one that is stopped could not hear it."""
     if born(pid) == start and record.get("id") and not _is_stopped(pid):
         await asyncio.to_thread(_end_actor, record)
@@ -464,7 +464,7 @@ class NodeAgents:
         self._actors[node] = None
         self._watched.setdefault(node, set())
         try:
-            self.facts[node] = await self.ask(node, "hello", timeout_s=timeout_s)
+            self.facts[node] = await self.request(node, "hello", timeout_s=timeout_s)
         except BaseException:
             self.lost(node)
             raise
@@ -483,7 +483,7 @@ class NodeAgents:
         if poll is not None:
             poll.cancel()
 
-    async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+    async def request(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         """Ask the warden of a node; one that died is made again, until the time is up."""
         from ray.exceptions import ActorUnschedulableError, RayError
 
@@ -491,14 +491,14 @@ class NodeAgents:
         why, pause_s = "", 0.1
         while node in self._actors and (left := deadline - time.monotonic()) > 0:
             try:
-                return await asyncio.wait_for(self._ask(node, method, *arguments), left)
+                return await asyncio.wait_for(self._request(node, method, *arguments), left)
             except asyncio.TimeoutError:
                 break
             except ActorUnschedulableError as fault:  # nobody can be made there: it is on its way out
                 self._actors[node] = None
-                raise UnreachableError(f"node {node[:12]} takes nothing new: {_first_line(fault)}") from None
+                raise UnreachableError(f"node {node[:12]} takes nothing new: {first_line(fault)}") from None
             except (RayError, ValueError) as fault:  # ValueError: its name is held by one that is dying
-                why = _first_line(fault)
+                why = first_line(fault)
             if node in self._actors:
                 self._actors[node] = None
                 await asyncio.sleep(pause_s)
@@ -513,7 +513,7 @@ class NodeAgents:
         """From now on the death of this process is reported, once."""
         if node in self._watched:
             self._watched[node].add((pid, start))
-            await self.ask(node, "watch", [(pid, start)], timeout_s=timeout_s)
+            await self.request(node, "watch", [(pid, start)], timeout_s=timeout_s)
 
     def unwatch(self, node: str, pid: int, start: float) -> None:
         """Its end is expected."""
@@ -533,7 +533,7 @@ class NodeAgents:
     async def heartbeat_address(self, node: str) -> AgentAddress | None:
         """Where the warden of a node sends its beats; asked anew, for it may be another one by now."""
         if node in self._actors:
-            self.facts[node] = await self.ask(node, "hello", timeout_s=5.0)
+            self.facts[node] = await self.request(node, "hello", timeout_s=5.0)
         known = self.facts.get(node)
         return None if known is None else (str(known["link"][0]), int(known["link"][1]))
 
@@ -542,7 +542,7 @@ class NodeAgents:
         if process is None:
             return None
         try:
-            alive: bool | None = await self.ask(process.node, "process_alive", process, timeout_s=5.0)
+            alive: bool | None = await self.request(process.node, "process_alive", process, timeout_s=5.0)
         except UnreachableError:
             return None
         return alive
@@ -551,19 +551,19 @@ class NodeAgents:
         """End all wardens, and what they keep on their nodes."""
         await asyncio.gather(*(self.leave(node) for node in self.nodes))
 
-    async def _ask(self, node: str, method: str, *arguments: Any) -> Any:
-        actor = self._actors.get(node) or await self._make(node)
+    async def _request(self, node: str, method: str, *arguments: Any) -> Any:
+        actor = self._actors.get(node) or await self._create(node)
         return await getattr(actor, method).remote(*arguments)
 
     async def leave(self, node: str) -> None:
         """End the warden of a node, and what it keeps there."""
         with contextlib.suppress(UnreachableError):
-            await self.ask(node, "leave", timeout_s=10.0)
+            await self.request(node, "leave", timeout_s=10.0)
         actor, facts = self._actors.get(node), self.facts.get(node)
         self.lost(node)  # first, so that nobody makes it again
         await _ended(actor, facts)
 
-    async def _make(self, node: str) -> Any:
+    async def _create(self, node: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         import ray
@@ -590,10 +590,10 @@ class NodeAgents:
         epoch, known = "", 0
         while node in self._actors:
             try:
-                answered, deaths = await self.ask(node, "deaths", epoch, known, _POLL_S, timeout_s=_POLL_S + 10.0)
+                answered, deaths = await self.request(node, "deaths", epoch, known, _POLL_S, timeout_s=_POLL_S + 10.0)
                 if answered != epoch:  # another one: it knows what to watch before its count is believed
-                    self.facts[node] = await self.ask(node, "hello", timeout_s=30.0)
-                    await self.ask(node, "watch", list(self._watched.get(node, ())), timeout_s=30.0)
+                    self.facts[node] = await self.request(node, "hello", timeout_s=30.0)
+                    await self.request(node, "watch", list(self._watched.get(node, ())), timeout_s=30.0)
                     epoch, known = answered, 0
             except UnreachableError:
                 await self.renew(node)  # it may hang; a fresh one will not
@@ -620,7 +620,7 @@ async def _ended(actor: Any, facts: dict[str, Any] | None) -> None:
         await asyncio.sleep(0.005)
 
 
-def _first_line(fault: BaseException) -> str:
+def first_line(fault: BaseException) -> str:
     return (str(fault).strip().splitlines() or [type(fault).__name__])[0]
 
 

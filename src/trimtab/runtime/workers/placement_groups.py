@@ -49,10 +49,10 @@ class PlacementGroups:
         self._groups: dict[str, Any] = {}  # group -> Ray's handle
         self._devices: dict[tuple[str, int], tuple[str, ...]] = {}
 
-    async def make(self, wanted: CreatePlacementGroup, timeout_s: float) -> None:
+    async def create(self, wanted: CreatePlacementGroup, timeout_s: float) -> None:
         """The group, standing, each bundle on its node; else PlacementGroupError, and nothing is left."""
         try:
-            await asyncio.wait_for(self._make(wanted), max(timeout_s, 0.001))
+            await asyncio.wait_for(self._create(wanted), max(timeout_s, 0.001))
         except asyncio.TimeoutError:
             await self.remove(wanted.group, wanted.pool)
             raise PlacementGroupError(f"its resources were not free on its nodes within {timeout_s:.3g} s") from None
@@ -79,9 +79,9 @@ class PlacementGroups:
                 return
             await asyncio.sleep(0.005)
 
-    async def seen(self) -> dict[str, FoundPlacementGroup]:
+    async def existing(self) -> dict[str, FoundPlacementGroup]:
         """The groups of this controller that exist now."""
-        return await asyncio.to_thread(self._seen)
+        return await asyncio.to_thread(self._existing)
 
     async def strategy(self, place: BundlePlacement, pool: str, capture: bool) -> Any:
         """Ray's words for "in this bundle"."""
@@ -115,10 +115,10 @@ class PlacementGroups:
             self._devices[key] = await asyncio.wait_for(reading, _READ_WAIT_S)
         return self._devices[key]
 
-    async def _make(self, wanted: CreatePlacementGroup) -> None:
+    async def _create(self, wanted: CreatePlacementGroup) -> None:
         from ray.util.placement_group import placement_group, placement_group_table
 
-        making = asyncio.ensure_future(
+        creating = asyncio.ensure_future(
             asyncio.to_thread(
                 placement_group,
                 [ray_resources(bundle) for bundle in wanted.bundles],
@@ -129,12 +129,12 @@ class PlacementGroups:
             )
         )
         try:
-            handle = self._groups[wanted.group] = await asyncio.shield(making)
+            handle = self._groups[wanted.group] = await asyncio.shield(creating)
             await handle.ready()
             table = await asyncio.to_thread(placement_group_table, handle)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):  # what is being made will be there in a moment, to be removed
-                self._groups[wanted.group] = await making
+                self._groups[wanted.group] = await creating
             raise
         except Exception as fault:
             raise PlacementGroupError(f"Ray refused it: {describe(fault)}") from fault
@@ -168,7 +168,7 @@ class PlacementGroups:
             return get_placement_group(self._name(group, pool))
         return None
 
-    def _seen(self) -> dict[str, FoundPlacementGroup]:
+    def _existing(self) -> dict[str, FoundPlacementGroup]:
         from ray.util.placement_group import placement_group_table
 
         import ray

@@ -70,7 +70,7 @@ def show(slot: BundleSlot, devices: tuple[str, ...]) -> None:
     RuntimeContext.get_assigned_resources = lambda self: dict(slot.amounts)
 
 
-def mark_nested(slot: BundleSlot | None, mark: str) -> None:
+def mark_children(slot: BundleSlot | None, mark: str) -> None:
     """From now on what this process makes is marked, and goes into its slot unless a place is asked for.
 
     A detached actor is to outlive the task, so it is left alone.
@@ -90,15 +90,15 @@ def mark_nested(slot: BundleSlot | None, mark: str) -> None:
             return options
         return {**options, "scheduling_strategy": _in_bundle(slot)}
 
-    make, call = ActorClass._remote, RemoteFunction._remote
+    create_actor, call = ActorClass._remote, RemoteFunction._remote
 
-    @functools.wraps(make)
-    def make_marked(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+    @functools.wraps(create_actor)
+    def create_marked(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         if options.get("lifetime") != "detached":
             options = {**placed(options), "runtime_env": environment(options)}
         elif placed(options) is not options:  # Ray would put it into the slot's group, and end it with that
             options = {**options, "scheduling_strategy": "DEFAULT"}
-        return make(self, args=args, kwargs=kwargs, **options)
+        return create_actor(self, args=args, kwargs=kwargs, **options)
 
     @functools.wraps(call)
     def call_marked(self: Any, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def mark_nested(slot: BundleSlot | None, mark: str) -> None:
         options = {**placed(options), "serialized_runtime_env_info": marked}
         return call(self, args=args, kwargs=kwargs, **options)
 
-    ActorClass._remote, RemoteFunction._remote = make_marked, call_marked
+    ActorClass._remote, RemoteFunction._remote = create_marked, call_marked
 
 
 def _in_bundle(slot: BundleSlot) -> Any:

@@ -54,7 +54,7 @@ class WorkerIdentity:
 class WorkerStartSpec:
     """All that a process needs to become a member."""
 
-    seat: WorkerIdentity
+    identity: WorkerIdentity
     devices: tuple[str, ...]  # GPU ids; empty: none
     actor: bytes  # pickle of (class, args, kwargs)
     entry: str | None
@@ -145,10 +145,10 @@ class HostedObject:
     """The user's object in this process, and what came of it."""
 
     def __init__(self) -> None:
-        self.seat: WorkerIdentity | None = None
+        self.identity: WorkerIdentity | None = None
         self.phase = "warming"  # warm, constructing, ready, running, ended; or failed
         self.object: Any = None  # None until constructed
-        self.order: WorkerStartSpec | None = None
+        self.spec: WorkerStartSpec | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an async actor: where its coroutines run
         self.outcome: tuple[bytes | None, str | None, str] | None = None  # value, error, traceback
         self.entered = False  # the call that runs the entry is here
@@ -157,29 +157,29 @@ class HostedObject:
 
     def restore(self) -> None:
         """Give the object its saved state back, by the way in which it was saved."""
-        assert self.order is not None
-        state = self.order.state
+        assert self.spec is not None
+        state = self.spec.state
         if state is None:
             return
         way, saved = pickle.loads(Path(state).read_bytes() if isinstance(state, str) else state)
         if way == "own":
-            self.settle(self.object.load(saved))
+            self.resolve(self.object.load(saved))
         else:
-            if self.order.handlers is None:
+            if self.spec.handlers is None:
                 raise LookupError("its state was saved by a handler of the pool, which is no longer registered")
-            self.settle(pickle.loads(self.order.handlers)[1](self.object, saved))
+            self.resolve(pickle.loads(self.spec.handlers)[1](self.object, saved))
 
     def run_entry(self) -> tuple[bytes | None, str | None, str]:
         """Run the entry method, once; the outcome is kept."""
         import ray.cloudpickle as cloudpickle
 
         if self.outcome is None:
-            assert self.order is not None
-            assert self.order.entry is not None
+            assert self.spec is not None
+            assert self.spec.entry is not None
             self.phase = "running"
             try:
-                args, kwargs = pickle.loads(self.order.entry_args) if self.order.entry_args else ((), {})
-                value = self.settle(getattr(self.object, self.order.entry)(*args, **kwargs))
+                args, kwargs = pickle.loads(self.spec.entry_args) if self.spec.entry_args else ((), {})
+                value = self.resolve(getattr(self.object, self.spec.entry)(*args, **kwargs))
                 self.outcome = (cloudpickle.dumps(value), None, "")
             except BaseException as fault:
                 self.outcome = (None, said(fault), traceback.format_exc())
@@ -187,7 +187,7 @@ class HostedObject:
             self.ended.set()
         return self.outcome
 
-    def settle(self, value: Any) -> Any:
+    def resolve(self, value: Any) -> Any:
         """The value, or what a coroutine comes to: on the actor's own loop, where it has one."""
         if not inspect.iscoroutine(value):
             return value
@@ -197,20 +197,22 @@ class HostedObject:
 
     # ---- what the control door asks, each on a thread of its own
 
-    def tell(self, ask: dict[str, Any]) -> dict[str, Any]:
+    def cancel_or_drain(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have the task stop: `drain(seconds)` where it is given notice and has one, else `cancel()`."""
-        drain = getattr(self.object, "drain", None) if ask["notice"] else None
+        drain = getattr(self.object, "drain", None) if request["notice"] else None
         if callable(drain):
-            return self._hook(lambda: drain(ask["seconds"]))
+            return self._call_hook(lambda: drain(request["seconds"]))
         cancel = getattr(self.object, "cancel", None)
-        assert self.seat is not None
-        return self._hook(lambda: cancel(*self._wanted(cancel))) if callable(cancel) else {"word": "not called"}
+        assert self.identity is not None
+        return (
+            self._call_hook(lambda: cancel(*self._cancel_args(cancel))) if callable(cancel) else {"word": "not called"}
+        )
 
-    def save(self, ask: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    def save(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Have the state saved, to a file where one is named; else the bytes go back."""
         import ray.cloudpickle as cloudpickle
 
-        handlers = self.order.handlers if self.order else None
+        handlers = self.spec.handlers if self.spec else None
         own = getattr(self.object, "save", None)
         preserve: Callable[[], Any]
         if callable(own) and (handlers is None or callable(getattr(self.object, "load", None))):
@@ -220,40 +222,40 @@ class HostedObject:
         else:
             return {"word": "not called"}, b""
         try:
-            state = cloudpickle.dumps((way, self.settle(preserve())))
+            state = cloudpickle.dumps((way, self.resolve(preserve())))
         except BaseException as fault:
             return {"word": "raised", "note": said(fault)}, b""
-        if ask["path"] is not None:
+        if request["path"] is not None:
             with contextlib.suppress(OSError):  # no room there: the controller gets it instead, and says so
-                write_whole(Path(ask["path"]), state)
+                write_whole(Path(request["path"]), state)
                 return {"word": "returned"}, b""
         return {"word": "returned"}, state
 
-    def late_restore(self) -> dict[str, Any]:
+    def restore_on_loop(self) -> dict[str, Any]:
         """Restore beside an async actor's loop, on which `load` may have to run."""
-        restored = self._hook(self.restore)
+        restored = self._call_hook(self.restore)
         self.phase = "ready" if restored["word"] == "returned" else "failed"
         return restored
 
-    def turn(self, ask: dict[str, Any]) -> dict[str, Any]:
+    def call_hook(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have the devices given up (`park()`), or taken again (`unpark()`)."""
-        method = getattr(self.object, ask["do"], None)
-        return self._hook(method) if callable(method) else {"word": "not called"}
+        method = getattr(self.object, request["do"], None)
+        return self._call_hook(method) if callable(method) else {"word": "not called"}
 
-    def _hook(self, call: Callable[[], Any]) -> dict[str, Any]:
+    def _call_hook(self, call: Callable[[], Any]) -> dict[str, Any]:
         try:
-            self.settle(call())
+            self.resolve(call())
         except BaseException as fault:
             return {"word": "raised", "note": said(fault)}
         return {"word": "returned"}
 
-    def _wanted(self, cancel: Callable[..., Any]) -> tuple[str, ...]:
+    def _cancel_args(self, cancel: Callable[..., Any]) -> tuple[str, ...]:
         """The arguments of `cancel()` or `cancel(task_id)`."""
-        assert self.seat is not None
+        assert self.identity is not None
         try:
             inspect.signature(cancel).bind()
         except TypeError:
-            return (self.seat.task,)
+            return (self.identity.task,)
         except ValueError:
             pass
         return ()
@@ -262,12 +264,12 @@ class HostedObject:
 class ControlServer:
     """Listens for the warden beside the main thread, and keeps the record of who is in this process."""
 
-    def __init__(self, where: Path, kind: str, actor: str, namespace: str, node: str, tenancy: HostedObject) -> None:
+    def __init__(self, where: Path, kind: str, actor: str, namespace: str, node: str, hosted: HostedObject) -> None:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)  # whatever the user starts is of this group, so that it can be found and ended, too
         import ray
 
-        self.tenancy = tenancy
+        self.hosted = hosted
         self._path = where / f"{os.getpid()}"
         self._facts = {
             "kind": kind, "actor": actor, "namespace": namespace, "node": node, "pid": os.getpid(),
@@ -288,13 +290,13 @@ class ControlServer:
 
     def write_record(self) -> None:
         """Say who is in this process, for those who find it after everybody else has forgotten."""
-        tenancy = self.tenancy
-        if tenancy.order is not None:
-            self._facts.update(devices=list(tenancy.order.devices), mark=tenancy.order.mark)
-        seat = vars(tenancy.seat) if tenancy.seat else None
+        hosted = self.hosted
+        if hosted.spec is not None:
+            self._facts.update(devices=list(hosted.spec.devices), mark=hosted.spec.mark)
+        identity = vars(hosted.identity) if hosted.identity else None
         write_whole(
             self._path.with_suffix(".json"),
-            json.dumps({**self._facts, "phase": tenancy.phase, "seat": seat}).encode(),
+            json.dumps({**self._facts, "phase": hosted.phase, "identity": identity}).encode(),
             durable=False,
         )
 
@@ -309,94 +311,94 @@ class ControlServer:
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError), connection, connection.makefile("rb") as incoming:
-            ask, _ = read_frame(incoming)
-            connection.sendall(frame(*self._answer(ask)))
+            request, _ = read_frame(incoming)
+            connection.sendall(frame(*self._answer(request)))
 
-    def _answer(self, ask: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        tenancy = self.tenancy
-        if ask["do"] == "probe":
-            seat = vars(tenancy.seat) if tenancy.seat else None
-            entered, ended = tenancy.entered, tenancy.outcome is not None
-            return {"phase": tenancy.phase, "seat": seat, "entered": entered, "outcome": ended}, b""
-        if ask["do"] == "begin":
-            tenancy.begun.set()
+    def _answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        hosted = self.hosted
+        if request["do"] == "probe":
+            identity = vars(hosted.identity) if hosted.identity else None
+            entered, ended = hosted.entered, hosted.outcome is not None
+            return {"phase": hosted.phase, "identity": identity, "entered": entered, "outcome": ended}, b""
+        if request["do"] == "begin":
+            hosted.begun.set()
             return {}, b""
-        if ask["do"] == "restore":
-            return tenancy.late_restore(), b""
-        if ask["do"] == "outcome":
-            tenancy.ended.wait()
-            assert tenancy.outcome is not None
-            value, error, trace = tenancy.outcome
+        if request["do"] == "restore":
+            return hosted.restore_on_loop(), b""
+        if request["do"] == "outcome":
+            hosted.ended.wait()
+            assert hosted.outcome is not None
+            value, error, trace = hosted.outcome
             return {"error": error, "trace": trace}, value or b""
-        if tenancy.object is None:
+        if hosted.object is None:
             return {"word": "not called", "note": "not constructed yet"}, b""
-        if ask["do"] == "tell":
-            return tenancy.tell(ask), b""
-        if ask["do"] == "save":
-            return tenancy.save(ask)
-        return tenancy.turn(ask), b""
+        if request["do"] == "cancel":
+            return hosted.cancel_or_drain(request), b""
+        if request["do"] == "save":
+            return hosted.save(request)
+        return hosted.call_hook(request), b""
 
 
 class WorkerProcess:
     """A warm process: bound to one task once, then thrown away."""
 
     def __init__(self, controller: str, node: str, actor: str, namespace: str, kind: WarmWorkerKind) -> None:
-        self._tenancy = HostedObject()
-        self._door = ControlServer(make_run_dir(controller, node), "host", actor, namespace, node, self._tenancy)
+        self._hosted = HostedObject()
+        self._control = ControlServer(make_run_dir(controller, node), "host", actor, namespace, node, self._hosted)
         self._kind = WarmWorkerKind(*kind)
         add_paths(self._kind.paths)
         self._missing = [missing for module in self._kind.preload if (missing := _import(module))]
         import ray.cloudpickle  # noqa: F401  (now rather than at the first save)
 
-        self._tenancy.phase = "warm"
-        self._door.write_record()
+        self._hosted.phase = "warm"
+        self._control.write_record()
 
     def ready(self) -> dict[str, Any]:
         """The facts of this process, once it is warm."""
-        phase = self._tenancy.phase
-        return {**self._door.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
+        phase = self._hosted.phase
+        return {**self._control.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
-    def bind(self, order: WorkerStartSpec) -> tuple[str, str] | None:
+    def bind(self, spec: WorkerStartSpec) -> tuple[str, str] | None:
         """Become the member: devices first, then the user's class. What went wrong in it, and the traceback."""
-        if self._tenancy.seat is not None:
-            raise RuntimeError(f"already bound to {self._tenancy.seat}")
-        self._tenancy.seat, self._tenancy.order, self._tenancy.phase = order.seat, order, "constructing"
-        self._door.write_record()
-        drop_paths(set(self._kind.paths).difference(order.sys_path))
-        set_surroundings(order)
-        if order.slot is not None:
-            slot_view.show(order.slot, order.devices)
-        slot_view.mark_nested(order.slot, order.mark)
-        doing = "its class could not be unpickled"
+        if self._hosted.identity is not None:
+            raise RuntimeError(f"already bound to {self._hosted.identity}")
+        self._hosted.identity, self._hosted.spec, self._hosted.phase = spec.identity, spec, "constructing"
+        self._control.write_record()
+        drop_paths(set(self._kind.paths).difference(spec.sys_path))
+        set_environment(spec)
+        if spec.slot is not None:
+            slot_view.show(spec.slot, spec.devices)
+        slot_view.mark_children(spec.slot, spec.mark)
+        stage = "its class could not be unpickled"
         try:
-            kind, args, kwargs = pickle.loads(order.actor)
-            doing = "its constructor raised"
-            made = kind(*args, **kwargs)
-            self._tenancy.object = made
-            doing = "its state could not be restored"
-            self._tenancy.restore()
+            kind, args, kwargs = pickle.loads(spec.actor)
+            stage = "its constructor raised"
+            object_ = kind(*args, **kwargs)
+            self._hosted.object = object_
+            stage = "its state could not be restored"
+            self._hosted.restore()
         except BaseException as fault:
-            self._tenancy.phase = "failed"
-            return f"{doing}: {said(fault)}", user_trace(fault)
-        self._tenancy.phase = "ready"
+            self._hosted.phase = "failed"
+            return f"{stage}: {said(fault)}", user_trace(fault)
+        self._hosted.phase = "ready"
         return None
 
     def make(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool, str]:
-        """Make a plain actor, instead of becoming a member; see `plain.make_actor`."""
+        """Make a plain actor, instead of becoming a member; see `plain.create_actor`."""
         from trimtab.runtime.workers import actor_worker as plain
 
-        self._tenancy.phase = "making"
-        self._door.write_record()
+        self._hosted.phase = "creating"
+        self._control.write_record()
         drop_paths(set(self._kind.paths))
-        return plain.make_actor(*arguments)
+        return plain.create_actor(*arguments)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the user's object."""
-        return getattr(self._tenancy.object, method)(*args, **kwargs)
+        return getattr(self._hosted.object, method)(*args, **kwargs)
 
     def run_entry(self) -> tuple[bytes | None, str | None, str]:
         """Run the entry method, or give the outcome again."""
-        return self._tenancy.run_entry()
+        return self._hosted.run_entry()
 
 
 def _import(module: str) -> str | None:
@@ -408,12 +410,12 @@ def _import(module: str) -> str | None:
     return None
 
 
-def set_surroundings(order: WorkerStartSpec) -> None:
+def set_environment(spec: WorkerStartSpec) -> None:
     """What the user's code finds in its environment."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.devices)
-    os.environ[MARK] = order.mark
-    os.environ.update(seat_variables(order.seat))
-    add_paths(order.sys_path)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
+    os.environ[MARK] = spec.mark
+    os.environ.update(identity_variables(spec.identity))
+    add_paths(spec.sys_path)
 
 
 def add_paths(paths: Collection[str]) -> None:
@@ -430,14 +432,14 @@ def drop_paths(paths: Collection[str]) -> None:
             del sys.modules[name]
 
 
-def seat_variables(seat: WorkerIdentity) -> dict[str, str]:
+def identity_variables(identity: WorkerIdentity) -> dict[str, str]:
     """Who a member is, as environment variables."""
     return {
-        "TRIMTAB_TASK": seat.task,
-        "TRIMTAB_POOL": seat.pool,
-        "TRIMTAB_RANK": str(seat.rank),
-        "TRIMTAB_WORLD_SIZE": str(seat.world),
-        "TRIMTAB_ATTEMPT": str(seat.attempt),
+        "TRIMTAB_TASK": identity.task,
+        "TRIMTAB_POOL": identity.pool,
+        "TRIMTAB_RANK": str(identity.rank),
+        "TRIMTAB_WORLD_SIZE": str(identity.world),
+        "TRIMTAB_ATTEMPT": str(identity.attempt),
     }
 
 

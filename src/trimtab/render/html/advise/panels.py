@@ -151,5 +151,7 @@ def _lines(data: Mapping[str, Any]) -> list[str]:
         answers = counted(len(data["engines"]), "engine")
         found.append(answers + (f", of which do not answer: {', '.join(silent)}" if silent else ", all answer"))
     if data["gpus_here"]:
-        found.append(f"GPUs of this machine: {', '.join(share(float(one)) for one in data['local_gpu_utilization'])} busy")
+        found.append(
+            f"GPUs of this machine: {', '.join(share(float(one)) for one in data['local_gpu_utilization'])} busy"
+        )
     return found
