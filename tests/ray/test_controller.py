@@ -25,16 +25,12 @@ from trimtab.core.reasons import ReasonCode
 from trimtab.machines.pool.events import PoolTick
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Pool, Session, Task, connect
-from trimtab.runtime.client.task_errors import (
-    TaskCancelledError,
-    TaskFailedError,
-    TaskInterruptedError,
-    TaskTimeoutError,
-)
+from trimtab.runtime.client.task import TaskCancelledError, TaskFailedError, TaskInterruptedError, TaskTimeoutError
 from trimtab.runtime.controller.controller_loop import COMPACT_EVERY
 from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.store.journal import Journal, read_journal
-from trimtab.runtime.workers.node_agent import NodeAgent, node_agent_name
+from trimtab.runtime.workers.node_agent import NodeAgent
+from trimtab.runtime.workers.node_agent_client import node_agent_name
 from waiting import until
 
 CPU = {"cpu": 1}

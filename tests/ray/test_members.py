@@ -34,15 +34,9 @@ from trimtab.runtime.workers import task_workers as door
 from trimtab.runtime.workers import warm_pool as warm
 from trimtab.runtime.workers.environments import WarmWorkerKind
 from trimtab.runtime.workers.node_agent import NodeAgent
-from trimtab.runtime.workers.task_workers import (
-    ParkError,
-    PlacementGroupError,
-    TaskPayload,
-    TaskStartError,
-    TaskWorker,
-    TaskWorkerManager,
-    WorkerDiedError,
-)
+from trimtab.runtime.workers.placement_groups import PlacementGroupError
+from trimtab.runtime.workers.task_types import ParkError, TaskPayload, TaskStartError, TaskWorker, WorkerDiedError
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from trimtab.runtime.workers.worker_process import born, run_dir
 from waiting import until_async
 

@@ -20,13 +20,9 @@ from ray import cloudpickle
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement, PlacementStrategy
-from trimtab.runtime.workers.task_workers import (
-    PlacementGroupError,
-    TaskPayload,
-    TaskStartError,
-    TaskWorker,
-    TaskWorkerManager,
-)
+from trimtab.runtime.workers.placement_groups import PlacementGroupError
+from trimtab.runtime.workers.task_types import TaskPayload, TaskStartError, TaskWorker
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from waiting import until_async
 
 CPU = Resources.of(cpu=1)

@@ -299,7 +299,8 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_killed_in_the_middle_of_writing_every_appended_event_is_there(tmp_path: Path) -> None:
     script = (
-        "import sys; from trimtab.runtime.store.journal import Journal; from trimtab.machines.pool.events import PoolTick\n"
+        "import sys; from trimtab.runtime.store.journal import Journal\n"
+        "from trimtab.machines.pool.events import PoolTick\n"
         "journal = Journal(sys.argv[1])\n"
         "for number in range(10**9):\n"
         "    journal.append(float(number), PoolTick()); print(number, flush=True)\n"

@@ -29,7 +29,7 @@ async def test_beats_are_heard_after_an_event_that_could_not_be_told() -> None:
     links.open("node", place)
     await asyncio.wait_for(heard.wait(), 60)
     assert told == [HeartbeatReceived("node")] * 2
-    assert [row["failures"] for row in background.status() if row["name"] == "beats of node node"] == [1]
+    assert [row["failures"] for row in background.status() if row["name"] == "heartbeats of node node"] == [1]
     links.close()
     server.close()
     await background.close()

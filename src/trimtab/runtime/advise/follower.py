@@ -21,7 +21,7 @@ from trimtab.runtime.advise.hook import HookResult, RestartHook
 from trimtab.runtime.advise.record import FollowRecord, RecordedPast, mark_of
 from trimtab.runtime.advise.replanner import Advice
 from trimtab.runtime.advise.tail import LogTail
-from trimtab.runtime.procs.gpu_utilization import local_gpu_utilization
+from trimtab.runtime.procs.nvml import local_gpu_utilization
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.runtime.workers import environments, slot_view
-from trimtab.runtime.workers.task_workers import TaskPayload
+from trimtab.runtime.workers.task_types import TaskPayload
 
 _DECIDED_BY_RESOURCES = ("memory", "resources")
 _DECIDED_BY_POOLS = ("scheduling_strategy", "placement_group", "placement_group_bundle_index", "get_if_exists")

@@ -14,16 +14,9 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core.errors import InputError, TrimtabError, nearest
 from trimtab.machines.pool.events import CancelRequested, CompleteRequested, EvictRequested, TurnRequested
 from trimtab.model.pool import ENDED, TaskExplanation, TaskState
-from trimtab.runtime.client.task_errors import (
-    TaskCancelledError,
-    TaskError,
-    TaskFailedError,
-    TaskInterruptedError,
-    TaskTimeoutError,
-)
 from trimtab.runtime.controller.rpc import TaskSnapshot
 from trimtab.runtime.store.blobs import unpack
-from trimtab.runtime.workers.task_workers import TaskWorker
+from trimtab.runtime.workers.task_types import TaskWorker
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
@@ -31,6 +24,38 @@ if TYPE_CHECKING:
 WAIT_AT_ONCE_S = 60.0  # one call waits so long at most, so that a controller that hangs is noticed
 NEWS_S = 5.0  # for the controller to hear of a death that a caller has seen
 DEFAULT_TIMEOUT_S = 3600.0
+
+
+class TaskError(TrimtabError):
+    """A task did not do what was asked of it; `explanation` says why, as far as the controller could be asked."""
+
+    exit_status = 4
+
+    def __init__(self, what: str, explanation: TaskExplanation | None = None, *, hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.explanation = explanation
+
+
+class TaskTimeoutError(TaskError, TimeoutError):
+    """The task is not so far yet; it goes on."""
+
+
+class TaskInterruptedError(TaskError):
+    """The process ended under a call. If the task was evicted or has restarts left, it runs again."""
+
+
+class TaskFailedError(TaskError):
+    """The task failed; `trace` is the traceback of its constructor or entry method, where that raised."""
+
+    trace: str = ""
+
+    def __str__(self) -> str:
+        """What happened, and the traceback from the task's process."""
+        return f"{super().__str__()}\n\n{self.trace}".rstrip()
+
+
+class TaskCancelledError(TaskError):
+    """Somebody ended the task."""
 
 
 class Task:

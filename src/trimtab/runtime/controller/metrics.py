@@ -1,9 +1,8 @@
-"""Figures of pools for Ray's exporter, which puts `ray_` before every name (and `_total` behind a counter's).
+"""Pool metrics for Ray's exporter, which prefixes every name with `ray_` (and appends `_total` to counters).
 
-Reads the machine and changes nothing. Where a figure cannot be had or told, metrics stop and `fault` says why:
-scheduling goes on. Latencies are read from the stories of tasks, so they hold over a restart of the controller;
-counters begin at nothing with every process, as Prometheus expects. The driver calls `observe` after every event, which
-costs microseconds, and `sample` about once a second.
+Only reads the machine. After a failure metrics stop and `fault` says why; scheduling must never be affected. Latencies
+are computed from task stories, so they survive a restart of the controller; counters restart at 0, as Prometheus
+expects. `observe` is called after every event and takes microseconds, `sample` about once a second.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from trimtab.model.pool import IN_QUEUE, TaskState
 
 log = logging.getLogger("trimtab.controller")
 
-SAMPLE_EVERY_S = 0.9  # at most, and more seldom where there is much to look at
-SAMPLE_SHARE = 0.01  # of the controller's time, at most, goes into sampling
-CHUNK = 500  # records looked at in one turn of the loop: less than a millisecond
+SAMPLE_EVERY_S = 0.9  # at least; longer with many tasks
+SAMPLE_SHARE = 0.01  # maximum share of the controller's time spent on sampling
+CHUNK = 500  # records per iteration of the event loop: less than 1 ms
 BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 10e3, 20e3, 30e3, 60e3, 120e3, 300e3, 600e3)
 _IN_QUEUE = frozenset(state.value for state in IN_QUEUE)
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric as it is made; every one has the label `controller`, too."""
+    """Definition of a metric; the label `controller` is added to all."""
 
     name: str
     kind: str  # counter, histogram or gauge
@@ -41,7 +40,7 @@ class MetricSpec:
 
     @property
     def exported(self) -> str:
-        """The name that Prometheus sees; a histogram has it with _bucket, _sum and _count."""
+        """The Prometheus name; histograms add _bucket, _sum and _count."""
         return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
@@ -52,7 +51,7 @@ PREEMPTION_MS = MetricSpec(
     "trimtab_preemption_execution_latency_ms",
     "histogram",
     ("pool",),
-    "From the order to leave until the task that room was made for has started (evicted by hand: until it is gone).",
+    "From the eviction until the task it was made for has started (evicted by a user: until it has stopped).",
 )
 SCHEDULE_MS = MetricSpec(
     "trimtab_task_schedule_latency_ms",
@@ -60,14 +59,12 @@ SCHEDULE_MS = MetricSpec(
     ("pool",),
     "From submission, or the return to the queue, until the task has started.",
 )
-QUEUE = MetricSpec("trimtab_queue_length", "gauge", ("pool",), "Tasks that wait, evicted ones among them.")
-OLDEST_S = MetricSpec(
-    "trimtab_queue_oldest_wait_s", "gauge", ("pool",), "How long the one that waits longest has waited."
-)
+QUEUE = MetricSpec("trimtab_queue_length", "gauge", ("pool",), "Tasks in the queue, evicted ones included.")
+OLDEST_S = MetricSpec("trimtab_queue_oldest_wait_s", "gauge", ("pool",), "Longest wait of the tasks in the queue.")
 SLOTS = MetricSpec("trimtab_slots", "gauge", ("pool", "state"), "Slots: idle, taken, making, removing, wanted.")
-TASKS = MetricSpec("trimtab_tasks", "gauge", ("pool", "state"), "Tasks that are remembered, by state.")
-WARM = MetricSpec("trimtab_warm_hosts", "gauge", ("node", "state"), "Warm hosts that are ready, and that are starting.")
-WARM_TARGET = MetricSpec("trimtab_warm_hosts_target", "gauge", ("pool",), "Warm hosts that the pool asks for.")
+TASKS = MetricSpec("trimtab_tasks", "gauge", ("pool", "state"), "Known tasks, by state.")
+WARM = MetricSpec("trimtab_warm_hosts", "gauge", ("node", "state"), "Warm hosts, by state: ready, starting.")
+WARM_TARGET = MetricSpec("trimtab_warm_hosts_target", "gauge", ("pool",), "Warm hosts configured for the pool.")
 METRICS = (PREEMPTIONS, PREEMPTION_MS, SCHEDULE_MS, QUEUE, OLDEST_S, SLOTS, TASKS, WARM, WARM_TARGET)
 
 Record = TypeVar("Record")
@@ -75,27 +72,25 @@ MetricRecorder = Callable[[float, dict[str, str]], None]
 
 
 class PoolMetrics:
-    """Tells Ray's exporter what the machine does."""
+    """Reports the pool machine to Ray's exporter."""
 
     def __init__(
         self, controller: str, machine: PoolMachine, make: Callable[[MetricSpec], MetricRecorder] | None = None
     ) -> None:
         self._machine = machine
         self._controller = {"controller": controller}
-        self._counted = machine.eviction_count  # what was evicted before this process is not told again
-        self._seen_labels: dict[
-            str, set[tuple[str, ...]]
-        ] = {}  # labels of gauges, so that what is gone becomes nothing
+        self._counted = machine.eviction_count  # evictions before this process are not counted again
+        self._seen_labels: dict[str, set[tuple[str, ...]]] = {}  # by gauge; labels that vanish are set to 0
         self._next_sample = 0.0
         self._recorders: dict[str, MetricRecorder] = {}
         self.fault: str | None = None
         try:
-            self._recorders = {one.name: (make or in_ray)(one) for one in METRICS}
+            self._recorders = {metric.name: (make or in_ray)(metric) for metric in METRICS}
         except Exception as fault:
-            self._give_up(fault)
+            self._disable(fault)
 
     def observe(self, event: PoolEvent) -> None:
-        """The machine has handled an event. Never raises."""
+        """Record a handled event. Never raises."""
         if self.fault is not None:
             return
         try:
@@ -106,10 +101,10 @@ class PoolMetrics:
             elif isinstance(event, TaskStopped):
                 self._time_eviction(event)
         except Exception as fault:
-            self._give_up(fault)
+            self._disable(fault)
 
     async def sample(self, warm_counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Tell how everything stands, if it is time for that. Never raises."""
+        """Update the gauges, if it is time to. Never raises."""
         began = time.monotonic()
         if self.fault is not None or began < self._next_sample:
             return
@@ -117,21 +112,21 @@ class PoolMetrics:
         try:
             await self._sample(warm_counts)
         except Exception as fault:
-            self._give_up(fault)
+            self._disable(fault)
         self._next_sample = began + max(SAMPLE_EVERY_S, (time.thread_time() - worked) / SAMPLE_SHARE)
 
-    # ---- what happened --------------------------------------------------------------------------------------
+    # ---- counters, histograms -------------------------------------------------------------------------------
 
     def _count_evictions(self) -> None:
         new = self._machine.eviction_count - self._counted
         self._counted = self._machine.eviction_count
-        for one in self._machine.evictions[-new:]:
-            self._record(PREEMPTIONS, 1, one.victim_pool, one.reason.code.value)
+        for eviction in self._machine.evictions[-new:]:
+            self._record(PREEMPTIONS, 1, eviction.victim_pool, eviction.reason.code.value)
 
     def _time_start(self, event: TaskStarted) -> None:
         task = self._machine.tasks.get(event.task)
         if task is None or task.attempt != event.attempt or task.started_at != self._machine.now:
-            return  # late news, which changed nothing
+            return  # a late event, which changed nothing
         queued_at, claimed_at = _waited_since(task)
         if queued_at is not None:
             self._record(SCHEDULE_MS, (self._machine.now - queued_at) * 1e3, task.spec.pool)
@@ -139,13 +134,13 @@ class PoolMetrics:
             self._record(PREEMPTION_MS, (self._machine.now - claimed_at) * 1e3, task.spec.pool)
 
     def _time_eviction(self, event: TaskStopped) -> None:
-        """An eviction that makes room for nobody is over when its task is gone."""
+        """Record an eviction by a user, which ends when the task has stopped."""
         task = self._machine.tasks.get(event.task)
         ordered_at = _evicted_by_user_at(task.story, self._machine.now) if task is not None else None
         if task is not None and ordered_at is not None:
             self._record(PREEMPTION_MS, (self._machine.now - ordered_at) * 1e3, task.spec.pool)
 
-    # ---- how everything stands ------------------------------------------------------------------------------
+    # ---- gauges ---------------------------------------------------------------------------------------------
 
     async def _sample(self, warm_counts: Mapping[str, Mapping[str, int]]) -> None:
         await self._sample_tasks(list(self._machine.pools))
@@ -178,8 +173,8 @@ class PoolMetrics:
                     slots[group.pool][_slot_state(group)] += len(group.bundles)
         for name, pool in self._machine.pools.items():
             if name in slots:
-                there = len(self._machine.shelves[name].reserved) + len(pool.retired)
-                slots[name]["wanted"] = len(pool.spec.reserved) - there
+                present = len(self._machine.shelves[name].reserved) + len(pool.retired)
+                slots[name]["wanted"] = len(pool.spec.reserved) - present
         self._set_gauge(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
 
     def _set_gauge(self, metric: MetricSpec, figures: Mapping[tuple[str, ...], float]) -> None:
@@ -194,13 +189,13 @@ class PoolMetrics:
         tags = {**self._controller, **dict(zip(metric.labels, labels, strict=True))}
         self._recorders[metric.name](max(0.0, float(figure)), tags)
 
-    def _give_up(self, fault: Exception) -> None:
+    def _disable(self, fault: Exception) -> None:
         self.fault = f"metrics stopped: {type(fault).__name__}: {fault}"
         log.error(self.fault, exc_info=fault)
 
 
 async def _in_chunks(records: Collection[Record]) -> AsyncIterator[list[Record]]:
-    """All of them, with turns for others of the loop in between."""
+    """In chunks, yielding to the event loop in between."""
     everything = list(records)
     for start in range(0, len(everything), CHUNK):
         yield everything[start : start + CHUNK]
@@ -214,7 +209,7 @@ def _slot_state(group: PlacementGroup) -> str:
 
 
 def _waited_since(task: PoolTask) -> tuple[float | None, float | None]:
-    """Since when a task that has just started was in the queue, and since when room was made for it."""
+    """When a task that has just started was queued, and when others were evicted for it."""
     queued_at = claimed_at = None
     left = False
     for entry in reversed(task.story):
@@ -229,7 +224,7 @@ def _waited_since(task: PoolTask) -> tuple[float | None, float | None]:
 
 
 def _evicted_by_user_at(story: list[StoryEntry], now: float) -> float | None:
-    """When a task that has left just now was told to by a person; None where it did not, or for another reason."""
+    """When a user evicted a task that has stopped just now; None if it was not evicted by a user."""
     gone = False
     for entry in reversed(story):
         if entry.state == TaskState.cancelling.value:
@@ -241,7 +236,7 @@ def _evicted_by_user_at(story: list[StoryEntry], now: float) -> float | None:
 
 
 def in_ray(metric: MetricSpec) -> MetricRecorder:
-    """Make the metric in this process, which must be one of Ray's."""
+    """Create the metric in this process, which must be a Ray process."""
     from ray.util import metrics
 
     common: dict[str, Any] = {"description": metric.meaning, "tag_keys": ("controller", *metric.labels)}

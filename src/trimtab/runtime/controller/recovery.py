@@ -1,9 +1,9 @@
-"""After a restart: what the journal says is brought together with what is alive.
+"""Recovery after a controller restart: reconciles the journal with what is alive.
 
-Processes of tasks that still run are taken up again, what is gone is told to the machine, what nobody owns is ended,
-and what was being carried out is carried out again. Nothing here starts a task a second time: a start that was under
-way goes on if all its processes are there, and begins afresh only after what there was of it is gone. Where the
-journal itself is gone, what runs is asked what it is and taken up again, and it is said that history is lost.
+Running task processes are adopted, lost ones are reported to the machine, unowned ones are ended, and instructions that
+were in progress are resumed. A task must never be started twice: a start in progress continues if all its processes
+exist, and begins again only after its remains are gone. Without a journal, running processes are asked for their
+identity and adopted, and the loss of history is reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from trimtab.machines.pool.records import PgState, PoolTask
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, TaskSpec, TaskState
 from trimtab.runtime.controller.executor import InstructionExecutor
 from trimtab.runtime.controller.nodes import NodeMonitor
-from trimtab.runtime.workers.task_workers import FoundPlacementGroup, TaskWorker, TaskWorkerManager
+from trimtab.runtime.workers.placement_groups import FoundPlacementGroup
+from trimtab.runtime.workers.task_types import TaskWorker
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from trimtab.runtime.workers.worker_process import WorkerIdentity
 
 log = logging.getLogger("trimtab.controller")
@@ -45,13 +47,13 @@ class RecoveryContext(Protocol):
     machine: PoolMachine
 
     def feed(self, event: PoolEvent) -> None:
-        """Tell the machine; never raises."""
+        """Handle an event; never raises."""
 
 
 async def recover_without_journal(context: RecoveryContext, workers: TaskWorkerManager) -> str | None:
-    """The journal is empty: take up whatever runs whole and knows what it is; a sentence if anything was alive.
+    """Adopt complete running tasks when the journal is empty; a sentence if anything was alive.
 
-    What is left over is ended when the rest is reconciled. Who may evict whom was in the journal alone.
+    The rest is ended by `reconcile`. The preemption policy is lost: only the journal has it.
     """
     identities = await asyncio.wait_for(workers.identities(), ANSWER_S)
     groups = await asyncio.wait_for(workers.groups(), ANSWER_S)
@@ -65,21 +67,21 @@ async def recover_without_journal(context: RecoveryContext, workers: TaskWorkerM
     for (task, attempt), together in by_start.items():
         identity = together[0]
         group = groups.get(identity.group)
-        if group is None or not group.intact or {one.rank for one in together} != set(range(identity.world)):
+        if group is None or not group.intact or {member.rank for member in together} != set(range(identity.world)):
             continue
         try:
             facts = plain.loads(identity.facts)
             spec, pool = decode(TaskSpec, facts["spec"]), decode(PoolSpec, facts["pool"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, TrimtabError):
-            log.warning("task %s does not say what it is", task)
+            log.warning("the processes of task %s do not say what it is", task)
             continue
         pools[pool.name] = pool
         nodes = tuple(str(node) for node in group.nodes)
         found.append(RecoveredTask(spec, attempt, identity.group, nodes, facts["reserved"]))
     context.feed(StateRecovered(tuple(pools.values()), tuple(found)))
-    known = [one.spec.id for one in found if one.spec.id in context.machine.tasks]
-    lost = sorted({task for task, _ in by_start} - set(known))
-    ended = f"; ended, for they could not be: {', '.join(lost)}" if lost else ""
+    known = [task.spec.id for task in found if task.spec.id in context.machine.tasks]
+    not_adopted = sorted({task for task, _ in by_start} - set(known))
+    ended = f"; ended, for they could not be: {', '.join(not_adopted)}" if not_adopted else ""
     return (
         f"history was lost: the journal was gone while {len(by_start)} tasks and {len(groups)} placement groups "
         f"of this controller were alive; taken up again: {', '.join(sorted(known)) or 'none'}{ended}"
@@ -89,17 +91,17 @@ async def recover_without_journal(context: RecoveryContext, workers: TaskWorkerM
 async def reconcile(
     context: RecoveryContext, workers: TaskWorkerManager, executor: InstructionExecutor, node_monitor: NodeMonitor
 ) -> None:
-    """Bring the machine, as the journal left it, together with what is there."""
+    """Reconcile the machine, as the journal left it, with what is alive."""
     before = context.machine.outstanding()
     seen, groups = await _find_running(workers)
-    starts = {(one.task, one.attempt): one for one in before if isinstance(one, StartTask)}
+    starts = {(start.task, start.attempt): start for start in before if isinstance(start, StartTask)}
     kept, resumed = _attach_running(context.machine, executor, seen, starts)
     await asyncio.wait_for(workers.sweep(kept), ANSWER_S)
-    creating = {one.group for one in before if isinstance(one, CreatePlacementGroup)}
-    unowned = [one for one in groups.values() if one.group not in context.machine.groups or one.group in creating]
+    creating = {create.group for create in before if isinstance(create, CreatePlacementGroup)}
+    unowned = [pg for pg in groups.values() if pg.group not in context.machine.groups or pg.group in creating]
     await _remove(workers, unowned)
     await executor.collect_states()
-    # From here on the machine learns; what it says is carried out at once.
+    # From here on the machine gets events, and its instructions are executed at once.
     await node_monitor.step(wait=True)
     _report_lost_groups(context, groups)
     _report_dead_tasks(context, executor)
@@ -112,7 +114,7 @@ def _attach_running(
     seen: Sequence[TaskWorker],
     starts: dict[tuple[str, int], StartTask],
 ) -> tuple[list[TaskWorker], set[StartTask]]:
-    """Attach the processes that belong to a task's present attempt; which they are, and which starts go on."""
+    """Attach the processes of current attempts; returns them, and the starts that continue."""
     by_start: dict[tuple[str, int], list[TaskWorker]] = {}
     for member in seen:
         by_start.setdefault((member.task, member.attempt), []).append(member)
@@ -144,11 +146,11 @@ def _report_lost_groups(context: RecoveryContext, seen: dict[str, FoundPlacement
     for group in list(context.machine.groups.values()):
         if group.stand is not PgState.standing:
             continue
-        there = seen.get(group.id)
-        if there is None:
+        found = seen.get(group.id)
+        if found is None:
             context.feed(PlacementGroupLost(group.id, "the placement group is gone"))
-        elif not there.intact or there.nodes != group.nodes:
-            context.feed(PlacementGroupLost(group.id, "Ray has not all of its bundles where they were"))
+        elif not found.intact or found.nodes != group.nodes:
+            context.feed(PlacementGroupLost(group.id, "its bundles are not on their nodes any more"))
 
 
 def _report_dead_tasks(context: RecoveryContext, executor: InstructionExecutor) -> None:
@@ -165,19 +167,19 @@ def _resume_instructions(
     before: Sequence[PoolInstruction],
     resumed: Collection[PoolInstruction],
 ) -> None:
-    """Begin again what was under way and is still wanted."""
+    """Begin the instructions that were in progress and are still outstanding."""
     wanted = machine.outstanding()
-    for one in before:
-        if one in wanted and one not in resumed:
-            executor.begin(one)
+    for instruction in before:
+        if instruction in wanted and instruction not in resumed:
+            executor.begin(instruction)
 
 
 async def _find_running(workers: TaskWorkerManager) -> tuple[list[TaskWorker], dict[str, FoundPlacementGroup]]:
-    return await asyncio.wait_for(workers.seen(), ANSWER_S), await asyncio.wait_for(workers.groups(), ANSWER_S)
+    return await asyncio.wait_for(workers.existing(), ANSWER_S), await asyncio.wait_for(workers.groups(), ANSWER_S)
 
 
 async def _remove(workers: TaskWorkerManager, groups: Collection[FoundPlacementGroup]) -> None:
-    removed = [asyncio.wait_for(workers.remove_group(one.group, one.pool), ANSWER_S) for one in groups]
-    for one, fault in zip(groups, await asyncio.gather(*removed, return_exceptions=True), strict=True):
+    removed = [asyncio.wait_for(workers.remove_group(pg.group, pg.pool), ANSWER_S) for pg in groups]
+    for pg, fault in zip(groups, await asyncio.gather(*removed, return_exceptions=True), strict=True):
         if fault is not None:
-            log.warning("group %s could not be removed: %s", one.group, fault)
+            log.warning("group %s could not be removed: %s", pg.group, fault)

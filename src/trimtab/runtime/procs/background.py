@@ -229,9 +229,15 @@ class Background:
 
 
 def describe(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none (a time-out, say)."""
+    """Type and first line of an exception's message; the type alone if it has none (a timeout)."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an exception's message, its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def sentence(row: Mapping[str, Any]) -> str:

@@ -152,6 +152,6 @@ def _lines(data: Mapping[str, Any]) -> list[str]:
         found.append(answers + (f", of which do not answer: {', '.join(silent)}" if silent else ", all answer"))
     if data["gpus_here"]:
         found.append(
-            f"GPUs of this machine: {', '.join(share(float(one)) for one in data['local_gpu_utilization'])} busy"
+            f"GPUs of this machine: {', '.join(share(float(one)) for one in data['gpus_here'])} busy"
         )
     return found
