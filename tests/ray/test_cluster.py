@@ -155,7 +155,7 @@ def test_a_block_of_ports_of_which_one_is_taken_is_passed_over(place: Place) -> 
 
 
 def test_ports_of_nodes_never_overlap() -> None:
-    blocks = [ports.block(slot, 6380, 10_002) for slot in range(ports.MOST_NODES)]
+    blocks = [ports.block(slot, 6380, 10_002) for slot in range(ports.MAX_NODES)]
     assert (blocks[0].node_manager, blocks[0].object_manager) == (6380, 6381)
     fixed = [port for one in blocks for port in one.fixed]
     workers = [port for one in blocks for port in range(one.first_worker, one.last_worker + 1)]

@@ -307,7 +307,7 @@ def test_wrong_asks_come_back_as_input_errors(session: Session, pool: Pool) -> N
         pool.submit(Counter, resources=CPU, priority=float("nan"))
     with pytest.raises(InputError, match="prioritty is no setting"):
         pool.submit(Counter, resources=CPU, prioritty=1.0)
-    with pytest.raises(InputError, match="memory is not to be given"):
+    with pytest.raises(InputError, match="memory cannot be set"):
         pool.submit(Counter, resources=CPU, ray_options={"memory": 2})
     with pytest.raises(InputError, match="plain data"):
         pool.submit(Counter, resources=CPU, ray_options={"runtime_env": {"x": lock}})

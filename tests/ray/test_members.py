@@ -364,7 +364,7 @@ def test_user_code_that_fails_at_the_start_is_fatal_and_says_what_happened(kind:
             await world.start(kind)
         assert caught.value.fatal
         assert caught.value.why == why
-        assert await world.members.seen() == []
+        assert await world.members.existing() == []
 
     world_of(story)
 
@@ -384,7 +384,7 @@ def test_a_constructor_that_hangs_is_ended_at_the_deadline() -> None:
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] > 0)
         with pytest.raises(TaskStartError, match="not constructed within"):
             await world.start(Hangs, timeout_s=0.3)
-        assert await world.members.seen() == []
+        assert await world.members.existing() == []
 
     world_of(story)
 
@@ -400,7 +400,7 @@ def test_a_gang_starts_whole_or_not_at_all() -> None:
         ]
         with pytest.raises(TaskStartError, match="only two"):
             await world.start_all(3, OnlyTwo, task="broken")
-        assert {member.task for member in await world.members.seen()} == {"task"}
+        assert {member.task for member in await world.members.existing()} == {"task"}
 
     world_of(story)
 
@@ -875,7 +875,7 @@ def test_a_plain_actor_that_fails_at_the_start_says_why(kind: Any, why: str, fat
             await world.start(kind, plain="so", places=await world.group(CPU))
         assert caught.value.why.startswith(why)
         assert caught.value.fatal == fatal
-        assert await world.members.seen() == []
+        assert await world.members.existing() == []
 
     world_of(story)
 
@@ -905,7 +905,7 @@ def test_a_start_that_is_called_off_leaves_nothing(plain: str | None, tmp_path: 
         with pytest.raises(asyncio.CancelledError):
             await starting
         await until_async(lambda: not alive(int((tmp_path / "pid").read_text())))
-        assert await world.members.seen() == []
+        assert await world.members.existing() == []
         assert world.deaths == []
         again = await world.start(Worker, plain=plain, places=places)
         assert alive(again.pid)
@@ -937,7 +937,7 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
     controller, kept, other, warm = own_world_of(before, leave=True)
 
     async def after(world: World) -> None:
-        assert sorted(await world.members.seen(), key=lambda member: member.task) == [kept, other]
+        assert sorted(await world.members.existing(), key=lambda member: member.task) == [kept, other]
         gone = replace(kept, task="gone", pid=other.pid, born=1.0)
         assert await world.members.sweep([kept, gone]) == 1
         assert not alive(other.pid)
@@ -963,7 +963,7 @@ def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None
     pid = int((tmp_path / "pid").read_text())
 
     async def after(world: World) -> None:
-        for member in await world.members.seen():
+        for member in await world.members.existing():
             assert not await world.members.ready(member, 0.2)
         assert await world.members.sweep([]) == 1
         await until_async(lambda: not alive(pid))
@@ -994,7 +994,7 @@ def test_controllers_of_different_names_do_not_disturb_each_other() -> None:
         await world.group(CPU)
         async with opened("another") as other:
             await other.start(Worker, task="theirs")
-            assert [one.task for one in await world.members.seen()] == ["task"]
+            assert [one.task for one in await world.members.existing()] == ["task"]
             assert await other.members.sweep([]) == 0
             assert await other.members.groups() == {}
         assert alive(member.pid)

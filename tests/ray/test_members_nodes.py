@@ -98,7 +98,7 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
         with pytest.raises(TaskStartError, match="is gone") as caught:
             await start(members, "late", b)
         assert not caught.value.fatal
-        assert [member.node for member in await members.seen()] == [a]
+        assert [member.node for member in await members.existing()] == [a]
         await members.stop(pair[0], 1.0, False, 0.0, None)
         assert not Path(f"/proc/{pair[0].pid}").exists()
         await members.remove_group("pair", "pool")

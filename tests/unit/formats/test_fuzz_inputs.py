@@ -350,7 +350,7 @@ def _journals(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
 
     def replayed(path: Path) -> Any:
         found = read_found(path.parent)
-        return world_of(read_record(found.snapshot, found.events, found.told, found.began))
+        return world_of(read_record(found.snapshot, found.events, found.instructions, found.began))
 
     return [lines], _file(folder, "journal-00000000.jsonl", replayed)
 
@@ -367,7 +367,7 @@ def _snapshots(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
 
     def replayed(path: Path) -> Any:
         found = read_found(path.parent)
-        return world_of(read_record(found.snapshot, found.events, found.told, found.began))
+        return world_of(read_record(found.snapshot, found.events, found.instructions, found.began))
 
     return [json.loads(json.dumps(whole))], _file(folder, "snapshot-00000001.json", replayed)
 

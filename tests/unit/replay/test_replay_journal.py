@@ -574,7 +574,7 @@ def test_a_snapshot_in_the_middle_stands_for_what_was_before_it(
     half = len(found.events) // 2
     directory = tmp_path / "compacted"
     journal = Journal(directory)
-    for at, ((now, event), told) in enumerate(zip(found.events, found.told, strict=True)):
+    for at, ((now, event), told) in enumerate(zip(found.events, found.instructions, strict=True)):
         if at == half:
             compact(directory, journal.rotate())
         journal.append(now, event, list(told or ()))

@@ -257,7 +257,7 @@ def test_a_disk_that_dropped_what_it_was_forced_to_keep_is_a_fault_until_all_of_
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lost)
-        journal.beside(beside)
+        journal.sync_first(beside)
         journal.append(2.0, PoolTick())
         until(lambda: journal.fault is not None and "forced to disk" in journal.fault)
         journal.append(3.0, PoolTick())

@@ -211,7 +211,7 @@ class Controller:
         members = loop.executor.running.get(task, ())
         if not members:
             return "not called", "the task is not running"
-        return await loop.workers.beside(members[0], method, timeout_s)
+        return await loop.workers.call_on_control_thread(members[0], method, timeout_s)
 
     @rpc_method
     async def shutdown(self, destroy: bool = True, timeout_s: float = 30.0) -> None:

@@ -212,7 +212,7 @@ class ControllerLoop:
             if resubmitted:
                 self.blobs.forget_previous_run(event.spec.id)
             staged.commit()
-            self.journal.beside(staged.path)
+            self.journal.sync_first(staged.path)
         self.journal.append(now, event, orders.lines(instructions))
         for instruction in instructions:
             self.executor.begin(instruction)

@@ -29,7 +29,7 @@ from trimtab.runtime.elastic.group_controller import GroupController, GroupError
 from trimtab.runtime.elastic.member import MemberWorld, talents_of
 from trimtab.runtime.elastic.member_tasks import MemberSpec, MemberTasks
 from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
-from trimtab.runtime.rayapi.connect import reliable_interrupts
+from trimtab.runtime.procs.interrupts import reliable_interrupts
 
 __all__ = [
     "ElasticGroup", "GroupError", "GroupGaveUpError", "GroupLogEntry", "MemberWorld", "StepFailedError", "StepResult",

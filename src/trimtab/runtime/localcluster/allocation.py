@@ -44,9 +44,9 @@ def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, worker
                 hint="`trimtab cluster add` adds a node, `trimtab cluster stop` ends it, --port starts another",
             )
         _enough(books, cluster, gpus, workers)
-        ports.need(cluster.port, "the head", "--port")
+        ports.require_free(cluster.port, "the head", "--port")
         if cluster.dashboard_port is not None:
-            ports.need(cluster.dashboard_port, "the dashboard", "--dashboard-port")
+            ports.require_free(cluster.dashboard_port, "the dashboard", "--dashboard-port")
         books.clusters[cluster.address] = cluster
         for number in range(workers + 1):
             books.clusters[cluster.address] = _with_node(
@@ -239,7 +239,7 @@ def _enough(books: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, workers
 
 def _client_port(asked: int | None, head: NodeRecord) -> int:
     if asked is not None:
-        ports.need(asked, "Ray's client server", "--client-port")
+        ports.require_free(asked, "Ray's client server", "--client-port")
         return asked
     usual = 10_001
     return usual if ports.is_free(usual) else head.ports.spare

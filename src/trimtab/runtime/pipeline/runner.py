@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.model.pipeline import PipelineStage, Schedule
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, StageTimes
-from trimtab.runtime.rayapi.connect import connected, import_ray, node_of, reliable_interrupts
+from trimtab.runtime.procs.interrupts import reliable_interrupts
+from trimtab.runtime.rayapi.connect import connected, import_ray, node_of
 
 if TYPE_CHECKING:
     from trimtab.profile.layers import BlockChain

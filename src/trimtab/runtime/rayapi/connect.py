@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from trimtab.core.errors import InputError, UnreachableError
@@ -49,36 +46,6 @@ def connected(*, address: str | None = None, cpus: int = 2) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-@contextmanager
-def reliable_interrupts() -> Iterator[Callable[[], None]]:
-    """Within, Ctrl-C is never lost; what is given is to be called now and then, and raises it if it was.
-
-    Python swallows a KeyboardInterrupt that comes while a destructor runs, and Ray's references have destructors.
-    """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-
-    def heed() -> None:
-        if came:
-            raise KeyboardInterrupt
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        came.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody has other ideas of Ctrl-C
-        yield heed
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield heed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def answers(address: str) -> None:

@@ -21,14 +21,13 @@ from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.controller.rpc import NAMESPACE
 from trimtab.runtime.procs import processes
-from trimtab.runtime.procs.interrupts import interrupts_deferred
+from trimtab.runtime.procs.interrupts import interrupts_deferred, signals_ignored
 from trimtab.runtime.rayapi.connect import import_ray
 
 MOST_NODES = 8  # of a Ray on one machine: each has processes of its own
 CPUS_EACH = 4  # logical ones of a node, where the job does not state them
 MIN_STORE_BYTES, MAX_STORE_BYTES = 100 * 2**20, 2 * 2**30  # of a node's object store
 GONE_S = 15.0  # for processes that are to end
-ALL_OF_THEM = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EmbeddedRay:
@@ -73,7 +72,7 @@ class EmbeddedRay:
                 self._cluster.wait_for_nodes(timeout=60)
                 self._check()
             except BaseException as fault:
-                with deaf():
+                with signals_ignored():
                     self._end()
                 self._check()  # whoever wants it to end need not hear why it could not start
                 if not isinstance(fault, Exception) or isinstance(fault, InputError):
@@ -88,7 +87,7 @@ class EmbeddedRay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with deaf():
+        with signals_ignored():
             self._end()
 
     def add(self, node: Node) -> None:
@@ -178,7 +177,7 @@ def session_for(cluster: Cluster, address: str | None) -> Iterator[tuple[Session
                 check_cluster_gpus(cluster)
                 yield session, session.how
             finally:
-                with deaf():
+                with signals_ignored():
                     session.close()
             return
         with EmbeddedRay(cluster, interrupts.check):
@@ -188,7 +187,7 @@ def session_for(cluster: Cluster, address: str | None) -> Iterator[tuple[Session
                 nodes = len(cluster.nodes)
                 yield session, f"a Ray of its own here: {cluster.gpus} logical GPUs on {nodes} node{'s' * (nodes != 1)}"
             finally:
-                with deaf():
+                with signals_ignored():
                     session.shutdown(timeout=30.0)
 
 
@@ -218,21 +217,6 @@ def check_cluster_gpus(cluster: Cluster) -> None:
 def _nodes_text(gpus: list[Any]) -> str:
     shown = ", ".join(f"{count:g}" for count in gpus[:8])
     return f"nodes of {shown}{' ...' * (len(gpus) > 8)}"
-
-
-@contextlib.contextmanager
-def deaf() -> Iterator[None]:
-    """Ctrl-C does not cut the cleaning up short, which has deadlines of its own."""
-    try:
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in ALL_OF_THEM}
-    except ValueError:  # only the main thread hears signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _store_bytes(nodes: int) -> int:

@@ -428,5 +428,5 @@ def _marked(mark: str) -> list[tuple[int, float]]:
 async def _gpus_released(pids: set[int]) -> None:
     """Wait up to EXIT_WAIT_S until the GPU driver lists none of these processes."""
     deadline = time.monotonic() + EXIT_WAIT_S
-    while pids & await asyncio.to_thread(nvml.users) and time.monotonic() < deadline:
+    while pids & await asyncio.to_thread(nvml.gpu_pids) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)

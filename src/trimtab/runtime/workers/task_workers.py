@@ -290,7 +290,7 @@ class TaskWorkerManager:
         """Have it acquire its devices again."""
         await self._call_hook(member, "unpark", timeout_s)
 
-    async def beside(self, member: TaskWorker, method: str, timeout_s: float) -> tuple[str, str]:
+    async def call_on_control_thread(self, member: TaskWorker, method: str, timeout_s: float) -> tuple[str, str]:
         """Call a method on the control thread: (returned|raised|timed out|not called, note)."""
         try:
             word, note = await self._agents.request(
@@ -540,7 +540,7 @@ class TaskWorkerManager:
                 await (self._end([_member(record)]) if made else self._end_created(creator.node, record))
 
     async def _call_hook(self, member: TaskWorker, do: str, timeout_s: float) -> None:
-        word, note = await self.beside(member, do, timeout_s)
+        word, note = await self.call_on_control_thread(member, do, timeout_s)
         if word != "returned":
             raise ParkError(f"{do}() {word}: {note}" if note else f"{do}() {word}")
 
