@@ -52,9 +52,9 @@ def main() -> None:
 
 
 def measured() -> tuple[list[float], list[float], Bench]:
+    import ray
     from ray.cluster_utils import Cluster
 
-    import ray
     from trimtab.demos.elastic_training import ElasticTrainer
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.elastic.group import ElasticGroup

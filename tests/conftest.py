@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import shutil
 import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis.internal.conjecture import providers
 from playwright.sync_api import Browser, sync_playwright
 
 from faults import Faults
@@ -60,6 +62,13 @@ ON_RAY = (
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Whoever starts us in the background has Ctrl-C ignored, and so would every child that a test sends it to.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A worker process of Ray costs half a second of CPU: none is started before there is work for it.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
+# What hypothesis draws depends on the test alone, not on the constants of every module imported so far.
+assert callable(providers._get_local_constants)
+providers._get_local_constants = providers.Constants  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ray.cluster_utils import Cluster
-
 import ray
 from ray import cloudpickle
+from ray.cluster_utils import Cluster
+
 from storm import below, kill
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e

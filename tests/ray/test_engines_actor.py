@@ -11,10 +11,10 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-
 import ray
-from engine_answers import answer, greedy, run
 from ray import cloudpickle
+
+from engine_answers import answer, greedy, run
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.actor import ActorEngine
 from trimtab.runtime.engines.engine import (

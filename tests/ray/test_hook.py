@@ -300,9 +300,8 @@ def test_a_short_token_and_a_port_in_use_are_said() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head and two workers."""
-    from ray.cluster_utils import Cluster
-
     import ray
+    from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

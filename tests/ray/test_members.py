@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import ray
 from ray import cloudpickle
+
 from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.cluster_utils import Cluster
-
 import ray
 from ray import cloudpickle
+from ray.cluster_utils import Cluster
+
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement, PlacementStrategy

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import ray
 from ray import cloudpickle
+
 from trimtab.core.errors import InputError
 from trimtab.runtime.client.session import Pool, Session, Task, connect
 

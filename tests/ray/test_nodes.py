@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-import ray
 import storm
-from ray import cloudpickle
 from storm import Work, below, is_process, kill, lives
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import ReasonCode

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import typer
+from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-import ray
-from ray import cloudpickle
 from trimtab.cli.why import why
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format

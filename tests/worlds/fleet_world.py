@@ -491,7 +491,7 @@ class FleetWorld:
         self.counts["starts"] += 1
         self.counts["replacements"] += one.reason.code is ReasonCode.replaced
 
-    def _judge_EndMember(self, one: g.StopMember, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
+    def _judge_StopMember(self, one: g.StopMember, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         member = self.members[one.member]
         closing = self.group.phase.value == "closed"
         at_work = self.step is not None and self.world is not None and one.member in self.world.members
@@ -515,13 +515,13 @@ class FleetWorld:
         self.interrupt = True
         self.counts["interrupts"] += 1
 
-    def _judge_Wait(self, one: g.WaitForMembers, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
+    def _judge_WaitForMembers(self, one: g.WaitForMembers, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         assert one.reason.code is ReasonCode.below_min
         assert one.deadline > self.now
         assert self.waits_for_step
         self.counts["waits"] += 1
 
-    def _judge_GiveUp(self, one: g.FailGroup, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
+    def _judge_FailGroup(self, one: g.FailGroup, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         assert self.ended is None
         assert one.reason.code in (ReasonCode.too_late, ReasonCode.start_failed, ReasonCode.cap), one
         self.ended = one

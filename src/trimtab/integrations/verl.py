@@ -29,9 +29,9 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from dataclasses import dataclass, fields
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError
 
-import ray
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError, nearest
 from trimtab.model.rollout import Owner, Ownership, RequestClass, RolloutRules, WorkerSpec, WorkerState
 from trimtab.runtime.engines.engine import (

@@ -177,10 +177,10 @@ async def test_a_start_that_was_lost_fails_with_a_reason_and_is_tried_again(tmp_
         if "start" in controller.processes.asked:
             break
         await asyncio.sleep(0.001)
-    controller.lose("Start")
+    controller.lose("StartTask")
     await settle()
     controller.processes.hangs = set()
-    assert (controller.look(), controller.look()) == ([], ["Start"])
+    assert (controller.look(), controller.look()) == ([], ["StartTask"])
     assert "its start was lost" in str(controller.machine.explain("t", controller.now()).story)
     controller.clock += 1000.0  # past the back-off
     controller.feed(PoolTick())
@@ -221,7 +221,7 @@ async def test_a_stop_that_was_lost_is_done_again(tmp_path: Path) -> None:
 
 async def test_a_start_of_which_the_machine_was_not_told_is_told_again(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
-    controller.refused = {"Started"}
+    controller.refused = {"TaskStarted"}
     controller.submit()
     for _ in range(1000):
         if controller.executor.running:
@@ -230,7 +230,7 @@ async def test_a_start_of_which_the_machine_was_not_told_is_told_again(tmp_path:
     assert controller.machine.tasks["t"].state is TaskState.starting
     controller.refused = set()
     await settle()
-    assert (controller.look(), controller.look()) == ([], ["Start"])
+    assert (controller.look(), controller.look()) == ([], ["StartTask"])
     await controller.until(TaskState.running)
     assert controller.processes.asked.count("start") == 1
     await controller.executor.close()

@@ -77,7 +77,7 @@ def test_it_is_plain_json_lines_with_a_header(tmp_path: Path) -> None:
     assert lines[4] == [103.0, "TaskStarted", {"task": "täsk 1", "attempt": 1, "how": "a warm host"}]
 
 
-@pytest.mark.parametrize("tail", [b'[107.0,"Tick"', b'[107.0,"Tick",{}]', b"\0\0\0\0", b'[107.0,"Ti\n'])
+@pytest.mark.parametrize("tail", [b'[107.0,"PoolTick"', b'[107.0,"PoolTick",{}]', b"\0\0\0\0", b'[107.0,"Ti\n'])
 def test_a_torn_last_line_is_dropped_said_and_written_over(tmp_path: Path, tail: bytes) -> None:
     written(tmp_path)
     with open(segment(tmp_path), "ab") as file:
@@ -394,12 +394,12 @@ def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("at", "odd", "why"),
     [
-        (1, '[NaN,"Tick",{}]', "NaN is no number"),
-        (1, '[1e999,"Tick",{}]', "not finite"),
-        (1, '[1e300,"Tick",{}]', "beyond 1e"),
-        (1, '["soon","Tick",{}]', "a finite number is expected"),
-        (1, f'[{"9" * 400},"Tick",{{}}]', "400 digits"),
-        (1, '[1.0,"Tick",[]]', "keys with values are expected"),
+        (1, '[NaN,"PoolTick",{}]', "NaN is no number"),
+        (1, '[1e999,"PoolTick",{}]', "not finite"),
+        (1, '[1e300,"PoolTick",{}]', "beyond 1e"),
+        (1, '["soon","PoolTick",{}]', "a finite number is expected"),
+        (1, f'[{"9" * 400},"PoolTick",{{}}]', "400 digits"),
+        (1, '[1.0,"PoolTick",[]]', "keys with values are expected"),
         (1, '[1.0,"TaskStarted",{"task":["a"],"attempt":1}]', "str is expected"),
         (1, '[1.0,"TaskStarted",{"task":"a","attempt":"1"}]', "int is expected"),
         (1, '[1.0,"TaskStarted",{"task":"a","attempt":1.5}]', "int is expected"),
@@ -407,11 +407,11 @@ def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
         (1, '[1.0,"NodeJoined",{"node":"n","total":{"cpu":-8}}]', "amounts of resources"),
         (
             1,
-            '[1.0,"Submitted",{"spec":{"id":"a","pool":"p","bundles":[{"cpu":1}],"priority":null}}]',
+            '[1.0,"TaskSubmitted",{"spec":{"id":"a","pool":"p","bundles":[{"cpu":1}],"priority":null}}]',
             "a finite number",
         ),
-        (1, '[1.0,"Tick",{},"make"]', "a list is expected"),
-        (1, '[1.0,"Tick",{},[1]]', "str is expected"),
+        (1, '[1.0,"PoolTick",{},"make"]', "a list is expected"),
+        (1, '[1.0,"PoolTick",{},[1]]', "str is expected"),
         (1, '[1.0,"Trick",{}]', "'Trick' is not known"),
         (1, '[1.0,"TaskStarted",{"task":"\\ud800","attempt":1}]', "lone surrogate"),
         (1, "[" * 100_000, "nested too deeply"),

@@ -142,7 +142,7 @@ class PoolMachine(TaskTransitions):
         self.policy = event.policy
         self._freed()
 
-    def _on_submitted(self, event: e.TaskSubmitted, now: float) -> None:
+    def _on_task_submitted(self, event: e.TaskSubmitted, now: float) -> None:
         spec = event.spec
         room.check_submission(self, spec)
         self.seq += 1
@@ -167,7 +167,7 @@ class PoolMachine(TaskTransitions):
         else:
             self._enqueue(task)
 
-    def _on_complete_asked(self, event: e.CompleteRequested, now: float) -> None:
+    def _on_complete_requested(self, event: e.CompleteRequested, now: float) -> None:
         task = room.known_task(self, event.task)
         if task.state in ENDED:
             return
@@ -175,7 +175,7 @@ class PoolMachine(TaskTransitions):
         reason = Reason(ReasonCode.completed, "said to be complete")
         self._end(task, after, reason, now, keep_slot=event.keep_slot, tell=False)
 
-    def _on_cancel_asked(self, event: e.CancelRequested, now: float) -> None:
+    def _on_cancel_requested(self, event: e.CancelRequested, now: float) -> None:
         task = room.known_task(self, event.task)
         if task.state in ENDED:
             return
@@ -184,14 +184,14 @@ class PoolMachine(TaskTransitions):
         )
         self._end(task, StopOutcome.cancelled, Reason(event.code, sentence), now, keep_slot=event.keep_slot)
 
-    def _on_evict_asked(self, event: e.EvictRequested, now: float) -> None:
+    def _on_evict_requested(self, event: e.EvictRequested, now: float) -> None:
         task = room.known_task(self, event.task)
         if task.state not in (TaskState.running, TaskState.starting, TaskState.parked):
             raise InputError(f"task {event.task} is {task.state.value}", hint="only a task that runs can be evicted")
         self._evict(task, None, Reason(ReasonCode.by_hand, "evicted on request"), now)
         self._freed()
 
-    def _on_turn_asked(self, event: e.TurnRequested, now: float) -> None:
+    def _on_turn_requested(self, event: e.TurnRequested, now: float) -> None:
         task = room.known_task(self, event.task)
         group = self._group_shared_by(task)
         if group is None:
@@ -225,7 +225,7 @@ class PoolMachine(TaskTransitions):
         )
         self._freed()
 
-    def _on_node_emptied(self, event: e.NodeDrained, now: float) -> None:
+    def _on_node_drained(self, event: e.NodeDrained, now: float) -> None:
         self._known_node(event.node)
         self.ledger.cordon(event.node, True)
         reason = Reason(ReasonCode.node_draining, f"node {room.short(event.node)} will go: {event.why}")
@@ -268,13 +268,13 @@ class PoolMachine(TaskTransitions):
 
     # ---- news of groups --------------------------------------------------------------------------------------------
 
-    def _on_group_made(self, event: e.PlacementGroupReady, now: float) -> None:
+    def _on_placement_group_ready(self, event: e.PlacementGroupReady, now: float) -> None:
         group = self.groups.get(event.group)
         if group is None or group.stand is not PgState.making:
             return
         self._making_to_standing(group, now)
 
-    def _on_group_failed(self, event: e.PlacementGroupFailed, now: float) -> None:
+    def _on_placement_group_failed(self, event: e.PlacementGroupFailed, now: float) -> None:
         group = self.groups.get(event.group)
         if group is None or group.stand is not PgState.making:
             return
@@ -286,13 +286,13 @@ class PoolMachine(TaskTransitions):
             self.recheck(pool.not_before)
         self._send_back(group, reason, now)
 
-    def _on_group_gone(self, event: e.PlacementGroupRemoved, now: float) -> None:
+    def _on_placement_group_removed(self, event: e.PlacementGroupRemoved, now: float) -> None:
         group = self.groups.get(event.group)
         if group is not None and group.stand is PgState.removing:
             self.pools[group.pool].destroyed_count += 1
             self._gone(group, now)
 
-    def _on_group_lost(self, event: e.PlacementGroupLost, now: float) -> None:
+    def _on_placement_group_lost(self, event: e.PlacementGroupLost, now: float) -> None:
         group = self.groups.get(event.group)
         if group is None or group.stand not in (PgState.making, PgState.standing):
             return
@@ -302,7 +302,7 @@ class PoolMachine(TaskTransitions):
 
     # ---- news of tasks ---------------------------------------------------------------------------------------------
 
-    def _on_started(self, event: e.TaskStarted, now: float) -> None:
+    def _on_task_started(self, event: e.TaskStarted, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None or task.state is not TaskState.starting or not task.started:
             return
@@ -314,7 +314,7 @@ class PoolMachine(TaskTransitions):
         if group.turns:
             self._next_turn(group, now)
 
-    def _on_start_failed(self, event: e.TaskStartFailed, now: float) -> None:
+    def _on_task_start_failed(self, event: e.TaskStartFailed, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None or task.state not in (TaskState.starting, TaskState.cancelling) or not task.started:
             return
@@ -323,7 +323,7 @@ class PoolMachine(TaskTransitions):
             self._set_after(task, StopOutcome.failed if event.fatal else StopOutcome.again, reason)
         self._stopped(task, now)
 
-    def _on_ended(self, event: e.TaskEnded, now: float) -> None:
+    def _on_task_ended(self, event: e.TaskEnded, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None:
             return
@@ -337,14 +337,14 @@ class PoolMachine(TaskTransitions):
             self._set_after(task, after, reason)
         # One that was told to leave may return early from its work: that is not its end.
 
-    def _on_died(self, event: e.TaskDied, now: float) -> None:
+    def _on_task_died(self, event: e.TaskDied, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None or task.state not in (TaskState.starting, TaskState.running, TaskState.parked):
             return
         code = ReasonCode.gang_broken if task.spec.gang else ReasonCode.process_died
         self._to_cancelling(task, StopOutcome.again, Reason(code, event.why), now, tell=False)
 
-    def _on_stopped(self, event: e.TaskStopped, now: float) -> None:
+    def _on_task_stopped(self, event: e.TaskStopped, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None or task.state is not TaskState.cancelling:
             return
@@ -354,7 +354,7 @@ class PoolMachine(TaskTransitions):
             self._write(task, "stopped", Reason(task.reason.code, note), now)
         self._stopped(task, now)
 
-    def _on_parked(self, event: e.TaskParked, now: float) -> None:
+    def _on_task_parked(self, event: e.TaskParked, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None or task.moving != "parking":
             return
@@ -367,7 +367,7 @@ class PoolMachine(TaskTransitions):
         self._next_turn(group, now)
         self._freed()
 
-    def _on_unparked(self, event: e.TaskUnparked, now: float) -> None:
+    def _on_task_unparked(self, event: e.TaskUnparked, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None or task.moving != "unparking":
             return
@@ -376,7 +376,7 @@ class PoolMachine(TaskTransitions):
         self.candidate(task)
         self._next_turn(self.groups[task.places[0].group], now)
 
-    def _on_found(self, event: e.StateRecovered, now: float) -> None:
+    def _on_state_recovered(self, event: e.StateRecovered, now: float) -> None:
         for spec in event.pools:
             if spec.name not in self.pools:
                 self.add_pool(PoolRecord(spec))
@@ -385,7 +385,7 @@ class PoolMachine(TaskTransitions):
                 self._to_found(found, now)
         self._freed()
 
-    def _on_tick(self, event: e.PoolTick, now: float) -> None:
+    def _on_pool_tick(self, event: e.PoolTick, now: float) -> None:
         due = []
         while self.timers and self.timers[0][0] <= now:
             due.append(heapq.heappop(self.timers))

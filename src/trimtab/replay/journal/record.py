@@ -364,6 +364,9 @@ class _JournalReader:
             self._record.unasked.append(f"{type(event).__name__} of {key[1]}")
 
 
+VERBS: dict[type, str] = {e.StartTask: "start", e.StopTask: "stop", e.ParkTask: "park", e.UnparkTask: "unpark"}
+
+
 def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
     try:
         machine = PoolMachine.load(snapshot)
@@ -379,7 +382,7 @@ def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
 def _key(one: e.PoolInstruction) -> tuple[str, str, int]:
     if isinstance(one, (e.CreatePlacementGroup, e.RemovePlacementGroup)):
         return ("make" if isinstance(one, e.CreatePlacementGroup) else "remove", one.group, 0)
-    return (type(one).__name__.lower(), one.task, one.attempt)
+    return (VERBS[type(one)], one.task, one.attempt)
 
 
 def _answer(event: Any) -> tuple[str, str, int] | None:

@@ -19,7 +19,7 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PreemptionPolicy
 from trimtab.replay.common.churn import ChurnEvent
-from trimtab.replay.journal.record import GivenInstruction, SettingEvent
+from trimtab.replay.journal.record import VERBS, GivenInstruction, SettingEvent
 from trimtab.replay.journal.world import COUNTED, JournalWorld, base_name
 from trimtab.replay.pool.clairvoyant import Clairvoyant
 from trimtab.replay.pool.driver import (
@@ -433,5 +433,5 @@ def _deeds(given: Sequence[GivenInstruction], names: set[str]) -> list[str]:
                 places = ", ".join(f"{groups.get(p.group, 'an earlier group')}/{p.bundle}" for p in one.places)
                 found.append(f"start {name}, for the {starts[name]}. time, in {places}")
             else:
-                found.append(f"{type(one).__name__.lower()} {name}")
+                found.append(f"{VERBS[type(one)]} {name}")
     return found

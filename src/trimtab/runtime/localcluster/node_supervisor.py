@@ -22,7 +22,8 @@ from trimtab.runtime.localcluster.start_limit import StartPermit
 from trimtab.runtime.procs.processes import ProcessIdentity, command, kill_family, process, send, table, this
 
 LOOK_EVERY_S = 0.2
-ATTEMPTS = 3  # Ray gives its own parts fifteen seconds to come up, which a busy machine may exceed
+ATTEMPTS = 3
+TOO_BUSY = "Ray's agent did not come up in the 15 s that Ray gives it: this machine is too busy"
 POLITE_S = 5.0  # for Ray to end in order
 CRASH_S = 3.0  # within so long `ray start` ends by itself when one of its processes has crashed
 IP = "TRIMTAB_NODE_IP"
@@ -103,12 +104,14 @@ class NodeSupervisor:
 
     def _ended_by_itself(self) -> str:
         if self._status is not None:
-            if self.node.phase is NodePhase.starting and self._attempt < ATTEMPTS:
-                kill_family(this(), self._mark)
-                self._start()
-                return ""
             if self.node.phase is NodePhase.starting:
-                return f"its Ray did not start: {last_words(self.node.log, temp_dir(self.cluster, self.node))}"
+                words = last_words(self.node.log, temp_dir(self.cluster, self.node))
+                # A busy machine is tried again until the command that wants the node gives it up at its own deadline.
+                if self._attempt < ATTEMPTS or words == TOO_BUSY:
+                    kill_family(this(), self._mark)
+                    self._start()
+                    return ""
+                return f"its Ray did not start: {words}"
             if self._status == 0 or self.node.deadline is not None:
                 return "drained"
             return f"its Ray died (status {self._status})"
@@ -191,7 +194,7 @@ def last_words(log: str, where: str) -> str:
         with contextlib.suppress(OSError):
             text = path.read_text(errors="replace")
             if "Timed out waiting for file" in text:
-                return "Ray's agent did not come up in the 15 s that Ray gives it: this machine is too busy"
+                return TOO_BUSY
             if "Address already in use" in text:
                 return "a port or socket that it needs is taken"
     try:

@@ -230,9 +230,8 @@ class GcsReader:
 
     def _kinds(self, status: Any) -> tuple[NodeType, ...]:
         """Node types of the autoscaler, if the cluster has one."""
-        from ray.core.generated import autoscaler_pb2
-
         from ray import _raylet
+        from ray.core.generated import autoscaler_pb2
 
         config = self._tables.get_internal_kv(
             _raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(), _raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode()

@@ -141,9 +141,8 @@ class NodeAgents:
         await _ended(actor, facts)
 
     async def _create(self, node: str) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         kind = ray.remote(NodeAgent).options(
             name=node_agent_name(self._controller, node),

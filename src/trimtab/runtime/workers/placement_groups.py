@@ -61,9 +61,8 @@ class PlacementGroups:
 
     async def remove(self, group: str, pool: str) -> None:
         """Remove the group and what runs in it, if it exists."""
-        from ray.util.placement_group import placement_group_table, remove_placement_group
-
         import ray
+        from ray.util.placement_group import placement_group_table, remove_placement_group
 
         for key in [key for key in self._devices if key[0] == group]:
             del self._devices[key]
@@ -168,9 +167,8 @@ class PlacementGroups:
         return None
 
     def _existing(self) -> dict[str, FoundPlacementGroup]:
-        from ray.util.placement_group import placement_group_table
-
         import ray
+        from ray.util.placement_group import placement_group_table
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         found = {}
@@ -201,9 +199,8 @@ def own_resources(amounts: dict[str, float]) -> Resources:
 
 
 async def _read_devices(handle: Any, bundle: int, gpus: float) -> tuple[str, ...]:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     reader = ray.remote(_own_devices).options(
         num_cpus=0,

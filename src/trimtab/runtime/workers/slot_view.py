@@ -48,10 +48,9 @@ def supported() -> bool:
 
 def show(slot: BundleSlot, devices: tuple[str, ...]) -> None:
     """Patch Ray's API in this process to report the slot."""
+    from ray import PlacementGroupID
     from ray._private import worker
     from ray.runtime_context import RuntimeContext
-
-    from ray import PlacementGroupID
 
     group = PlacementGroupID(bytes.fromhex(slot.group))
 
@@ -110,10 +109,9 @@ def mark_children(slot: BundleSlot | None, mark: str) -> None:
 
 
 def _in_bundle(slot: BundleSlot) -> Any:
+    from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    from ray import PlacementGroupID
 
     return PlacementGroupSchedulingStrategy(
         placement_group=PlacementGroup(PlacementGroupID(bytes.fromhex(slot.group))),

@@ -199,9 +199,8 @@ class WarmPool:
         self._start_done(host)
 
     async def _started(self, node: str, name: str, kind: WarmWorkerKind) -> WarmWorker:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         host = ray.remote(WorkerProcess).options(
             name=name,
