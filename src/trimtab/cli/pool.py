@@ -1,8 +1,8 @@
 """`trimtab status`, `explain` and `pool`: what runs, what waits and why.
 
 They look at a controller that is there, and start neither a cluster nor a controller: where nothing is, they say so
-and how to get it. Only `pool drain` changes anything. What is shown is put together in `pool_text`; what they need is
-imported when they run, so that the command line starts quickly.
+and how to get it. Only `pool drain` and `pool free` change anything. What is shown is put together in `pool_text`;
+what they need is imported when they run, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -141,6 +141,29 @@ def drain(
         session.pool(pool).drain(not off)
         view = _known(session, pool)
     answer({"pool": pool, **view}, form, lambda: pool_text.print_drained(pool, view))
+
+
+@app.command()
+def free(
+    address: AddressOption = None,
+    name: Annotated[str, typer.Option("--name", "-n", help="The controller.")] = USUAL_NAME,
+    form: FormatOption = Format.text,
+) -> None:
+    """End what a controller left that is dead or refuses its journal: its processes, actors and placement groups.
+
+    Example:
+
+        trimtab pool free --name trimtab
+    """
+    from trimtab.runtime.client.connection import RayConnection, free_controller
+
+    connection = RayConnection(address, start=False)
+    try:
+        ended = free_controller(connection.ray, name)
+    finally:
+        connection.close()
+    data = {"controller": name, "actors": list(ended.actors), "placement_groups": list(ended.groups)}
+    answer(data, form, lambda: typer.echo(f"ended: {ended}"))
 
 
 @contextmanager

@@ -363,7 +363,7 @@ def _snapshots(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     machine = PoolMachine()
     for now, event in found.events[:40]:
         machine.handle(event, now)
-    whole = {"format": "trimtab-journal", "version": 1, "time": found.events[39][0], "machine": machine.dump()}
+    whole = {"format": "trimtab-journal", "version": 2, "time": found.events[39][0], "machine": machine.dump()}
 
     def replayed(path: Path) -> Any:
         found = read_found(path.parent)

@@ -7,18 +7,23 @@ reported and skipped. A Ray that was started here ends with the connection; an e
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.client.controller_start import start_controller
-from trimtab.runtime.controller.rpc import NAMESPACE, controller_name, value_of
+from trimtab.runtime.controller.rpc import NAMESPACE, controller_name, controllers, value_of
 from trimtab.runtime.localcluster import auth
 from trimtab.runtime.procs.background import describe, first_line
 from trimtab.runtime.rayapi.connect import answers, import_ray
+from trimtab.runtime.store.journal import JournalVersionError
+
+if TYPE_CHECKING:
+    from trimtab.runtime.controller.recovery import Remains
 
 MIN_CPUS = 8  # logical CPUs of a local Ray, at least
 ANSWER_S = 30.0
@@ -218,3 +223,20 @@ class ControllerConnection:
         if client.is_connected():  # through a Ray client server: the GCS address may be unreachable
             return f"ray://{client.get_context().client_worker._conn_str}"
         return str(self.ray.get_runtime_context().gcs_address)
+
+
+def free_controller(ray: Any, name: str, timeout_s: float = 60.0) -> Remains:
+    """End what a controller left that is dead or refuses its journal; InputError if it runs. Returns what there was."""
+    from trimtab.runtime.controller.recovery import free_remains
+
+    if name in controllers(ray):
+        try:
+            ControllerConnection(ray, name, None, None, timeout_s, make=False)
+        except JournalVersionError:
+            ray.kill(ray.get_actor(controller_name(name), NAMESPACE))
+        else:
+            raise InputError(
+                f"the controller {name} is running",
+                hint="`session.shutdown()` in Python ends it with all that it holds",
+            )
+    return asyncio.run(free_remains(ray, name, timeout_s))

@@ -36,7 +36,7 @@ from trimtab.runtime.controller.metrics import PoolMetrics
 from trimtab.runtime.controller.node_metrics import NodeMetrics, desired_workers
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.store.blobs import BlobStore, StagedBlob
-from trimtab.runtime.store.journal import Journal
+from trimtab.runtime.store.journal import Journal, JournalVersionError
 from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
 from trimtab.runtime.workers.task_types import TaskWorker
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
@@ -103,9 +103,12 @@ class ControllerLoop:
         """Replay the journal and recover what is alive."""
         began = time.monotonic()
         with _gc_disabled():
-            self.journal = await asyncio.to_thread(
-                Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
-            )
+            try:
+                self.journal = await asyncio.to_thread(
+                    Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
+                )
+            except JournalVersionError as refusal:  # before anything is started
+                raise await asyncio.to_thread(recovery.refused_journal, self._ray, self._name, refusal) from None
             try:
                 self.blobs = BlobStore(self.directory, self._state_dir)
                 self.machine, is_fresh = self._replay()

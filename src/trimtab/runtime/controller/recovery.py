@@ -9,9 +9,11 @@ identity and adopted, and the loss of history is reported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode
@@ -31,6 +33,8 @@ from trimtab.machines.pool.records import PgState, PoolTask
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, TaskSpec, TaskState
 from trimtab.runtime.controller.executor import InstructionExecutor
 from trimtab.runtime.controller.nodes import NodeMonitor
+from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
+from trimtab.runtime.store.journal import JournalVersionError
 from trimtab.runtime.workers.placement_groups import FoundPlacementGroup
 from trimtab.runtime.workers.task_types import TaskWorker
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
@@ -39,6 +43,62 @@ from trimtab.runtime.workers.worker_process import WorkerIdentity
 log = logging.getLogger("trimtab.controller")
 
 ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Remains:
+    """Names of the Ray actors and placement groups that a controller left."""
+
+    actors: tuple[str, ...]
+    groups: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [
+            f"{kind}{'s' * (len(names) != 1)} {', '.join(names)}"
+            for kind, names in (("actor", self.actors), ("placement group", self.groups))
+            if names
+        ]
+        return " and ".join(parts) or "nothing"
+
+
+def find_remains(ray: Any, controller: str) -> Remains:
+    """What of a controller is alive on the cluster, without the controller itself. Blocks; starts nothing."""
+    from ray.util.placement_group import placement_group_table
+
+    prefix, own = f"trimtab:{controller}:", controller_name(controller)
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"] != own]
+    groups = [table["name"] for table in placement_group_table().values() if table["state"] != "REMOVED"]
+    return Remains(*(tuple(sorted(name for name in each if name.startswith(prefix))) for each in (names, groups)))
+
+
+def refused_journal(ray: Any, controller: str, refusal: JournalVersionError) -> JournalVersionError:
+    """The refusal of a journal, with the names of what still runs and the command that frees it."""
+    remains = find_remains(ray, controller)
+    if remains == Remains((), ()):
+        return refusal
+    return JournalVersionError(
+        f"{refusal.what}; of this controller are still alive: {remains}",
+        where=refusal.where,
+        hint=f"`trimtab pool free --name {controller}` ends them; then start with another journal_dir, "
+        "or use the version of trimtab that wrote the journal",
+    )
+
+
+async def free_remains(ray: Any, controller: str, timeout_s: float) -> Remains:
+    """End the processes and placement groups that a dead controller left; returns what there was."""
+    remains = await asyncio.to_thread(find_remains, ray, controller)
+    if remains != Remains((), ()):
+        workers = TaskWorkerManager(controller, None, lambda member, why: None)
+        await asyncio.wait_for(workers.close(), timeout_s)
+        await asyncio.to_thread(_kill_actors, ray, find_remains(ray, controller).actors)  # of a trimtab of before
+    return remains
+
+
+def _kill_actors(ray: Any, names: Collection[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ValueError):  # gone
+            ray.kill(ray.get_actor(name, NAMESPACE))
 
 
 class RecoveryContext(Protocol):

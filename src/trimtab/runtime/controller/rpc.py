@@ -16,6 +16,7 @@ from trimtab.core.reasons import Reason
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import Labels, TaskState
 from trimtab.runtime.rayapi import draining
+from trimtab.runtime.store.journal import JournalVersionError
 from trimtab.runtime.workers.task_types import TaskWorker
 
 log = logging.getLogger("trimtab.controller")
@@ -27,6 +28,7 @@ _ERRORS: dict[str, type[errors.TrimtabError]] = {
         errors.InputError,
         errors.InfeasibleError,
         errors.UnreachableError,
+        JournalVersionError,
         draining.UnknownNodeError,
         draining.HeadNodeError,
         draining.PastDeadlineError,

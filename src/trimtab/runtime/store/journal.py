@@ -34,7 +34,7 @@ from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.procs.locks import DirectoryLock
 
 FORMAT = "trimtab-journal"
-VERSION = 1
+VERSION = 2  # the only one that is read
 SYNC_EVERY_S = 0.1
 LATEST = 1e12  # seconds; later times are refused
 SYNC_AGAIN_S = 5.0  # maximum pause between retries of a failed sync
@@ -43,6 +43,10 @@ POOL_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(pool_
 NODE_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
 ROLLOUT_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(rollout_events.RolloutEvent)}
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
+
+
+class JournalVersionError(InputError):
+    """A journal of another format version; its files are left unchanged."""
 
 
 class DamagedError(InputError):
@@ -457,9 +461,11 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _same_format(data: Any, path: Path) -> None:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("no header")
-    if decode(int, data.get("version", 0)) > VERSION:
-        raise InputError(
-            f"the journal has format {data['version']}, newer than {VERSION}, the newest that is known here",
+    version = decode(int, data.get("version", 0))
+    if version != VERSION:
+        age = "newer" if version > VERSION else "older"
+        raise JournalVersionError(
+            f"the journal has format {version}, {age} than {VERSION}, the only one that is read here",
             where=str(path),
             hint="use the version of trimtab that wrote it, or start with another journal_dir",
         )

@@ -160,10 +160,16 @@ class PlacementGroups:
         return self._groups[group]
 
     def _find(self, group: str, pool: str) -> Any:
-        from ray.util.placement_group import get_placement_group
+        """Handle of a group by name, also from a driver in another Ray namespace; None if it does not exist."""
+        from ray import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table
 
+        name = self._name(group, pool)
         with contextlib.suppress(ValueError):
-            return get_placement_group(self._name(group, pool))
+            return get_placement_group(name)
+        for id, table in placement_group_table().items():
+            if table["name"] == name and table["state"] != "REMOVED":
+                return PlacementGroup(PlacementGroupID(bytes.fromhex(id)))
         return None
 
     def _existing(self) -> dict[str, FoundPlacementGroup]:

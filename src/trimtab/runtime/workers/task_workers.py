@@ -324,7 +324,7 @@ class TaskWorkerManager:
         found = {}
         for node in self._agents.nodes:
             for record in await self._records(node):
-                if record["kind"] != "creating" and record["identity"]:
+                if record["kind"] != "creating" and record.get("identity"):
                     found[_member(record)] = WorkerIdentity(**record["identity"])
         return found
 
@@ -337,7 +337,9 @@ class TaskWorkerManager:
             for record in await self._records(node):
                 if record["kind"] == "creating":
                     ends.append(self._end_created(node, record))
-                elif record["identity"] and _member(record).key not in keys:
+                elif "pid" in record and "identity" not in record:  # of a trimtab of before
+                    ends.append(self._end_process(node, record["pid"], record["born"]))
+                elif record.get("identity") and _member(record).key not in keys:
                     ends.append(self._end([_member(record)]))
         await asyncio.gather(*ends)
         for member in keep:
@@ -517,7 +519,7 @@ class TaskWorkerManager:
         for record in await self._records(node):
             if record["kind"] == "creating":
                 await self._end_created(node, record)
-        left = [record for record in await self._records(node) if record["kind"] != "creating"]
+        left = [record for record in await self._records(node) if "pid" in record]
         await asyncio.gather(*(self._end_process(node, record["pid"], record["born"]) for record in left))
 
     async def _end_created(self, node: str, record: dict[str, Any]) -> None:
@@ -535,7 +537,7 @@ class TaskWorkerManager:
         self._agents.unwatch(creator.node, creator.pid, creator.born)
         await self._end_process(creator.node, creator.pid, creator.born)
         for record in await self._records(creator.node) if failed else ():
-            if record["identity"] == vars(failed):
+            if record.get("identity") == vars(failed):
                 made = record["kind"] != "creating"
                 await (self._end([_member(record)]) if made else self._end_created(creator.node, record))
 

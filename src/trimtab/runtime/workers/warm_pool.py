@@ -122,7 +122,11 @@ class WarmPool:
     async def adopt(self, node: str, records: list[dict[str, Any]]) -> None:
         """Adopt warm workers of an earlier controller; those that do not answer are ended."""
         for record in records:
-            if record.get("kind") == "host" and record["identity"] is None and record["actor"] not in self._own_names:
+            if (
+                record.get("kind") == "host"
+                and record.get("identity", "") is None
+                and record["actor"] not in self._own_names
+            ):
                 self._own_names.add(record["actor"])
                 self._starting.setdefault(node, {})[record["actor"]] = WarmWorkerKind()
                 self._run("adopt a warm host", self._adopt(node, record))
