@@ -50,8 +50,8 @@ def packed(
             f"{user_class.__name__} has no method {run}", where=where, hint=f"did you mean {near}?" if near else None
         )
     why = why_plain(kind, user_class, options, plain)
-    asked = options.pop("runtime_env", None) or getattr(kind, "_default_options", {}).get("runtime_env")
-    environment = environments.overridden(runtime_env, asked)
+    wanted = options.pop("runtime_env", None) or getattr(kind, "_default_options", {}).get("runtime_env")
+    environment = environments.overridden(runtime_env, wanted)
     if why is not None:
         environment = _with_own_paths(environment)
     return TaskPayload(
@@ -78,9 +78,9 @@ def class_of(kind: Any, where: str = "the task") -> type:
     raise InputError(f"a task runs a class, not {kind!r}", where=where)
 
 
-def why_plain(kind: Any, user_class: type, options: Mapping[str, Any], asked: bool) -> str | None:
+def why_plain(kind: Any, user_class: type, options: Mapping[str, Any], requested: bool) -> str | None:
     """Why a warm worker cannot serve it; None if it can."""
-    if asked:
+    if requested:
         return "a plain actor was requested"
     if not inspect.isclass(kind):
         return "its class is decorated with ray.remote"

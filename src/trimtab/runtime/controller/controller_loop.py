@@ -153,8 +153,8 @@ class ControllerLoop:
         )
         if self.node_monitor.set_aside:
             self.faults.append(self.node_monitor.set_aside)
-        there = await asyncio.to_thread(nodes.read_ray_nodes, self._ray)
-        await asyncio.gather(*(self._join_node(node.node) for node in there.nodes))
+        seen = await asyncio.to_thread(nodes.read_ray_nodes, self._ray)
+        await asyncio.gather(*(self._join_node(node.node) for node in seen.nodes))
         self.node_monitor.adopt(self.machine.nodes)
         if is_fresh:
             await self.node_monitor.step(wait=True)
@@ -318,7 +318,7 @@ class ControllerLoop:
             await asyncio.sleep(HOUSEKEEPING_S)
             self._check_compactor()
             self.journal.catch_up()
-            await self.executor.retry_state_writes()
+            await self.executor.states.retry_writes()
             await self.pool_metrics.sample(self.workers.warm_counts())
             views = self.node_monitor.views(gone=True)
             self.node_metrics.sample(views, self.desired_workers(), self.client_registry)

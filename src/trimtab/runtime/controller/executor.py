@@ -8,12 +8,9 @@ ends processes and placement groups.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.core.codec import encode
@@ -41,9 +38,10 @@ from trimtab.machines.pool.events import (
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedEnd, AwaitedKey, key_of
 from trimtab.machines.pool.records import PoolTask
-from trimtab.model.pool import ENDED, PoolSpec
+from trimtab.model.pool import PoolSpec
+from trimtab.runtime.controller.saved_states import SavedStates
 from trimtab.runtime.procs.background import describe
-from trimtab.runtime.store.blobs import BlobStore, file_name, pack, read_state_name
+from trimtab.runtime.store.blobs import BlobStore, pack
 from trimtab.runtime.workers.placement_groups import PlacementGroupError
 from trimtab.runtime.workers.task_types import (
     EntryOutcome,
@@ -54,7 +52,6 @@ from trimtab.runtime.workers.task_types import (
     WorkerDiedError,
     WorkerStopResult,
     read_payload,
-    saved_state_name,
 )
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
@@ -65,15 +62,6 @@ STOP_SLACK_S = 60.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _WORST = ("timed out", "raised", "returned", "not called")
 _LARGE = 2**20  # bytes; larger files are read and written in a thread
-
-
-@dataclass(frozen=True)
-class SavedMemberState:
-    """The state that a worker saved, and the node that keeps it until it is on the controller's disk."""
-
-    node: str
-    saved_as: str
-    state: bytes
 
 
 class ExecutorContext(Protocol):
@@ -96,12 +84,12 @@ class InstructionExecutor:
     """Instructions in progress, and the workers of running tasks."""
 
     def __init__(
-        self, world: ExecutorContext, members: TaskWorkerManager, blobs: BlobStore, *, workers_save: bool
+        self, context: ExecutorContext, workers: TaskWorkerManager, blobs: BlobStore, *, workers_save: bool
     ) -> None:
-        self._context = world
-        self._workers = members
+        self._context = context
+        self._workers = workers
         self._blobs = blobs
-        self._workers_save = workers_save  # into a directory that every node mounts
+        self.states = SavedStates(context, workers, blobs, self._spawn, workers_save=workers_save)
         self.running: dict[str, list[TaskWorker]] = {}  # by task: workers that were started and not stopped
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[str] = set()
@@ -110,9 +98,6 @@ class InstructionExecutor:
         self._creating: dict[str, asyncio.Task[None]] = {}
         self._removing: set[str] = set()
         self._pools: dict[str, str] = {}  # of groups
-        self._unwritten_states: dict[
-            str, tuple[int, dict[int, SavedMemberState]]
-        ] = {}  # by task: attempt and states that the disk refused
         self._new_payloads: dict[str, TaskPayload] = {}  # of new tasks, so that the file is not read again
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_progress: dict[AwaitedKey, asyncio.Task[None]] = {}
@@ -224,7 +209,7 @@ class InstructionExecutor:
 
     def forget(self, tasks: Collection[str]) -> None:
         """Forget tasks that the machine has forgotten."""
-        for by_task in (self._new_payloads, self._unwritten_states):
+        for by_task in (self._new_payloads, self.states.unwritten):
             for task in [id for id in by_task if id not in tasks]:
                 del by_task[task]
         self._with_outcome = {key for key in self._with_outcome if key[0] in self.running}
@@ -251,42 +236,42 @@ class InstructionExecutor:
 
     # ---- placement groups -----------------------------------------------------------------------------------
 
-    async def _create_group(self, instruction: CreatePlacementGroup) -> None:
+    async def _create_group(self, create: CreatePlacementGroup) -> None:
         why = None
         try:
-            limit_s = max(0.0, instruction.deadline - self._context.now()) + SLACK_S
-            await asyncio.wait_for(self._workers.create_group(instruction, self._context.now), limit_s)
+            limit_s = max(0.0, create.deadline - self._context.now()) + SLACK_S
+            await asyncio.wait_for(self._workers.create_group(create, self._context.now), limit_s)
         except PlacementGroupError as fault:
             why = str(fault)
         except asyncio.TimeoutError:
             why = "Ray did not answer in time"
         except Exception as fault:
-            log.exception("group %s could not be created", instruction.group)
+            log.exception("group %s could not be created", create.group)
             why = describe(fault)
-        self._creating.pop(instruction.group, None)
+        self._creating.pop(create.group, None)
         if why is None:
-            self._context.feed(PlacementGroupReady(instruction.group))
+            self._context.feed(PlacementGroupReady(create.group))
             return
         try:
-            await asyncio.wait_for(self._context.refresh_nodes(set(instruction.nodes), instruction.group), SLACK_S)
+            await asyncio.wait_for(self._context.refresh_nodes(set(create.nodes), create.group), SLACK_S)
         except Exception:
             log.exception("nodes could not be read again")
-        self._context.feed(PlacementGroupFailed(instruction.group, why))
+        self._context.feed(PlacementGroupFailed(create.group, why))
 
-    async def _remove_group(self, instruction: RemovePlacementGroup) -> None:
-        creating = self._creating.pop(instruction.group, None)
+    async def _remove_group(self, remove: RemovePlacementGroup) -> None:
+        creating = self._creating.pop(remove.group, None)
         if creating is not None:  # its creation timed out
             creating.cancel()
             await asyncio.wait([creating], timeout=STOP_SLACK_S)
-        group = self._context.machine.groups.get(instruction.group)
-        pool = self._pools.get(instruction.group) or (group.pool if group else "")
+        group = self._context.machine.groups.get(remove.group)
+        pool = self._pools.get(remove.group) or (group.pool if group else "")
         await self._until_done(
-            lambda: self._workers.remove_group(instruction.group, pool),
-            f"group {instruction.group} could not be removed",
+            lambda: self._workers.remove_group(remove.group, pool),
+            f"group {remove.group} could not be removed",
         )
-        self._pools.pop(instruction.group, None)
-        self._removing.discard(instruction.group)
-        self._context.feed(PlacementGroupRemoved(instruction.group))
+        self._pools.pop(remove.group, None)
+        self._removing.discard(remove.group)
+        self._context.feed(PlacementGroupRemoved(remove.group))
 
     async def _until_done(self, action: Callable[[], Awaitable[Any]], failure: str) -> Any:
         """Retry until it succeeds: what Ray still holds must not count as free."""
@@ -301,87 +286,85 @@ class InstructionExecutor:
 
     # ---- starting -------------------------------------------------------------------------------------------
 
-    async def _start(self, instruction: StartTask) -> None:
-        key = (instruction.task, instruction.attempt)
+    async def _start(self, start: StartTask) -> None:
+        key = (start.task, start.attempt)
         try:
-            members, how = await self._start_workers(instruction)
+            members, how = await self._start_workers(start)
         except asyncio.CancelledError:  # it is being stopped, or the controller is
             self._died_starting.pop(key, None)
             raise
         except TaskStartError as fault:
             if fault.trace:
-                await self._store_result(instruction.task, {0: EntryOutcome(error=fault.why, trace=fault.trace)})
-            self._report_start_failed(instruction, fault)
+                await self._store_result(start.task, {0: EntryOutcome(error=fault.why, trace=fault.trace)})
+            self._report_start_failed(start, fault)
         except asyncio.TimeoutError:
             self._report_start_failed(
-                instruction, TaskStartError("it was not constructed in time", fatal=False, timed_out=True)
+                start, TaskStartError("it was not constructed in time", fatal=False, timed_out=True)
             )
         except Exception as fault:
-            log.exception("task %s could not be started", instruction.task)
-            self._report_start_failed(instruction, TaskStartError(describe(fault), fatal=False))
+            log.exception("task %s could not be started", start.task)
+            self._report_start_failed(start, TaskStartError(describe(fault), fatal=False))
         else:
-            self._report_started(instruction, members, how)
+            self._report_started(start, members, how)
 
-    async def _resume(self, instruction: StartTask, members: Sequence[TaskWorker]) -> None:
-        limit_s = max(1.0, instruction.deadline - self._context.now())
-        self.attach(instruction.task, members)  # so that a stop finds them
+    async def _resume(self, start: StartTask, members: Sequence[TaskWorker]) -> None:
+        limit_s = max(1.0, start.deadline - self._context.now())
+        self.attach(start.task, members)  # so that a stop finds them
         try:
             ready = await asyncio.gather(*(self._workers.ready(member, limit_s) for member in members))
         except Exception:
-            log.exception("the start of %s could not be resumed", instruction.task)
+            log.exception("the start of %s could not be resumed", start.task)
             ready = [False]
         if all(ready):
-            self._report_started(instruction, members, "found running after a controller restart")
+            self._report_started(start, members, "found running after a controller restart")
             return
-        stop = StopTask(
-            instruction.task, instruction.attempt, self._context.machine.tasks[instruction.task].reason, tell_s=0.0
-        )
-        await asyncio.gather(*(self._stop_member(member, stop) for member in members))
-        self.running.pop(instruction.task, None)
-        self._died_starting.pop((instruction.task, instruction.attempt), None)
-        await self._start(instruction)
+        stopping = StopTask(start.task, start.attempt, self._context.machine.tasks[start.task].reason, tell_s=0.0)
+        await asyncio.gather(*(self._stop_member(member, stopping) for member in members))
+        self.running.pop(start.task, None)
+        self._died_starting.pop((start.task, start.attempt), None)
+        await self._start(start)
 
-    def _report_started(self, instruction: StartTask, members: Sequence[TaskWorker], how: str) -> None:
-        key = (instruction.task, instruction.attempt)
-        self._starting.pop(instruction.task, None)
-        self.attach(instruction.task, members)
+    def _report_started(self, start: StartTask, members: Sequence[TaskWorker], how: str) -> None:
+        key = (start.task, start.attempt)
+        self._starting.pop(start.task, None)
+        self.attach(start.task, members)
         self._context.feed(TaskStarted(*key, how))
         self.watch_outcome(*key)
-        self._new_payloads.pop(instruction.task, None)
+        self._new_payloads.pop(start.task, None)
         if key in self._died_starting:
             self._context.feed(TaskDied(*key, self._died_starting.pop(key)))
 
-    def _report_start_failed(self, instruction: StartTask, fault: TaskStartError) -> None:
-        self._starting.pop(instruction.task, None)
-        self._died_starting.pop((instruction.task, instruction.attempt), None)
-        why, record = fault.why, self._context.machine.tasks.get(instruction.task)
+    def _report_start_failed(self, start: StartTask, fault: TaskStartError) -> None:
+        self._starting.pop(start.task, None)
+        self._died_starting.pop((start.task, start.attempt), None)
+        why, record = fault.why, self._context.machine.tasks.get(start.task)
         if fault.timed_out and record is not None:  # the configured time, not the remainder here
             why = f"it was not constructed within {record.spec.start_timeout_s:g} s"
-        self._context.feed(TaskStartFailed(instruction.task, instruction.attempt, why, fault.fatal, fault.timed_out))
+        self._context.feed(TaskStartFailed(start.task, start.attempt, why, fault.fatal, fault.timed_out))
 
-    async def _start_workers(self, instruction: StartTask) -> tuple[list[TaskWorker], str]:
-        record = self._context.machine.tasks[instruction.task]
+    async def _start_workers(self, start: StartTask) -> tuple[list[TaskWorker], str]:
+        record = self._context.machine.tasks[start.task]
         pool = self._context.machine.pools[record.spec.pool].spec
-        payload = self._new_payloads.get(instruction.task) or await asyncio.to_thread(self._payload, instruction.task)
+        payload = self._new_payloads.get(start.task) or await asyncio.to_thread(self._payload, start.task)
         if payload is None:
             raise TaskStartError("the file with its class is gone from the journal's directory", fatal=True)
         processes = record.spec.processes
-        state = await self._state(instruction, processes) if instruction.restore else None
-        limit_s = max(0.0, instruction.deadline - self._context.now())
-        start = self._workers.start(
-            instruction.task,
-            instruction.attempt,
+        state = await self.states.load(start, processes) if start.restore else None
+        limit_s = max(0.0, start.deadline - self._context.now())
+        starting = self._workers.start(
+            start.task,
+            start.attempt,
             pool.name,
-            instruction.places[:processes],
+            start.places[:processes],
             record.spec.bundles[:processes],
             payload,
             state,
             limit_s,
             preload=pool.preload,
-            wide=len(instruction.places) > 1,
+            wide=len(start.places) > 1,
             facts=self._facts(record, pool),
         )
-        return await asyncio.wait_for(start, limit_s + SLACK_S)
+        return await asyncio.wait_for(starting, limit_s + SLACK_S)
 
     def _facts(self, record: PoolTask, pool: PoolSpec) -> str:
         """What a worker stores about its task, for recovery without a journal."""
@@ -396,19 +379,6 @@ class InstructionExecutor:
         record = self._context.machine.tasks.get(task)
         handlers = self._blobs.get("handlers", record.spec.pool) if record else None
         return read_payload(data, handlers)
-
-    async def _state(self, instruction: StartTask, processes: int) -> dict[int, bytes | str]:
-        await self.retry_state_writes()
-        if instruction.task in self._unwritten_states:
-            attempt, states = self._unwritten_states[instruction.task]
-            ranks = {rank: self._blobs.state_path(instruction.task, attempt, rank) for rank in range(processes)}
-            return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
-        paths = await asyncio.to_thread(self._blobs.latest_state, instruction.task, processes)
-        if paths is None:
-            raise TaskStartError("the state it saved is gone", fatal=True)
-        if self._workers_save:
-            return {rank: str(path) for rank, path in enumerate(paths)}
-        return dict(enumerate(await asyncio.gather(*(asyncio.to_thread(path.read_bytes) for path in paths))))
 
     # ---- outcomes -------------------------------------------------------------------------------------------
 
@@ -473,34 +443,30 @@ class InstructionExecutor:
 
     # ---- stopping -------------------------------------------------------------------------------------------
 
-    async def _stop(self, instruction: StopTask) -> None:
-        starting = self._starting.pop(instruction.task, None)
+    async def _stop(self, stop: StopTask) -> None:
+        starting = self._starting.pop(stop.task, None)
         if starting is not None:
             starting.cancel()
             await asyncio.wait([starting], timeout=STOP_SLACK_S)
-        members = [member for member in self.running.get(instruction.task, ()) if member.attempt == instruction.attempt]
-        outcomes = await asyncio.gather(*(self._stop_member(member, instruction) for member in members))
-        waiting = self._outcomes.pop(instruction.task, None)
+        members = [member for member in self.running.get(stop.task, ()) if member.attempt == stop.attempt]
+        outcomes = await asyncio.gather(*(self._stop_member(member, stop) for member in members))
+        waiting = self._outcomes.pop(stop.task, None)
         if waiting is not None:
             waiting.cancel()
-        saved, notes = await self._save_states(instruction, members, outcomes)
+        saved, notes = await self.states.store(stop, members, outcomes)
         cancel = next((word for word in _WORST if any(outcome.cancel == word for outcome in outcomes)), "not called")
-        self.running.pop(instruction.task, None)
-        self._stopping.discard(instruction.task)
+        self.running.pop(stop.task, None)
+        self._stopping.discard(stop.task)
         notes += [outcome.note for outcome in outcomes if outcome.note]
-        self._context.feed(
-            TaskStopped(instruction.task, instruction.attempt, cancel, saved, "; ".join(dict.fromkeys(notes)))
-        )
+        self._context.feed(TaskStopped(stop.task, stop.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
 
-    async def _stop_member(self, member: TaskWorker, instruction: StopTask) -> WorkerStopResult:
-        path = str(self._state_path(member)) if self._workers_save and instruction.save_s else None
-        limit_s = instruction.tell_s + instruction.save_s + STOP_SLACK_S
-        tell_s, save_s, tries = instruction.tell_s, instruction.save_s, 0
+    async def _stop_member(self, member: TaskWorker, stop: StopTask) -> WorkerStopResult:
+        path = self.states.shared_path(member) if stop.save_s else None
+        limit_s = stop.tell_s + stop.save_s + STOP_SLACK_S
+        tell_s, save_s, tries = stop.tell_s, stop.save_s, 0
         while True:
             try:
-                return await asyncio.wait_for(
-                    self._workers.stop(member, tell_s, instruction.notice, save_s, path), limit_s
-                )
+                return await asyncio.wait_for(self._workers.stop(member, tell_s, stop.notice, save_s, path), limit_s)
             except Exception as fault:
                 if not self._context.alive(member.node):
                     return WorkerStopResult("not called", note="its node is gone")
@@ -509,78 +475,6 @@ class InstructionExecutor:
             tell_s = save_s = 0.0
             await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
-
-    def _state_path(self, member: TaskWorker) -> Path:
-        return self._blobs.state_path(member.task, member.attempt, member.rank)
-
-    async def _save_states(
-        self, instruction: StopTask, members: Sequence[TaskWorker], outcomes: Sequence[WorkerStopResult]
-    ) -> tuple[bool, list[str]]:
-        record = self._context.machine.tasks.get(instruction.task)
-        if not instruction.save_s or record is None:
-            return False, []
-        states = {
-            member.rank: SavedMemberState(member.node, saved_state_name(member), outcome.state)
-            for member, outcome in zip(members, outcomes, strict=True)
-            if outcome.saved and outcome.state is not None
-        }
-        why = await self._write_states(instruction.task, instruction.attempt, states)
-        # Files decide, not answers: a stop that a controller crash interrupted may have written them.
-        unwritten = self._unwritten_states.get(instruction.task, (0, {}))[1]
-        paths = [
-            self._blobs.state_path(instruction.task, instruction.attempt, rank) for rank in range(record.spec.processes)
-        ]
-        saved = all(rank in unwritten or path.exists() for rank, path in enumerate(paths))
-        if saved and why is None:
-            await asyncio.to_thread(self._blobs.drop_old_states, instruction.task, instruction.attempt)
-        return saved, [why] if why else []
-
-    async def _write_states(self, task: str, attempt: int, states: dict[int, SavedMemberState]) -> str | None:
-        """Write states to disk, then delete them on their nodes. If the disk refuses, keep them and return why."""
-        try:
-            for rank, sent in states.items():
-                await asyncio.to_thread(self._blobs.put_state, task, attempt, rank, sent.state)
-        except OSError as fault:
-            self._unwritten_states[task] = (attempt, states)
-            folder = self._blobs.state_path(task, attempt, 0).parent
-            why = f"its state is kept in memory and not in {folder} ({fault.strerror}): make room there"
-            log.error("task %s: %s", task, why)
-            return why
-        if task in self._unwritten_states and self._unwritten_states[task][0] <= attempt:
-            del self._unwritten_states[task]
-        for sent in states.values():
-            self._spawn(
-                ("drop state", sent.saved_as, attempt), self._workers.drop_saved_state(sent.node, sent.saved_as)
-            )
-        return None
-
-    async def retry_state_writes(self) -> None:
-        """Retry the writes that the disk refused."""
-        for task, (attempt, states) in list(self._unwritten_states.items()):
-            record = self._context.machine.tasks.get(task)
-            if record is None or record.state in ENDED:
-                del self._unwritten_states[task]
-                for sent in states.values():
-                    await self._workers.drop_saved_state(sent.node, sent.saved_as)
-            elif await self._write_states(task, attempt, states) is None:
-                log.info("the state of task %s is on the disk now", task)
-
-    async def collect_states(self) -> None:
-        """After a restart: collect the states that were saved for the previous controller."""
-        tasks = {file_name(task.id): task for task in self._context.machine.tasks.values() if task.state not in ENDED}
-        for name, node in (await self._workers.saved_states()).items():
-            found = read_state_name(name.partition("~")[2])
-            record = tasks.get(found[0]) if found else None
-            if found is None or record is None:
-                await self._workers.drop_saved_state(node, name)
-                continue
-            state = None
-            with contextlib.suppress(UnreachableError):  # the node is lost
-                state = await self._workers.saved_state(node, name, STOP_SLACK_S)
-            if state is not None:
-                _, attempt, rank = found
-                others = self._unwritten_states.get(record.id, (0, {}))[1]
-                await self._write_states(record.id, attempt, {**others, rank: SavedMemberState(node, name, state)})
 
     # ---- parking --------------------------------------------------------------------------------------------
 

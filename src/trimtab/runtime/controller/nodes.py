@@ -449,10 +449,10 @@ def _open_journal(directory: Path, background: Background) -> tuple[Journal, Nod
     except DamagedError as fault:
         aside = directory.with_name(f"{directory.name}.damaged-{time.time_ns()}")
         directory.rename(aside)
-        said = f"{fault.what} ({fault.where}): set aside as {aside}; requested drains and the history of nodes are lost"
-        log.error(said)
+        note = f"{fault.what} ({fault.where}): set aside as {aside}; requested drains and the history of nodes are lost"
+        log.error(note)
         journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes", background=background)
-        return journal, _replay(journal), said
+        return journal, _replay(journal), note
 
 
 def _replay(journal: Journal) -> NodeMachine:

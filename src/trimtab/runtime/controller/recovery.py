@@ -2,7 +2,7 @@
 
 Running task processes are adopted, lost ones are reported to the machine, unowned ones are ended, and instructions that
 were in progress are resumed. A task must never be started twice: a start in progress continues if all its processes
-exist, and begins again only after its remains are gone. Without a journal, running processes are asked for their
+exist, and begins again only after its remains are gone. Without a journal, running processes are queried for their
 identity and adopted, and the loss of history is reported.
 """
 
@@ -160,7 +160,7 @@ async def reconcile(
     creating = {create.group for create in before if isinstance(create, CreatePlacementGroup)}
     unowned = [pg for pg in groups.values() if pg.group not in context.machine.groups or pg.group in creating]
     await _remove(workers, unowned)
-    await executor.collect_states()
+    await executor.states.collect()
     # From here on the machine gets events, and its instructions are executed at once.
     await node_monitor.step(wait=True)
     _report_lost_groups(context, groups)

@@ -90,8 +90,8 @@ def rpc_method(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, A
             return "error", (names, fault.what, fault.where, fault.hint)
         except Exception as fault:
             log.exception("an RPC failed")
-            said = f"{type(fault).__name__}: {fault}"
-            return "error", (["TrimtabError"], f"the controller failed: {said}", None, "its log has the traceback")
+            text = f"{type(fault).__name__}: {fault}"
+            return "error", (["TrimtabError"], f"the controller failed: {text}", None, "its log has the traceback")
 
     return answer
 

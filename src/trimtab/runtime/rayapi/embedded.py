@@ -194,7 +194,7 @@ def check_cluster_gpus(cluster: Cluster) -> None:
         (float(node["Resources"].get("GPU", 0.0)) for node in import_ray().nodes() if node["Alive"]),
         reverse=True,
     )
-    asked = sorted((node.gpus for node in cluster.nodes), reverse=True)
+    wanted = sorted((node.gpus for node in cluster.nodes), reverse=True)
     has = f"Ray has {sum(present):g} on {len(present)} node{'s' * (len(present) != 1)}"
     if cluster.gpus > sum(present):
         raise InfeasibleError(
@@ -202,10 +202,10 @@ def check_cluster_gpus(cluster: Cluster) -> None:
             where="cluster",
             hint="state what there is in the job's cluster section, or add nodes",
         )
-    for has_gpus, gpus in zip([*present, *([0.0] * len(asked))], asked, strict=False):
+    for has_gpus, gpus in zip([*present, *([0.0] * len(wanted))], wanted, strict=False):
         if gpus > has_gpus:
             raise InfeasibleError(
-                f"the job asks for {_nodes_text(asked)} GPUs, and {has}: {_nodes_text(present)}",
+                f"the job asks for {_nodes_text(wanted)} GPUs, and {has}: {_nodes_text(present)}",
                 where="cluster.nodes",
                 hint="state the nodes as they are in the job's cluster section",
             )

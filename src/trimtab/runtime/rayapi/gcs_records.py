@@ -328,7 +328,7 @@ class RayTaskRecord:
         making = info.type == 1  # ACTOR_CREATION_TASK
         ended = any(state in states for state in DONE)
         running = not ended and any(state in states for state in RUNNING)
-        asked = min((at for state, at in states.items() if state in (1, *PENDING)), default=0)
+        submitted = min((at for state, at in states.items() if state in (1, *PENDING)), default=0)
         last = max(states.items(), key=lambda item: item[1], default=(0, 0))[0]
         return cls(
             id=event.task_id.hex(),
@@ -340,7 +340,7 @@ class RayTaskRecord:
             waits=info.type == 0 and not ended and not running and 2 in states,
             runs_on=_hex(event.state_updates.node_id) if running and info.type == 0 else None,
             blocked=last in BLOCKED,
-            since=asked / 1e9 or None,
+            since=submitted / 1e9 or None,
         )
 
     def holders(self, living: set[str]) -> list[ResourceHolder]:

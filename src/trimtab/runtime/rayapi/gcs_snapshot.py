@@ -278,13 +278,13 @@ def _optional(faults: list[str], what: str, otherwise: Answer, ask: Callable[[],
 
 
 def _unreachable(address: str, fault: Exception) -> UnreachableError:
-    said = str(fault).strip().strip("'\"")
-    if "AuthToken" in said or "nauthenticated" in said:
+    text = str(fault).strip().strip("'\"")
+    if "AuthToken" in text or "nauthenticated" in text:
         return UnreachableError(
             f"the Ray at {address} wants a token, and does not take ours",
             hint="set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
         )
-    first = said.splitlines()[0].partition(". ")[0] if said else type(fault).__name__
+    first = text.splitlines()[0].partition(". ")[0] if text else type(fault).__name__
     return UnreachableError(
         f"the Ray at {address} does not answer: {first}", hint="`ray status` on its head node shows whether it runs"
     )

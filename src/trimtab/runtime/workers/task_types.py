@@ -42,6 +42,16 @@ class TaskWorker:
     mark: str = ""  # in the environment of its children
     wide: bool = False  # its children may be on other nodes
 
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> TaskWorker:
+        """From the record file of a bound process."""
+        identity = record["identity"]
+        return cls(
+            identity["task"], identity["attempt"], identity["rank"], identity["world"],
+            record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
+            record["mark"], identity["wide"],
+        )  # fmt: skip
+
     @property
     def key(self) -> ProcessKey:
         return self.node, self.pid, self.born

@@ -214,10 +214,10 @@ class TaskWorkerManager:
     async def ready(self, member: TaskWorker, timeout_s: float) -> bool:
         """Wait until an adopted worker is constructed; false on failure, death or timeout."""
         with contextlib.suppress(UnreachableError):
-            asked = self._agents.request(
+            request = self._agents.request(
                 member.node, "ready", member.pid, member.born, timeout_s, timeout_s=timeout_s + _ANSWER_S
             )
-            return bool(await asked)
+            return bool(await request)
         return False
 
     async def outcome(self, member: TaskWorker) -> EntryOutcome:
@@ -325,7 +325,7 @@ class TaskWorkerManager:
         for node in self._agents.nodes:
             for record in await self._records(node):
                 if record["kind"] != "creating" and record.get("identity"):
-                    found[_member(record)] = WorkerIdentity(**record["identity"])
+                    found[TaskWorker.from_record(record)] = WorkerIdentity(**record["identity"])
         return found
 
     async def sweep(self, keep: Collection[TaskWorker]) -> int:
@@ -339,8 +339,8 @@ class TaskWorkerManager:
                     ends.append(self._end_created(node, record))
                 elif "pid" in record and "identity" not in record:  # of a trimtab of before
                     ends.append(self._end_process(node, record["pid"], record["born"]))
-                elif record.get("identity") and _member(record).key not in keys:
-                    ends.append(self._end([_member(record)]))
+                elif record.get("identity") and TaskWorker.from_record(record).key not in keys:
+                    ends.append(self._end([TaskWorker.from_record(record)]))
         await asyncio.gather(*ends)
         for member in keep:
             if member.key not in self._live:
@@ -378,19 +378,9 @@ class TaskWorkerManager:
         identity = spec.identity
         host, ahead = await self._warm_pool.take(place.node, kind)
         member = TaskWorker(
-            identity.task,
-            identity.attempt,
-            identity.rank,
-            identity.world,
-            "host",
-            host.actor,
-            NAMESPACE,
-            host.node,
-            host.pid,
-            host.born,
-            spec.mark,
-            identity.wide,
-        )
+            identity.task, identity.attempt, identity.rank, identity.world, "host", host.actor, NAMESPACE,
+            host.node, host.pid, host.born, spec.mark, identity.wide,
+        )  # fmt: skip
         taken.append(member)
         self._live[member.key] = member
         self._handles[member.key] = host.handle
@@ -419,25 +409,25 @@ class TaskWorkerManager:
     ) -> str:
         from ray.exceptions import RayError
 
-        identity, asked = spec.identity, payload.ray_options
-        name, namespace = asked.get("name"), payload.namespace
+        identity, user_options = spec.identity, payload.ray_options
+        name, namespace = user_options.get("name"), payload.namespace
         if name is None:
             name, namespace = f"trimtab:{self._controller}:actor:{uuid.uuid4().hex[:8]}", NAMESPACE
         elif identity.world > 1:
             name = f"{name}.{identity.rank}"
         amounts = ray_resources(bundle)
         cpus, gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
-        leaves_room = "num_cpus" in asked or "num_gpus" in asked
+        leaves_room = "num_cpus" in user_options or "num_gpus" in user_options
         options = {
-            **actor_worker.actor_options(asked, identity, payload.runtime_env, spec.mark),
-            "num_cpus": min(asked.get("num_cpus", cpus), cpus),
-            "num_gpus": min(asked.get("num_gpus", gpus), gpus),
+            **actor_worker.actor_options(user_options, identity, payload.runtime_env, spec.mark),
+            "num_cpus": min(user_options.get("num_cpus", cpus), cpus),
+            "num_gpus": min(user_options.get("num_gpus", gpus), gpus),
             "memory": amounts.pop("memory", None),
             "resources": amounts,
             "lifetime": "detached",
             "max_restarts": 0,
             "scheduling_strategy": await self._placement_groups.strategy(
-                place, identity.pool, bool(asked.get(_CAPTURE, leaves_room))
+                place, identity.pool, bool(user_options.get(_CAPTURE, leaves_room))
             ),
         }
         creator, _ = await self._warm_pool.take(place.node, WarmWorkerKind((), payload.runtime_env))
@@ -455,7 +445,7 @@ class TaskWorkerManager:
         if facts is None:
             timed_out = not fatal and time.monotonic() >= deadline
             raise TaskStartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
-        member = _member({**facts, "identity": vars(identity)})
+        member = TaskWorker.from_record({**facts, "identity": vars(identity)})
         taken.append(member)
         self._live[member.key] = member
         await self._agents.watch(member.node, member.pid, member.born)
@@ -539,7 +529,7 @@ class TaskWorkerManager:
         for record in await self._records(creator.node) if failed else ():
             if record.get("identity") == vars(failed):
                 made = record["kind"] != "creating"
-                await (self._end([_member(record)]) if made else self._end_created(creator.node, record))
+                await (self._end([TaskWorker.from_record(record)]) if made else self._end_created(creator.node, record))
 
     async def _call_hook(self, member: TaskWorker, do: str, timeout_s: float) -> None:
         word, note = await self.call_on_control_thread(member, do, timeout_s)
@@ -573,15 +563,6 @@ async def _gather_or_cancel(works: list[Coroutine[Any, Any, str]]) -> list[str]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _member(record: dict[str, Any]) -> TaskWorker:
-    identity = record["identity"]
-    return TaskWorker(
-        identity["task"], identity["attempt"], identity["rank"], identity["world"],
-        record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
-        record["mark"], identity["wide"],
-    )  # fmt: skip
 
 
 def _end_by_prefix(prefix: str) -> None:
