@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.advise.cluster import ClusterWatch, _sample, busy_in
-from trimtab.runtime.procs.gpu_utilization import gpus_here
+from trimtab.runtime.procs.nvml import local_gpu_utilization
 from trimtab.runtime.rayapi.gcs_snapshot import find
 from waiting import until
 
@@ -55,7 +55,7 @@ def test_how_busy_gpus_are_is_read_from_a_nodes_figures() -> None:
 
 
 def test_gpus_of_this_machine_are_shares_where_there_are_any() -> None:
-    assert all(0 <= one <= 1 for one in gpus_here())
+    assert all(0 <= one <= 1 for one in local_gpu_utilization())
 
 
 class _Figures(http.server.BaseHTTPRequestHandler):
@@ -108,7 +108,7 @@ class _Driver:
 
 
 def test_the_driver_is_asked_for_each_gpu_and_one_that_cannot_tell_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.runtime.procs.gpu_utilization.driver", _Driver)
-    assert gpus_here() == (0.4, 0.8)
-    monkeypatch.setattr("trimtab.runtime.procs.gpu_utilization.driver", lambda: _Driver(fails=1))
-    assert gpus_here() == ()
+    monkeypatch.setattr("trimtab.runtime.procs.nvml.driver", _Driver)
+    assert local_gpu_utilization() == (0.4, 0.8)
+    monkeypatch.setattr("trimtab.runtime.procs.nvml.driver", lambda: _Driver(fails=1))
+    assert local_gpu_utilization() == ()

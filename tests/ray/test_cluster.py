@@ -155,7 +155,7 @@ def test_a_block_of_ports_of_which_one_is_taken_is_passed_over(place: Place) -> 
 
 
 def test_ports_of_nodes_never_overlap() -> None:
-    blocks = [ports.block(slot, 6380, 10_002) for slot in range(ports.MOST_NODES)]
+    blocks = [ports.block(slot, 6380, 10_002) for slot in range(ports.MAX_NODES)]
     assert (blocks[0].node_manager, blocks[0].object_manager) == (6380, 6381)
     fixed = [port for one in blocks for port in one.fixed]
     workers = [port for one in blocks for port in range(one.first_worker, one.last_worker + 1)]
@@ -271,7 +271,7 @@ def test_a_node_whose_ray_is_stopped_by_others_ends_whole_and_says_so(workers: P
     raylet = workers.node("gpu-1").raylet
     assert raylet is not None
     send(raylet, signal.SIGTERM)
-    until(lambda: not any(one.lives for one in family), "some process of the node is still there")
+    until(lambda: not any(one.alive for one in family), "some process of the node is still there")
     assert "stopped from outside, as `ray stop` does" in workers.cause("gpu-1")
     assert "as `ray stop` does" in workers.done("status")
     assert gpus_of(workers) == ["0", "2", "3"]
@@ -282,7 +282,7 @@ def test_a_raylet_that_is_killed_takes_its_node_with_it_and_its_gpu_is_free(work
     raylet = workers.node("gpu-3").raylet
     assert raylet is not None
     send(raylet, signal.SIGKILL)
-    until(lambda: not any(one.lives for one in family), "some process of the node is still there")
+    until(lambda: not any(one.alive for one in family), "some process of the node is still there")
     assert "its Ray died" in workers.cause("gpu-3")
     assert "3" not in gpus_of(workers)
 
@@ -309,7 +309,7 @@ def test_a_drained_node_that_is_busy_is_seen_by_all_and_goes_at_its_deadline(wor
         assert node["state"] == "draining"  # Ray says so, to whoever asks
         assert node["deadline"] == data["deadline"]
         data = workers.asked("drain", "gpu-2", "--deadline", "2")  # a second one replaces the deadline
-        until(lambda: not any(one.lives for one in family), "the drained node is still there")
+        until(lambda: not any(one.alive for one in family), "the drained node is still there")
         assert time.time() >= data["deadline"]
     assert "its deadline has passed" in workers.cause("gpu-2")
 
@@ -320,7 +320,7 @@ def test_a_removed_node_is_gone_with_all_its_processes(workers: Place) -> None:
     done = workers.done("remove", "gpu-1")
     assert "node gpu-1 has ended" in done
     assert "GPU 1 is free" in done
-    assert not any(one.lives for one in family)
+    assert not any(one.alive for one in family)
     assert workers.run("remove", "gpu-1").returncode == 2
 
 

@@ -88,7 +88,7 @@ async def test_the_machine_is_woken_at_its_deadlines_after_a_tick_on_which_it_fa
         again.set()
         return []
 
-    monkeypatch.setattr(driver_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(driver_module, "TICK_RETRY_S", 0.01)
     driver = ControllerLoop("c", tmp_path, None, None)
     driver._clock = MonotonicWallClock(0.0)
     due = driver.now()
@@ -96,7 +96,7 @@ async def test_the_machine_is_woken_at_its_deadlines_after_a_tick_on_which_it_fa
     machine = types.SimpleNamespace(handle=handle, next_deadline=deadline, tasks={}, warm_targets=dict)
     driver.machine = cast(PoolMachine, machine)
     driver.journal = cast(Journal, types.SimpleNamespace(append=lambda *_: None, since_snapshot=0))
-    driver.meter = cast(PoolMetrics, types.SimpleNamespace(heard=lambda _: None))
+    driver.pool_metrics = cast(PoolMetrics, types.SimpleNamespace(observe=lambda _: None))
     driver._wake_soon()
     await asyncio.wait_for(again.wait(), 60)
     assert ticks == [PoolTick()] * 3
@@ -107,15 +107,15 @@ async def test_a_controller_that_could_not_come_up_tries_again_by_itself(monkeyp
     tried, up = [], asyncio.Event()
 
     class Slow(Controller):
-        async def _come_up(self) -> None:
+        async def _start(self) -> None:
             tried.append(1)
             if len(tried) < 3:
                 raise UnreachableError("Ray does not answer yet")
-            self._driver = cast(ControllerLoop, None)
-            self._is_there = True
+            self._loop = cast(ControllerLoop, None)
+            self._started = True
             up.set()
 
-    monkeypatch.setattr(controller_module, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(controller_module, "START_RETRY_S", 0.01)
     Slow("c", None, None)
     await asyncio.wait_for(up.wait(), 60)
     assert len(tried) == 3

@@ -18,7 +18,7 @@ import pytest
 
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, connect
-from trimtab.runtime.client.task_errors import TaskFailedError
+from trimtab.runtime.client.task import TaskFailedError
 from trimtab.runtime.rayapi.connect import connected
 
 WAIT_S = 240.0

@@ -18,7 +18,7 @@ from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, Task, connect
-from trimtab.runtime.client.task_errors import TaskFailedError
+from trimtab.runtime.client.task import TaskFailedError
 from trimtab.runtime.rayapi.connect import connected
 
 CPU = {"cpu": 1}

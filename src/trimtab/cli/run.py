@@ -99,9 +99,9 @@ def run(
             display.say(line)
 
     if not local:
-        from trimtab.runtime.rayapi.embedded import hush
+        from trimtab.runtime.rayapi.embedded import mute_ray_messages
 
-        hush()
+        mute_ray_messages()
     with RunDisplay(request.name, story, quiet=quiet) as display:
         display.say(_summary(request))
         with stdout_to_stderr(), signal_callbacks(display.interrupted, request_replan):

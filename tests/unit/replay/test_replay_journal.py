@@ -574,7 +574,7 @@ def test_a_snapshot_in_the_middle_stands_for_what_was_before_it(
     half = len(found.events) // 2
     directory = tmp_path / "compacted"
     journal = Journal(directory)
-    for at, ((now, event), told) in enumerate(zip(found.events, found.told, strict=True)):
+    for at, ((now, event), told) in enumerate(zip(found.events, found.instructions, strict=True)):
         if at == half:
             compact(directory, journal.rotate())
         journal.append(now, event, list(told or ()))
@@ -609,8 +609,11 @@ def test_what_is_no_journal_of_pools_is_refused_with_what_it_is(
         file.write(json.dumps([1.0, next(name for name in NODE_EVENTS if name != "NodeTick"), {}]) + "\n")
     refused(tmp_path / "nodes", "a journal of nodes, not of pools")
     newer = Path(shutil.copytree(kept, tmp_path / "newer"))
-    segment(newer).write_text(segment(kept).read_text().replace('"version":1', '"version":9', 1))
-    refused(newer, "newer than 1")
+    segment(newer).write_text(segment(kept).read_text().replace('"version":2', '"version":9', 1))
+    refused(newer, "newer than 2")
+    older = Path(shutil.copytree(kept, tmp_path / "older"))
+    segment(older).write_text(segment(kept).read_text().replace('"version":2', '"version":1', 1))
+    refused(older, "format 1, older than 2")
     damaged = Path(shutil.copytree(kept, tmp_path / "damaged"))
     lines = segment(kept).read_text().splitlines(keepends=True)
     segment(damaged).write_text("".join([*lines[:10], "{\n", *lines[10:]]))
@@ -683,7 +686,7 @@ def test_a_snapshot_that_contradicts_itself_is_one_clear_error_of_the_replay(
     state = json.loads(json.dumps(machine.dump()))
     state["groups"] = []  # while tasks run in them
     (tmp_path / "snapshot-00000001.json").write_text(
-        json.dumps({"format": "trimtab-journal", "version": 1, "time": EPOCH, "machine": state})
+        json.dumps({"format": "trimtab-journal", "version": 2, "time": EPOCH, "machine": state})
     )
     assert run(["replay", str(tmp_path)]) == 2
     assert "the snapshot cannot be read" in said(capsys)

@@ -27,7 +27,7 @@ from tiny_gguf import tiny_gguf
 from trimtab.cli.app import run
 from trimtab.render.live import rollout as rollout_live
 from trimtab.render.text import rollout as rollout_text
-from trimtab.runtime.procs.processes import below
+from trimtab.runtime.procs.processes import descendants
 from waiting import until
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rollout" / "tiny_engine.py"
@@ -231,7 +231,7 @@ def test_the_doctor_finds_the_engine_that_was_killed(
 
 
 def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> None:
-    family = below(served.process.pid)
+    family = descendants(served.process.pid)
     assert family, "its own engine is a process of it"
     long = {"input_ids": [40, 41], "sampling_params": {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True}}
     with subprocess.Popen(
@@ -243,7 +243,7 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> N
         assert json.loads(client.stdout.read())["meta_info"]["completion_tokens"] == 600
     assert served.process.wait(WAIT_S) == 0
     assert "stopped" in served.said
-    until(lambda: not any(one.lives for one in family))
+    until(lambda: not any(one.alive for one in family))
     assert not [*served.place.glob("*.json"), *served.place.glob("*.token")]
     assert "Traceback" not in served.said
 

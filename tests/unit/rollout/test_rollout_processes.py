@@ -20,7 +20,7 @@ from rollout_commands import HERE, llama, python
 from tiny_gguf import tiny_gguf
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
-from trimtab.runtime.procs.processes import ProcessIdentity, below, gone, process
+from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, process
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
@@ -66,15 +66,15 @@ def scene(play: Play, folder: Path, command: EngineCommand | None = None, **sett
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """No process more afterwards than before."""
-    before = below(os.getpid())
+    before = descendants(os.getpid())
     yield
-    assert not [one for one in below(os.getpid()) if one not in before]
+    assert not [one for one in descendants(os.getpid()) if one not in before]
 
 
 def family(launcher: ProcessLauncher, worker: str) -> list[ProcessIdentity]:
     """The guard and all below it."""
     guard = launcher._running[worker].pid
-    return [process(guard), *below(guard)]
+    return [process(guard), *descendants(guard)]
 
 
 # Starting.
@@ -214,7 +214,7 @@ def taken_command() -> EngineCommand:
 def test_a_process_that_ends_by_itself_is_told_with_its_status(tmp_path: Path) -> None:
     async def play(launcher: ProcessLauncher, heard: Heard) -> None:
         await launcher.start("w0", 0, None)
-        [engine] = below(launcher._running["w0"].pid)
+        [engine] = descendants(launcher._running["w0"].pid)
         os.kill(engine.pid, signal.SIGKILL)
         await until_async(lambda: heard.deaths)
         [(worker, why)] = heard.deaths
@@ -269,7 +269,7 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as pool:
         assert pool.stdout is not None
         assert pool.stdout.readline() == "up\n"
-        them = below(pool.pid)
+        them = descendants(pool.pid)
         assert len(them) == 2, "a guard and an engine"
         pool.kill()
     assert not gone(them, WAIT_S)
@@ -281,7 +281,7 @@ def test_an_engine_ends_also_when_its_guard_is_killed(tmp_path: Path) -> None:
         them = family(launcher, "w0")
         os.kill(them[0].pid, signal.SIGKILL)
         await until_async(lambda: heard.deaths)
-        await until_async(lambda: not any(one.lives for one in them))
+        await until_async(lambda: not any(one.alive for one in them))
 
     scene(play, tmp_path)
 
@@ -319,7 +319,7 @@ def test_a_pool_starts_refits_restarts_and_stops_its_processes(tmp_path: Path) -
             after = await one_answer(pool)
             assert after.token_ids != before.token_ids
             assert [span.version for span in after.spans] == [1]
-            [engine] = below(launcher._running["engine-1"].pid)
+            [engine] = descendants(launcher._running["engine-1"].pid)
             os.kill(engine.pid, signal.SIGKILL)
             await until_async(lambda: "engine-1" not in active(pool))
             assert await pool.until(lambda: len(active(pool)) == 2)

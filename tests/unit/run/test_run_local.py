@@ -400,6 +400,17 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert [one.number for one in read_run(folder).iterations] == [1, 2, 3, 4]
 
 
+def test_a_folder_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    LocalRun(noting(chain(), iterations=1), folder).run()
+    old = (folder / "summary.json").read_text().replace('"version": 2', '"version": 1')
+    (folder / "summary.json").write_text(old)
+    for refused in (lambda: LocalRun(noting(chain()), folder, resume=True).run(), lambda: read_run(folder)):
+        with pytest.raises(InputError, match="format 1, and 2 is the only one"):
+            refused()
+    assert (folder / "summary.json").read_text() == old
+
+
 def test_a_folder_has_one_run_and_is_not_written_over(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(InputError, match="no run in this folder"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab.core.errors import TrimtabError
-from trimtab.runtime.client.task_errors import TaskError
+from trimtab.runtime.client.task import TaskError
 from trimtab.runtime.controller.rpc import TaskSnapshot
 
 # An agent name that differs from the task id travels with the task, so that every client sees it.

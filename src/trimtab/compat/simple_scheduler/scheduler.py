@@ -40,8 +40,7 @@ from trimtab.core.errors import InputError, TrimtabError, nearest
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.client.session import Session, connect
-from trimtab.runtime.client.task import Task
-from trimtab.runtime.client.task_errors import TaskError
+from trimtab.runtime.client.task import Task, TaskError
 from trimtab.runtime.controller.rpc import TaskSnapshot
 
 __all__ = ["PreemptionAggressiveness", "PreemptionSettings", "SimpleScheduler", "SimpleTaskSpec"]

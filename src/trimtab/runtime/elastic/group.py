@@ -28,7 +28,7 @@ from trimtab.runtime.elastic.group_controller import GroupController, GroupError
 from trimtab.runtime.elastic.member import MemberWorld, find_member_methods
 from trimtab.runtime.elastic.member_tasks import MemberSpec, MemberTasks
 from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
-from trimtab.runtime.rayapi.connect import heeded_interrupts
+from trimtab.runtime.procs.interrupts import reliable_interrupts
 
 __all__ = [
     "ElasticGroup", "GroupError", "GroupGaveUpError", "GroupLogEntry", "MemberWorld", "StepFailedError", "StepResult",
@@ -181,7 +181,7 @@ class ElasticGroup:
     def _wait(self, result: concurrent.futures.Future[StepResult], timeout: float | None) -> StepResult:
         """The result; Ctrl-C interrupts the wait."""
         left_s = timeout
-        with heeded_interrupts() as heed:
+        with reliable_interrupts() as heed:
             while True:
                 heed()
                 wait_s = LOOK_S if left_s is None or left_s > LOOK_S else left_s

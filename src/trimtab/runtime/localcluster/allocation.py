@@ -44,9 +44,9 @@ def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, worker
                 hint="`trimtab cluster add` adds a node, `trimtab cluster stop` ends it, --port starts another",
             )
         _check_gpus(state, cluster, gpus, workers)
-        ports.need(cluster.port, "the head", "--port")
+        ports.require_free(cluster.port, "the head", "--port")
         if cluster.dashboard_port is not None:
-            ports.need(cluster.dashboard_port, "the dashboard", "--dashboard-port")
+            ports.require_free(cluster.dashboard_port, "the dashboard", "--dashboard-port")
         state.clusters[cluster.address] = cluster
         for number in range(workers + 1):
             state.clusters[cluster.address] = _with_node(
@@ -243,7 +243,7 @@ def _check_gpus(state: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, wor
 
 def _client_port(requested: int | None, head: NodeRecord) -> int:
     if requested is not None:
-        ports.need(requested, "Ray's client server", "--client-port")
+        ports.require_free(requested, "Ray's client server", "--client-port")
         return requested
     usual = 10_001
     return usual if ports.is_free(usual) else head.ports.spare

@@ -34,7 +34,7 @@ def new_cluster_auth(env: Mapping[str, str]) -> dict[str, str]:
 
 def head_auth(head: ProcessIdentity) -> dict[str, str]:
     """Mode and token that a head of trimtab was started with; empty if that cannot be read."""
-    head_env = environment(head.pid) if head.lives else {}
+    head_env = environment(head.pid) if head.alive else {}
     return {MODE: head_env[MODE], **_tokens(head_env)} if MODE in head_env else {}
 
 

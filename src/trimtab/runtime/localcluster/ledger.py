@@ -78,8 +78,8 @@ class NodeRecord:
         if self.phase is NodePhase.ended:
             return False
         if self.supervisor is not None:
-            return self.supervisor.lives
-        return self.adder.lives
+            return self.supervisor.alive
+        return self.adder.alive
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class NodeSupervisor:
             return f"its Ray died (status {self._status})"
         if len(self._vital) < (2 if self.node.head else 1):
             self._find_vital()
-        if not all(vital.lives for vital in self._vital.values()):
+        if not all(vital.alive for vital in self._vital.values()):
             self._vital_gone = self._vital_gone or time.monotonic()
             if self.node.phase is NodePhase.starting and self._ray is not None:
                 send(self._ray, signal.SIGKILL)  # it would wait half a minute for the missing process
@@ -166,7 +166,7 @@ class NodeSupervisor:
             return "drained: its deadline has passed"
         if self.node.head:
             owner = self.cluster.owner
-            return "the command that started the cluster is gone" if owner is not None and not owner.lives else ""
+            return "the command that started the cluster is gone" if owner is not None and not owner.alive else ""
         if self.cluster.head_here and (self.cluster.head is None or not self.cluster.head.alive):
             return "the head has ended"
         return ""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.model.pipeline import PipelineStage, Schedule
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, StageTimes
-from trimtab.runtime.rayapi.connect import connected, heeded_interrupts, import_ray, node_of
+from trimtab.runtime.procs.interrupts import reliable_interrupts
+from trimtab.runtime.rayapi.connect import connected, import_ray, node_of
 
 if TYPE_CHECKING:
     from trimtab.profile.block_chain import BlockChain
@@ -127,7 +128,7 @@ def run_pipeline(
         imports=chain.imports if chain is not None else "",
         python_path=(os.getcwd(), *(entry for entry in sys.path if entry)),
     )
-    with connected(address=address, cpus=len(schedule.stages) + 1) as ray, heeded_interrupts() as heed:
+    with connected(address=address, cpus=len(schedule.stages) + 1) as ray, reliable_interrupts() as heed:
         progress(f"starting {len(schedule.stages)} stages")
         actors: list[Any] = []
         try:

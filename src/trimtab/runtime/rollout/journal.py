@@ -30,7 +30,7 @@ class RolloutJournal:
     async def begin(cls, core: RolloutCore, directory: Path) -> RolloutJournal:
         def opened() -> Journal:
             journal = Journal(directory, kinds=ROLLOUT_EVENTS, owner="rollout pool")
-            journal.take_found()
+            journal.take_contents()
             return journal
 
         made = cls(core, await asyncio.to_thread(opened))

@@ -35,7 +35,7 @@ from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.runtime.procs.locks import DirectoryLock
 
 FORMAT = "trimtab-run"
-VERSION = 1
+VERSION = 2  # the only one that is read
 EVENTS, SUMMARY, SAVED, STATES, JOB = "events.jsonl", "summary.json", "saved.json", "state", "job.yaml"
 LOCK = "lock"
 
@@ -73,6 +73,7 @@ class RunFolder:
             raise _already_used(path)
         if resume and not there:
             raise _no_run(path)
+        _check_version(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
@@ -200,8 +201,23 @@ def check_free(path: Path, *, resume: bool) -> None:
         raise _already_used(path)
     if resume and not (path / EVENTS).exists():
         raise _no_run(path)
+    _check_version(path)
     if (path / EVENTS).exists():
         _lock(path).release()
+
+
+def _check_version(path: Path) -> None:
+    """InputError if the summary is of another version."""
+    try:
+        summary = plain.loads((path / SUMMARY).read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(summary, dict) and summary.get("format") == FORMAT and summary.get("version") != VERSION:
+        raise InputError(
+            f"this run has format {summary.get('version')}, and {VERSION} is the only one that is read here",
+            where=str(path),
+            hint="use the version of trimtab that wrote it, or begin a new run in another folder",
+        )
 
 
 def _already_used(path: Path) -> InputError:
@@ -237,6 +253,7 @@ def _cut_torn_line(descriptor: int) -> None:
 
 def read_run(path: Path) -> PastRun:
     """Read a run folder; changes nothing. InputError if it is none, or none of its lines can be parsed."""
+    _check_version(path)
     try:
         lines = (path / EVENTS).read_bytes().split(b"\n")[:-1]
         saved = 0

@@ -30,7 +30,7 @@ from trimtab.model.workflow import PlacementJob, Workflow
 from trimtab.plan.placement.order import play
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
-from trimtab.runtime.procs.interrupts import interrupts_heard
+from trimtab.runtime.procs.interrupts import stop_on_interrupt
 from trimtab.runtime.run import control_files
 from trimtab.runtime.run.checkpoints import Checkpointer
 from trimtab.runtime.run.clock import Clock, WallClock
@@ -144,7 +144,7 @@ class LocalRun:
             if self._folder is not None:
                 self._folder.close()
             raise
-        with interrupts_heard(self.stop, lambda: self._ending):
+        with stop_on_interrupt(self.stop, lambda: self._ending):
             state, reason, error = self._run_to_end(components, plan, first)
             components.close()
             plan = self._plan_now or plan

@@ -21,8 +21,7 @@ from trimtab.model.plan import ComponentGroup, Plan
 from trimtab.model.pool import TaskState
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.client.session import Pool, Session
-from trimtab.runtime.client.task import Task
-from trimtab.runtime.client.task_errors import TaskError, TaskTimeoutError
+from trimtab.runtime.client.task import Task, TaskError, TaskTimeoutError
 from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, error_text, find_class
 from trimtab.runtime.run.component_worker import CallResult, ComponentStartSpec, ComponentWorker
 from trimtab.runtime.run.components import ComponentLostError

@@ -21,7 +21,7 @@ from pathlib import Path
 from trimtab.core.errors import InputError
 from trimtab.runtime.http.tokens import without_tokens
 from trimtab.runtime.procs.ports import is_free
-from trimtab.runtime.procs.processes import ProcessIdentity, below, gone, send, table
+from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, send, table
 from trimtab.runtime.rollout.launch.launcher import EngineProcessState
 from trimtab.runtime.rollout.launch.process_guard import NOT_FOUND
 
@@ -160,7 +160,7 @@ class EngineProcess:
 
     def _tree(self) -> list[ProcessIdentity]:
         """The guard, its descendants, and its session, even if the guard is gone."""
-        found = set(below(self.pid)) if self.alive else set()
+        found = set(descendants(self.pid)) if self.alive else set()
         for pid, row in table().items():
             # A pid is not reused while it names a session.
             if (self._own_session and row.session == self.pid) or (self.alive and pid == self.pid):

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import NoReturn
 
-from trimtab.runtime.procs.processes import below, send
+from trimtab.runtime.procs.processes import descendants, send
 
 PARENT_CHECK_S = 0.25  # between checks of the parent
 CLEAR_S = 10.0  # for killed processes to disappear
@@ -54,7 +54,7 @@ class EngineSupervisor:
 
     def _kill(self) -> bool:
         """Kills all descendants; whether there were any."""
-        left = below(os.getpid())
+        left = descendants(os.getpid())
         for process in left:
             send(process, signal.SIGKILL)
         return bool(left)
