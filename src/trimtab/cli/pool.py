@@ -149,7 +149,7 @@ def drain(
 @app.command()
 def free(
     address: AddressOption = None,
-    name: Annotated[str, typer.Option("--name", "-n", help="The controller.")] = USUAL_NAME,
+    name: Annotated[str, typer.Option("--name", "-n", help="The controller.")] = DEFAULT_NAME,
     form: FormatOption = Format.text,
 ) -> None:
     """End what a controller left that is dead or refuses its journal: its processes, actors and placement groups.

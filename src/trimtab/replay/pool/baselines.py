@@ -209,7 +209,6 @@ class BaselineScheduler:
 
     def stop(self, job: BaselineJob, reason: Reason, checkpoint_timeout_s: float = 0.0) -> None:
         job.state = "stopping"
-        grace_s = TELL_S if save_s else 0.0
         self.out.append(
             e.StopTask(
                 job.spec.id,
