@@ -194,8 +194,9 @@ def test_results_that_differ_in_the_last_bits_are_close() -> None:
 
 def test_ctrl_c_leaves_no_process_behind() -> None:
     code = (
-        "from trimtab.model.pipeline import Schedule, Stage; from trimtab.runtime.pipeline.runner import run_pipeline\n"
-        "stages = tuple(Stage(f'h{i}', 't', i, i, 0.2, 0, 0, 0) for i in (1, 2))\n"
+        "from trimtab.model.pipeline import PipelineStage, Schedule\n"
+        "from trimtab.runtime.pipeline.runner import run_pipeline\n"
+        "stages = tuple(PipelineStage(f'h{i}', 't', i, i, 0.2, 0, 0, 0) for i in (1, 2))\n"
         "run_pipeline(Schedule(stages), emulate=True, microbatches=500, progress=lambda s: print(s, flush=True))"
     )
     child = subprocess.Popen(
