@@ -141,7 +141,7 @@ class FollowRecord:
         self._folder = RunFolder(path, resume=there)
         self.past, self._now = _read(path), _read(path)  # read again under the lock
         if self.past.bad_lines:
-            log.warning("lines of %s that could not be parsed are skipped: %d", path / EVENTS, self.past.bad_lines)
+            log.warning("lines of %s that could not be understood are left out: %d", path / EVENTS, self.past.bad_lines)
         self._waiting: list[tuple[LoggedStep, FollowEvent | None]] = []  # steps whose timers are not settled yet
         self._since_start = 0
         self._summary: dict[str, Any] = {}
