@@ -79,11 +79,8 @@ class RecordedPast:
         self.clock_s = max(self.clock_s, float(event.get("t_s") or 0.0))
         if kind == "began":
             self.has_begun = True
-            self.is_advised, self.follows, self.call = (
-                bool(event.get("advised")),
-                event.get("follows"),
-                event.get("call"),
-            )
+            self.is_advised = bool(event.get("advised"))
+            self.follows, self.call = event.get("follows"), event.get("call")
         elif kind == "reopened":
             self.called(event["call"])
         elif kind == "iteration":

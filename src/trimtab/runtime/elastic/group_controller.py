@@ -93,9 +93,7 @@ class GroupController:
         self._listener = tell
         self._stats = GroupStats()
         self._machine = ElasticMachine(spec)
-        self._offset = (
-            float(members.session.status()["time"]) - time.monotonic()
-        )  # node deadlines are by the controller's clock
+        self._offset = float(members.session.status()["time"]) - time.monotonic()  # to the controller's clock
         self._request: _StepRequest | None = None
         self._running: StepRun | None = None
         self._gave_up: Reason | None = None

@@ -440,9 +440,7 @@ class LocalRun:
         idle = tuple(name for name in self._workflow.names if runner.order.is_idle(name))
         runner.components.check_health(idle)
         is_due = self._checkpointer.is_due(number)
-        extra = (
-            ("checkpoint",) if is_due and self._job.save_every > 1 else ()
-        )  # with a checkpoint in every iteration it is the normal case
+        extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # not if every iteration has one
         with runner.lock:
             iteration = runner.measurements.iteration(number, now_s, extra)
             metrics = runner.measurements.metrics(number)
