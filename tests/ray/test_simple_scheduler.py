@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from trimtab import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
-from trimtab.compat.simple_scheduler.input import MB
-from trimtab.compat.simple_scheduler.preemption import PreemptionSettings
+from trimtab.compat.simple_scheduler.input import MB, PreemptionSettings
 from trimtab.core.errors import InputError
 from trimtab.runtime.rayapi.connect import import_ray
 from waiting import until

@@ -68,7 +68,7 @@ def look(
         frame = follower.once() if once else next(follower.frames())
         if around is not None:
             frame = replace(frame, around=around)
-        record.look(frame, follower.advising, as_data(frame, follower.history))
+        record.write_frame(frame, follower.advising, as_data(frame, follower.history))
         return Seen(frame, record)
 
 
@@ -226,7 +226,7 @@ def hooked(folder: Path, log: Path, told: list[str], *, status: int = 0) -> str:
         command = f"echo x >> {ran}; exit {status}"
         follower.hook = RestartHook(command, "config.yaml", 60.0, record.past.ran_for, record.record_hook_start)
         for at, frame in enumerate(follower.frames()):
-            record.look(frame, follower.advising, as_data(frame, follower.history))
+            record.write_frame(frame, follower.advising, as_data(frame, follower.history))
             if at == 0:
                 with log.open("a") as file:
                     file.write("".join(told))
@@ -325,7 +325,7 @@ def test_nodes_of_the_cluster_that_join_or_go_are_told_and_silence_is_no_loss(tm
     advising = AdviceTracker(framework, RunConfig(VERL.path(tmp_path), VERL.overrides), None, RULES, 2)
     with closing(FollowRecord(folder, [log], VERL.path(tmp_path), VERL.overrides)) as record:
         for nodes in ((one,), (one,), (one, two), "it does not answer", "it does not answer", (two,)):
-            record.look(replace(seen.frame, around=ClusterSample(nodes=nodes)), advising, {})
+            record.write_frame(replace(seen.frame, around=ClusterSample(nodes=nodes)), advising, {})
     assert [event["reason"] for event in events(folder, "told")] == [
         "node two is there (8 GPUs)",
         "it does not answer",

@@ -385,7 +385,7 @@ def test_whoever_is_told_and_raises_leaves_the_folder_in_order(tmp_path: Path) -
 
     with pytest.raises(RuntimeError, match="no terminal"):
         LocalRun(noting(chain()), tmp_path / "run", on_iteration=on_iteration).run()
-    assert "unexpected error: RuntimeError: no terminal" in summary(tmp_path / "run")["reason"]
+    assert "crashed: RuntimeError: no terminal" in summary(tmp_path / "run")["reason"]
     assert numbers(LocalRun(noting(chain()), tmp_path / "run", resume=True).run()) == [1, 2, 3]
 
 

@@ -136,9 +136,7 @@ class ElasticScheduler:
         if self._loops:  # started concurrently
             return
         self._wake = asyncio.Event()  # of this event loop
-        loops = (
-            {"time": self._tick_loop, "load": self._load_loop} if self._calls.has_status else {"time": self._tick_loop}
-        )
+        loops = {"time": self._tick, "load": self._load_loop} if self._calls.has_status else {"time": self._tick}
         self._loops = [
             self.background.start(name, functools.partial(self._reporting, name, loop), policy=NEVER_GIVE_UP)
             for name, loop in loops.items()
@@ -394,7 +392,7 @@ class ElasticScheduler:
 
     # ---- time and status -----------------------------------------------------------------------------------------
 
-    async def _tick_loop(self) -> None:
+    async def _tick(self) -> None:
         while True:
             self._handle(e.RolloutTick())
             self._report_late_drains()

@@ -26,6 +26,8 @@ from trimtab.compat.simple_scheduler.answers import (
 )
 from trimtab.compat.simple_scheduler.input import (
     Amounts,
+    PreemptionAggressiveness,
+    PreemptionSettings,
     SimpleTaskSpec,
     arguments_of,
     in_bytes,
@@ -35,7 +37,6 @@ from trimtab.compat.simple_scheduler.input import (
     whole_of,
     word_of,
 )
-from trimtab.compat.simple_scheduler.preemption import PreemptionAggressiveness, PreemptionSettings
 from trimtab.core.errors import InputError, TrimtabError, nearest
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import ENDED, TaskState
@@ -342,9 +343,7 @@ class SimpleScheduler:
         preempted: list[Answer] = []
         if seen.reason.code is ReasonCode.preempted:
             with contextlib.suppress(TrimtabError):  # the task runs in any case
-                preempted = [
-                    eviction for eviction in self.stats()["recent_preemptions"] if eviction["by"] == spec.task_id
-                ]
+                preempted = [entry for entry in self.stats()["recent_preemptions"] if entry["by"] == spec.task_id]
         return {
             "success": True,
             **facts,

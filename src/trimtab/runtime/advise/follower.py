@@ -77,9 +77,7 @@ class Follower:
         began = last_step_at = time.monotonic()
         steps = [*self._read(), *self.log.settle(), *self.log.settle()]
         news = self._catch_up(steps)
-        known = [
-            event for event in news if self.record is not None and self.record.knows(event)
-        ]  # events of an earlier command
+        known = [event for event in news if self.record is not None and self.record.knows(event)]
         seen = bool(steps)
         while True:
             now = time.monotonic()

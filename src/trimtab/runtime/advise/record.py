@@ -79,11 +79,8 @@ class RecordedPast:
         self.clock_s = max(self.clock_s, float(event.get("t_s") or 0.0))
         if kind == "began":
             self.has_begun = True
-            self.is_advised, self.follows, self.call = (
-                bool(event.get("advised")),
-                event.get("follows"),
-                event.get("call"),
-            )
+            self.is_advised = bool(event.get("advised"))
+            self.follows, self.call = event.get("follows"), event.get("call")
         elif kind == "reopened":
             self.called(event["call"])
         elif kind == "iteration":
@@ -141,7 +138,7 @@ class FollowRecord:
         self._folder = RunFolder(path, resume=there)
         self.past, self._now = _read(path), _read(path)  # read again under the lock
         if self.past.bad_lines:
-            log.warning("lines of %s that could not be parsed are skipped: %d", path / EVENTS, self.past.bad_lines)
+            log.warning("lines of %s that could not be understood are left out: %d", path / EVENTS, self.past.bad_lines)
         self._waiting: list[tuple[LoggedStep, FollowEvent | None]] = []  # steps whose timers are not settled yet
         self._since_start = 0
         self._summary: dict[str, Any] = {}

@@ -42,9 +42,7 @@ class Advice:
     low: float
     high: float
     extrapolated: tuple[str, ...] = ()  # components planned on GPU counts that were not measured
-    gain_if_less: float | None = (
-        None  # if each doubling of GPUs gives 80 % of a perfect speed-up; None: scaling is known
-    )
+    gain_if_less: float | None = None  # at 80 % of a perfect speed-up per doubling; None: scaling is known
 
     @property
     def overrides(self) -> tuple[str, ...]:

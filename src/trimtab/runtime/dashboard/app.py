@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,7 +22,6 @@ from starlette.routing import Route
 
 from trimtab.core.errors import InputError, TrimtabError, printable
 from trimtab.runtime.dashboard.feed import Feed, FeedClient
-from trimtab.runtime.dashboard.source import PageSource
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
@@ -54,6 +53,25 @@ MAX_BODY_BYTES = 16_384  # of a change request
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class PageSource(Protocol):
+    """Called from one thread at a time, but not always the same. May block."""
+
+    def look(self) -> Mapping[str, Any] | None:
+        """Changes since the last call, as data for JSON; None without any."""
+
+    def whole(self) -> Mapping[str, Any]:
+        """The full state after all calls of `look`, for a new client."""
+
+    def story(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """The story of a task, worker, node, component, move or mark; None if it does not exist."""
+
+    def files(self) -> Mapping[str, tuple[str, bytes]]:
+        """Static files: path, media type and content. The page itself is at `/`."""
+
+    def change(self, what: str, facts: Mapping[str, Any]) -> str:
+        """Change something; returns a sentence. Raises a TrimtabError; InputError if `what` is unknown."""
 
 
 class DashboardApp:

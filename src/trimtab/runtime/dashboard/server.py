@@ -19,8 +19,7 @@ from pathlib import Path
 import uvicorn
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp
-from trimtab.runtime.dashboard.source import PageSource
+from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp, PageSource
 from trimtab.runtime.http.listening import allow_files, listening, quiet_server
 from trimtab.runtime.http.tokens import DASHBOARD
 from trimtab.runtime.http.tokens import token as token_of

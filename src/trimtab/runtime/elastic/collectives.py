@@ -63,7 +63,7 @@ class WorldSetup:
     ) -> None:
         self._order = order
         self._clients = clients
-        self._member_methods = member_methods
+        self._methods = member_methods
         self._steps = steps
         self._kept = kept
         self._now = now
@@ -72,9 +72,9 @@ class WorldSetup:
     async def run(self) -> WorldSetupResult:
         """Hand over states and have all members enter. StateLostError: no state is left."""
         failed: dict[str, str] = {}
-        if self._member_methods.replicated:
+        if self._methods.replicated:
             await self._replicate(failed)
-        elif self._member_methods.merge:
+        elif self._methods.merge:
             await self._hand_over(failed)
         world = self._order.world
         if not failed:
@@ -208,7 +208,7 @@ class StepRun:
     ) -> None:
         self._order = order
         self._clients = list(clients)  # by rank
-        self._member_methods = member_methods
+        self._methods = member_methods
         self._timeout_s = timeout_s
         self._stop_waiting = stop_waiting
         self._interrupted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -224,7 +224,7 @@ class StepRun:
         halves: list[StepHalf | None] = [None] * len(self._clients)
         stopped = await self._compute(batch, parts, halves)
         if stopped is None:
-            outcome = await (self._commit(parts) if self._member_methods.commit else self._fetch(parts))
+            outcome = await (self._commit(parts) if self._methods.commit else self._fetch(parts))
         else:
             outcome = stopped
         computed = tuple(half.seconds if half else 0.0 for half in halves)
@@ -331,7 +331,7 @@ class StepRun:
             if isinstance(faults.get(client.member), (PartLostError, MemberRaisedError)) and client.there
         ]
         unfit = {client.member: str(faults[client.member]) for client in behind}
-        for source in done if behind and self._member_methods.replicated else ():
+        for source in done if behind and self._methods.replicated else ():
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
                 committed, state = await source.call_with_refs("give", within_s=self._timeout_s, returns=2)
                 for client in behind:

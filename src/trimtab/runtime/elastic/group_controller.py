@@ -39,9 +39,7 @@ PUBLISH_EVERY_S = 1.0
 WARN_AFTER_S = 3.0
 TICK_S = 0.2  # at most
 CLOSE_S = 30.0
-RESTART_POLICY = RestartPolicy(
-    max_failures=20, window_s=600.0, max_backoff_s=2.0
-)  # after more failures the group gives up
+RESTART_POLICY = RestartPolicy(max_failures=20, window_s=600.0, max_backoff_s=2.0)  # then the group gives up
 FAULTS = (  # a member that leaves for one of these is not called any more
     ReasonCode.hung,
     ReasonCode.unhealthy,
@@ -90,18 +88,16 @@ class GroupController:
         self.steps = 0  # complete steps
         self.world: World | None = None  # entered by every member; None while it changes
         self._members = members
-        self._member_methods = members.spec.member_methods
+        self._methods = members.spec.member_methods
         self._client_id = members.session.client
         self._listener = tell
         self._stats = GroupStats()
         self._machine = ElasticMachine(spec)
-        self._offset = (
-            float(members.session.status()["time"]) - time.monotonic()
-        )  # node deadlines are by the controller's clock
+        self._offset = float(members.session.status()["time"]) - time.monotonic()  # to the controller's clock
         self._request: _StepRequest | None = None
         self._running: StepRun | None = None
         self._gave_up: Reason | None = None
-        self._waiting_for: e.WaitForMembers | None = None
+        self._wait_for: e.WaitForMembers | None = None
         self._nodes: dict[str, NodeView] = {}
         self._version = -1
         self._happened: list[GroupLogEntry] = []  # since the last step
@@ -368,9 +364,7 @@ class GroupController:
     # ---- worlds and steps ----------------------------------------------------------------------------------------
 
     async def _enter(self, order: e.EnterWorld) -> None:
-        entry = WorldSetup(
-            order, self._members.clients, self._member_methods, self.steps, self._members.kept, self._now
-        )
+        entry = WorldSetup(order, self._members.clients, self._methods, self.steps, self._members.kept, self._now)
         try:
             entered = await entry.run()
         except StateLostError:
@@ -382,7 +376,7 @@ class GroupController:
             why = "; ".join(entered.failed.values())
             self._handle_event(e.WorldFailed(order.world.epoch, tuple(entered.failed), why))
             return
-        self.world, self._waiting_for = order.world, None
+        self.world, self._wait_for = order.world, None
         sentence = f"world {order.world.epoch}: {order.world.size} members ({order.world.reason.sentence})"
         self._log_event(GroupLogEntry("world", sentence, reason=order.world.reason, size=order.world.size))
         self._handle_event(e.WorldEntered(order.world.epoch))
@@ -415,9 +409,7 @@ class GroupController:
         else:
             sentence = f"step {order.step} runs on {world.size} members"
             self._notify(GroupLogEntry("step", sentence, step=order.step, size=world.size))
-            self._running = StepRun(
-                order, clients, self._member_methods, self.spec.step_timeout_s, self._members.stop_waiting
-            )
+            self._running = StepRun(order, clients, self._methods, self.spec.step_timeout_s, self._members.stop_waiting)
             outcome = await self._running.run(request.batch)
             self._running = None
         for client in clients:
@@ -474,12 +466,12 @@ class GroupController:
     def _wait(self, wait: e.WaitForMembers) -> None:
         left_s = wait.deadline - self._now()
         self._loop.call_later(min(WARN_AFTER_S, left_s / 2), self._warn, wait)
-        self._waiting_for = wait
+        self._wait_for = wait
         self._spawn(self._members.keep_any(self.steps))
 
     def _warn(self, wait: e.WaitForMembers) -> None:
         """A start takes a moment and needs no warning; a longer wait does."""
-        if self._waiting_for is wait and not self._closing and self._gave_up is None:
+        if self._wait_for is wait and not self._closing and self._gave_up is None:
             left_s = wait.deadline - self._now()
             self._log_event(
                 GroupLogEntry("waits", f"{wait.reason.sentence}; gives up in {left_s:.0f} s", reason=wait.reason)
@@ -550,9 +542,7 @@ class GroupController:
 
     def _facts(self) -> dict[str, Any]:
         seen = {**self._machine.view(), "redone": self._stats.redone}
-        facts = self._stats.facts(
-            seen, self.spec, self._members.pool.name, self._waiting_for, self._gave_up, self._now()
-        )
+        facts = self._stats.facts(seen, self.spec, self._members.pool.name, self._wait_for, self._gave_up, self._now())
         return {**facts, "background": [row for row in self._background.status() if row["failures"]]}
 
 

@@ -108,7 +108,7 @@ class MemberWrapper:
     """The user's object as the group calls it."""
 
     def __init__(self, kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._member_methods = find_member_methods(kind)
+        self._methods = find_member_methods(kind)
         self._object = kind(*args, **kwargs)
         self._world: MemberWorld | None = None
         self._committed = 0
@@ -125,7 +125,7 @@ class MemberWrapper:
     def enter(self, world: MemberWorld) -> MemberFacts:
         """Enter a world; the group has made sure that the state is the current one."""
         self._world, self._committed = world, world.step
-        if self._member_methods.enter:
+        if self._methods.enter:
             self._resolve(self._object.enter(world))
         return self.facts()
 
@@ -134,8 +134,8 @@ class MemberWrapper:
         self._expect(epoch)
         self._let_go.clear()
         began = time.perf_counter()
-        part = self._resolve(getattr(self._object, self._member_methods.compute)(step, batch))
-        if not self._member_methods.commit:
+        part = self._resolve(getattr(self._object, self._methods.compute)(step, batch))
+        if not self._methods.commit:
             self._committed = step
         return StepHalf(time.perf_counter() - began), part
 
@@ -164,7 +164,7 @@ class MemberWrapper:
         self._let_go.clear()
         fetched = self._fetch(state)
         with self._state_lock:
-            if self._member_methods.state:
+            if self._methods.state:
                 self._resolve(self._object.load(fetched[0]))
             self._committed, self._last = committed, None
         return self.facts()
@@ -180,7 +180,7 @@ class MemberWrapper:
 
     def beside_health(self) -> None:
         """Raise if the member is unhealthy."""
-        if self._member_methods.health and self._resolve(self._object.health()) is False:
+        if self._methods.health and self._resolve(self._object.health()) is False:
             raise RuntimeError("health() says False")
 
     def beside_let_go(self) -> None:
@@ -204,11 +204,11 @@ class MemberWrapper:
 
     def save(self) -> tuple[int, Any]:
         """For the pool on preemption: nothing is lost, even if this is the only member."""
-        return self.give() if self._member_methods.state else (self._committed, None)
+        return self.give() if self._methods.state else (self._committed, None)
 
     def load(self, state: tuple[int, Any]) -> None:
         """Restore the state after preemption."""
-        if self._member_methods.state:
+        if self._methods.state:
             self._resolve(self._object.load(state[1]))
             self._committed = state[0]
 

@@ -82,9 +82,7 @@ def sweep(ledger: Ledger) -> list[str]:
             kill_family(node.supervisor, node.mark)
             ended = f", {_count(len(left), 'process', 'processes')} of it ended" if left else ""
             ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause="its supervisor was killed")
-            notes.append(
-                f"node {node.name} of {cluster.address} had no supervisor any more{ended}: its GPU is free again"
-            )
+            notes.append(f"node {node.name} of {cluster.address} had lost its supervisor{ended}: its GPU is free again")
         if dead and len(dead) == len(cluster.nodes):
             notes = [f"the cluster at {cluster.address} is left over from an earlier run: cleaned up"]
     now = time.time()

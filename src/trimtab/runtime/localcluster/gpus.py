@@ -80,9 +80,7 @@ def _from_nvidia_smi() -> LocalGpus | None:
 
 def _devices() -> LocalGpus:
     """Without nvidia-smi: the driver's devices."""
-    found = [
-        int(match[1]) for path in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", path.name))
-    ]
+    found = [int(match[1]) for dev in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", dev.name))]
     return LocalGpus(tuple(str(number) for number in sorted(found)))
 
 

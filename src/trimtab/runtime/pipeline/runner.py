@@ -200,9 +200,7 @@ def _check(
             "running needs the model and its input", hint="--factory file.py:factory --input 128,2048; or --emulate"
         )
     if chain is not None and make_input is None:
-        raise InputError(
-            "the model's input is not stated", hint="--input 128,2048, or --input package.module:make_input"
-        )
+        raise InputError("the model's input is missing", hint="--input 128,2048, or --input package.module:make_input")
     for what, value, minimum in (
         ("buffers in", buffers_in, 1),
         ("buffers out", buffers_out, 1),

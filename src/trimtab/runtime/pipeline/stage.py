@@ -69,9 +69,7 @@ class StageActor:
         self._in_slots = threading.Semaphore(
             settings.buffers_in
         )  # acquired before data is received, released when computing starts
-        self._out_slots = threading.Semaphore(
-            settings.buffers_out
-        )  # acquired by a result, released once it was received
+        self._out_slots = threading.Semaphore(settings.buffers_out)  # acquired by a result, released once received
         self._link_free_at = 0.0
         self._exit_free_at = 0.0
         self._sent = threading.Event()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -325,3 +326,9 @@ def origin(error: BaseException) -> str | None:
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
+
+
+def visible_devices() -> tuple[int, ...]:
+    """GPU numbers in CUDA_VISIBLE_DEVICES."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return tuple(int(device) for device in shown.split(",") if device.strip().isdecimal())

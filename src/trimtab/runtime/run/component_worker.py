@@ -29,6 +29,7 @@ from trimtab.runtime.run.component import (
     error_text,
     make_component,
     origin,
+    visible_devices,
 )
 from trimtab.runtime.run.emulated import OPTIONAL, EmulatedComponent, PacedComponent
 
@@ -42,9 +43,7 @@ class ComponentStartSpec:
     settings: Mapping[str, Any]
     near: Path | None = None
     wanted_by: tuple[str, ...] = ()
-    pace: Mapping[str, Any] | None = (
-        None  # emulation settings, for user code whose steps are stretched to emulated times
-    )
+    pace: Mapping[str, Any] | None = None  # emulated times for paced user code
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ class ComponentWorker:
 
     def __init__(self, spec: ComponentStartSpec) -> None:
         rank, world = int(os.environ.get("TRIMTAB_RANK", 0)), int(os.environ.get("TRIMTAB_WORLD_SIZE", 1))
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        devices = tuple(int(device) for device in shown.split(",") if device.strip().isdecimal()) or spec.place.devices
+        devices = visible_devices() or spec.place.devices
         self._place = replace(spec.place, rank=rank, world=world, devices=devices)
         self._spec = spec
         self._component: RunComponent | None = None

@@ -42,7 +42,7 @@ def workers_queue(component: str) -> str:
 def send_request(folder: Path, queue: str, facts: Mapping[str, Any]) -> None:
     """Leave a request. InputError if it cannot be written, UnreachableError if the run has ended."""
     if is_running(folder) is False:
-        raise UnreachableError("the run has ended or was killed, and takes no requests")
+        raise UnreachableError("the run has ended, or was killed, and takes no requests")
     directory = folder / REQUESTS / queue
     try:
         directory.mkdir(parents=True, exist_ok=True)

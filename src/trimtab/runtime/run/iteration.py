@@ -48,9 +48,7 @@ class IterationRunner:
         self._consumers = {
             c.name: sum(c.name in other.after for other in workflow.components) for c in workflow.components
         }
-        self._outputs: dict[
-            _Key, tuple[Any, int]
-        ] = {}  # outputs, each with the number of consumers that have not taken it
+        self._outputs: dict[_Key, tuple[Any, int]] = {}  # with the number of consumers that have not taken it
         self._held_weights: tuple[Any, int] | None = None  # weights held until their target is between two iterations
 
     def perform(self, action: PlanAction, now_s: float) -> float:

@@ -62,9 +62,7 @@ class RunEnd:
     plan: Plan
     since: int = 1  # the first iteration under `plan`
     metrics: Mapping[int, Metrics] = field(default_factory=dict)
-    here_s: Mapping[int, float] = field(
-        default_factory=dict
-    )  # wall time of iterations in this process, saving included
+    here_s: Mapping[int, float] = field(default_factory=dict)  # wall time in this process, saving included
     error: TrimtabError | None = None
 
 
@@ -118,7 +116,7 @@ class LocalRun:
         self._saved_machine: ReplanMachine | None = None  # of the replanner, from the checkpoint
         self._measured = False  # costs that were not stated are measured and planned with
         self._spans: dict[str, tuple[int, int]] = {}
-        self._log_offsets: dict[str, int] = {}  # read position in each component's worker event log
+        self._offsets: dict[str, int] = {}  # read position in each component's worker event log
         self._polled_at = 0.0
         self._emit_lock = threading.Lock()
         self._last_action_s = self._clock.now()  # when the last action ended, by the run's clock
@@ -178,9 +176,7 @@ class LocalRun:
             return "failed", Reason(ReasonCode.faulty, error.what), error
         except BaseException as broken:  # of ours, or of a callback: the folder is left consistent all the same
             components.close()
-            self._finish(
-                "failed", Reason(ReasonCode.raised, f"unexpected error: {error_text(broken)}"), self._plan_now or plan
-            )
+            self._finish("failed", Reason(ReasonCode.raised, f"crashed: {error_text(broken)}"), self._plan_now or plan)
             raise
         if self._replanner is not None and self._replanner.stop is not None:
             return "failed", self._replanner.stop, UnreachableError(self._replanner.stop.sentence)
@@ -203,7 +199,7 @@ class LocalRun:
                 log.warning(self._past.left_out)
         self._folder = RunFolder(self._path, resume=self._resume)
         self._folder.write_job(self._job.text)
-        self._log_offsets = {name: size_of(event_log_path(self._path, name)) for name in self._workflow.names}
+        self._offsets = {name: size_of(event_log_path(self._path, name)) for name in self._workflow.names}
         control_files.clear_requests(self._path)
         saved = self._past.saved
         self._checkpointer = Checkpointer(
@@ -444,9 +440,7 @@ class LocalRun:
         idle = tuple(name for name in self._workflow.names if runner.order.is_idle(name))
         runner.components.check_health(idle)
         is_due = self._checkpointer.is_due(number)
-        extra = (
-            ("checkpoint",) if is_due and self._job.save_every > 1 else ()
-        )  # with a checkpoint in every iteration it is the normal case
+        extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # not if every iteration has one
         with runner.lock:
             iteration = runner.measurements.iteration(number, now_s, extra)
             metrics = runner.measurements.metrics(number)
@@ -498,9 +492,7 @@ class LocalRun:
 
     def _emit_worker_events(self, folder: Path) -> None:
         for name in self._workflow.names:
-            lines, self._log_offsets[name] = read_event_log(
-                event_log_path(folder, name), self._log_offsets.get(name, 0)
-            )
+            lines, self._offsets[name] = read_event_log(event_log_path(folder, name), self._offsets.get(name, 0))
             for line in lines:
                 at_s = self._now() - max(0.0, time.time() - line.pop("at"))
                 self._emit("worker", component=name, t_s=round(at_s, 4), **line)

@@ -48,7 +48,7 @@ class ClusterComponents:
         self._has: dict[str, frozenset[str]] = {}
         self._counts: dict[str, list[int]] = {}  # GPUs of its group on each node, by the component that holds the slots
         self._lost_tasks: dict[str, str] = {}  # task: reason, as soon as it is reported
-        self._lost_nodes_reason: str | None = None
+        self._lost_nodes: str | None = None
         self._made = 0
         self._consumers = {
             name: tuple(c.name for c in run.job.workflow.components if name in c.after)
@@ -73,7 +73,7 @@ class ClusterComponents:
         """Submit these components, large ones first so that they fit, and wait until each is created."""
         self._made += 1
         if may_evict:
-            self._lost_nodes_reason = None
+            self._lost_nodes = None
         self._gpu_slots, plan = gpu_slots(placed_plan.cluster), placed_plan.plan
         order = {component.name: at for at, component in enumerate(workflow.in_order())}
         for name in sorted(names, key=lambda component: (-len(_group(plan, component).gpus), order[component])):
@@ -187,10 +187,8 @@ class ClusterComponents:
             try:
                 return task.wait(("running", "parked"), timeout=min(1.0, max(0.0, end - time.monotonic())))
             except TaskTimeoutError:  # noqa: PERF203 -- once a second
-                if self._lost_nodes_reason is not None:
-                    raise ComponentLostError(
-                        name, f"{name} is not placed any more: {self._lost_nodes_reason}"
-                    ) from None
+                if self._lost_nodes is not None:
+                    raise ComponentLostError(name, f"{name} is not placed any more: {self._lost_nodes}") from None
                 if time.monotonic() >= end:
                     raise
 
@@ -264,7 +262,7 @@ class ClusterComponents:
 
     def report_lost_nodes(self, why: str) -> None:
         """From any thread: nodes are lost, so waits for placement end; until all components are created anew."""
-        self._lost_nodes_reason = why
+        self._lost_nodes = why
 
     def report_lost_task(self, task: str, why: str) -> None:
         """From any thread: the process of a task is gone, so calls to it end."""
@@ -307,9 +305,7 @@ class ClusterComponents:
             raise ComponentLostError(name, f"{name} was lost: {task.interrupted(method).what}") from error
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, exceptions.ObjectLostError | exceptions.RayActorError):
-                raise ComponentLostError(
-                    name, f"the input of {name} was lost with the process that produced it"
-                ) from error
+                raise ComponentLostError(name, f"the input of {name} was lost with the process that made it") from error
             raise ComponentError(name, "raised", f"the {method} of {name} raised {error_text(error.cause)}") from error
         except exceptions.RayError as error:
             raise ComponentLostError(name, f"{name} cannot be reached: {error_text(error)}") from error

@@ -84,9 +84,7 @@ class Replanner:
         self.handle(e.MigrationStageDone(move.id, stage, took_s))
         if self.machine.moving is None:
             self.move = self.next_step = None
-            self._emit(
-                "move", move=move.id, state="arrived", **_code_facts(ReasonCode.arrived, self.machine.plan.describe())
-            )
+            self._emit("move", move=move.id, state="arrived", **_code(ReasonCode.arrived, self.machine.plan.describe()))
 
     def stage_failed(self, stage: MigrationStage, why: str) -> None:
         """A stage failed; `next_step` is the rollback then."""
@@ -103,7 +101,7 @@ class Replanner:
         """The old plan could not be restored: the run stops."""
         assert self.move is not None
         move, self.move, self.next_step = self.move, None, None
-        self._emit("move", move=move.id, state="stuck", **_code_facts(ReasonCode.stuck, why))
+        self._emit("move", move=move.id, state="stuck", **_code(ReasonCode.stuck, why))
         self.handle(e.RollBackFailed(move.id, why))
 
     def handle(self, event: e.ReplanEvent) -> None:
@@ -113,7 +111,7 @@ class Replanner:
         try:
             instructions = self.machine.handle(event, self._now())
         except InputError as refused:
-            self._emit("told", **_code_facts(ReasonCode.refused, refused.what))
+            self._emit("told", **_code(ReasonCode.refused, refused.what))
             return
         for instruction in instructions:
             self._apply(instruction)
@@ -138,7 +136,7 @@ class Replanner:
                 move=instruction.move.id,
                 state="rolling back",
                 stage=instruction.at.value,
-                **_reason_facts(instruction.reason),
+                **_reason(instruction.reason),
             )
         elif isinstance(instruction, e.SetGpuRange):
             self.ranges[instruction.component] = (instruction.min_gpus, instruction.max_gpus)
@@ -146,13 +144,11 @@ class Replanner:
         elif isinstance(instruction, e.StopRun):
             self.stop = instruction.reason
         elif isinstance(instruction, e.Notify):
-            self._emit("told", **_reason_facts(instruction.reason))
+            self._emit("told", **_reason(instruction.reason))
 
     def _decided(self, what: str, reason: Reason, numbers: DecisionNumbers, **facts: Any) -> None:
         figures = {name: value for name, value in asdict(numbers).items() if value is not None}
-        self._emit(
-            "decided", what=what, iteration=self.machine.iterations, numbers=figures, **_reason_facts(reason), **facts
-        )
+        self._emit("decided", what=what, iteration=self.machine.iterations, numbers=figures, **_reason(reason), **facts)
 
 
 def save_machine(path: Path, machine: ReplanMachine) -> None:
@@ -192,13 +188,13 @@ def move_facts(move: Migration) -> Mapping[str, Any]:
             for change in move.changes
         ],
         "plan": plan_facts(move.after),
-        **_reason_facts(move.reason),
+        **_reason(move.reason),
     }
 
 
-def _reason_facts(reason: Reason) -> dict[str, str]:
-    return _code_facts(reason.code, reason.sentence)
+def _reason(reason: Reason) -> dict[str, str]:
+    return _code(reason.code, reason.sentence)
 
 
-def _code_facts(code: ReasonCode, sentence: str) -> dict[str, str]:
+def _code(code: ReasonCode, sentence: str) -> dict[str, str]:
     return {"code": code.value, "reason": sentence}

@@ -118,19 +118,19 @@ class RunEnginePool:
         """Set the number of GPUs. Engines that are removed hand over their requests first."""
         self._count = max(1, gpus // self.settings.gpus_each)
         self._min_engines, self._max_engines = min(self._min_engines, self._count), max(self._max_engines, self._count)
-        self.wait(self._reconcile(), self._removal_timeout_s())
+        self.wait(self._reconcile(), self._removal_s())
 
     def span(self, min_gpus: int, max_gpus: int) -> None:
         """Set the range of GPUs: without `elastic`, as many of them as the plan gave are used."""
         each = self.settings.gpus_each
         self._min_engines, self._max_engines = min_gpus // each, max(1, max_gpus // each)
-        self.wait(self._reconcile(), self._removal_timeout_s())
+        self.wait(self._reconcile(), self._removal_s())
 
     def offload(self) -> None:
         """Put engines to sleep, or stop engine processes that cannot sleep."""
         if self._can_release_gpus and not self._offloaded:
             self._offloaded = True
-            self.wait(self._apply_offload(), self._removal_timeout_s())
+            self.wait(self._apply_offload(), self._removal_s())
 
     def onload(self) -> None:
         if self._offloaded:
@@ -337,9 +337,7 @@ class RunEnginePool:
             pool.set_range(0, wanted)
             pool.scale(0, why="others have the GPUs")
             busy = (S.active, S.draining, S.starting)
-            await pool.until(
-                lambda: not any(worker.state in busy for worker in pool.workers()), self._removal_timeout_s()
-            )
+            await pool.until(lambda: not any(worker.state in busy for worker in pool.workers()), self._removal_s())
             return
         pool.release_scale()
         await self._reconcile()
@@ -360,7 +358,7 @@ class RunEnginePool:
         waits = [view for view in views if view.state is not S.active and not view.taken]
         return any(view.state is S.active for view in views) and not waits
 
-    def _removal_timeout_s(self) -> float:
+    def _removal_s(self) -> float:
         rules = self.settings.rollout_rules(0, 1)
         return rules.drain_s + rules.abort_s + rules.sleep_s + rules.stop_s + ANSWER_S
 

@@ -21,7 +21,7 @@ from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, LauncherCallbacks, Started
 from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
 from trimtab.runtime.rollout.launch.slots import SlotLauncher, WorkerSlot
-from trimtab.runtime.run.component import Place
+from trimtab.runtime.run.component import Place, visible_devices
 from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineReply, EngineThread, engine_class
 from trimtab.runtime.run.engines.object_engine import ThreadedEngine, WeightsAt, no_refit_error, started
 
@@ -52,7 +52,7 @@ class EngineObjectSlotTask(SlotTask):
             if self._let_go.is_set():
                 raise RuntimeError("this slot is being given up")
             kind = engine_class(actor.use, actor.settings, actor.near, "engine")
-            place = replace(actor.place, component=self._worker, devices=_devices())
+            place = replace(actor.place, component=self._worker, devices=visible_devices())
             self._engine_thread = EngineThread(kind, actor.settings, place, within_s=actor.start_s, unwrap=_get_weights)
         return os.getpid()
 
@@ -73,11 +73,6 @@ class EngineObjectSlotTask(SlotTask):
             if engine_thread is not None:
                 engine_thread.close()
             return True
-
-
-def _devices() -> tuple[int, ...]:
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return tuple(int(device) for device in shown.split(",") if device.strip().isdecimal())
 
 
 def _get_weights(weights: Any) -> Any:
