@@ -114,9 +114,7 @@ class NodeMachine:
         announced = event.expected or node.drain is not None
         node.listed = False
         if node.there and announced:
-            self._there_to_left(
-                node, Reason(ReasonCode.left, departure_text(node, "Ray reports an orderly end")), now
-            )
+            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, "Ray reports an orderly end")), now)
         elif node.there:
             self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray no longer lists it"), now)
         elif event.expected and node.state is NodeState.lost:
