@@ -171,7 +171,7 @@ class Job:
         else:
             path = new_folder(RUNS, self.name)
         try:
-            with self._made(local, address, path, resume, plan, emit, beside) as self._runner:
+            with self._runner_context(local, address, path, resume, plan, emit, beside) as self._runner:
                 return self._runner.run()
         finally:
             self._runner = None
@@ -211,7 +211,7 @@ class Job:
         return path
 
     @contextlib.contextmanager
-    def _made(
+    def _runner_context(
         self,
         local: bool,
         address: str | None,

@@ -272,7 +272,7 @@ def test_with_elastic_settings_engines_that_nobody_needs_are_not_kept() -> None:
         ({"gpus_each": 0}, "gpus_each is 0"),
         ({"gateway": {"prt": 3}}, "unknown key prt"),
         ({"rules": {"drains_s": 3.0}}, "unknown key drains_s"),
-        ({"rules": {"most": 3}}, "is set by the run"),
+        ({"rules": {"max_workers": 3}}, "is set by the run"),
         ({"elastic": {"max_worker": 3}}, "unknown key max_worker"),
         ({"gpu_each": 2}, "unknown setting gpu_each"),
     ],

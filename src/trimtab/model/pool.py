@@ -274,11 +274,10 @@ def strategy_of(word: str, where: str) -> PlacementStrategy:
     try:
         return PlacementStrategy(word.upper())
     except ValueError:
-        near = nearest(word.upper(), [strategy.value for strategy in PlacementStrategy])
+        known = [strategy.value for strategy in PlacementStrategy]
+        near = nearest(word.upper(), known)
         raise InputError(
-            f"{word} is no placement strategy",
+            f"unknown placement strategy {word}",
             where=where,
-            hint=f"did you mean {near}?"
-            if near
-            else "one of " + ", ".join(strategy.value for strategy in PlacementStrategy),
+            hint=f"did you mean {near}?" if near else f"use {', '.join(known)}",
         ) from None

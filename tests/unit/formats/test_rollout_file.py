@@ -107,7 +107,7 @@ def test_every_part_of_a_whole_file_is_read() -> None:
     assert isinstance(own, StartedEngines)
     assert own.command == ("python", "serve.py", "--port", "{port}")
     rules = settings.rules
-    assert (rules.version, rules.least, rules.most, rules.capacity, rules.drain_s) == (7, 2, 6, 32, 12)
+    assert (rules.version, rules.min_workers, rules.max_workers, rules.capacity, rules.drain_s) == (7, 2, 6, 32, 12)
     assert (rules.stall_s, rules.retries) == (30, 2)
     assert rules.start_s > 900
     assert (rules.ownership.refit, rules.ownership.abort) == (Owner.trimtab, Owner.trainer)
@@ -231,7 +231,7 @@ def test_the_planner_goes_on_reading_a_job_file_that_has_the_section(tmp_path: P
     more = "\nrollout: {engines: http://127.0.0.1:8000}\nelastic_config: {max_workers: 4}\n"
     job.write_text(PLANNED.read_text() + more)
     assert load(job).job == load(PLANNED).job
-    assert rollout_file.read(job).rules.most == 4
+    assert rollout_file.read(job).rules.max_workers == 4
 
 
 def test_the_gateway_takes_as_many_requests_at_once_from_a_file_as_by_itself() -> None:

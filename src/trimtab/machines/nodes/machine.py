@@ -101,7 +101,7 @@ class NodeMachine:
             self._update_facts(node, event)
         if not node.listed:
             node.listed = True
-            self._gone_to_there(node, Reason(ReasonCode.returned, "Ray has it again"), now)
+            self._gone_to_there(node, Reason(ReasonCode.returned, "Ray lists it again"), now)
         elif changed and node.state is NodeState.ready:
             self._use(node, Reason(ReasonCode.changed, resources_text(node.facts, node.outside)))
         if changed:
@@ -114,13 +114,11 @@ class NodeMachine:
         announced = event.expected or node.drain is not None
         node.listed = False
         if node.there and announced:
-            self._there_to_left(
-                node, Reason(ReasonCode.left, departure_text(node, "Ray says that it ended in order")), now
-            )
+            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, "Ray reports an orderly end")), now)
         elif node.there:
-            self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray does not have it any more"), now)
+            self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray no longer lists it"), now)
         elif event.expected and node.state is NodeState.lost:
-            self._lost_to_left(node, Reason(ReasonCode.left, "its link broke because it ended in order"), now)
+            self._lost_to_left(node, Reason(ReasonCode.left, "its connection broke because it ended in order"), now)
         node.drain = None  # a node that returns under this id is not draining
         self._changed(node)
         self._arm(node)
@@ -135,14 +133,14 @@ class NodeMachine:
         if node.state is NodeState.suspect:
             self._suspect_to_ready(node, now)
         elif not node.there and node.listed:
-            self._gone_to_there(node, Reason(ReasonCode.returned, "its link speaks again"), now)
+            self._gone_to_there(node, Reason(ReasonCode.returned, "its heartbeats are back"), now)
 
     def _on_heartbeat_missed(self, event: e.HeartbeatMissed, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there or event.silent_s < self.policy.suspect_s:
             return
         node.silent = True
-        reason = Reason(ReasonCode.link_silent, f"its link has said nothing for {event.silent_s:.3g} s")
+        reason = Reason(ReasonCode.link_silent, f"no heartbeat for {event.silent_s:.3g} s")
         if event.silent_s >= self.policy.lost_s:
             self._there_to_lost(node, reason, now)
         elif node.state is NodeState.ready:
@@ -251,7 +249,7 @@ class NodeMachine:
     # ---- transitions -----------------------------------------------------------------------------------------------
 
     def _new_to_there(self, event: e.NodeSeen, now: float) -> None:
-        reason = Reason(ReasonCode.joined, "Ray has it for the first time")
+        reason = Reason(ReasonCode.joined, "Ray lists it for the first time")
         place = name_of(event.facts)
         node = TrackedNode(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
         before = self.nodes.get(self._by_name.get(place, ""))
@@ -305,7 +303,7 @@ class NodeMachine:
         self._cordon(node, reason)
 
     def _suspect_to_ready(self, node: TrackedNode, now: float) -> None:
-        self._to_ready(node, Reason(ReasonCode.returned, "its link speaks again"), now)
+        self._to_ready(node, Reason(ReasonCode.returned, "its heartbeats are back"), now)
 
     def _to_draining(self, node: TrackedNode, now: float) -> None:
         assert node.drain is not None
@@ -316,7 +314,7 @@ class NodeMachine:
         if node.hold_until is not None and node.hold_until > now and not node.in_use:
             self._to_held(node, now)
         elif node.silent:
-            self._ready_to_suspect(node, Reason(ReasonCode.link_silent, "it stays, but its link says nothing"), now)
+            self._ready_to_suspect(node, Reason(ReasonCode.link_silent, "it stays, but sends no heartbeat"), now)
         else:
             self._to_ready(node, reason, now)
 

@@ -18,18 +18,18 @@ from trimtab.model.pool import PlacementStrategy
 CPU, GPU = 0, 1  # columns of ClusterCapacity
 
 
-def fitting(free: Vector, ask: Vector) -> NDArray[np.bool_]:
-    """Which rows have capacity for the request."""
+def fitting(free: Vector, demand: Vector) -> NDArray[np.bool_]:
+    """Which rows have capacity for the demand."""
     # Only the requested columns, one by one: several times faster than comparing whole rows.
     found = np.ones(len(free), np.bool_)
-    for column in np.flatnonzero(ask):
-        found &= free[:, column] >= ask[column]
+    for column in np.flatnonzero(demand):
+        found &= free[:, column] >= demand[column]
     return found
 
 
-def tightest(free: Vector, usable: NDArray[np.bool_], ask: Vector) -> int | None:
-    """The row that fits the request and is left with the least."""
-    rows = np.flatnonzero(fitting(free, ask) & usable[: len(free)])
+def tightest(free: Vector, usable: NDArray[np.bool_], demand: Vector) -> int | None:
+    """The row that fits the demand and is left with the least."""
+    rows = np.flatnonzero(fitting(free, demand) & usable[: len(free)])
     if not len(rows):
         return None
     if len(rows) == 1:

@@ -165,12 +165,12 @@ class ClusterCapacity:
             self._free = self.total - self.outside - self.held - self.kept
         return self._free
 
-    def too_large(self, ask: Vector, *, with_idle: bool = False) -> bool:
+    def too_large(self, demand: Vector, *, with_idle: bool = False) -> bool:
         """Whether no usable row has that much of each resource; False is not conclusive."""
         if self._max_free is None:
             self.tighten()
         most = (self._max_free or ([], []))[with_idle]
-        return any(units > have for units, have in zip(ask.tolist(), most, strict=True))
+        return any(units > have for units, have in zip(demand.tolist(), most, strict=True))
 
     def tighten(self) -> None:
         """Compute the exact per-column maximum over usable rows; keeping it exact all the time is too slow."""

@@ -109,7 +109,7 @@ def pool_view(state: PoolState, name: str) -> PoolView:
     pool = feasibility.known_pool(state, name)
     capacity, owned = state.capacity, state.pool_groups[name]
     groups = owned.groups.values()
-    standing = [group for group in groups if group.state is PgState.ready]
+    ready = [group for group in groups if group.state is PgState.ready]
     reserved = sum(1 for group in groups if group.kind is PlacementGroupKind.reserved)
     by_state: dict[str, int] = {}
     for task in state.tasks.values():
@@ -125,8 +125,8 @@ def pool_view(state: PoolState, name: str) -> PoolView:
         slots={
             "reserved": reserved,
             "dynamic": owned.dynamic_bundles,
-            "idle": sum(len(group.bundles) for group in standing if not group.tenants),
-            "taken": sum(len(group.bundles) for group in standing if group.tenants),
+            "idle": sum(len(group.bundles) for group in ready if not group.tenants),
+            "taken": sum(len(group.bundles) for group in ready if group.tenants),
             "making": sum(len(group.bundles) for group in groups if group.state is PgState.creating),
             "removing": sum(
                 len(group.bundles) for group in groups if group.state in (PgState.removing, PgState.broken)

@@ -65,9 +65,9 @@ def find_assignment(state: PoolState, task: PoolTask) -> Assignment | Reason:
             return Assignment(group.id, (), Reason(ReasonCode.reused, "an idle slot of its size was there"))
     left = slots_left(state, spec.pool)
     if pool.dynamic and (left is None or left >= len(spec.size)):
-        asks = _asks(state, spec)
-        none = any(capacity.too_large(ask) for ask in asks[:1] + asks[-1:])
-        rows = None if none else place(capacity.free, capacity.usable, asks, strategy_of(state, spec))
+        demands = _demands(state, spec)
+        none = any(capacity.too_large(demand) for demand in demands[:1] + demands[-1:])
+        rows = None if none else place(capacity.free, capacity.usable, demands, strategy_of(state, spec))
         if rows is None and not none:
             capacity.tighten()
         if rows is not None:
@@ -99,14 +99,14 @@ def assign_after_release(state: PoolState, task: PoolTask) -> PreemptionPlan:
     limited = left is not None and left < len(spec.size)
     if not releasing or limited or not state.pools[spec.pool].spec.dynamic:
         return PreemptionPlan()
-    asks = _asks(state, spec)
+    demands = _demands(state, spec)
     if (capacity.sum_vector(spec.bundles) > capacity.quota_left(spec.pool)).any():
         return PreemptionPlan()
     free = capacity.free.copy()
     for group in releasing:
         for row, vector in capacity.parts(group.nodes, group.bundles):
             free[row] += vector
-    rows = place(free, capacity.usable, asks, strategy_of(state, spec))
+    rows = place(free, capacity.usable, demands, strategy_of(state, spec))
     if rows is None:
         return PreemptionPlan()
     nodes = tuple(str(capacity.nodes[row]) for row in rows)
@@ -129,10 +129,10 @@ def plan_preemption(state: PoolState, task: PoolTask, now: float, *, ignore_poli
         and not owned.reserved
         and (not may_evict or state.candidates.none_evictable(task.spec.priority, policy))
     ):
-        asks = _asks(state, task.spec)
+        demands = _demands(state, task.spec)
         state.capacity.tighten()
         if not state.pools[task.spec.pool].spec.dynamic or any(
-            state.capacity.too_large(ask, with_idle=True) for ask in asks[:1] + asks[-1:]
+            state.capacity.too_large(demand, with_idle=True) for demand in demands[:1] + demands[-1:]
         ):
             return PreemptionPlan()  # nothing is evictable, and idle slots are not enough
     budget_left, recent = None, []
@@ -236,11 +236,11 @@ def claim_fits(state: PoolState, claim: ResourceClaim) -> bool:
         return state.usable(state.groups[claim.group])
     capacity = state.capacity
     free: dict[int, Vector] = {}
-    for node, ask in zip(claim.nodes, _asks(state, state.tasks[claim.task].spec), strict=True):
+    for node, demand in zip(claim.nodes, _demands(state, state.tasks[claim.task].spec), strict=True):
         row = capacity.row_of.get(node)
         if row is None or not capacity.usable[row]:
             return False
-        free[row] = free.get(row, capacity.free[row]) - ask
+        free[row] = free.get(row, capacity.free[row]) - demand
     return all((left >= 0).all() for left in free.values())
 
 
@@ -269,7 +269,7 @@ def _fits_alone(state: PoolState, spec: TaskSpec, strategy: PlacementStrategy) -
         for group in owned.reserved.values():
             for row, vector in capacity.parts(group.nodes, group.bundles):
                 empty[row] -= vector
-    return place(empty, capacity.usable, _asks(state, spec), strategy) is not None
+    return place(empty, capacity.usable, _demands(state, spec), strategy) is not None
 
 
 def starvation_reserve(state: PoolState, task: PoolTask) -> StarvationReserve:
@@ -284,21 +284,21 @@ def starvation_reserve(state: PoolState, task: PoolTask) -> StarvationReserve:
     free = np.maximum(0, capacity.free)
     idle = capacity.idle.copy()
     idle_on = _idle_by_node(state)
-    for ask in _asks(state, spec):
-        wanted = np.flatnonzero(ask)
-        fits = rows[fitting(capacity.total, ask)[rows]]
+    for demand in _demands(state, spec):
+        wanted = np.flatnonzero(demand)
+        fits = rows[fitting(capacity.total, demand)[rows]]
         if not len(fits):
             continue
         lack = np.zeros(len(fits))
         for column in wanted:
-            short_of = ask[column] - free[fits, column] - idle[fits, column]
-            np.maximum(lack, short_of / ask[column], out=lack)
+            short_of = demand[column] - free[fits, column] - idle[fits, column]
+            np.maximum(lack, short_of / demand[column], out=lack)
         row = int(fits[np.argmin(lack)])
         name = str(capacity.nodes[row])
-        part = np.minimum(ask, free[row])
+        part = np.minimum(demand, free[row])
         free[row] -= part
         reserve.nodes.append((name, part))
-        missing = ask - part
+        missing = demand - part
         for group in idle_on.get(name, ()) if (missing > 0).any() else ():
             if (missing > 0).any() and group.id not in reserve.groups:
                 reserve.groups.append(group.id)
@@ -346,7 +346,7 @@ def never_fits_nodes(state: PoolState, spec: TaskSpec) -> str | None:
     known = state.never_fits_cache.get((spec.size, strategy))
     if known is None or known[0] != state.node_epoch:
         capacity = state.capacity
-        why = never_placeable(capacity.total, capacity.node_rows(), _asks(state, spec), strategy)
+        why = never_placeable(capacity.total, capacity.node_rows(), _demands(state, spec), strategy)
         if len(state.never_fits_cache) > 1_000:
             state.never_fits_cache.clear()
         known = (state.node_epoch, None if why is None else f"it asks {total(spec.size)}, and {why}")
@@ -432,7 +432,7 @@ def short_node_id(node: str) -> str:
     return node[:8] if len(node) > 24 else node
 
 
-def _asks(state: PoolState, spec: TaskSpec) -> list[Vector]:
+def _demands(state: PoolState, spec: TaskSpec) -> list[Vector]:
     for bundle in spec.size:
         state.capacity.vector(bundle)
     return [state.capacity.vector(bundle) for bundle in spec.size]  # after all columns were added
@@ -460,17 +460,17 @@ def _satisfies(group: PlacementGroup, strategy: PlacementStrategy) -> bool:
 def shortage(state: PoolState, spec: TaskSpec) -> str:
     """The node that comes nearest to fitting the task, and what it lacks."""
     capacity = state.capacity
-    ask = capacity.vector(max(spec.size, key=lambda bundle: (bundle.get("gpu"), bundle.get("cpu"))))
+    demand = capacity.vector(max(spec.size, key=lambda bundle: (bundle.get("gpu"), bundle.get("cpu"))))
     rows = np.nonzero(capacity.usable[: len(capacity.nodes)])[0]
     if not len(rows):
         return "no node takes anything new"
     cordoned = _cordoned_text(state, spec)
     if strategy_of(state, spec) is PlacementStrategy.strict_spread and len(spec.size) > 1:
-        able = int(fitting(capacity.free, ask)[rows].sum())
+        able = int(fitting(capacity.free, demand)[rows].sum())
         each = f"its {len(spec.size)} bundles need a node each, and {able} of {len(rows)} have room for one"
         return f"no room for all of it at once: {each}{cordoned}"
-    lack = np.maximum(0, ask - capacity.free[rows])
-    nearest_row = int(np.argmin((lack / np.maximum(1, ask)).max(axis=1)))
+    lack = np.maximum(0, demand - capacity.free[rows])
+    nearest_row = int(np.argmin((lack / np.maximum(1, demand)).max(axis=1)))
     lacking = capacity.resources(lack[nearest_row])
     what = "it" if len(spec.size) == 1 else f"all {len(spec.size)} bundles of it"
     if not lacking:
@@ -486,7 +486,7 @@ def _cordoned_text(state: PoolState, spec: TaskSpec) -> str:
         node
         for node in sorted(capacity.cordoned)
         if node in capacity.row_of
-        and any((ask <= capacity.total[capacity.row_of[node]]).all() for ask in _asks(state, spec))
+        and any((demand <= capacity.total[capacity.row_of[node]]).all() for demand in _demands(state, spec))
     ]
     if not names:
         return ""

@@ -133,7 +133,7 @@ class PoolMachine(TaskScheduling):
         if task.state in ENDED:
             return
         outcome = StopOutcome.done if task.holds or task.evictions or task.losses else StopOutcome.cancelled
-        reason = Reason(ReasonCode.completed, "said to be complete")
+        reason = Reason(ReasonCode.completed, "completed on request")
         self._end(task, outcome, reason, now, keep_slot=event.keep_slot, graceful=False)
 
     def _on_cancel_requested(self, event: e.CancelRequested, now: float) -> None:

@@ -133,8 +133,8 @@ class _PreemptionSearch:
         self.slots_left: int | None = None
         self.now = now
         spec = task.spec
-        self.asks = [capacity.vector(bundle) for bundle in spec.size]
-        self.asks = [capacity.vector(bundle) for bundle in spec.size]  # again: after all columns were added
+        self.demands = [capacity.vector(bundle) for bundle in spec.size]
+        self.demands = [capacity.vector(bundle) for bundle in spec.size]  # again: after all columns were added
         self.quota_lack = np.maximum(0, capacity.sum_vector(spec.bundles) - capacity.quota_left(spec.pool))
         candidates._fit()
         self.mine = candidates.same_pool(spec.pool)
@@ -212,46 +212,46 @@ class _PreemptionSearch:
         """Create a new group where tasks are evicted."""
         capacity = self.capacity
         available = capacity.free + capacity.idle
-        slots_needed = 0 if self.slots_left is None else max(0, len(self.asks) - self.slots_left)
-        none = any(capacity.too_large(ask, with_idle=True) for ask in self.asks[:1] + self.asks[-1:])
-        rows = None if none else place(available, capacity.usable, self.asks, strategy)
+        slots_needed = 0 if self.slots_left is None else max(0, len(self.demands) - self.slots_left)
+        none = any(capacity.too_large(demand, with_idle=True) for demand in self.demands[:1] + self.demands[-1:])
+        rows = None if none else place(available, capacity.usable, self.demands, strategy)
         if rows is not None:
             indices = self._cover_pool([], slots_needed)
             return None if indices is None else _PreemptionOption(rows, None, indices)
         if not self.may.any():
             return None
-        if len(self.asks) == 1 or strategy is PlacementStrategy.strict_pack:
-            ask: Vector = np.asarray(np.sum(self.asks, axis=0, dtype=np.int64))
-            found = self._one_node(available, capacity.usable, ask, slots_needed, [])
+        if len(self.demands) == 1 or strategy is PlacementStrategy.strict_pack:
+            demand: Vector = np.asarray(np.sum(self.demands, axis=0, dtype=np.int64))
+            found = self._one_node(available, capacity.usable, demand, slots_needed, [])
             if found is None:
                 return None
             row, indices = found
-            return _PreemptionOption((row,) * len(self.asks), None, indices)
+            return _PreemptionOption((row,) * len(self.demands), None, indices)
         return self._many_nodes(available, strategy, slots_needed)
 
     def _one_node(
         self,
         available: Vector,
         usable: NDArray[np.bool_],
-        ask: Vector,
+        demand: Vector,
         slots_needed: int,
         base: list[int],
     ) -> tuple[int, list[int]] | None:
-        """The node with the fewest evictions for the request, and its victims."""
+        """The node with the fewest evictions for the demand, and its victims."""
         columns = self.candidates
         may = self.may.copy()
         may[base] = False
         (indices,) = np.nonzero(may & (columns["row"] >= 0))
         gangs = [at for at in columns.spread if may[at]]
-        wanted = np.nonzero(ask)[0]
+        wanted = np.nonzero(demand)[0]
         rows = columns["row"][indices]
         count = len(available)
         release = columns["release"]
         if not gangs:
-            alone = self._one_alone(available, usable, ask, slots_needed, base, indices)
+            alone = self._one_alone(available, usable, demand, slots_needed, base, indices)
             if alone is not None:
                 return int(columns["row"][alone]), [alone]
-        lack = np.maximum(0, ask[wanted] - available[:, wanted])
+        lack = np.maximum(0, demand[wanted] - available[:, wanted])
         gain = np.zeros((count, len(wanted)))
         largest = np.zeros((count, len(wanted)), np.int64)
         for place_at, column in enumerate(wanted):
@@ -297,7 +297,7 @@ class _PreemptionSearch:
                 ):
                     continue
             here = [index for index in columns.by_row.get(row, ()) if may[index]] + by_gang.get(row, [])
-            chosen = self._cover_node(row, ask - available[row], here, slots_needed, base)
+            chosen = self._cover_node(row, demand - available[row], here, slots_needed, base)
             solved += 1
             if chosen is None:
                 continue
@@ -310,7 +310,7 @@ class _PreemptionSearch:
         self,
         available: Vector,
         usable: NDArray[np.bool_],
-        ask: Vector,
+        demand: Vector,
         slots_needed: int,
         base: list[int],
         indices: NDArray[np.int64],
@@ -319,8 +319,8 @@ class _PreemptionSearch:
         columns = self.candidates
         rows = columns["row"][indices]
         enough = usable[rows]
-        for column in np.nonzero(ask)[0]:
-            enough &= available[rows, column] + columns["release"][indices, column] >= ask[column]
+        for column in np.nonzero(demand)[0]:
+            enough &= available[rows, column] + columns["release"][indices, column] >= demand[column]
         if not self._pool_covered(base, slots_needed):
             leaving = [at for at in base if self.mine[at]]
             uses, slots = columns["uses"], columns["slots"]
@@ -486,23 +486,25 @@ class _PreemptionSearch:
         begun = available.copy()
         available = available.copy()
         usable = self.capacity.usable[: len(available)].copy()
-        order = sorted(range(len(self.asks)), key=lambda at: (-int(self.asks[at][1]), -int(self.asks[at][0]), at))
+        order = sorted(
+            range(len(self.demands)), key=lambda at: (-int(self.demands[at][1]), -int(self.demands[at][0]), at)
+        )
         leaving: list[int] = []
         taken = np.zeros(len(usable), np.bool_)
         for at in order:
-            ask = self.asks[at]
+            demand = self.demands[at]
             open_rows = usable & ~taken if strategy is PlacementStrategy.strict_spread else usable
             row = None
             if strategy is PlacementStrategy.pack:
-                row = tightest(available, open_rows & taken, ask)
+                row = tightest(available, open_rows & taken, demand)
             elif strategy is PlacementStrategy.spread:
-                row = tightest(available, open_rows & ~taken, ask)
+                row = tightest(available, open_rows & ~taken, demand)
             if row is None:
-                row = tightest(available, open_rows, ask)
+                row = tightest(available, open_rows, demand)
             if row is None:
                 # Quota and slot limit are covered at the end, for all bundles together.
                 lack, self.quota_lack = self.quota_lack, np.zeros_like(self.quota_lack)
-                found = self._one_node(available, open_rows, ask, 0, leaving)
+                found = self._one_node(available, open_rows, demand, 0, leaving)
                 self.quota_lack = lack
                 if found is None:
                     return None
@@ -512,7 +514,7 @@ class _PreemptionSearch:
                         available[there] += vector
                 leaving += more
             taken[row] = True
-            available[row] -= ask
+            available[row] -= demand
         indices = self._cover_pool(leaving, slots_needed)
         if indices is None:
             return None
@@ -523,8 +525,8 @@ class _PreemptionSearch:
             for there, vector in columns.parts[index]:
                 after_all[there] += vector
         fit = np.zeros(len(begun), np.bool_)
-        for ask in self.asks:
-            fit |= (after_all >= ask).all(axis=1)
+        for demand in self.demands:
+            fit |= (after_all >= demand).all(axis=1)
         (few,) = np.nonzero(fit & usable)
         place_of = {int(row): at for at, row in enumerate(few)}
 
@@ -534,7 +536,7 @@ class _PreemptionSearch:
                 for there, vector in columns.parts[index]:
                     if there in place_of:
                         freed[place_of[there]] += vector
-            found = place(freed, usable[few], self.asks, strategy)
+            found = place(freed, usable[few], self.demands, strategy)
             return None if found is None else tuple(int(few[at]) for at in found)
 
         kept = self._minimal(
@@ -549,9 +551,9 @@ class _PreemptionSearch:
         """The idle groups whose capacity or slot count is needed, and no others."""
         capacity, columns = self.capacity, self.candidates
         lacks: dict[int, Vector] = {}
-        for row, ask in zip(option.rows, self.asks, strict=True):
-            lacks[row] = lacks.get(row, -capacity.free[row]) + ask
-        slots = 0 if slots_left is None else len(self.asks) - slots_left
+        for row, demand in zip(option.rows, self.demands, strict=True):
+            lacks[row] = lacks.get(row, -capacity.free[row]) + demand
+        slots = 0 if slots_left is None else len(self.demands) - slots_left
         for index in option.indices:
             for row, vector in columns.parts[index]:
                 if row in lacks:

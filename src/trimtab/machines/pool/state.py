@@ -292,7 +292,7 @@ class PoolState:
                 vector = capacity.vector(bundle)
                 need.nodes[node] = need.nodes[node] + vector if node in need.nodes else vector.copy()
         for name in claim.groups:
-            self._lean(need, self.groups[name], task.spec.pool, 1)
+            self._subtract_release(need, self.groups[name], task.spec.pool, 1)
         for name in claim.tasks:
             if self.tasks[name].spec.pool == task.spec.pool:
                 need.quota = need.quota - capacity.sum_vector(self.tasks[name].uses)
@@ -306,7 +306,7 @@ class PoolState:
         if used:
             need.quota = self.capacity.widened(need.quota) + self.capacity.sum_vector(used)
         if group is not None:
-            self._lean(need, group, pool, -1)
+            self._subtract_release(need, group, pool, -1)
         self._keep_need(need, pool, 1)
 
     def stop_keeping(self, claim: ResourceClaim) -> None:
@@ -333,7 +333,7 @@ class PoolState:
             self.set_idle(self.groups[name], True)
         self.hints.take_back(position)  # they were idle all along
 
-    def _lean(self, need: RemainingNeed, group: PlacementGroup, pool: str, sign: int) -> None:
+    def _subtract_release(self, need: RemainingNeed, group: PlacementGroup, pool: str, sign: int) -> None:
         """Reduce the need by what a group will release; or, with -1, restore it."""
         capacity = self.capacity
         if group.kind is PlacementGroupKind.dynamic and group.pool == pool:

@@ -73,7 +73,7 @@ class TaskTransitions(PoolState):
         if first:
             self._unschedulable.pop(queue, None)
         elif queue in self._unschedulable:
-            self._wait(task, Reason(ReasonCode.queued, "others that ask the same came first"), task.since)
+            self._wait(task, Reason(ReasonCode.queued, "tasks with the same requirements came first"), task.since)
         self._dirty = True
 
     def _wait(self, task: PoolTask, reason: Reason, now: float) -> None:
