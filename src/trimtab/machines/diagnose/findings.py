@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from trimtab.core.resources import NOTHING, Resources
-from trimtab.machines.diagnose.snapshot import PendingWorkload
+from trimtab.machines.diagnose.snapshot import PendingWorkloads
 
 
 class WaitCause(str, enum.Enum):
@@ -69,14 +69,14 @@ class Finding:
     """Why similar workloads wait. `never`: they cannot start on the nodes that are here and stay."""
 
     cause: WaitCause
-    workloads: tuple[PendingWorkload, ...]
+    workloads: PendingWorkloads
     sentence: str
     never: bool = False
     asked: Resources = NOTHING  # by the request that the rows are about
     rows: tuple[NodeFit, ...] = ()
     remedies: tuple[str, ...] = ()  # the best first
     blockers: tuple[str, ...] = ()  # ids of workloads that would have to end
-    followers: tuple[PendingWorkload, ...] = ()  # wait only for these
+    followers: PendingWorkloads = ()  # wait only for these
     rival: str | None = None  # HALF_HELD: id of the other waiting workload
 
     @property

@@ -80,6 +80,11 @@ def room_for(request: ResourceRequest, space: NodeSpace) -> int:
     return min((space.free.get(name) // units for name, units in request.amounts), default=1)
 
 
+def size_of(amounts: Resources) -> tuple[int, int]:
+    """Sort key: number of resources, then units."""
+    return len(amounts.units), sum(units for _, units in amounts)
+
+
 def _on_one_node(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
     together = total([request.amounts for request in requests])
     for space in spaces:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from trimtab.core.errors import nearest
 from trimtab.core.resources import Resources, amount_text, total
 from trimtab.machines.diagnose.findings import Finding, WaitCause
-from trimtab.machines.diagnose.fitting import NodeSpace
+from trimtab.machines.diagnose.fitting import NodeSpace, size_of
 from trimtab.machines.diagnose.snapshot import (
     NodeSnapshot,
-    PendingWorkload,
+    PendingWorkloads,
     ResourceRequest,
     WorkloadKind,
     total_requested,
@@ -22,7 +22,7 @@ from trimtab.machines.diagnose.snapshot import (
 from trimtab.model.pool import PlacementStrategy
 
 
-def impossible(workloads: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnapshot]) -> Finding:
+def impossible(workloads: PendingWorkloads, nodes: Sequence[NodeSnapshot]) -> Finding:
     """The cause, where nothing fits even on empty nodes."""
     first = workloads[0]
     if not nodes:
@@ -39,7 +39,7 @@ def impossible(workloads: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnaps
 
 
 def _alone(
-    workloads: tuple[PendingWorkload, ...], request: ResourceRequest, name: str, nodes: Sequence[NodeSnapshot]
+    workloads: PendingWorkloads, request: ResourceRequest, name: str, nodes: Sequence[NodeSnapshot]
 ) -> Finding | None:
     for resource, units in request.amounts:
         if not any(node.total.get(resource) for node in nodes):
@@ -49,7 +49,7 @@ def _alone(
         return _no_label(workloads, request, name, nodes)
     if any(request.amounts.within(node.total) for node in able):
         return None
-    near = min(able, key=lambda node: _size(request.amounts.minus(node.total)))
+    near = min(able, key=lambda node: size_of(request.amounts.minus(node.total)))
     of = f" of those with {_labels(request)}" if len(able) < len(nodes) else ""
     lacks = request.amounts.minus(near.total)
     has = ", ".join(amount_text(resource, near.total.get(resource)) for resource, _ in lacks)
@@ -61,7 +61,7 @@ def _alone(
 
 
 def _no_node_has(
-    workloads: tuple[PendingWorkload, ...], name: str, resource: str, units: int, nodes: Sequence[NodeSnapshot]
+    workloads: PendingWorkloads, name: str, resource: str, units: int, nodes: Sequence[NodeSnapshot]
 ) -> Finding:
     known = {
         resource_name for node in nodes for resource_name, _ in node.total if not resource_name.startswith("node:")
@@ -74,7 +74,7 @@ def _no_node_has(
 
 
 def _no_label(
-    workloads: tuple[PendingWorkload, ...], request: ResourceRequest, name: str, nodes: Sequence[NodeSnapshot]
+    workloads: PendingWorkloads, request: ResourceRequest, name: str, nodes: Sequence[NodeSnapshot]
 ) -> Finding:
     keys = sorted({selector.key for selectors in request.labels for selector in selectors})
     there = []
@@ -86,7 +86,7 @@ def _no_label(
     return Finding(WaitCause.no_label, workloads, sentence, True, remedies=remedies)
 
 
-def _together(workloads: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnapshot]) -> Finding:
+def _together(workloads: PendingWorkloads, nodes: Sequence[NodeSnapshot]) -> Finding:
     first = workloads[0]
     todo = [request for request in first.requests if request.node is None]
     asked = total_requested(first.requests)
@@ -101,7 +101,7 @@ def _together(workloads: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnapsh
         remedies = ("SPREAD in place of STRICT_SPREAD", f"{max(1, len(first.requests) - able)} more nodes")
         return Finding(WaitCause.too_few_nodes, workloads, sentence, True, remedies=remedies)
     if first.strategy is PlacementStrategy.strict_pack:
-        near = min(nodes, key=lambda node: _size(asked.minus(node.total)))
+        near = min(nodes, key=lambda node: size_of(asked.minus(node.total)))
         lacks = asked.minus(near.total)
         has = f"{near.name} comes nearest and lacks {lacks} even when empty" if lacks else "labels rule the others out"
         sentence = f"STRICT_PACK asks all {len(first.requests)} bundles, {asked}, on one node; {has}"
@@ -122,7 +122,7 @@ def _together(workloads: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnapsh
 
 
 def _largest(requests: Sequence[ResourceRequest]) -> Resources:
-    return max((request.amounts for request in requests), key=_size)
+    return max((request.amounts for request in requests), key=size_of)
 
 
 def _labels(request: ResourceRequest) -> str:
@@ -133,7 +133,3 @@ def _labels(request: ResourceRequest) -> str:
 
 def _of(count: int) -> str:
     return f"only {count} node" if count == 1 else f"{count} nodes"
-
-
-def _size(amounts: Resources) -> tuple[int, int]:
-    return len(amounts.units), sum(units for _, units in amounts)

@@ -156,6 +156,9 @@ class PendingWorkload:
     queued: bool = True  # in Ray's resource demand; else it is placed, or pinned to a node
 
 
+PendingWorkloads = tuple[PendingWorkload, ...]
+
+
 @dataclass(frozen=True)
 class PlacementGroupSnapshot:
     """A created placement group: resources, free resources and node of each bundle."""

@@ -22,7 +22,7 @@ from trimtab.machines.diagnose.findings import (
     NoteKind,
     WaitCause,
 )
-from trimtab.machines.diagnose.fitting import FitResult, NodeSpace, place, room_for
+from trimtab.machines.diagnose.fitting import FitResult, NodeSpace, place, room_for, size_of
 from trimtab.machines.diagnose.impossible import impossible
 from trimtab.machines.diagnose.snapshot import (
     GcsSnapshot,
@@ -30,6 +30,7 @@ from trimtab.machines.diagnose.snapshot import (
     NonRayGpuUser,
     PendingStage,
     PendingWorkload,
+    PendingWorkloads,
     ResourceRequest,
     WorkloadKind,
     total_requested,
@@ -73,10 +74,12 @@ def _pairs(findings: list[Finding]) -> list[Finding]:
         if match is None or finding.rival not in {workload.id for workload in match.workloads}:
             merged.append(finding)
         else:
-            both = replace(
-                match, workloads=(*match.workloads, *finding.workloads), blockers=(*match.blockers, *finding.blockers)
+            merged[merged.index(match)] = replace(
+                match,
+                workloads=(*match.workloads, *finding.workloads),
+                blockers=(*match.blockers, *finding.blockers),
+                followers=(*match.followers, *finding.followers),
             )
-            merged[merged.index(match)] = replace(both, followers=(*match.followers, *finding.followers))
     return merged
 
 
@@ -93,9 +96,7 @@ def _sort(workload: PendingWorkload) -> object:
     )  # fmt: skip
 
 
-def _finding(
-    snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], followers: tuple[PendingWorkload, ...]
-) -> Finding:
+def _finding(snapshot: GcsSnapshot, workloads: PendingWorkloads, followers: PendingWorkloads) -> Finding:
     first = workloads[0]
     if first.stage is PendingStage.inputs:
         sentence = "its arguments are not ready: the tasks that produce them have not ended, or wait themselves"
@@ -105,29 +106,22 @@ def _finding(
     elif first.group is not None:
         found = _in_group(snapshot, workloads)
     else:
-        found = _for_room(snapshot, workloads)
+        found = _for_resources(snapshot, workloads)
     return replace(found, followers=followers) if followers else found
 
 
 # ---- placed, starting ----------------------------------------------------------------------------------------------
 
 
-def _starting(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
+def _starting(snapshot: GcsSnapshot, workloads: PendingWorkloads) -> Finding:
     first = workloads[0]
     node = snapshot.node_name(first.node)
     if any(request.amounts.get("gpu") for request in first.requests):
-        mine = {
-            place
-            for holder in snapshot.holders
-            if holder.id in {workload.id for workload in workloads}
-            for place in holder.gpus
-        }
+        ids = {workload.id for workload in workloads}
+        mine = {index for holder in snapshot.holders if holder.id in ids for index in holder.gpus}
         for gpu_user in snapshot.non_ray_gpu_users:
-            if (
-                gpu_user.node == first.node
-                and gpu_user.node is not None
-                and (not mine or gpu_user.place is None or gpu_user.place in mine)
-            ):
+            same_gpu = not mine or gpu_user.place is None or gpu_user.place in mine
+            if gpu_user.node == first.node and gpu_user.node is not None and same_gpu:
                 sentence = f"it has GPU {gpu_user.gpu} on {node}, but {gpu_user_text(gpu_user)}; Ray does not know that"
                 end = f"process {gpu_user.pid} ends, or the node is started without that GPU (CUDA_VISIBLE_DEVICES)"
                 return Finding(WaitCause.gpu_outside, workloads, sentence, remedies=(end,))
@@ -135,28 +129,21 @@ def _starting(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
     sentence = f"it is placed on {node} and {again}: its process or constructor is not ready"
     late = _longest(snapshot, workloads)
     hint = f"its constructor or runtime environment takes long: see the logs of {node} (`ray logs`)"
-    return Finding(
-        WaitCause.starting, workloads, sentence, remedies=(hint,) if late is not None and late > LONG_S else ()
-    )
+    remedies = (hint,) if late is not None and late > LONG_S else ()
+    return Finding(WaitCause.starting, workloads, sentence, remedies=remedies)
 
 
 # ---- inside a placement group --------------------------------------------------------------------------------------
 
 
-def _in_group(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
+def _in_group(snapshot: GcsSnapshot, workloads: PendingWorkloads) -> Finding:
     first = workloads[0]
     group = snapshot.group(first.group)
     asked = total_requested(first.requests)
     if group is None:
         sentence = f"its placement group {(first.group or '')[:12]} does not exist"
-        return Finding(
-            WaitCause.group_gone,
-            workloads,
-            sentence,
-            True,
-            asked,
-            remedies=("cancel it, and submit it to an existing group",),
-        )
+        remedy = "cancel it, and submit it to an existing group"
+        return Finding(WaitCause.group_gone, workloads, sentence, True, asked, remedies=(remedy,))
     name = f"placement group {group.name or group.id[:12]}"
     bundles: Sequence[int] = range(len(group.bundles)) if first.bundle is None else (first.bundle,)
     bundles = [i for i in bundles if i < len(group.bundles)]
@@ -192,7 +179,7 @@ def _bundle(bundle: int | None) -> str:
 # ---- waiting for resources -----------------------------------------------------------------------------------------
 
 
-def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
+def _for_resources(snapshot: GcsSnapshot, workloads: PendingWorkloads) -> Finding:
     first = workloads[0]
     allowed = [node for node in snapshot.nodes if first.pinned in (None, node.id)]
     staying = [node for node in allowed if node.drain is None]
@@ -207,22 +194,21 @@ def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> 
     if now.nodes is not None:
         return _fits_now(snapshot, workloads, now)
     rows = _rows(snapshot, first, allowed)
-    with_goers = _fit(first, allowed)
+    with_draining = _fit(first, allowed)
     ever = _fit(first, staying, empty=True)
-    if with_goers.nodes is not None or (not ever.possible and _fit(first, allowed, empty=True).possible):
-        found = _drains(snapshot, workloads, allowed, with_goers, ever.possible)
+    if with_draining.nodes is not None or (not ever.possible and _fit(first, allowed, empty=True).possible):
+        found = _drains(snapshot, workloads, allowed, with_draining, ever.possible)
     elif ever.possible:
         found = _taken(snapshot, workloads, staying)
     else:
         found = impossible(workloads, [node for node in allowed if node.drain is None] or allowed)
     if found.cause is not WaitCause.draining:
-        found = _beside_goers(snapshot, found, [node for node in allowed if node.drain is not None])
+        found = _note_draining(snapshot, found, [node for node in allowed if node.drain is not None])
     if found.never:
         found = _unless_nodes_come(snapshot, found, staying)
     kept = sum(1 for request in first.requests if request.node is not None)
-    sentence = (
-        f"it still holds {kept} of its {len(first.requests)} bundles; {found.sentence}" if kept else found.sentence
-    )
+    holds = f"it still holds {kept} of its {len(first.requests)} bundles; " if kept else ""
+    sentence = f"{holds}{found.sentence}"
     return replace(found, sentence=sentence, rows=rows, asked=_hardest(first, staying or allowed).amounts)
 
 
@@ -250,35 +236,24 @@ def _set_aside(snapshot: GcsSnapshot, waiting: PendingWorkload) -> NodeSnapshot 
     return node if waiting.requests[0].amounts.within(snapshot.unexplained(node)) else None
 
 
-def _fits_now(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], fit: FitResult) -> Finding:
+def _fits_now(snapshot: GcsSnapshot, workloads: PendingWorkloads, fit: FitResult) -> Finding:
     nodes = dict.fromkeys(snapshot.node_name(node) for node in fit.nodes or ())
     sentence = f"there is room for it on {_some(list(nodes))}: Ray is about to start it"
     if workloads[0].pinned is not None:
         sentence = f"there is room for it on {_some(list(nodes))}, the only node it may use: Ray is about to start it"
-    return Finding(
-        WaitCause.fits,
-        workloads,
-        sentence,
-        asked=total_requested(workloads[0].requests),
-        remedies=_if_late(snapshot, workloads),
-    )
+    asked = total_requested(workloads[0].requests)
+    return Finding(WaitCause.fits, workloads, sentence, asked=asked, remedies=_if_late(snapshot, workloads))
 
 
 def _drains(
-    snapshot: GcsSnapshot,
-    workloads: tuple[PendingWorkload, ...],
-    allowed: list[NodeSnapshot],
-    fit: FitResult,
-    can_stay: bool,
+    snapshot: GcsSnapshot, workloads: PendingWorkloads, allowed: list[NodeSnapshot], fit: FitResult, can_stay: bool
 ) -> Finding:
     going = [node for node in allowed if node.drain is not None]
     if fit.nodes is not None:
         used = [node for node in going if node.id in fit.nodes]
         verb = "would fit"
     else:
-        used = [
-            node for node in going if any(_space(node, empty=True).takes(request) for request in workloads[0].requests)
-        ] or going
+        used = _usable(going, workloads[0]) or going
         verb = "would fit, were it empty,"
     names = _some([f"{node.name}, which {drain_text(node, snapshot.at)}" for node in used])
     rest = "no other node has that much free" if can_stay else "no node that stays is large enough"
@@ -290,24 +265,26 @@ def _drains(
     )
 
 
-def _beside_goers(snapshot: GcsSnapshot, found: Finding, going: list[NodeSnapshot]) -> Finding:
+def _note_draining(snapshot: GcsSnapshot, found: Finding, going: list[NodeSnapshot]) -> Finding:
     """Name draining nodes that could take some of it; they are not counted."""
-    of_use = [
-        node
-        for node in going
-        if any(_space(node, empty=True).takes(request) for request in found.workloads[0].requests)
-    ]
-    if not of_use:
+    usable = _usable(going, found.workloads[0])
+    if not usable:
         return found
-    names = _some([f"{node.name}, which {drain_text(node, snapshot.at)}" for node in of_use])
+    names = _some([f"{node.name}, which {drain_text(node, snapshot.at)}" for node in usable])
     return replace(found, sentence=f"{found.sentence}; not counted: {names}")
 
 
-def _space(node: NodeSnapshot, *, empty: bool = False) -> NodeSpace:
-    return _spaces([node], empty=empty)[0]
+def _space(node: NodeSnapshot) -> NodeSpace:
+    return _spaces([node])[0]
 
 
-def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], staying: list[NodeSnapshot]) -> Finding:
+def _usable(nodes: list[NodeSnapshot], waiting: PendingWorkload) -> list[NodeSnapshot]:
+    """Nodes that could take some request if empty."""
+    spaces = _spaces(nodes, empty=True)
+    return [node for node, space in zip(nodes, spaces, strict=True) if any(map(space.takes, waiting.requests))]
+
+
+def _taken(snapshot: GcsSnapshot, workloads: PendingWorkloads, staying: list[NodeSnapshot]) -> Finding:
     """It would fit on empty nodes: name what holds its resources."""
     first = workloads[0]
     others = [
@@ -324,15 +301,15 @@ def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], stayin
         sentence = f"{title(other)} holds {theirs.amounts} and waits for more itself, while {own}"
         if mine.held:
             sentence += ": each holds what the other waits for"
-        one_yields = f"{title(other)} releases what it holds, or {title(first)} does, and starts again later"
+        release = f"{title(other)} releases what it holds, or {title(first)} does, and starts again later"
         at_once = "acquire all resources at once: one placement group for each, or a gang in a pool"
         blocks = tuple(blocker.id for blocker in theirs.held)
         return Finding(
-            WaitCause.half_held, workloads, sentence, remedies=(one_yields, at_once), blockers=blocks, rival=other.id
+            WaitCause.half_held, workloads, sentence, remedies=(release, at_once), blockers=blocks, rival=other.id
         )
     remedies, leaves = _remedies(snapshot, first, staying)
     lacking = _hardest(first, staying)
-    able = [node for node in staying if any(_space(node, empty=True).takes(request) for request in first.requests)]
+    able = _usable(staying, first)
     free, asked = total([node.free for node in able]), total_requested(first.requests)
     names = [name for name, _ in asked]
     if asked.within(free):
@@ -356,9 +333,8 @@ def _remedies(
     siblings = holdings_of(waiting, snapshot).held if waiting.kind is WorkloadKind.actor else ()
     own = {waiting.id, *(blocker.id for blocker in siblings)}
     others = [holder for holder in snapshot.holders if holder.id not in own]
-    leaves = blockers_to_remove(waiting, _spaces(nodes), others) or blockers_to_remove(
-        waiting, _spaces(nodes), snapshot.holders
-    )
+    spaces = _spaces(nodes)
+    leaves = blockers_to_remove(waiting, spaces, others) or blockers_to_remove(waiting, spaces, snapshot.holders)
     if not leaves:
         return ("what runs there now ends",), ()
     if all(blocker.id in own for blocker in leaves):
@@ -450,11 +426,7 @@ def _rows(snapshot: GcsSnapshot, waiting: PendingWorkload, nodes: Sequence[NodeS
             notes.append(f"room for {min(fits, len(waiting.requests))} of its {len(waiting.requests)} bundles")
         lacks, lacks_empty = request.amounts.minus(node.free), request.amounts.minus(node.total)
         rows.append(NodeFit(node.name, node.free, node.total, lacks, lacks_empty, "; ".join(notes)))
-    return tuple(sorted(rows, key=lambda row: (_size(row.lacks_empty), _size(row.lacks), row.node)))
-
-
-def _size(amounts: Resources) -> tuple[int, int]:
-    return len(amounts.units), sum(units for _, units in amounts)
+    return tuple(sorted(rows, key=lambda row: (size_of(row.lacks_empty), size_of(row.lacks), row.node)))
 
 
 def _labels_text(request: ResourceRequest, node: NodeSnapshot) -> str:
@@ -468,7 +440,7 @@ def _labels_text(request: ResourceRequest, node: NodeSnapshot) -> str:
 # ---- text ---------------------------------------------------------------------------------------------------------
 
 
-def title(workload: PendingWorkload) -> str:
+def title(workload: PendingWorkload | Blocker) -> str:
     """Display name: `actor Trainer`, `placement group left`."""
     sort = "placement group" if workload.kind is WorkloadKind.group else workload.kind.value
     return f"{sort} {workload.name or workload.id[:12]}"
@@ -497,22 +469,21 @@ def _leaving(snapshot: GcsSnapshot, blockers: tuple[Blocker, ...]) -> str:
     busy = {holder.group for holder in snapshot.holders if holder.group is not None}
     names = []
     for blocker in blockers:
-        sort = "placement group" if blocker.kind is WorkloadKind.group else blocker.kind.value
         idle = " (nothing runs in it)" if blocker.kind is WorkloadKind.group and blocker.id not in busy else ""
         job = snapshot.job(blocker.job)
         ended = " of a job that has ended" if job is not None and job.ended else ""
-        names.append(f"{sort} {blocker.name or blocker.id[:12]}{ended}{idle}, which holds {blocker.amounts}")
+        names.append(f"{title(blocker)}{ended}{idle}, which holds {blocker.amounts}")
     return f"{_some(names)}, {'ends' if len(names) == 1 else 'end'}"
 
 
-def _if_late(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> tuple[str, ...]:
+def _if_late(snapshot: GcsSnapshot, workloads: PendingWorkloads) -> tuple[str, ...]:
     late = _longest(snapshot, workloads)
     if late is None or late <= LONG_S:
         return ()
     return ("Ray should have started it by now: it may be bound to one node, or wait for its process (`ray logs`)",)
 
 
-def _longest(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> float | None:
+def _longest(snapshot: GcsSnapshot, workloads: PendingWorkloads) -> float | None:
     return max((snapshot.at - workload.since for workload in workloads if workload.since is not None), default=None)
 
 
@@ -531,17 +502,14 @@ def _notes(snapshot: GcsSnapshot) -> tuple[DiagnosisNote, ...]:
         if node.drain is not None
     ]
     for gpu_user in snapshot.non_ray_gpu_users:
-        gpu = f"GPU {gpu_user.gpu}" + (
-            f" on {snapshot.node_name(gpu_user.node)}" if gpu_user.node else " of this machine"
-        )
-        counted = _counted(snapshot, gpu_user)
-        notes.append(DiagnosisNote(NoteKind.gpu_outside, f"{gpu}: {gpu_user_text(gpu_user)}; {counted}"))
+        where = f"on {snapshot.node_name(gpu_user.node)}" if gpu_user.node else "of this machine"
+        text = f"GPU {gpu_user.gpu} {where}: {gpu_user_text(gpu_user)}; {_counted(snapshot, gpu_user)}"
+        notes.append(DiagnosisNote(NoteKind.gpu_outside, text))
     for kind in snapshot.node_types:
         if kind.coming:
             nodes = "a node" if kind.coming == 1 else f"{kind.coming} nodes"
-            notes.append(
-                DiagnosisNote(NoteKind.nodes_coming, f"the autoscaler is starting {nodes} of kind {kind.name}")
-            )
+            text = f"the autoscaler is starting {nodes} of kind {kind.name}"
+            notes.append(DiagnosisNote(NoteKind.nodes_coming, text))
     notes += [
         DiagnosisNote(NoteKind.given_up, f"{gone.kind.value} {gone.name} was given up by Ray: {gone.why}")
         for gone in snapshot.abandoned

@@ -143,7 +143,7 @@ class RefitCoordinator:
         refit.ready = True
         membership = state.counters.membership
         sentence = f"{counted(len(membership.members), 'worker')} wait for version {refit.version}"
-        state.instructions.append(e.RefitReady(refit.version, membership, Reason(ReasonCode.refitting, sentence)))
+        state.emit(e.RefitReady(refit.version, membership, Reason(ReasonCode.refitting, sentence)))
         if state.rules.ownership.refit is Owner.trimtab:
             for member in membership.members:
                 worker = state.workers.get(member.worker)
@@ -243,10 +243,10 @@ class RefitCoordinator:
         failed = tuple(member.worker for member in membership.members if member.worker not in refit.confirmed)
         sentence = f"{why}: {len(refit.confirmed)} of {counted(len(membership.members), 'worker')} have it"
         code = ReasonCode.refit_failed if failed else ReasonCode.current
-        state.instructions.append(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))
+        state.emit(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))
         if len(refit.confirmed) < state.counters.min_workers and membership.members:
             below = f"{sentence}, and at least {state.counters.min_workers} must serve"
-            state.instructions.append(e.Warn(Reason(ReasonCode.below_min, below)))
+            state.emit(e.Warn(Reason(ReasonCode.below_min, below)))
         for worker in list(state.workers.values()):
             self.workers.settle(worker)  # drains that waited for the end
             self.workers.request_refit(worker)  # and new workers

@@ -90,7 +90,7 @@ class RequestTransitions:
             return False  # failures are not shared: the request is tried again
         reason = Reason(known.reason.code, f"the answer to request {first}, which has the same key")
         state.counters.answered += 1
-        state.instructions.append(e.AnswerRequest(spec.id, known.end, known.tokens, tuple(known.spans), reason, first))
+        state.emit(e.AnswerRequest(spec.id, known.end, known.tokens, tuple(known.spans), reason, first))
         return True
 
     def _refuse(self, spec: RequestSpec, limit: int) -> None:
@@ -100,7 +100,7 @@ class RequestTransitions:
         capacity = sum(lane.limit for lane in state.router.lanes.values()) or 1
         wait = min(max(service_s * state.router.queued / capacity, 0.1), MAX_RETRY_AFTER_S)
         reason = Reason(ReasonCode.queue_full, f"{counted(limit, 'request')} of class {spec.class_} wait already")
-        state.instructions.append(e.RefuseRequest(spec.id, reason, wait))
+        state.emit(e.RefuseRequest(spec.id, reason, wait))
 
     # ---- queue and send --------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class RequestTransitions:
         reason = Reason(ReasonCode.sent, f"to {worker.id}: {why}")
         state.set_request_state(request, RequestState.sent, reason)
         state.touch("s", key)
-        state.instructions.append(
+        state.emit(
             e.SendRequest(
                 request.id,
                 request.attempt,
@@ -269,9 +269,7 @@ class RequestTransitions:
         request.recipients.remove(event.request)
         state.counters.answered += 1
         of = "" if event.request == first else first
-        state.instructions.append(
-            e.AnswerRequest(event.request, End.cancelled, request.tokens, tuple(request.spans), reason, of)
-        )
+        state.emit(e.AnswerRequest(event.request, End.cancelled, request.tokens, tuple(request.spans), reason, of))
 
     # ---- aborts, failures and losses --------------------------------------------------------------------------------
 
@@ -329,7 +327,7 @@ class RequestTransitions:
             sent.orphan, sent.abort_by = False, state.now + state.rules.abort_s
             state.touch("s", key)
             reason = Reason(ReasonCode.returned, f"{worker.id} was lost, and its requests were moved")
-            state.instructions.append(e.AbortAttempt(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
+            state.emit(e.AbortAttempt(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
 
     def _abort(self, request: RolloutRequest, reason: Reason) -> None:
         state, key = self.state, attempt_key(request.id, request.attempt)
@@ -337,9 +335,7 @@ class RequestTransitions:
         if sent is not None and sent.abort_by is None:
             sent.abort_by = state.now + state.rules.abort_s
             state.touch("s", key)
-            state.instructions.append(
-                e.AbortAttempt(request.id, request.attempt, request.worker, sent.abort_by, reason)
-            )
+            state.emit(e.AbortAttempt(request.id, request.attempt, request.worker, sent.abort_by, reason))
 
     def _broken(self, request: RolloutRequest, worker: RolloutWorker, why: str) -> None:
         """Requeue it with its tokens, unless it is complete or failed too often."""
@@ -408,7 +404,7 @@ class RequestTransitions:
         for name in request.recipients:
             state.coalesced.pop(name, None)
             of = "" if name == request.id else request.id
-            state.instructions.append(e.AnswerRequest(name, end, request.tokens, spans, reason, of))
+            state.emit(e.AnswerRequest(name, end, request.tokens, spans, reason, of))
         state.counters.answered += len(request.recipients)
         request.recipients = []
         state.past[request.id] = request

@@ -174,7 +174,7 @@ class Scaler:
         self.last = decision
         self._check_outcome(decision.came_true, sample)
         if decision.reason.code is ReasonCode.policy_fault:
-            state.instructions.append(e.Warn(decision.reason))
+            state.emit(e.Warn(decision.reason))
         wanted, reason, expects = decision.workers, decision.reason, decision.expects
         floor = sample.min_workers
         if counters.manual_workers is not None:
@@ -210,7 +210,7 @@ class Scaler:
             step = ScaleStep(self.state.now, before, wanted, reason, expects, tuple(changed))
             self.state.steps.append(step)
             del self.state.steps[:-STEPS_KEPT]
-            self.state.instructions.append(e.AnnounceScaleStep(step))
+            self.state.emit(e.AnnounceScaleStep(step))
 
     def _scale_up(self, count: int, reason: Reason) -> list[str]:
         """Draining workers first, since they are warm; then asleep, then stopped, lost ones last."""

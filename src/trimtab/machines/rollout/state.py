@@ -55,6 +55,9 @@ class RolloutState:
     def version(self) -> int:
         return self.counters.version
 
+    def emit(self, instruction: RolloutInstruction) -> None:
+        self.instructions.append(instruction)
+
     # ---- stories ---------------------------------------------------------------------------------------------------
 
     def set_worker_state(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:

@@ -314,7 +314,7 @@ class WorkerTransitions:
         worker.retry_at = None
         worker.paused = worker.paused or verb is WorkerVerb.pause  # even if it is never confirmed
         state.touch("w", worker.id)
-        state.instructions.append(
+        state.emit(
             e.WorkerAction(worker.id, worker.attempt, verb, deadline, reason, version, worker.spec.sleep_keeps_weights)
         )
 
@@ -414,5 +414,5 @@ class WorkerTransitions:
         self.state.update_lane(worker)
 
     def warn(self, worker: RolloutWorker, reason: Reason) -> None:
-        self.state.instructions.append(e.Warn(reason, worker.id))
+        self.state.emit(e.Warn(reason, worker.id))
         self.state.set_worker_state(worker, worker.state, reason)
