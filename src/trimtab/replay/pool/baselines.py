@@ -164,8 +164,6 @@ class BaselineScheduler:
                 f"{node}: free GPUs do not add up"
             )
 
-    # ---- differs by policy ----
-
     def enqueue(self, job: BaselineJob) -> None:
         raise NotImplementedError
 
@@ -182,8 +180,6 @@ class BaselineScheduler:
     def reserved(self, node: str) -> int:
         """GPUs that are neither free nor held by a job."""
         return 0
-
-    # ---- transitions ----
 
     def assign(self, job: BaselineJob, nodes: tuple[str, ...]) -> None:
         """Assigns free nodes to the job and creates its placement group."""
