@@ -1,6 +1,6 @@
 """Does re-planning pay, and how long does a decision take?
 
-Drifting workloads in emulated time, run as `trimtab simulate` runs them (`trimtab.replay.loop_*`): an iteration takes
+Drifting workloads in emulated time, run as `trimtab simulate` runs them (`trimtab.replay.replan`): an iteration takes
 what the planner's simulation says of the TRUE costs under the plan in place, times noise; the loop sees only what it
 could measure. Against it: the first plan kept (moved only when its GPUs go), the best plan in hindsight of those that
 fit from beginning to end, and an oracle that knows the true costs and re-plans for free before every iteration. Noise
@@ -191,16 +191,16 @@ def decisions(components: int, gpus: int, jobs: int) -> tuple[list[float], list[
         if len(plan.groups) == 1:
             continue  # an all-shared plan adapts by itself
         machine = ReplanMachine(job.workflow, job.cluster, plan, replace(RULES, mode=ReplanMode.advise))
-        planner = machine.watch.planner
+        planner = machine.drift.planner
         for t in range(1, 25):
             busy = planner.times(plan, {"rollout": 1.03 ** max(0, t - 8)})
             wall = planner.with_times(plan, busy)
             parts = tuple(ComponentTiming(n, s, len(plan.placed(n).gpus)) for n, s in busy.items())
-            before = dict(machine.watch.run.looked_sure)
+            before = dict(machine.drift.run.compared_sure_levels)
             began = time.process_time()
             machine.handle(e.IterationDone(Iteration(t, wall, parts)), float(t))
             took = time.process_time() - began
-            (looked if machine.watch.run.looked_sure != before else others).append(took)
+            (looked if machine.drift.run.compared_sure_levels != before else others).append(took)
     return looked, others
 
 

@@ -32,13 +32,13 @@ class Driver:
     """A machine, and somebody who carries everything out at once."""
 
     def __init__(self) -> None:
-        rules = RolloutRules(least=1, most=WORKERS, classes=CLASSES, monitor_s=1e6, stall_s=1e6)
+        rules = RolloutRules(min_workers=1, max_workers=WORKERS, classes=CLASSES, monitor_s=1e6, stall_s=1e6)
         self.machine = RolloutMachine(rules)
         self.now = 0.0
         self.asked = 0
         self.running: deque[tuple[str, int]] = deque()
         self.times: dict[str, list[int]] = defaultdict(list)
-        router = self.machine._books.router
+        router = self.machine._state.router
         self._choose, router.choose = router.choose, self._timed_choice
 
     def _timed_choice(self) -> Any:
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _scan(driver: Driver) -> list[int]:
-    lanes = list(driver.machine._books.router.lanes.values())
+    lanes = list(driver.machine._state.router.lanes.values())
     return [_timed(lambda: min(lanes, key=lambda lane: lane.load)) for _ in range(2_000)]
 
 

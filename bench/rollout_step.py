@@ -137,9 +137,9 @@ def as_documented(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, 
         kept[side] = (now if kept[side] is None else kept[side]) if beyond else None
     long = {side: kept[side] is not None and now - kept[side] >= config.min_stable_period for side in ("high", "low")}
     workers = sample.serving
-    if long["high"] and workers < sample.most and now - kept["up"] >= config.scale_up_cooldown:
+    if long["high"] and workers < sample.max_workers and now - kept["up"] >= config.scale_up_cooldown:
         workers, kept["up"] = workers + 1, now
-    elif long["low"] and workers > sample.least and now - kept["down"] >= config.scale_down_cooldown:
+    elif long["low"] and workers > sample.min_workers and now - kept["down"] >= config.scale_down_cooldown:
         workers, kept["down"] = workers - 1, now
     code = (
         ReasonCode.load_fits
@@ -174,8 +174,8 @@ class World:
     def __init__(self, elastic: ElasticConfig, held: bool) -> None:
         self.held = held
         rules = RolloutRules(
-            least=elastic.min_workers,
-            most=ENGINES,
+            min_workers=elastic.min_workers,
+            max_workers=ENGINES,
             capacity=elastic.requests_per_worker_capacity,
             monitor_s=elastic.monitoring_interval,
             drain_s=elastic.drain_timeout,

@@ -240,7 +240,7 @@ def play(one: Scene, node: Joining, journal: Path) -> JournalRecord:
             task.result(timeout=120.0)
         until(lambda: not set(session.status()["tasks"]) - {"done"}, "all tasks are done")
         found = read_journal(journal)
-        return read_record(found.snapshot, found.events, found.told, found.last_time)
+        return read_record(found.snapshot, found.events, found.instructions, found.last_time)
     finally:
         session.shutdown()
 

@@ -121,6 +121,7 @@ def test_workers_are_added_until_no_gpu_is_left_and_a_ray_stop_is_noticed(place:
     assert not place.processes()
 
 
+@pytest.mark.long
 def test_ctrl_c_while_the_cluster_starts_leaves_nothing_behind(place: Place, terminal: Open) -> None:
     first = terminal("./start_ray_cluster.sh", "1", "--no-dashboard", *place.ports)
     first.expect("head runs on GPU 0")

@@ -189,7 +189,7 @@ def test_a_body_that_makes_no_sense_is_refused_with_what_is_expected(
 
 
 def test_a_body_that_is_too_large_is_refused_unread(served: Served, world: World) -> None:
-    assert served.ask("POST", "/nodes/w1/drain", b" " * (hook.LARGEST_BODY + 1))[0] == 413
+    assert served.ask("POST", "/nodes/w1/drain", b" " * (hook.MAX_BODY_BYTES + 1))[0] == 413
     assert world.asked == []
 
 

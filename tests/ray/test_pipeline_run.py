@@ -18,7 +18,7 @@ from trimtab.cli.pipeline_run import run_answer, run_data, run_text
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.pipeline import layer_files
 from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, PipelineStage, Schedule
-from trimtab.profile import layers
+from trimtab.profile import block_chain, layers
 from trimtab.runtime.pipeline.runner import PipelineRun, run_pipeline
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, _pass_time
 from trimtab.runtime.rayapi.connect import answers, connected
@@ -42,11 +42,11 @@ def schedule(*stages: tuple[int, int, float, float]) -> Schedule:
     )
 
 
-def chain(factory: str, model_input: str, **where: str) -> tuple[layers.BlockChain, Any]:
+def chain(factory: str, model_input: str, **where: str) -> tuple[block_chain.BlockChain, Any]:
     settings = {"dtype": "torch.float32", "device": "cpu"}
     return (
-        layers.load_chain(f"{MODELS}:{factory}", **where, **settings),
-        layers.input_maker(model_input, batch_size=2, **settings),
+        block_chain.load_chain(f"{MODELS}:{factory}", **where, **settings),
+        block_chain.input_maker(model_input, batch_size=2, **settings),
     )
 
 
@@ -66,7 +66,7 @@ def as_planned(planned: Schedule, *model: Any, **settings: Any) -> PipelineRun:
 @pytest.mark.parametrize(
     ("factory", "model_input", "where"),
     [
-        ("pairs", f"{MODELS}:pair", {}),
+        pytest.param("pairs", f"{MODELS}:pair", {}, marks=pytest.mark.long),
         ("decoder_of_tuples", f"{MODELS}:tokens", {"blocks": "body.layers"}),
     ],
 )
@@ -81,9 +81,10 @@ def test_the_output_is_the_models_bit_for_bit(factory: str, model_input: str, wh
 @pytest.mark.parametrize(
     ("planned", "buffers"),
     [
-        (schedule((1, 1, 0.2, 0.05), (2, 2, 0.1, 0.02), (3, 4, 0.05, 0)), 1),  # the first computes longest
-        (schedule((1, 1, 0.05, 0.05), (2, 2, 0.1, 0.2), (3, 4, 0.1, 0)), 1),  # a transfer takes longest
-        (schedule((1, 1, 0.05, 0.05), (2, 2, 0.1, 0.1), (3, 4, 0.2, 0)), 2),  # the last computes longest
+        # The first computes longest, a transfer takes longest, the last computes longest.
+        pytest.param(schedule((1, 1, 0.2, 0.05), (2, 2, 0.1, 0.02), (3, 4, 0.05, 0)), 1, marks=pytest.mark.long),
+        (schedule((1, 1, 0.05, 0.05), (2, 2, 0.1, 0.2), (3, 4, 0.1, 0)), 1),
+        pytest.param(schedule((1, 1, 0.05, 0.05), (2, 2, 0.1, 0.1), (3, 4, 0.2, 0)), 2, marks=pytest.mark.long),
         (Schedule(schedule((1, 1, 0.05, 0.02), (2, 4, 0.05, 0.2)).stages, input_seconds=0.1), 2),  # source and sink
     ],
 )

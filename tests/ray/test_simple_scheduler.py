@@ -623,7 +623,7 @@ def test_a_pool_is_asked_for_again_only_as_it_is(scheduler: SimpleScheduler) -> 
         "success": True,
         "pool": "again",
         "created": False,
-        "reason": "it was there, with the same configuration",
+        "reason": "it exists, with the same configuration",
         "error": None,
     }
     assert scheduler.ensure_pool("again")["success"]  # no quota said: as it is

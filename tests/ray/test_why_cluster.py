@@ -388,7 +388,7 @@ def test_something_else_that_listens_is_not_taken_for_a_cluster() -> None:
     ("options", "says"),
     [
         ({"address": "ray://head:10001"}, "Ray's client"),
-        ({"address": "local"}, "nothing to look at"),
+        ({"address": "local"}, "a new, empty one"),
         ({"address": "nonsense"}, "no address"),
         ({"overrides": ["a=1"]}, "need --would-fit"),
         ({"watch": 0.0}, "--watch"),

@@ -199,7 +199,7 @@ class FleetWorld:
         policy, held_s, times = self.policy, 0.0, self.policy.free_losses + 1
         hold_s = policy.hold_s
         while held_s <= policy.forget_s and hold_s > 0:
-            held_s, hold_s, times = held_s + hold_s, min(policy.hold_most_s, hold_s * 2), times + 1
+            held_s, hold_s, times = held_s + hold_s, min(policy.max_hold_s, hold_s * 2), times + 1
         return times
 
     def _judge_views(self) -> None:
@@ -533,8 +533,8 @@ class FleetWorld:
         assert self.entering is None, "two worlds at once"
         assert world.epoch == len(self.worlds) + 1
         assert enter.deadline > self.now
-        assert world.size >= self.spec.least, "below the least"
-        limit = max(self.spec.least, self.group.asked or self.spec.most or 10**9)
+        assert world.size >= self.spec.min_members, "below the least"
+        limit = max(self.spec.min_members, self.group.requested or self.spec.max_members or 10**9)
         assert world.size <= limit, "more than the most"
         assert world.reason.sentence
         assert len(world.nodes) == world.size == len(set(world.members))
@@ -577,7 +577,7 @@ class FleetWorld:
         assert self.waits_for_step, "a step that nobody asked for"
         assert self.world is not None
         assert run.epoch == self.world.epoch, "a step in a world that was not entered"
-        assert self.world.size >= self.spec.least, "below the least, silently"
+        assert self.world.size >= self.spec.min_members, "below the least, silently"
         assert run.step == self.done + 1, "a step is left out, or counted twice"
         assert run.redo == (run.step in self.begun)
         for name in self.world.members:
@@ -671,7 +671,7 @@ class FleetWorld:
             if node.alive:
                 self.thaw(name)
                 self.tell_nodes(n.DrainCancelled(name))
-        for at in range(self.spec.least):
+        for at in range(self.spec.min_members):
             self.join(f"fresh{at}", facts(1))
         before = self.done
         for turn in range(300):

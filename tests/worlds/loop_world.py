@@ -18,7 +18,7 @@ from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.machine import ReplanMachine
-from trimtab.machines.replan.placed_plan import GpuSlot, seats
+from trimtab.machines.replan.placed_plan import GpuSlot, gpu_slots
 from trimtab.model.plan import Plan
 from trimtab.model.run import STAGES, ComponentTiming, Iteration, Migration, MigrationStage, ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob, WeightSync, Workflow
@@ -51,9 +51,9 @@ def first_plan(job: PlacementJob) -> Plan:
     return to_plan(space, outcome.best)
 
 
-def seats_of(plan: Plan, cluster: Cluster) -> Placement:
+def slots_of(plan: Plan, cluster: Cluster) -> Placement:
     """Where everybody sits."""
-    here = seats(cluster)
+    here = gpu_slots(cluster)
     return {placed.name: tuple(here[rank] for rank in placed.gpus) for placed in plan.components}
 
 
@@ -67,7 +67,7 @@ class LoopWorld:
         self.leaving: tuple[str, ...] = ()
         self.levels = dict.fromkeys(self.flow.names, 1.0)
         self.plan = self.first = first_plan(PlacementJob(self.cluster, self.flow))
-        self.place = seats_of(self.plan, self.cluster)  # where everybody really sits
+        self.place = slots_of(self.plan, self.cluster)  # where everybody really sits
         self.machine = ReplanMachine(self.flow, self.cluster, self.plan, rules)
         self.twin: ReplanMachine | None = None  # loaded from a snapshot; is told the same
         self.now = 0.0
@@ -119,7 +119,7 @@ class LoopWorld:
     def _judge(self, one: e.ReplanInstruction) -> None:
         assert not self.stopped, "it goes on after it said stop"
         if isinstance(one, e.SetGpuRange):
-            assert 0 < one.least <= one.most <= self.cluster.gpus + 8
+            assert 0 < one.min_gpus <= one.max_gpus <= self.cluster.gpus + 8
             return
         reason = one.move.reason if isinstance(one, (e.BeginMigration, e.RunMigrationStage)) else one.reason
         assert reason.sentence
@@ -150,9 +150,9 @@ class LoopWorld:
         assert self.move is None, "two moves at once"
         assert self.rules.mode is ReplanMode.auto, "advice is not asked to be carried out"
         assert one.deadline > self.now
-        must = self.must_go()
+        must = self.must_migrate()
         assert one.move.forced == must, "a move is forced if its plan's GPUs are gone or will go, and only then"
-        assert seats_of(one.move.before, self.at_place()) == self.place, "the move begins somewhere else"
+        assert slots_of(one.move.before, self.at_place()) == self.place, "the move begins somewhere else"
         if not must:
             if self.moved_at is not None:
                 assert self.done - self.moved_at >= self.rules.dwell_iterations, "a move within the dwell time"
@@ -163,7 +163,7 @@ class LoopWorld:
             assert self.remaining is None or numbers.horizon <= self.remaining
             self._judge_gain(one.move.after, False)
         usable = {name for name in (node.name for node in self.cluster.nodes) if name not in self.leaving}
-        after = seats_of(one.move.after, self.usable())
+        after = slots_of(one.move.after, self.usable())
         assert all(seat[0] in usable for mine in after.values() for seat in mine), "a move to GPUs that will go"
         self.move, self.old, self.to_cluster = one.move, (self.plan, dict(self.place)), self.usable()
         self.counts["forced moves" if must else "moves"] += 1
@@ -186,7 +186,7 @@ class LoopWorld:
     def _judge_place(self) -> None:
         """The plan that the machine names is where everybody sits; a move under way is not a plan in place."""
         if not self.lost:
-            assert seats_of(self.machine.plan, self.cluster) == self.place, "the plan in place is another one"
+            assert slots_of(self.machine.plan, self.cluster) == self.place, "the plan in place is another one"
 
     def _judge_waits(self) -> None:
         due = self.machine.next_deadline()
@@ -205,7 +205,7 @@ class LoopWorld:
     def usable(self) -> Cluster:
         return Cluster(tuple(node for node in self.cluster.nodes if node.name not in self.leaving))
 
-    def must_go(self) -> bool:
+    def must_migrate(self) -> bool:
         used = {seat[0] for mine in self.place.values() for seat in mine}
         return bool(self.lost) or bool(used & set(self.leaving))
 
@@ -257,7 +257,7 @@ class LoopWorld:
         self, cluster: Cluster, why: e.ClusterChangeCause, leaving: tuple[str, ...] = (), within_s: float = 100.0
     ) -> None:
         """Nodes come, go, or will go."""
-        there = set(seats(cluster))
+        there = set(gpu_slots(cluster))
         used = {seat for mine in self.place.values() for seat in mine}
         if not self.lost:
             self.plan_cluster = self.cluster
@@ -270,8 +270,8 @@ class LoopWorld:
         self.tell(e.ClusterChanged(cluster, why, leaving, self.now + within_s if leaving else None))
 
     def _reranked(self, cluster: Cluster) -> Plan:
-        rank = {seat: at for at, seat in enumerate(seats(cluster))}
-        here = seats(self.cluster)
+        rank = {seat: at for at, seat in enumerate(gpu_slots(cluster))}
+        here = gpu_slots(self.cluster)
         return replace(
             self.plan,
             groups=tuple(replace(g, gpus=tuple(rank[here[at]] for at in g.gpus)) for g in self.plan.groups),
@@ -304,7 +304,7 @@ class LoopWorld:
         if one.stage is STAGES[-1]:
             # The world knows before the machine does: this was the last stage.
             self.plan = self._as_now(one.move)
-            self.place = seats_of(self.plan, self.cluster)
+            self.place = slots_of(self.plan, self.cluster)
             self.move = self.stage = self.old = None
             self.lost.clear()
             self.moved_at = self.done
@@ -407,7 +407,7 @@ def _answers(machine: ReplanMachine) -> list[Any]:
     return [
         machine.next_deadline(),
         machine.plan,
-        machine.sited,
+        machine.placed_plan,
         machine.moving_to,
         machine.cluster,
         machine.iterations,
@@ -416,5 +416,5 @@ def _answers(machine: ReplanMachine) -> list[Any]:
         machine.costs(),
         machine.estimates(),
         [machine.story(), *map(machine.story, moves)],
-        [machine.watch.levels(), machine.watch.ranges(), machine.watch.dwell(), machine.watch.bias],
+        [machine.drift.levels(), machine.drift.ranges(), machine.drift.dwell(), machine.drift.bias],
     ]

@@ -509,7 +509,9 @@ class World:
         assert run.start.attempt == wanted.attempt, f"{wanted} is for another attempt than {run.start.attempt}"
         if run.stop is not None:
             taken = self.now - run.told_at
-            assert taken > run.stop.tell_s + run.stop.save_s, f"{wanted.task} is told to stop twice"
+            assert taken > run.stop.cancel_grace_s + run.stop.checkpoint_timeout_s, (
+                f"{wanted.task} is told to stop twice"
+            )
         run.stop, run.told_at = wanted, self.now
 
     def _book_park(self, wanted: ParkTask) -> None:
@@ -569,13 +571,15 @@ class World:
         victim = self.specs[stop.task]
         timing = self.policy or PreemptionPolicy()
         if self.runs[stop.task].mode == "starting":
-            assert (stop.tell_s, stop.save_s) == (0, 0), "what is not constructed has nothing to say"
+            assert (stop.cancel_grace_s, stop.checkpoint_timeout_s) == (0, 0), (
+                "what is not constructed has nothing to say"
+            )
         elif victim.notice_s is not None:
             assert stop.notice
-            assert stop.tell_s == victim.notice_s
+            assert stop.cancel_grace_s == victim.notice_s
         else:
             assert not stop.notice
-            assert stop.tell_s == timing.cancel_timeout_s
+            assert stop.cancel_grace_s == timing.cancel_timeout_s
 
     def _check_borrower(self, stop: StopTask, making: dict[str, Any]) -> None:
         victim = self.specs[stop.task]
@@ -609,7 +613,7 @@ class World:
         return any(
             one.state in IN_QUEUE
             and name != newcomer.id
-            and self.now - one.since >= self.pools[one.spec.pool].patience_s
+            and self.now - one.since >= self.pools[one.spec.pool].starvation_timeout_s
             for name, one in self.machine.tasks.items()
         )
 
@@ -803,8 +807,10 @@ class World:
                     and (one.task, one.attempt) == (wanted.task, wanted.attempt)
                 )
             ]
-            cancel = "not called" if wanted.tell_s == 0 else "returned" if how == "well" else "timed out"
-            return self.tell(news.TaskStopped(wanted.task, wanted.attempt, cancel, how == "well" and wanted.save_s > 0))
+            cancel = "not called" if wanted.cancel_grace_s == 0 else "returned" if how == "well" else "timed out"
+            return self.tell(
+                news.TaskStopped(wanted.task, wanted.attempt, cancel, how == "well" and wanted.checkpoint_timeout_s > 0)
+            )
         if isinstance(wanted, StartTask):
             whole = here and run is not None and len(run.alive) == len(wanted.places)
             if how == "well" and whole and self._places_stand(wanted):

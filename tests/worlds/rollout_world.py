@@ -106,7 +106,7 @@ class RolloutWorld:
         self.journal: list[tuple[float, Any, list[Any]]] = []
         self.counted: Counter[str] = Counter()
         self.numbers = 0
-        self.most = rules.most
+        self.most = rules.max_workers
         self.broken = False
 
     # ---- events ----------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class RolloutWorld:
             client = self.clients[event.request]
             if client.attempt == event.attempt:
                 client.tokens = [*client.tokens[: client.base], *made]
-        if isinstance(event, e.TokensStreamed) and event.again and self._is_current(event.request, event.attempt):
+        if isinstance(event, e.TokensStreamed) and event.restart and self._is_current(event.request, event.attempt):
             self.clients[event.request].gap = event.attempt
             self.counted["gaps"] += 1
         on_purpose = isinstance(event, e.AbortedExternally) and self._is_current(event.request, event.attempt)
@@ -377,7 +377,7 @@ class RolloutWorld:
             if engine.alive and not engine.paused and len(running.made) < min(running.most, running.length) - 1:
                 running.made.append(-1 if engine.weights is None else engine.weights)
                 running.told = len(running.made)
-                self.post(e.TokensStreamed(running.request, running.attempt, len(running.made), again=True), running)
+                self.post(e.TokensStreamed(running.request, running.attempt, len(running.made), restart=True), running)
 
     def abort_elsewhere(self, engine: Engine) -> None:
         """Somebody else aborts, on purpose."""

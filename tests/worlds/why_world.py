@@ -31,41 +31,54 @@ def node(name: str, used: dict[str, float] | None = None, *, drain: float | None
     return NodeSnapshot(name, name, whole, whole.minus(Resources.of(used or {})), labels, drain=going)
 
 
-def ask(*, zone: str | None = None, **amounts: float) -> ResourceRequest:
+def request(*, zone: str | None = None, **amounts: float) -> ResourceRequest:
     return ResourceRequest(Resources.of(amounts), ((LabelSelector("zone", (zone,)),),) if zone else ())
 
 
 def actor(
-    name: str, *, like: str = "", job: str = "job", since: float | None = NOW - 60, **asked: Any
+    name: str, *, class_name: str = "", job: str = "job", since: float | None = NOW - 60, **asked: Any
 ) -> PendingWorkload:
     """An actor that waits for room; fields of `PendingWorkload` among what is asked."""
     fields = {key: asked.pop(key) for key in list(asked) if key in PendingWorkload.__dataclass_fields__}
     return PendingWorkload(
-        name, WorkloadKind.actor, name, (ask(**asked),), like=like or name, job=job, since=since, **fields
+        name,
+        WorkloadKind.actor,
+        name,
+        (request(**asked),),
+        class_name=class_name or name,
+        job=job,
+        since=since,
+        **fields,
     )
 
 
 def group(
     name: str,
-    *asks: ResourceRequest,
+    *requests: ResourceRequest,
     strategy: PlacementStrategy = PlacementStrategy.pack,
     job: str = "job",
     **fields: Any,
 ) -> PendingWorkload:
     """A placement group that waits."""
     return PendingWorkload(
-        name, WorkloadKind.group, name, asks, strategy=strategy, job=job, since=NOW - 60, like=name, **fields
+        name, WorkloadKind.group, name, requests, strategy=strategy, job=job, since=NOW - 60, class_name=name, **fields
     )
 
 
 def holds(
-    name: str, on: str, *, like: str = "", job: str = "job", kind: WorkloadKind = WorkloadKind.actor, **amounts: Any
+    name: str,
+    on: str,
+    *,
+    class_name: str = "",
+    job: str = "job",
+    kind: WorkloadKind = WorkloadKind.actor,
+    **amounts: Any,
 ) -> ResourceHolder:
     fields = {key: amounts.pop(key) for key in ("group", "bundle", "gpus") if key in amounts}
-    return ResourceHolder(name, kind, name, on, Resources.of(amounts), job, like or name, **fields)
+    return ResourceHolder(name, kind, name, on, Resources.of(amounts), job, class_name or name, **fields)
 
 
-def survey(
+def snapshot(
     nodes: Sequence[NodeSnapshot],
     waiting: Sequence[PendingWorkload] = (),
     holders: Sequence[ResourceHolder] = (),
@@ -83,22 +96,24 @@ def survey(
     return GcsSnapshot(NOW, tuple(seen), tuple(waiting), tuple(holders), **more)
 
 
-def obvious(asks: Sequence[ResourceRequest], spaces: Sequence[NodeSpace], strategy: PlacementStrategy) -> bool:
+def obvious(requests: Sequence[ResourceRequest], spaces: Sequence[NodeSpace], strategy: PlacementStrategy) -> bool:
     """Whether any way of putting asks on nodes is right: tries them all."""
-    for way in product(range(len(spaces)), repeat=len(asks)):
+    for way in product(range(len(spaces)), repeat=len(requests)):
         different = len(set(way))
         if strategy is PlacementStrategy.strict_pack and different > 1:
             continue
         if strategy is PlacementStrategy.strict_spread and different < len(way):
             continue
-        on_each = [[ask for ask, at in zip(asks, way, strict=True) if at == here] for here in range(len(spaces))]
+        on_each = [
+            [request for request, at in zip(requests, way, strict=True) if at == here] for here in range(len(spaces))
+        ]
         if all(
-            all(ask.accepts(space.labels or ()) for ask in there) and _sum(there).within(space.free)
+            all(request.accepts(space.labels or ()) for request in there) and _sum(there).within(space.free)
             for there, space in zip(on_each, spaces, strict=True)
         ):
             return True
     return False
 
 
-def _sum(asks: Sequence[ResourceRequest]) -> Resources:
-    return total([one.amounts for one in asks]) if asks else NOTHING
+def _sum(requests: Sequence[ResourceRequest]) -> Resources:
+    return total([one.amounts for one in requests]) if requests else NOTHING

@@ -128,7 +128,9 @@ def advise(
             if restart_hook is not None and record is not None:
                 from trimtab.runtime.advise.hook import RestartHook
 
-                follower.hook = RestartHook(restart_hook, str(config), hook_s, record.past.ran_for, record.hook_starts)
+                follower.hook = RestartHook(
+                    restart_hook, str(config), hook_s, record.past.ran_for, record.record_hook_start
+                )
             if once:
                 _answer_once(follower, form, output)
             else:
@@ -157,7 +159,7 @@ def _follower(
     from trimtab.runtime.advise.cluster import ClusterWatch
     from trimtab.runtime.advise.engines import EngineMetricsReader
     from trimtab.runtime.advise.follower import Follower
-    from trimtab.runtime.advise.tail import following
+    from trimtab.runtime.advise.tail import open_tail
 
     config = RunConfig(path, tuple(overrides))
     measured = None
@@ -168,7 +170,7 @@ def _follower(
     metrics = EngineMetricsReader(engines)
     rules = ReplanRules(mode=ReplanMode.advise, assumed_move_s=restart_s)
     with contextlib.ExitStack() as stack:
-        tail = stack.enter_context(following(follow))
+        tail = stack.enter_context(open_tail(follow))
         source = _framework(config, tail.files(), framework)
         cluster = None
         if address is not None:
@@ -231,7 +233,7 @@ def _answer_once(follower: Follower, form: Format, output: Path | None) -> None:
 
     frame = follower.once()
     if follower.record is not None:
-        follower.record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
+        follower.record.write_frame(frame, follower.advising, advise_text.as_data(frame, follower.history))
     _report(follower, frame, output)
     answer(advise_text.as_data(frame, follower.history), form, lambda: advise_text.print_text(frame, follower.history))
 
@@ -259,7 +261,7 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
             show = stack.enter_context(_shown(form))
             for frame in follower.frames():
                 if record is not None:
-                    record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
+                    record.write_frame(frame, follower.advising, advise_text.as_data(frame, follower.history))
                     if record.fault is not None and record.fault != fault:
                         say(f"{record.path}: {record.fault}")
                     fault = record.fault

@@ -84,7 +84,7 @@ def start(
 
     ledger = Ledger()
     _warn_all(allocation.sweep(ledger))
-    there = gpus.of_this_machine(fake_gpus)
+    there = gpus.local_gpus(fake_gpus)
     ip = ip or local.own_address()
     sizes = NodeSizes(gpus_per_node, cpus_per_node, _bytes(memory, "--memory"), _bytes(object_store, "--object-store"))
     nodes_here = len(there.ids) // gpus_per_node if gpus_per_node else workers + 1
@@ -102,7 +102,7 @@ def start(
         owner=processes.this(),
         started=time.time(),
     )
-    wanted = auth.for_new_cluster(os.environ)
+    wanted = auth.new_cluster_auth(os.environ)
     cluster = allocation.open_cluster(ledger, cluster, there, workers)
     with cluster_live.signals_interrupt():
         try:
@@ -154,8 +154,8 @@ def add(
 
     ledger = Ledger()
     _warn_all(allocation.sweep(ledger))
-    cluster = allocation.chosen(ledger, address, os.environ)
-    there = gpus.of_this_machine(cluster.fake_gpus if cluster.head_here else fake_gpus)
+    cluster = allocation.select_cluster(ledger, address, os.environ)
+    there = gpus.local_gpus(cluster.fake_gpus if cluster.head_here else fake_gpus)
     sizes = _sizes(cluster.sizes, gpus_per_node, cpus_per_node, memory, object_store)
     sizes = command.with_shares(sizes, len(there.ids) // max(1, sizes.gpus))
     if not cluster.head_here:
@@ -167,7 +167,7 @@ def add(
         )
         local.auth_of(cluster)  # fails early if the cluster does not answer
     with cluster_live.signals_interrupt():
-        cluster, node = allocation.another_node(ledger, cluster, there, sizes, gpu)
+        cluster, node = allocation.allocate_node(ledger, cluster, there, sizes, gpu)
         try:
             with err.status(f"starting {node.name}"):
                 wanted = local.auth_of(cluster)
@@ -269,11 +269,9 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
 
     ledger = Ledger()
     _warn_all(allocation.sweep(ledger))
-    cluster = allocation.chosen(ledger, address, os.environ)
-    if cluster.head_here and not cluster.standing:
-        raise UnreachableError(
-            f"no cluster runs at {cluster.address}; {allocation.how_it_ended(cluster)}", hint=allocation.START_ONE
-        )
+    cluster = allocation.select_cluster(ledger, address, os.environ)
+    if cluster.head_here and not cluster.live_nodes:
+        raise UnreachableError(f"no cluster runs at {cluster.address}; {allocation.end_note(cluster)}", hint=allocation.START_ONE)
     data = _status_now(ledger, cluster)
     answer(data, form, lambda: cluster_text.print_status(data))
 
@@ -291,12 +289,12 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
     ledger = Ledger()
     _warn_all(allocation.sweep(ledger))
-    cluster = allocation.chosen(ledger, address, os.environ)
-    if not cluster.standing:
+    cluster = allocation.select_cluster(ledger, address, os.environ)
+    if not cluster.live_nodes:
         raise UnreachableError(
             f"no node of the cluster at {cluster.address} was started by trimtab here", hint=allocation.START_ONE
         )
-    _end_nodes(ledger, cluster, cluster.standing, STOPPED, form)
+    _end_nodes(ledger, cluster, cluster.live_nodes, STOPPED, form)
 
 
 def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
@@ -308,12 +306,12 @@ def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) ->
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
     try:
         with cluster_live.ClusterStatusLoop(ledger, cluster) as look:
-            cluster_live.watch(look.while_it_lives, hints)
+            cluster_live.watch(look.status_while_alive, hints)
         cause = _head_cause(ledger, cluster)
     except KeyboardInterrupt:
         cause = ""
     finally:
-        with cluster_live.deaf():
+        with cluster_live.ignore_signals():
             if not _head_cause(ledger, cluster):
                 err.print("ending the cluster")
             now = ledger.read().get(cluster.address, cluster)
@@ -345,7 +343,7 @@ def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
 
     ledger = Ledger()
     _warn_all(allocation.sweep(ledger))
-    cluster = allocation.chosen(ledger, address, os.environ)
+    cluster = allocation.select_cluster(ledger, address, os.environ)
     local.auth_of(cluster)
     return ledger, cluster, RayView(cluster.address)
 
@@ -369,7 +367,7 @@ def _resolve_node(cluster: ClusterRecord, view: RayView, word: str) -> tuple[Nod
         near = nearest(word, names)
         unknown.hint = f"did you mean {near}?" if near else f"nodes: {', '.join(names) or 'none but the head'}"
         raise
-    return next((node for node in cluster.standing if node.node_id == node_id), None), node_id, word
+    return next((node for node in cluster.live_nodes if node.node_id == node_id), None), node_id, word
 
 
 def _end_nodes(ledger: Ledger, cluster: ClusterRecord, nodes: Any, cause: str, form: Format) -> None:
@@ -397,7 +395,7 @@ def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
         return "it was removed from the ledger"
     if head.phase in (NodePhase.ending, NodePhase.ended):
         return head.cause
-    return "" if head.stands else "its supervisor was killed"
+    return "" if head.alive else "its supervisor was killed"
 
 
 def _disown(ledger: Ledger, cluster: ClusterRecord) -> None:
@@ -413,9 +411,9 @@ def _print_detached(data: dict[str, Any], hints: list[str]) -> None:
 
 
 def _print_started(node: NodeRecord) -> None:
-    from trimtab.runtime.localcluster.gpus import in_short
+    from trimtab.runtime.localcluster.gpus import ids_text
 
-    gpu = f" on GPU {in_short(node.gpus)}" if node.gpus else ""
+    gpu = f" on GPU {ids_text(node.gpus)}" if node.gpus else ""
     err.print(f"{node.name} runs{gpu}: {node.node_id[:12]}")
 
 

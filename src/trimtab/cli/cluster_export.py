@@ -131,7 +131,7 @@ def _on_cluster(loaded: LoadedJob, cluster: Cluster, measured: Profile | None) -
     from trimtab.formats.load import load
     from trimtab.model.workflow import ANY_KIND
 
-    if loaded.dialect == job.NAME:
+    if loaded.file_format == job.NAME:
         return replace(
             loaded,
             job=replace(loaded.job, cluster=cluster),
@@ -141,11 +141,11 @@ def _on_cluster(loaded: LoadedJob, cluster: Cluster, measured: Profile | None) -
     kinds = {replace(node, name="") for node in (*loaded.job.cluster.nodes, *cluster.nodes)}
     if len({(node.gpus, node.gpu) for node in kinds}) > 1:
         raise InputError(
-            f"a {loaded.dialect} config can only describe nodes of one kind", where=str(loaded.path), hint=own_form
+            f"a {loaded.file_format} config can only describe nodes of one kind", where=str(loaded.path), hint=own_form
         )
-    key = NODES_KEY[loaded.dialect]
+    key = NODES_KEY[loaded.file_format]
     overrides = [f"{key}={len(cluster.nodes)}"]
-    if loaded.dialect == "rlinf" and measured is None:
+    if loaded.file_format == "rlinf" and measured is None:
         # Costs in an RLinf file refer to all its GPUs unless it states their number: here to those from before.
         points = [v.points(ANY_KIND) for c in loaded.job.workflow.components for v in c.variants]
         overrides += [f"++profile_data.gpus={gpus}" for ((gpus, _),) in [p for p in points if len(p) == 1][:1]]
@@ -241,8 +241,8 @@ def kuberay(
         ray_version=version,
         namespace=namespace,
         autoscale=autoscale,
-        least=min_workers,
-        most=max_workers,
+        min_replicas=min_workers,
+        max_replicas=max_workers,
         head_gpus=head_gpus,
         drain_s=drain,
         selector=_labels(selector) if selector else None,
@@ -298,7 +298,7 @@ def slurm(
         partition=partition,
         account=account,
         gpu_type=gpu_type,
-        least=min_nodes,
+        min_nodes=min_nodes,
         join_s=join_timeout,
         warn_s=drain,
         port=port,

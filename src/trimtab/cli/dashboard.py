@@ -55,8 +55,8 @@ def dashboard(
         trimtab dashboard runs/grpo-1 --address auto --port 9000
     """
     with served(source_of(folder, address, name), port, token_file=token_file) as server:
-        out.print(server.said, markup=False)
-        err.print(f"{server.token_is}; Ctrl-C stops the dashboard", markup=False)
+        out.print(server.announcement, markup=False)
+        err.print(f"{server.token_source}; Ctrl-C stops the dashboard", markup=False)
         _until_interrupted()
 
 
@@ -106,7 +106,7 @@ def beside(say: Callable[[str], None], port: int | None = None, *, changes: bool
             except (TrimtabError, OSError) as fault:
                 warn(f"the dashboard could not start: {getattr(fault, 'what', fault)}".replace("[", "\\["))
             else:
-                say(f"{server.said}; {server.token_is}" if changes else server.said)
+                say(f"{server.announcement}; {server.token_source}" if changes else server.announcement)
             yield
 
     return shown
@@ -142,7 +142,7 @@ def top(
 
         trimtab top runs/grpo-1 --once
     """
-    from trimtab.render.text.top import picture, plain
+    from trimtab.render.text.top import picture, print_once
 
     if not 0.1 <= every <= 3600:
         raise InputError(f"--every is {every:g}", where="command line", hint="seconds, 0.1 to 3600")
@@ -150,7 +150,7 @@ def top(
     with contextlib.closing(source):
         source.look()
         if once or not out.is_terminal:
-            plain(source)
+            print_once(source)
             return
         from rich.live import Live
 

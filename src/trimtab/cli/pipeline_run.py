@@ -49,11 +49,13 @@ def run_answer(
 
         chain = make_input = None
         if factory is not None:
-            from trimtab.profile import layers
+            from trimtab.profile import block_chain
 
             progress(f"building {factory}")
-            chain = layers.load_chain(factory, blocks=blocks, dtype=dtype)
-            make_input = layers.input_maker(model_input, batch_size=planned.job.batch_size, dtype=dtype, device="cpu")
+            chain = block_chain.load_chain(factory, blocks=blocks, dtype=dtype)
+            make_input = block_chain.input_maker(
+                model_input, batch_size=planned.job.batch_size, dtype=dtype, device="cpu"
+            )
         done = run_pipeline(
             planned.schedule,
             chain,

@@ -96,7 +96,7 @@ def plan(
     noise_share = share(noise, "--noise")
     loaded, notes = _read(file, overrides or [], profile, from_run)
     file = loaded.path
-    log.debug("read %s as %s", file, loaded.dialect)
+    log.debug("read %s as %s", file, loaded.file_format)
     try:
         began = time.perf_counter()
         space, outcome = best_plan(loaded.job, loaded.rules)
@@ -114,7 +114,7 @@ def plan(
     except TrimtabError as error:
         # The planner knows keys of trimtab's own form only, not the file.
         if error.where is None or not error.where.startswith(str(file)):
-            own = loaded.dialect == "trimtab" and error.where is not None
+            own = loaded.file_format == "trimtab" and error.where is not None
             error.where = f"{file}: {error.where}" if own else str(file)
         raise
     settings = _settings(loaded, result)
@@ -190,7 +190,7 @@ def _show(
 
     other = _other_settings(loaded, result)
     answer(
-        as_data(result, settings, loaded.dialect, searched, other),
+        as_data(result, settings, loaded.file_format, searched, other),
         Format(form.value),
         lambda: print_text(out, result, settings, searched, noise, other),
     )
@@ -227,9 +227,9 @@ def _write_pictures(
 
 def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
     from trimtab.formats import yaml_text
-    from trimtab.formats.write_back import edited, elsewhere
+    from trimtab.formats.write_back import edited, uneditable_keys
 
-    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
         raise InputError(
             f"not written: {', '.join(stuck)} is not set in the file itself",
@@ -241,9 +241,9 @@ def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
 
 
 def _apply(loaded: LoadedJob, settings: PlanSettings) -> None:
-    from trimtab.formats.write_back import apply, elsewhere, shell_words
+    from trimtab.formats.write_back import apply, shell_words, uneditable_keys
 
-    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
         err.print(f"{loaded.path} is not changed: {', '.join(stuck)} is not set in the file itself.")
         err.print("Pass these overrides to the run instead:")

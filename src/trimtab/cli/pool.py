@@ -1,7 +1,8 @@
 """`trimtab status`, `explain` and `pool`: what runs, what waits and why.
 
 They connect to a running controller and start neither a cluster nor a controller; without one they fail with a hint.
-Only `pool drain` changes anything. Output is built in `render.text.pool`; heavy imports happen inside the functions, so
+Only `pool drain` and `pool free` change anything. Output is built in `render.text.pool`;
+heavy imports happen inside the functions, so
 that the command line starts quickly.
 """
 
@@ -143,6 +144,29 @@ def drain(
         session.pool(pool).drain(not off)
         view = _known(session, pool)
     answer({"pool": pool, **view}, form, lambda: pool_text.print_drained(pool, view))
+
+
+@app.command()
+def free(
+    address: AddressOption = None,
+    name: Annotated[str, typer.Option("--name", "-n", help="The controller.")] = USUAL_NAME,
+    form: FormatOption = Format.text,
+) -> None:
+    """End what a controller left that is dead or refuses its journal: its processes, actors and placement groups.
+
+    Example:
+
+        trimtab pool free --name trimtab
+    """
+    from trimtab.runtime.client.connection import RayConnection, free_controller
+
+    connection = RayConnection(address, start=False)
+    try:
+        ended = free_controller(connection.ray, name)
+    finally:
+        connection.close()
+    data = {"controller": name, "actors": list(ended.actors), "placement_groups": list(ended.groups)}
+    answer(data, form, lambda: typer.echo(f"ended: {ended}"))
 
 
 @contextmanager

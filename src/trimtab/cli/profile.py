@@ -68,7 +68,7 @@ def logs(
 
     profile = log_reader.read(
         files,
-        facts=logs_gpus.from_words(gpus or ()),
+        facts=logs_gpus.from_options(gpus or ()),
         framework=framework,
         config=config,
         warmup=warmup,

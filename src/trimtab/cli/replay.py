@@ -48,7 +48,7 @@ def replay(
     if found.torn:
         warn(found.torn)
     try:
-        record = read_record(found.snapshot, found.events, found.told, found.began)
+        record = read_record(found.snapshot, found.events, found.instructions, found.began)
     except InputError as error:
         error.where = error.where or str(journal)
         raise

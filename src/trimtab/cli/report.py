@@ -37,7 +37,7 @@ def report(
     from trimtab.render.html.run.figures import all_metrics, costs, idle_shares, metric_names
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import in_words, standing
+    from trimtab.render.html.run.summary import status_sentence, summary_lines
     from trimtab.render.html.run.timeline import run_chart
 
     story = read_story(folder)
@@ -51,15 +51,15 @@ def report(
     title = folder.resolve().name or story.job or "run"
     command = shlex.join(["trimtab", *sys.argv[1:]])
     write_text(target, run_report(story, title=title, command=command, metrics=wanted))
-    lines = in_words(story, run_chart(story), costs(story, idle_shares(story)), names)
+    lines = summary_lines(story, run_chart(story), costs(story, idle_shares(story)), names)
     data = {
         "report": str(target),
         "state": story.state or "running",
-        "standing": standing(story),
+        "standing": status_sentence(story),
         "iterations": len(story.iterations),
         "seconds": story.end_s,
         "moves": sum(move.state == "arrived" for move in story.moves),
-        "lines_left_out": story.unclear,
+        "lines_left_out": story.unparsed_lines,
         "words": lines,
     }
 

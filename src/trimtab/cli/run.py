@@ -67,7 +67,7 @@ def run(
         trimtab run --resume runs/grpo-1 --iterations 400
     """
     from trimtab.cli.dashboard import beside
-    from trimtab.render.live.run import RunDisplay, answers_alone, signals_told
+    from trimtab.render.live.run import RunDisplay, signal_callbacks, stdout_to_stderr
     from trimtab.render.text.run import RunNarrator
 
     if local and address:
@@ -83,13 +83,13 @@ def run(
     def on_event(event: str, facts: dict[str, Any]) -> None:
         if event == "starting":
             where.update(facts)
-        display.heard(event, facts)
+        display.on_event(event, facts)
 
     def request_replan() -> None:
         with contextlib.suppress(TrimtabError):  # not started yet, or finished
             request.ask("requested by SIGUSR1")
             display.say("re-planning requested")
-            story.say_next()
+            story.report_next_decision()
 
     def say(line: str) -> None:
         """Prints the dashboard's address, also with --quiet."""
@@ -99,12 +99,12 @@ def run(
             display.say(line)
 
     if not local:
-        from trimtab.runtime.rayapi.embedded import hush
+        from trimtab.runtime.rayapi.embedded import mute_ray_messages
 
-        hush()
+        mute_ray_messages()
     with RunDisplay(request.name, story, quiet=quiet) as display:
         display.say(_summary(request))
-        with answers_alone(), signals_told(display.interrupted, request_replan):
+        with stdout_to_stderr(), signal_callbacks(display.interrupted, request_replan):
             end = request.run(
                 local=local,
                 address=address,

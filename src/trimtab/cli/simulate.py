@@ -38,7 +38,9 @@ def simulate(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="Parallel runs.")] = 1,
     sweep: Annotated[
         str | None,
-        typer.Option("--sweep", help="Sweep a setting: patience_s=60,600,3600 or same_pool_gap=1..5."),
+        typer.Option(
+            "--sweep", help="Sweep a setting: starvation_timeout_s=60,600,3600 or same_pool_gap=1..5."
+        ),
     ] = None,
     form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
     html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with plots.")] = None,
@@ -81,8 +83,8 @@ class ScenarioKind:
 
 
 def _pools() -> ScenarioKind:
-    from trimtab.render.html.simulate import pool as simulate_pool
     from trimtab.render.html.simulate import report as simulate_report
+    from trimtab.render.html.simulate.sweeps import pool_recommendation, pool_sweep
     from trimtab.render.live.simulate import pool_runs
     from trimtab.render.text import simulate as simulate_text
     from trimtab.replay.pool.scenario import read
@@ -90,8 +92,8 @@ def _pools() -> ScenarioKind:
     return ScenarioKind(
         read,
         pool_runs,
-        lambda *args: (simulate_pool.swept(*args), []),
-        simulate_pool.recommendation,
+        lambda *args: (pool_sweep(*args), []),
+        pool_recommendation,
         simulate_report.report,
         simulate_text.as_json,
         simulate_text.as_csv,
@@ -100,16 +102,16 @@ def _pools() -> ScenarioKind:
 
 
 def _rollouts() -> ScenarioKind:
-    from trimtab.render.html.simulate import recommend as simulate_recommend
     from trimtab.render.html.simulate import rollout as simulate_rollout
+    from trimtab.render.html.simulate.sweeps import rollout_recommendation, rollout_sweep
     from trimtab.render.live.simulate import rollout_runs
     from trimtab.replay.rollout.scenario import read
 
     return ScenarioKind(
         read,
         rollout_runs,
-        simulate_recommend.swept,
-        simulate_recommend.recommendation,
+        rollout_sweep,
+        rollout_recommendation,
         simulate_rollout.report,
         simulate_rollout.as_json,
         simulate_rollout.as_csv,
@@ -119,14 +121,15 @@ def _rollouts() -> ScenarioKind:
 
 def _loops() -> ScenarioKind:
     from trimtab.render.html.simulate import replan as simulate_loop
+    from trimtab.render.html.simulate.sweeps import replan_recommendation, replan_sweep
     from trimtab.render.live.simulate import loop_runs
     from trimtab.replay.replan.scenario import read
 
     return ScenarioKind(
         read,
         loop_runs,
-        lambda *args: (simulate_loop.swept(*args), []),
-        simulate_loop.recommendation,
+        lambda *args: (replan_sweep(*args), []),
+        replan_recommendation,
         simulate_loop.report,
         simulate_loop.as_json,
         simulate_loop.as_csv,

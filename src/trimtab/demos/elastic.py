@@ -239,7 +239,7 @@ class _DemoNodes:
     def kill(self, node: Any, moment: Callable[[], None]) -> None:
         """Kills all processes of a node at once, as if its machine were lost, when `moment` returns."""
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        pids = [pid for raylet in raylets for pid in (raylet, *(child.pid for child in processes.below(raylet)))]
+        pids = [pid for raylet in raylets for pid in (raylet, *(child.pid for child in processes.descendants(raylet)))]
         moment()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -257,7 +257,7 @@ class _ProcessCensus:
     """Records the descendants of this process, to check that none is left."""
 
     def __init__(self) -> None:
-        self._before = set(processes.below(os.getpid()))
+        self._before = set(processes.descendants(os.getpid()))
         self._seen: set[processes.ProcessIdentity] = set()
 
     @property
@@ -266,7 +266,7 @@ class _ProcessCensus:
 
     def look(self) -> None:
         """Records the current descendants."""
-        self._seen.update(set(processes.below(os.getpid())) - self._before)
+        self._seen.update(set(processes.descendants(os.getpid())) - self._before)
 
     def left(self, timeout_s: float) -> list[int]:
         """Pids that still exist after the timeout."""

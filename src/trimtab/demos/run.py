@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.model.workflow import Node
-from trimtab.render.live.run import RunDisplay, signals_told
+from trimtab.render.live.run import RunDisplay, signal_callbacks
 from trimtab.render.output import out
 from trimtab.render.text.run import RunNarrator
 
@@ -46,8 +46,8 @@ class DemoEvents:
         self._started: set[str] = set()
         self._threads: list[threading.Thread] = []
 
-    def heard(self, event: str, facts: dict[str, Any]) -> None:
-        self._display.heard(event, facts)
+    def on_event(self, event: str, facts: dict[str, Any]) -> None:
+        self._display.on_event(event, facts)
         if event == "iteration":
             number = facts["iteration"]["number"]
             if number >= JOINS_AT:
@@ -96,7 +96,7 @@ def run_demo(folder: Path) -> int:
     from trimtab.render.html.run.figures import costs, idle_shares, metric_names
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import in_words
+    from trimtab.render.html.run.summary import summary_lines
     from trimtab.render.html.run.timeline import run_chart
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
@@ -110,9 +110,9 @@ def run_demo(folder: Path) -> int:
     out.print("[bold]trimtab demo[/]: GRPO on a local Ray with 8 logical GPUs on 2 nodes; starting Ray ...")
     with EmbeddedRay(job.job.cluster) as ray, connect(name="demo") as session:
         session.preemption(same_pool=True, same_pool_gap=1.0)
-        with RunDisplay("grpo", story) as display, signals_told(display.interrupted, lambda: None):
+        with RunDisplay("grpo", story) as display, signal_callbacks(display.interrupted, lambda: None):
             events = DemoEvents(ray, session, display)
-            events.run = run = ClusterRun(job, target, session, on_event=events.heard)
+            events.run = run = ClusterRun(job, target, session, on_event=events.on_event)
             end = run.run()
             events.wait()
         session.shutdown()
@@ -120,7 +120,7 @@ def run_demo(folder: Path) -> int:
     report = target / "report.html"
     write_text(report, run_report(run_story, title="trimtab demo", command="trimtab demo"))
     out.print()
-    for line in in_words(
+    for line in summary_lines(
         run_story, run_chart(run_story), costs(run_story, idle_shares(run_story)), metric_names(run_story, [])
     ):
         out.print(line, markup=False)

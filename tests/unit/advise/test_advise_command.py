@@ -64,7 +64,7 @@ def test_a_finished_log_is_answered_as_data_and_as_a_page(
     for word in data["advice"]["command_line"]:
         assert word.strip("'").split("=")[0] in html
     assert "Where each step goes" in html
-    assert "The plan that is advised" in html
+    assert "Advised plan" in html
     assert not re.findall(r"(?:src|href)=", html)
 
 
@@ -349,7 +349,7 @@ def test_an_engine_that_stops_answering_is_told_and_asked_again(
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     engines = EngineMetricsReader([url, f"{url}/metrics", "http://127.0.0.1:9"])
-    first, second = engines.look(0.0)[0], engines.look(10.0)[0]
+    first, second = engines.sample(0.0)[0], engines.sample(10.0)[0]
     assert (first.running, first.waiting, first.cache, first.tokens_per_s) == (12.0, 3.0, 0.5, None)
     assert second.tokens_per_s == 50.0
     assert run(words(VERL, tmp_path, small, "--once", "--engine", url, "--engine", "http://127.0.0.1:9")) == 0
@@ -359,14 +359,14 @@ def test_an_engine_that_stops_answering_is_told_and_asked_again(
     server.shutdown()
     server.server_close()
     thread.join(5)
-    gone, never = engines.look(30.0)
+    gone, never = engines.sample(30.0)
     assert gone.fault is not None
     assert gone.silent_s == 20.0
     assert never.fault is not None
     again = http.server.ThreadingHTTPServer(("127.0.0.1", server.server_port), _Engine)
     thread = threading.Thread(target=again.serve_forever, daemon=True)
     thread.start()
-    assert engines.look(40.0)[0].fault is None
+    assert engines.sample(40.0)[0].fault is None
     again.shutdown()
     again.server_close()
     thread.join(5)
@@ -377,21 +377,21 @@ def test_a_real_engine_is_read_frozen_killed_and_back(tmp_path: Path) -> None:
 
     with servers(1, tmp_path) as [server]:
         engines = EngineMetricsReader([server.url])
-        until(lambda: engines.look(0.0)[0].fault is None)
-        (seen,) = engines.look(0.0)
+        until(lambda: engines.sample(0.0)[0].fault is None)
+        (seen,) = engines.sample(0.0)
         assert (seen.running, seen.waiting) == (0.0, 0.0)
         server.freeze()
-        (frozen,) = engines.look(5.0)
+        (frozen,) = engines.sample(5.0)
         assert frozen.fault is not None
         assert frozen.silent_s == 5.0
         server.thaw()
-        until(lambda: engines.look(6.0)[0].fault is None)
+        until(lambda: engines.sample(6.0)[0].fault is None)
         server.kill()
-        (gone,) = engines.look(16.0)
+        (gone,) = engines.sample(16.0)
         assert gone.fault is not None
         assert gone.silent_s == 10.0
         again = wait_up(start_again(server))
-        until(lambda: engines.look(20.0)[0].fault is None)
+        until(lambda: engines.sample(20.0)[0].fault is None)
         again.stop()
 
 
@@ -407,8 +407,8 @@ def test_what_answers_and_is_no_engine_is_said_to_be_none(tmp_path: Path) -> Non
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    (seen,) = EngineMetricsReader([f"http://127.0.0.1:{server.server_port}"]).look(0.0)
-    assert seen.fault == "its /metrics are of no engine that trimtab knows"
+    (seen,) = EngineMetricsReader([f"http://127.0.0.1:{server.server_port}"]).sample(0.0)
+    assert seen.fault == "its /metrics are not those of a known engine"
     server.shutdown()
     server.server_close()
     thread.join(5)

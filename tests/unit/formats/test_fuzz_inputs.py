@@ -350,7 +350,7 @@ def _journals(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
 
     def replayed(path: Path) -> Any:
         found = read_journal_path(path.parent)
-        return world_of(read_record(found.snapshot, found.events, found.told, found.began))
+        return world_of(read_record(found.snapshot, found.events, found.instructions, found.began))
 
     return [lines], _file(folder, "journal-00000000.jsonl", replayed)
 
@@ -363,11 +363,11 @@ def _snapshots(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     machine = PoolMachine()
     for now, event in found.events[:40]:
         machine.handle(event, now)
-    whole = {"format": "trimtab-journal", "version": 1, "time": found.events[39][0], "machine": machine.dump()}
+    whole = {"format": "trimtab-journal", "version": 2, "time": found.events[39][0], "machine": machine.dump()}
 
     def replayed(path: Path) -> Any:
         found = read_journal_path(path.parent)
-        return world_of(read_record(found.snapshot, found.events, found.told, found.began))
+        return world_of(read_record(found.snapshot, found.events, found.instructions, found.began))
 
     return [json.loads(json.dumps(whole))], _file(folder, "snapshot-00000001.json", replayed)
 
@@ -404,7 +404,7 @@ def _shown(folder: Path) -> Any:
 
     Console(file=StringIO()).print(picture(source, 40))
     assert source.board is not None
-    assert len(source.board.story.unclear) <= 2
+    assert len(source.board.story.unparsed_lines) <= 2
 
 
 def _reported(folder: Path) -> Any:

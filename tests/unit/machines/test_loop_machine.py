@@ -271,7 +271,7 @@ def test_a_move_that_gained_less_than_promised_doubles_the_dwell_time() -> None:
         world.done += 1
         out = world.tell(e.IterationDone(replace(one, wall_s=3 * one.wall_s)))
     assert ReasonCode.fell_short in codes(out)
-    assert world.machine.watch.dwell() == 2 * AUTO.dwell_iterations
+    assert world.machine.drift.dwell() == 2 * AUTO.dwell_iterations
 
 
 # ---- what a move costs ----
@@ -427,7 +427,7 @@ def test_an_iteration_is_counted_once_however_often_it_is_told() -> None:
 
 
 def test_an_iteration_out_of_turn_is_refused() -> None:
-    with pytest.raises(InputError, match="the last one counted is 0"):
+    with pytest.raises(InputError, match="follows 0: iterations are missing"):
         LoopWorld(AUTO).machine.handle(e.IterationDone(Iteration(2, 1.0)), 0.0)
 
 
@@ -442,18 +442,18 @@ def test_an_iteration_with_an_unknown_component_is_refused_with_the_nearest_name
 
 def test_the_plan_sets_the_range_of_an_elastic_component() -> None:
     world = LoopWorld(replace(AUTO, elastic=("rollout",), range_slack=0.2))
-    (told,) = world.machine.watch.ranges()
-    assert told.most == len(world.plan.placed("rollout").gpus)
-    assert 1 <= told.least < told.most
-    assert world.tell(e.GpuRangeUsed("rollout", told.least)) == []
-    assert world.tell(e.GpuRangeUsed("rollout", told.most + 1)) == [told]
+    (told,) = world.machine.drift.ranges()
+    assert told.max_gpus == len(world.plan.placed("rollout").gpus)
+    assert 1 <= told.min_gpus < told.max_gpus
+    assert world.tell(e.GpuRangeUsed("rollout", told.min_gpus)) == []
+    assert world.tell(e.GpuRangeUsed("rollout", told.max_gpus + 1)) == [told]
 
 
 def test_a_move_says_the_new_range() -> None:
     world = drifted(replace(AUTO, elastic=("rollout",)))
     world.carry_all()
     told = [one for _, _, out in world.journal for one in out if isinstance(one, e.SetGpuRange)]
-    assert told[-1].most == len(world.plan.placed("rollout").gpus)
+    assert told[-1].max_gpus == len(world.plan.placed("rollout").gpus)
 
 
 # ---- seats ----
@@ -465,7 +465,7 @@ def test_a_plan_keeps_its_seats_when_ranks_change() -> None:
     other = replace(nodes(4, 4), nodes=(replace(nodes(2).nodes[0], name="new"), *nodes(4, 4).nodes))
     after = before.on(other)
     assert after is not None
-    assert all(after.seats_of(name) == before.seats_of(name) for name in world.flow.names)
+    assert all(after.slots_of(name) == before.slots_of(name) for name in world.flow.names)
     assert after.same_as(before)
     assert {one.how for one in changes(before, after)} == {ChangeKind.stays}
 
@@ -496,7 +496,7 @@ def test_stale_iterations_and_cpu_components_are_watched_too() -> None:
     for number in range(1, 12):
         grown = {"rollout": 2.5, "reward": 1.1, "trainer": 1.0}
         parts = {c.name: c.seconds * grown[c.name] for c in plan.components}
-        wall = machine.watch.planner.with_times(plan, parts)
+        wall = machine.drift.planner.with_times(plan, parts)
         measured = tuple(ComponentTiming(n, s, len(plan.placed(n).gpus)) for n, s in parts.items())
         out = machine.handle(e.IterationDone(Iteration(number, wall, measured)), float(number))
         if machine.moving is not None:

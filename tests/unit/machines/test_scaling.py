@@ -28,7 +28,7 @@ MEASURED_NOT = SleepCosts()
 def sample(now: float = 0.0, load: int = 0, active: int = 4, **others: Any) -> LoadSample:
     """A sample with the default limits; the load runs unless said otherwise."""
     given_here = {"queued": 0, "running": load, "draining": 0, "starting": 0, "draining_workers": 0,
-                  "ready_to_wake": 8 - active, "capacity": 8, "least": 1, "most": 8}  # fmt: skip
+                  "ready_to_wake": 8 - active, "capacity": 8, "min_workers": 1, "max_workers": 8}  # fmt: skip
     return LoadSample(now=now, active=active, **{**given_here, **others})
 
 
@@ -255,7 +255,7 @@ def test_a_worker_is_not_given_up_when_the_rest_would_be_near_the_upper_threshol
     fleet = Fleet(active=2)
     fleet.run(600, running=7)  # 0.44 on two, 0.88 on one
     assert fleet.steps == []
-    assert "on one worker less" in fleet.decisions[-1].reason.sentence
+    assert "on one worker fewer" in fleet.decisions[-1].reason.sentence
 
 
 @pytest.mark.parametrize("interval", [0.01, 0.1, 1.0, 3.0, 5.0])
@@ -348,14 +348,14 @@ def test_limits_hold_at_once_and_leave_cooldowns_alone() -> None:
     assert fleet.look(running=2).workers == 6
     assert fleet.decisions[-1].reason.code is ReasonCode.limits
     assert fleet.state.memory.last_up is None
-    _, decision = consult(scaling.begin(DEFAULTS), sample(active=6, most=2))
+    _, decision = consult(scaling.begin(DEFAULTS), sample(active=6, max_workers=2))
     assert (decision.workers, decision.reason.code) == (2, ReasonCode.limits)
 
 
 def test_requests_that_nobody_serves_are_not_kept_waiting() -> None:
-    _, decision = consult(scaling.begin(DEFAULTS), sample(active=0, queued=12, least=0))
+    _, decision = consult(scaling.begin(DEFAULTS), sample(active=0, queued=12, min_workers=0))
     assert decision.workers == 3
-    _, decision = consult(scaling.begin(DEFAULTS), sample(active=0, least=0))
+    _, decision = consult(scaling.begin(DEFAULTS), sample(active=0, min_workers=0))
     assert decision.workers == 0
 
 
@@ -364,7 +364,7 @@ def test_at_the_greatest_number_a_reason_says_how_many_would_be_right() -> None:
     fleet.run(60, queued=100)
     assert fleet.steps == []
     assert fleet.decisions[-1].reason.code is ReasonCode.limits
-    assert "20 workers would be right" in fleet.decisions[-1].reason.sentence
+    assert "20 workers are needed" in fleet.decisions[-1].reason.sentence
 
 
 def test_the_master_switch_leaves_the_workers_as_they_are() -> None:
@@ -602,7 +602,7 @@ def test_the_static_policy_has_all_workers_serve_whatever_the_load() -> None:
 
 def test_samples_that_cannot_be_are_refused() -> None:
     with pytest.raises(InputError, match="at least 5 and at most 4"):
-        sample(least=5, most=4)
+        sample(min_workers=5, max_workers=4)
     with pytest.raises(InputError, match="at least one request"):
         sample(capacity=0)
 
@@ -686,8 +686,8 @@ def test_more_load_never_means_fewer_workers(
     last = [
         consult(
             fleet.state,
-            sample(fleet.now, active=fleet.serving, queued=queued, least=config.min_workers, most=config.max_workers,
-                   capacity=config.requests_per_worker_capacity),
+            sample(fleet.now, active=fleet.serving, queued=queued, min_workers=config.min_workers,
+                   max_workers=config.max_workers, capacity=config.requests_per_worker_capacity),
         )[1].workers
         for queued in sorted(ends)
     ]  # fmt: skip

@@ -112,7 +112,7 @@ def test_until_waking_has_been_measured_one_idle_worker_sleeps_and_is_woken_at_o
     looks = Looks(costs=SleepCosts())
     looks.look(30)
     assert looks.look(3, idle=2) == 3
-    assert "what that takes" in looks.said[-1]
+    assert "how long that takes" in looks.said[-1]
     assert looks.look(3, idle=1, drains=1) == 3
     assert looks.look(3, idle=1) == 4  # asleep: awake again
     wanted = [looks.look(3, idle=2) for _ in range(5)] + [looks.look(0, idle=4) for _ in range(50)]
@@ -244,7 +244,7 @@ def test_policies_are_known_by_name_and_cost_aware_is_not_among_them() -> None:
 
 def test_what_another_policy_has_kept_counts_for_nothing() -> None:
     looks = Looks()
-    for kept in ([1, 2], {"mine": 3}, {"rhythm": {"new": 1}, "stream": {}}):
+    for kept in ([1, 2], {"mine": 3}, {"pattern": {"new": 1}, "stream": {}}):
         looks.state = replace(looks.state, memory=replace(looks.state.memory, kept=kept))
         assert looks.look(30) == 4
 
@@ -285,4 +285,4 @@ def test_a_live_pool_learns_the_pause_sleeps_in_it_and_is_awake_again_before_any
         await step()
 
     elastic = replace(CONFIG, max_workers=3, monitoring_interval=0.1)
-    play(act, kinds=("sglang",) * 3, rules=replace(QUICK, most=3), elastic=elastic)
+    play(act, kinds=("sglang",) * 3, rules=replace(QUICK, max_workers=3), elastic=elastic)

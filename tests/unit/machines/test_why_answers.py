@@ -15,7 +15,7 @@ from trimtab.machines.diagnose.would_fit import KIND_LABEL, WouldFit, would_fit
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.render.text import why as why_text
-from why_world import NOW, actor, ask, group, holds, node, survey
+from why_world import NOW, actor, group, holds, node, request, snapshot
 
 JOB = """
 cluster: {nodes: 2, gpus_per_node: 4KIND}
@@ -37,7 +37,7 @@ def said(seen: GcsSnapshot, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_cause_comes_first_then_the_nodes_then_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = survey(
+    seen = snapshot(
         [node("n1", gpu=2), node("n2", gpu=2), node("head", cpu=1)],
         [actor("wide", gpu=2)],
         [holds("x", "n1", gpu=1), holds("y", "n2", gpu=1)],
@@ -53,13 +53,13 @@ def test_the_cause_comes_first_then_the_nodes_then_what_helps(capsys: pytest.Cap
         "        1 other node has no gpu",
         "        helps  actor x, which holds 1 gpu, ends",
         "",
-        "asked by python train.py (process 77 on 10.0.0.1)",
+        "requested by python train.py (process 77 on 10.0.0.1)",
     ]
 
 
 def test_long_lists_are_cut_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = [node(f"n{i:02}", gpu=1) for i in range(20)]
-    text = said(survey(nodes, [actor(f"w{i}", like="W", gpu=2) for i in range(9)]), capsys)
+    text = said(snapshot(nodes, [actor(f"w{i}", class_name="W", gpu=2) for i in range(9)]), capsys)
     assert "9 actors w0, w1, w2, w3 and 5 more, 2 gpu each" in text
     assert "and 12 nodes more: --format json has all" in text
 
@@ -67,21 +67,21 @@ def test_long_lists_are_cut_and_counted(capsys: pytest.CaptureFixture[str]) -> N
 def test_whose_each_wait_is_stands_beside_it_where_there_are_several_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     jobs = (RayJob("a", "python a.py", 1, "h"), RayJob("b", "python b.py", 2, "h"))
     waiting = [actor("x", gpu=9, job="a"), actor("y", gpu=8, job="b")]
-    text = said(survey([node("n1", gpu=1)], waiting, jobs=jobs), capsys)
-    assert "        asked by python a.py" in text
-    assert "        asked by python b.py" in text
+    text = said(snapshot([node("n1", gpu=1)], waiting, jobs=jobs), capsys)
+    assert "        requested by python a.py" in text
+    assert "        requested by python b.py" in text
 
 
 def test_times_that_ray_does_not_tell_are_said_to_be_unknown_or_at_least(capsys: pytest.CaptureFixture[str]) -> None:
     unknown = actor("x", gpu=9, since=None)
-    assert "since an unknown time" in said(survey([node("n1", gpu=1)], [unknown]), capsys)
+    assert "for an unknown time" in said(snapshot([node("n1", gpu=1)], [unknown]), capsys)
     watched = replace(unknown, since=NOW - 90, at_least=True)
-    assert "for at least 1 min 30 s" in said(survey([node("n1", gpu=1)], [watched]), capsys)
+    assert "for at least 1 min 30 s" in said(snapshot([node("n1", gpu=1)], [watched]), capsys)
 
 
 def test_names_are_never_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
     waiting = [actor("[red]x[/red]", gpu=9)]
-    seen = survey([node("[bold]n", gpu=1)], waiting, foreign=(NonRayGpuUser("[bold]n", 0, 5, "sh [/x]"),))
+    seen = snapshot([node("[bold]n", gpu=1)], waiting, non_ray_gpu_users=(NonRayGpuUser("[bold]n", 0, 5, "sh [/x]"),))
     text = said(seen, capsys)
     for name in ("[red]x[/red]", "[bold]n", "sh [/x]"):
         assert name in text
@@ -90,9 +90,9 @@ def test_names_are_never_taken_for_markup(capsys: pytest.CaptureFixture[str]) ->
 def test_the_headline_counts_what_waits_what_never_can_and_what_is_under_way(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    waiting = [group("g", ask(gpu=1), ask(gpu=9)), actor("soon", gpu=1)]
-    text = said(replace(survey([node("n1", gpu=1)], waiting), address="h:6379"), capsys)
-    assert text.startswith("2 wait, 1 can never start as things are, 1 under way (h:6379, 1 node)\n")
+    waiting = [group("g", request(gpu=1), request(gpu=9)), actor("soon", gpu=1)]
+    text = said(replace(snapshot([node("n1", gpu=1)], waiting), address="h:6379"), capsys)
+    assert text.startswith("2 wait, 1 can never start on this cluster, 1 starting (h:6379, 1 node)\n")
     assert "placement group g (2 bundles, PACK)" in text
 
 
@@ -100,7 +100,7 @@ def test_the_headline_counts_what_waits_what_never_can_and_what_is_under_way(
 
 
 def test_data_is_plain_and_has_everything_that_text_has() -> None:
-    seen = survey([node("n1", gpu=2, drain=30, labels={"zone": "a"})], [actor("w", gpu=4, zone="a")])
+    seen = snapshot([node("n1", gpu=2, drain=30, labels={"zone": "a"})], [actor("w", gpu=4, zone="a")])
     data = json.loads(json.dumps(why_text.as_data(seen, diagnose(seen)), allow_nan=False))
     assert (data["status"], data["waits"], data["never"]) == ("never", 1, 1)
     (found,) = data["findings"]
@@ -112,7 +112,7 @@ def test_data_is_plain_and_has_everything_that_text_has() -> None:
 
 @pytest.mark.parametrize(("waiting", "status"), [([], "nothing waits"), ([actor("a", gpu=1)], "waits")])
 def test_the_status_says_whether_anything_waits(waiting: list[PendingWorkload], status: str) -> None:
-    seen = survey([node("n1", gpu=1)], waiting)
+    seen = snapshot([node("n1", gpu=1)], waiting)
     assert why_text.as_data(seen, diagnose(seen))["status"] == status
 
 
@@ -125,7 +125,7 @@ def checked(folder: Path, nodes: list[NodeSnapshot], kind: str = "") -> WouldFit
     loaded = load(path)
     space, outcome = best_plan(loaded.job, loaded.rules)
     assert outcome.best is not None
-    return would_fit("job.yaml", loaded.job, to_plan(space, outcome.best), survey(nodes))
+    return would_fit("job.yaml", loaded.job, to_plan(space, outcome.best), snapshot(nodes))
 
 
 def test_a_plan_that_fits_is_told_where_each_group_would_be(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_kind_of_gpu_counts_where_nodes_tell_it_and_is_noted_where_not(tmp_p
 def test_a_job_that_never_fits_says_which_group_and_by_how_much(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = survey([node("n1", gpu=3, cpu=8)])
+    seen = snapshot([node("n1", gpu=3, cpu=8)])
     found = checked(tmp_path, list(seen.nodes))
     why_text.print_would_fit(seen, "job.yaml", "rollout 4 | trainer 4", found)
     text = capsys.readouterr().out

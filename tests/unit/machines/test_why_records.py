@@ -66,7 +66,7 @@ def test_conditions_on_labels_are_read_as_ray_writes_them(text: str, selector: L
         label_key="zone", operator=common_pb2.LABEL_OPERATOR_NOT_IN, label_values=["x"]
     )
     (one,) = waiting([made])
-    assert one.asks[0].labels == ((selector,), (LabelSelector("zone", ("x",), negated=True),))
+    assert one.requests[0].labels == ((selector,), (LabelSelector("zone", ("x",), negated=True),))
 
 
 def test_an_actor_that_ray_does_not_count_as_waiting_is_bound_to_the_node_that_was_asked() -> None:
@@ -86,7 +86,7 @@ def test_of_actors_alike_only_as_many_wait_for_room_as_ray_counts() -> None:
 
 
 def test_where_ray_tells_only_some_of_the_requests_nobody_is_said_to_be_bound() -> None:
-    many = {shape(cpu=1 + i): 1 for i in range(records.MOST_SHAPES)}
+    many = {shape(cpu=1 + i): 1 for i in range(records.MAX_SHAPES)}
     (one,) = waiting([actor(1, GPU=2)], many)
     assert (one.queued, one.pinned) == (True, None)
 
@@ -96,8 +96,8 @@ def test_how_far_an_actor_has_come_is_told_by_its_state_and_process() -> None:
     starting.address.worker_id = WORKER
     told = {one.id: one for one in waiting([actor(1, state=0), starting, actor(3, state=3, GPU=1), actor(4, state=2)])}
     stages = [told[(bytes([i]) * 16).hex()].stage for i in (1, 2, 3)]
-    assert stages == [PendingStage.inputs, PendingStage.starting, PendingStage.room]
-    assert told[(bytes([3]) * 16).hex()].began_over
+    assert stages == [PendingStage.inputs, PendingStage.starting, PendingStage.resources]
+    assert told[(bytes([3]) * 16).hex()].restarted
     assert len(told) == 3
 
 
@@ -141,8 +141,8 @@ def test_a_group_that_lost_a_bundle_still_holds_the_others() -> None:
         made.bundles.add(node_id=node).unit_resources["GPU"] = 1
     told = records.group_waiting(made)
     assert told is not None
-    assert [ask.node for ask in told.asks] == [NODE.hex(), None]
-    assert (told.strategy.value, told.since, told.like) == ("STRICT_SPREAD", None, "pair")
+    assert [request.node for request in told.requests] == [NODE.hex(), None]
+    assert (told.strategy.value, told.since, told.class_name) == ("STRICT_SPREAD", None, "pair")
     (holds,) = records.group_holders(made, {NODE.hex()})
     assert holds.amounts == Resources.of(gpu=1)
     made.state = 2

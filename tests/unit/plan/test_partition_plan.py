@@ -56,7 +56,7 @@ def test_devices_that_are_too_small_together_say_so() -> None:
 
 
 def test_what_was_not_searched_through_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "MOST_WORK", 0.0)
+    monkeypatch.setattr(partition, "MAX_WORK", 0.0)
     said = reason(job(("box", 100, 16, (1.0,) * 8, 3), model=chain(8)))
     assert "no schedule was found" in said
 
@@ -171,7 +171,7 @@ def test_times_of_nothing_are_answered_and_said() -> None:
 
 
 def test_too_many_layers_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "MOST_STAGES", 10)
+    monkeypatch.setattr(partition, "MAX_STAGES", 10)
     with pytest.raises(InputError, match="too many to plan"):
         plan_partition(job(("box", 100, 1000, (1.0,) * 4, 2)))
 
@@ -194,7 +194,7 @@ def test_the_three_ways_of_breaking_ties_agree(objective: str, monkeypatch: pyte
     assert priced.schedule.latency_seconds == pytest.approx(plain.latency_seconds)
     assert len(priced.schedule.stages) == len(plain.stages)
     # Out of memory, it gives a good schedule and says that ties were not all compared.
-    monkeypatch.setattr(partition_paths, "MOST_LABELS", 0)
+    monkeypatch.setattr(partition_paths, "MAX_LABELS", 0)
     monkeypatch.setattr(partition_paths._LabelSearches, "beam", _beam_without_limit)
     given_up = plan_partition(unlike(), objective)
     assert not given_up.ties_proven

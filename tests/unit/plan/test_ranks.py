@@ -11,7 +11,7 @@ from jobs import cluster, component
 from trimtab.core.ranks import ranks_text
 from trimtab.model.workflow import PlacementJob, Workflow
 from trimtab.plan.placement.planner import plan_placement
-from trimtab.plan.placement.ranks import RankStrip, lay_out, straddles
+from trimtab.plan.placement.timeline import RankStrip, lay_out, straddles
 
 
 @settings(max_examples=200, deadline=None)

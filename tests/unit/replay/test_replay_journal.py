@@ -76,7 +76,7 @@ class Play:
             elif isinstance(one, e.StartTask):
                 more += self.tell(e.TaskStarted(one.task, one.attempt), after=after)
             elif isinstance(one, e.StopTask):
-                kept = saved and one.save_s > 0
+                kept = saved and one.checkpoint_timeout_s > 0
                 more += self.tell(e.TaskStopped(one.task, one.attempt, "returned", kept), after=after)
         return [*out, *self.answer(more, saved=saved, after=after)] if more else list(out)
 
@@ -384,7 +384,7 @@ def test_a_pool_that_is_dropped_and_asked_for_again_is_another_once_its_tasks_ha
     play.answer(play.submit("a"))
     play.tell(e.PoolDrained("p"))
     play.answer(play.tell(e.PoolDropped("p"), after=10.0))
-    play.tell(e.PoolEnsured(PoolSpec("p", Resources.of(gpu=1), patience_s=5.0)))
+    play.tell(e.PoolEnsured(PoolSpec("p", Resources.of(gpu=1), starvation_timeout_s=5.0)))
     play.answer(play.submit("b"))
     play.ended("b", after=10.0)
     world = world_of(play.record())
@@ -454,7 +454,7 @@ def test_a_file_holds_one_policy_a_list_or_the_policies_of_a_scenario(tmp_path: 
     names = [
         [one.name for one in read_alternatives([policy_file(tmp_path, text)])]
         for text in (
-            "pool: {patience_s: 5}",
+            "pool: {starvation_timeout_s: 5}",
             "[fifo, {use: las, threshold_gpu_s: 5}]",
             "{cluster: {nodes: 1}, policies: [fifo, {use: trimtab, name: eager}]}",
         )
@@ -481,7 +481,7 @@ def test_settings_of_one_pool_and_rules_by_label_change_what_the_journal_has(tmp
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("pool: {patiense_s: 5}", "did you mean patience_s"),
+        ("pool: {starvatoin_timeout_s: 5}", "did you mean starvation_timeout_s"),
         ("preemption: {same_pool_gab: 5}", "did you mean same_pool_gap"),
         ("preemption: {same_pool_gap: -1}", "at least 0"),
         ("preemption: {label_rules: [1]}", "label_rules"),
@@ -521,7 +521,7 @@ def test_replay_says_that_the_same_comes_out_and_how_tasks_fared(
 ) -> None:
     assert run(["replay", str(kept)]) == 0
     text = said(capsys)
-    assert "the same events gave the same instructions" in text
+    assert "the same events give the same instructions" in text
     assert "50 tasks in" in text
     assert "as it was" not in text
     assert run(["replay", str(segment(kept)), "--with", "fifo", "--with", "clairvoyant"]) == 0
@@ -540,7 +540,7 @@ def test_replay_answers_as_json_csv_and_a_page(kept: Path, tmp_path: Path, capsy
     assert [one["policy"] for one in answer["summary"]] == ["recorded", "as it was", "las"]
     text = page.read_text()
     assert "trimtab replay" in text
-    assert "what the journal says" in text
+    assert "as recorded in the journal" in text
     assert run(["replay", str(kept), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["policy"] for row in rows] == ["recorded"]
@@ -553,7 +553,7 @@ def test_a_journal_that_was_changed_is_told_with_the_event(copy: Path, capsys: p
     path.write_text("".join([*lines[:at], *lines[at + 1 :]]))
     assert run(["replay", str(copy)]) == 2
     text = said(capsys)
-    assert "the machine says something else to" in text
+    assert "the machine gives different instructions for" in text
     assert "the journal was changed" in text
 
 
@@ -574,7 +574,7 @@ def test_a_snapshot_in_the_middle_stands_for_what_was_before_it(
     half = len(found.events) // 2
     directory = tmp_path / "compacted"
     journal = Journal(directory)
-    for at, ((now, event), told) in enumerate(zip(found.events, found.told, strict=True)):
+    for at, ((now, event), told) in enumerate(zip(found.events, found.instructions, strict=True)):
         if at == half:
             compact(directory, journal.rotate())
         journal.append(now, event, list(told or ()))
@@ -609,8 +609,11 @@ def test_what_is_no_journal_of_pools_is_refused_with_what_it_is(
         file.write(json.dumps([1.0, next(name for name in NODE_EVENTS if name != "NodeTick"), {}]) + "\n")
     refused(tmp_path / "nodes", "a journal of nodes, not of pools")
     newer = Path(shutil.copytree(kept, tmp_path / "newer"))
-    segment(newer).write_text(segment(kept).read_text().replace('"version":1', '"version":9', 1))
-    refused(newer, "newer than 1")
+    segment(newer).write_text(segment(kept).read_text().replace('"version":2', '"version":9', 1))
+    refused(newer, "newer than 2")
+    older = Path(shutil.copytree(kept, tmp_path / "older"))
+    segment(older).write_text(segment(kept).read_text().replace('"version":2', '"version":1', 1))
+    refused(older, "format 1, older than 2")
     damaged = Path(shutil.copytree(kept, tmp_path / "damaged"))
     lines = segment(kept).read_text().splitlines(keepends=True)
     segment(damaged).write_text("".join([*lines[:10], "{\n", *lines[10:]]))
@@ -683,7 +686,7 @@ def test_a_snapshot_that_contradicts_itself_is_one_clear_error_of_the_replay(
     state = json.loads(json.dumps(machine.dump()))
     state["groups"] = []  # while tasks run in them
     (tmp_path / "snapshot-00000001.json").write_text(
-        json.dumps({"format": "trimtab-journal", "version": 1, "time": EPOCH, "machine": state})
+        json.dumps({"format": "trimtab-journal", "version": 2, "time": EPOCH, "machine": state})
     )
     assert run(["replay", str(tmp_path)]) == 2
     assert "the snapshot cannot be read" in said(capsys)

@@ -240,7 +240,7 @@ def _gives_back_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hears_of_nothing_that_falls_free(patch: pytest.MonkeyPatch) -> None:
-    for what in ("row", "leaver", "pool"):
+    for what in ("row", "evictable", "pool"):
         patch.setattr(HintLog, what, lambda self, where: None)
 
 
@@ -277,7 +277,7 @@ def _miscounts_a_quota(patch: pytest.MonkeyPatch) -> None:
         (_hears_of_nothing_that_falls_free, "no event is left|waits, and there is room for it"),
         (_thinks_that_gains_help_nobody, "no event is left|waits, and there is room for it"),
         (_says_starts_twice, "already runs"),
-        (_miscounts_a_quota, "is not what the books say"),
+        (_miscounts_a_quota, "is not what the accounting says"),
     ],
 )
 @pytest.mark.parametrize("check_every", [7, 10**9])
@@ -299,13 +299,13 @@ def test_an_end_looks_only_at_those_whom_it_could_help(monkeypatch: pytest.Monke
     small = [(float(at), 500.0 + at, 1, 5.0) for at in range(8)]
     large = [(20.0 + at, 50.0, 8, 1.0 + at / 100) for at in range(30)]  # each a kind of its own, and none may evict
     looked: list[str] = []
-    spot = room.spot
+    spot = room.find_assignment
 
     def counted(books: PoolState, task: PoolTask) -> Assignment | Reason:
         looked.append(task.id)
         return spot(books, task)
 
-    monkeypatch.setattr(room, "spot", counted)
+    monkeypatch.setattr(room, "find_assignment", counted)
     asked = tasks(*small, *large)
     outcome = run("trimtab", asked, PoolReality(nodes(1), 8, AT_ONCE), check_every=10**9)
     assert all(life.done_s is not None for life in outcome.tasks)
@@ -314,15 +314,18 @@ def test_an_end_looks_only_at_those_whom_it_could_help(monkeypatch: pytest.Monke
 
 
 def test_room_is_kept_for_one_who_waits_only_after_many_times_as_long_as_tasks_run() -> None:
-    pool = PoolRecord(PoolSpec("p", Resources.of(gpu=8), patience_s=60.0, patience_runs=10.0))
-    assert pool.patience_s == 60.0
+    pool = PoolRecord(PoolSpec("p", Resources.of(gpu=8), starvation_timeout_s=60.0, starvation_runs=10.0))
+    assert pool.starvation_timeout_s == 60.0
     pool.ran(2.0)
-    assert pool.patience_s == 60.0
+    assert pool.starvation_timeout_s == 60.0
     for _ in range(500):
         pool.ran(100.0)
-    assert pool.patience_s == pytest.approx(1_000.0, rel=0.01)
+    assert pool.starvation_timeout_s == pytest.approx(1_000.0, rel=0.01)
     assert (
-        PoolRecord(dataclasses.replace(pool.spec, patience_runs=0.0), run_count=9, run_mean_s=100.0).patience_s == 60.0
+        PoolRecord(
+            dataclasses.replace(pool.spec, starvation_runs=0.0), run_count=9, run_mean_s=100.0
+        ).starvation_timeout_s
+        == 60.0
     )
 
 
@@ -333,7 +336,7 @@ def test_with_patience_a_gang_starts_sooner_and_others_wait_for_it() -> None:
     )
     started = {}
     for runs in (0.0, 1_000.0):
-        machine, first = scheduler(PoolPolicy("t", "trimtab", pool={"patience_runs": runs}), 8, 8)
+        machine, first = scheduler(PoolPolicy("t", "trimtab", pool={"starvation_runs": runs}), 8, 8)
         outcome = PoolReplay(machine, asked, PoolReality(nodes(1), 8, AT_ONCE), first=first).run()
         (gang,) = [life for life in outcome.tasks if life.work.gpus == 8]
         started[runs] = gang.first_start_s

@@ -225,7 +225,7 @@ def test_a_scenario_of_rollouts_runs_every_static_number_and_every_policy(
     assert names == ["static 1", "static 2", *rollout_scenario.KNOWN]
     assert "Engine-seconds" in page.read_text(encoding="utf-8")
     assert command(["simulate", str(path), "--policy", "predictive"]) == 0
-    assert "32 requests, each answered once and whole" in capsys.readouterr().out
+    assert "32 requests, each answered exactly once" in capsys.readouterr().out
 
 
 def test_a_trace_of_requests_is_a_load_as_well(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_sweep_over_a_trace_is_chosen_by_its_first_half_and_judged_by_its_seco
         ("scale_up_treshold=0.5..0.9", "did you mean scale_up_threshold"),
         ("max_workers=1,2", "max_workers cannot be swept"),
         ("policy=1", "cannot be swept"),
-        ("min_workers=1.5", "no whole number"),
+        ("min_workers=1.5", "not a whole number"),
         ("scale_up_threshold=0.1", "not below scale_up_threshold"),
         ("scale_up_threshold", "no values"),
     ],

@@ -27,7 +27,7 @@ from tiny_gguf import tiny_gguf
 from trimtab.cli.app import run
 from trimtab.render.live import rollout as rollout_live
 from trimtab.render.text import rollout as rollout_text
-from trimtab.runtime.procs.processes import below
+from trimtab.runtime.procs.processes import descendants
 from waiting import until
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rollout" / "tiny_engine.py"
@@ -224,14 +224,14 @@ def test_the_doctor_finds_the_engine_that_was_killed(
     code, out, _ = call("doctor")
     assert code == 4
     assert "ENGINE_LOST" in out
-    assert "start it again at the same address" in out
+    assert "restart it at the same address" in out
     code, out, _ = call("doctor", "--format", "json")
     data = json.loads(out)
     assert (code, data["health"], data["findings"][0]["who"]) == (4, "fault", ["second"])
 
 
 def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> None:
-    family = below(served.process.pid)
+    family = descendants(served.process.pid)
     assert family, "its own engine is a process of it"
     long = {"input_ids": [40, 41], "sampling_params": {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True}}
     with subprocess.Popen(
@@ -243,7 +243,7 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> N
         assert json.loads(client.stdout.read())["meta_info"]["completion_tokens"] == 600
     assert served.process.wait(WAIT_S) == 0
     assert "stopped" in served.said
-    until(lambda: not any(one.lives for one in family))
+    until(lambda: not any(one.alive for one in family))
     assert not [*served.place.glob("*.json"), *served.place.glob("*.token")]
     assert "Traceback" not in served.said
 
@@ -392,7 +392,7 @@ def test_the_doctor_examines_a_job_file_alone(capsys: pytest.CaptureFixture[str]
     job = tmp_path / "job.yaml"
     job.write_text("rollout: {engines: [{kind: vllm, model: m, count: 2}]}")
     assert run(["rollout", "doctor", "--config", str(job)]) == 0
-    assert "nothing to find fault with" in capsys.readouterr().out
+    assert "no problems found" in capsys.readouterr().out
     job.write_text("rollout: {engines: ['http://8.8.8.8:1']}\nelastic_config: {min_stable_period: 0}")
     assert run(["rollout", "doctor", "--config", str(job)]) == 3
     out = capsys.readouterr().out
@@ -444,7 +444,7 @@ def test_on_a_terminal_the_picture_is_drawn_again_and_warnings_do_not_tear_it(
     screen = Console(file=page, force_terminal=True, width=120)
     monkeypatch.setattr(rollout_live, "out", screen)
     monkeypatch.setattr(rollout_live, "Console", lambda **_: screen)
-    monkeypatch.setattr(rollout_live, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(rollout_live, "REFRESH_EVERY_S", 0.01)
     drawn = 0
 
     async def watched() -> None:
@@ -472,7 +472,7 @@ def test_the_picture_has_queues_steps_and_warnings() -> None:
     page = io.StringIO()
     Console(file=page, width=200).print(rollout_text.picture(PICTURE, ["Ctrl-C ends it"]))
     for words in (
-        "1.20 of capacity 8", "own figures are old", "held ready: 2 by validation", "5 stop, 2 moved", "and 6 more",
+        "1.20 of capacity 8", "some engines are stale", "kept ready: 2 by validation", "5 stop, 2 moved", "and 6 more",
         "draining (paused, sleep)", "no worker has room ...", "eval", "1 to 2", "not known yet",
         "a: it is slow (9 s ago)", "Ctrl-C ends it",
     ):  # fmt: skip

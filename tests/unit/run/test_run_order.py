@@ -28,9 +28,11 @@ from trimtab.plan.placement.planner import plan_placement
 UNLIMITED = 10**9
 
 
-def played(workflow: Workflow, plan: Plan, iterations: int, most_open: int | None = UNLIMITED) -> list[PlayedAction]:
+def played(
+    workflow: Workflow, plan: Plan, iterations: int, max_open_iterations: int | None = UNLIMITED
+) -> list[PlayedAction]:
     seconds = planned_seconds(workflow, plan)
-    order = ExecutionOrder(workflow, plan, last=iterations, most_open=most_open)
+    order = ExecutionOrder(workflow, plan, last=iterations, max_open_iterations=max_open_iterations)
 
     def perform(act: PlanAction, now: float) -> float:
         order.check()
@@ -47,7 +49,7 @@ def step_ends(acts: list[PlayedAction], name: str, iteration: int) -> list[float
     return [
         p.end_s
         for p in acts
-        if isinstance(p.act, BatchStep) and (p.act.component, p.act.iteration) == (name, iteration)
+        if isinstance(p.action, BatchStep) and (p.action.component, p.action.iteration) == (name, iteration)
     ]
 
 
@@ -99,8 +101,8 @@ def test_the_limit_of_open_iterations_does_not_change_the_period(staleness: int)
         if made is None:
             continue
         plan, source = made[2], job.workflow.weight_sync.source
-        acts = played(job.workflow, plan, 100, most_open=None)
-        ends = [p.end_s for p in acts if isinstance(p.act, BatchStep) and p.act.component == source]
+        acts = played(job.workflow, plan, 100, max_open_iterations=None)
+        ends = [p.end_s for p in acts if isinstance(p.action, BatchStep) and p.action.component == source]
         ends = ends[job.workflow.batches - 1 :: job.workflow.batches]
         # It repeats with some whole number of iterations: over a common multiple of the small ones the mean is exact.
         assert (ends[99] - ends[39]) / 60 == pytest.approx(plan.iteration_seconds, rel=1e-6)
@@ -118,8 +120,8 @@ def test_a_source_that_receives_no_weights_does_not_run_ahead_for_ever() -> None
     plan = plan_placement(job).best
     order = ExecutionOrder(job.workflow, plan, last=50)
     seconds = planned_seconds(job.workflow, plan)
-    ahead = [p.act.iteration - order.finished for p in play(order, lambda act, now: seconds(act))]
-    assert max(ahead) <= order.most_open
+    ahead = [p.action.iteration - order.finished for p in play(order, lambda act, now: seconds(act))]
+    assert max(ahead) <= order.max_open_iterations
 
 
 def test_components_of_one_group_take_turns_and_leave_the_gpus_first() -> None:
@@ -127,7 +129,7 @@ def test_components_of_one_group_take_turns_and_leave_the_gpus_first() -> None:
     workflow = replace(job.workflow, batches=2)
     plan = plan_placement(replace(job, workflow=workflow)).best
     assert plan.mode == "collocated"
-    acts = [p.act for p in played(workflow, plan, 2)]
+    acts = [p.action for p in played(workflow, plan, 2)]
     turns = [act for act in acts if isinstance(act, GpuTurn)]
     assert turns == [
         GpuTurn("rollout", 1, ()),
@@ -147,7 +149,7 @@ def test_neighbours_of_one_engine_stay_together_and_leave_together() -> None:
         component("trainer", {1: 1.0}, ("reference",), engine="megatron"),
     )
     job = PlacementJob(cluster(1), Workflow(chain))
-    turns = [p.act for p in played(job.workflow, plan_placement(job).best, 2) if isinstance(p.act, GpuTurn)]
+    turns = [p.action for p in played(job.workflow, plan_placement(job).best, 2) if isinstance(p.action, GpuTurn)]
     assert turns[:4] == [
         GpuTurn("rollout", 1, ()),
         GpuTurn("reference", 1, ("rollout",)),
@@ -162,12 +164,12 @@ def test_weights_go_once_an_iteration_and_as_late_as_staleness_says() -> None:
     for staleness in (0, 1, 2):
         job = PlacementJob(cluster(2), Workflow(chain, 3, staleness, sync))
         acts = played(job.workflow, any_separate(job), 5)
-        syncs = [p for p in acts if isinstance(p.act, WeightSyncStep)]
-        assert [p.act.iteration for p in syncs] == [1, 2, 3, 4, 5]
+        syncs = [p for p in acts if isinstance(p.action, WeightSyncStep)]
+        assert [p.action.iteration for p in syncs] == [1, 2, 3, 4, 5]
         for p in acts:
-            if isinstance(p.act, BatchStep) and p.act.component == "rollout":
+            if isinstance(p.action, BatchStep) and p.action.component == "rollout":
                 arrived = sum(s.end_s <= p.start_s for s in syncs)
-                assert arrived >= p.act.iteration - 1 - staleness
+                assert arrived >= p.action.iteration - 1 - staleness
 
 
 @pytest.mark.parametrize("seed", range(20))

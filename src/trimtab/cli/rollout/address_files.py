@@ -38,7 +38,7 @@ class RunningGateway:
 
     @property
     def is_alive(self) -> bool:
-        return ProcessIdentity(self.pid, self.born).lives
+        return ProcessIdentity(self.pid, self.born).alive
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def doctor(
         client = _client(url, token_file)
         found, of_what = _diagnose_gateway(client), client.at.url
     answer(rollout_text.doctor_data(found, of_what), form, lambda: rollout_text.print_findings(found, of_what))
-    worst = {finding.weight for finding in found}
+    worst = {finding.severity for finding in found}
     if Severity.fault in worst:
         raise typer.Exit(UnreachableError.exit_status)
     if Severity.stuck in worst:
@@ -236,7 +236,7 @@ def _diagnose_gateway(client: GatewayClient) -> tuple[RolloutFinding, ...]:
     from trimtab.machines.diagnose.rollout import examine
     from trimtab.runtime.localcluster import gpus
 
-    return examine(_status(client), gpus.users())
+    return examine(_status(client), gpus.gpu_processes())
 
 
 def _diagnose_file(path: Path) -> tuple[RolloutFinding, ...]:

@@ -264,7 +264,7 @@ class ServedEngines:
             engines_on_slots(
                 self._pool, self._session, group.pool, command,
                 resources={name: amount for name, amount in resources.items() if amount}, workers=group.count,
-                per_node=group.per_node, most=self._settings.rules.most, name=group.name, limit=group.limit,
+                per_node=group.per_node, max_workers=self._settings.rules.max_workers, name=group.name, limit=group.limit,
                 size=group.size, priority=group.priority,
             )  # fmt: skip
         except InputError as error:

@@ -1,6 +1,6 @@
-"""What goes into `SimpleScheduler`, checked and put into the words of the native API; memory comes in MB.
+"""Input of `SimpleScheduler`, checked and converted for the native API; memory is in MB.
 
-Whatever is wrong raises InputError before anything is asked of the controller.
+Errors raise InputError before the controller is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Amounts = Mapping[str, float]
 
 @dataclass(frozen=True)
 class SimpleTaskSpec:
-    """A task for `submit_spec`: what `submit` takes, as one object."""
+    """A task for `submit_spec`: the arguments of `submit`, as one object."""
 
     task_id: str
     pool: str
@@ -40,7 +40,7 @@ class SimpleTaskSpec:
 
 
 def slots_of(config: Any, where: str) -> dict[str, Any]:
-    """What a `pg_pool_config` says, in the words of `Session.pool`."""
+    """A `pg_pool_config` as arguments of `Session.pool`."""
     config = mapping_of("pg_pool_config", config)
     for key in config:
         if key not in _PG_KEYS:
@@ -56,11 +56,11 @@ def slots_of(config: Any, where: str) -> dict[str, Any]:
     specs = config.get("high_priority_pg_specs") or ()
     if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
         raise InputError("high_priority_pg_specs is a list of {resource: amount}", where=where)
-    most = config.get("max_dynamic_pgs")
+    limit = config.get("max_dynamic_pgs")
     return {
-        "reserved": [in_bytes(one, f"{where}: high_priority_pg_specs") for one in specs],
+        "reserved": [in_bytes(spec, f"{where}: high_priority_pg_specs") for spec in specs],
         "dynamic": flags["enable_dynamic_pgs"],
-        "dynamic_limit": None if most is None else whole_of("max_dynamic_pgs", most),
+        "dynamic_limit": None if limit is None else whole_of("max_dynamic_pgs", limit),
         "reuse": flags["enable_pg_reuse"],
     }
 
@@ -69,17 +69,17 @@ def in_bytes(resources: Any, where: str) -> dict[str, float]:
     """Amounts as pools count them: memory, given in MB, in bytes."""
     if not isinstance(resources, Mapping):
         raise InputError(f"resources are {{name: amount}}, not {resources!r}", where=where)
-    Resources.of(resources, where=where)  # refuses what is no amount before anything is multiplied
+    Resources.of(resources, where=where)  # refuses invalid amounts before they are multiplied
     return {name: amount * MB if name == "memory" else amount for name, amount in resources.items()}
 
 
 def in_mb(resources: Mapping[str, float]) -> dict[str, float]:
-    """Amounts as people read them: memory in MB."""
+    """Amounts with memory in MB."""
     return {name: amount / MB if name == "memory" else amount for name, amount in resources.items()}
 
 
 def arguments_of(spec: SimpleTaskSpec, agent: str, labels: dict[str, str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The constructor's arguments, with the agent's name and labels where it takes them and they are not given."""
+    """The constructor's arguments, with the agent's name and labels if it takes them and they are not given."""
     where = f"task {spec.task_id}"
     if isinstance(spec.actor_args, str) or not isinstance(spec.actor_args or (), Sequence):
         raise InputError(f"actor_args is a list, not {spec.actor_args!r}", where=where)
@@ -87,7 +87,7 @@ def arguments_of(spec: SimpleTaskSpec, agent: str, labels: dict[str, str]) -> tu
     user_class = class_of(spec.actor_class, where)
     try:
         signature = inspect.signature(user_class)
-    except (TypeError, ValueError):  # written in C, and silent about it
+    except (TypeError, ValueError):  # a C class without a signature
         return args, kwargs
     try:
         given = signature.bind_partial(*args, **kwargs).arguments
@@ -103,21 +103,18 @@ def arguments_of(spec: SimpleTaskSpec, agent: str, labels: dict[str, str]) -> tu
 
 
 def mapping_of(what: str, value: Any) -> Mapping[str, Any]:
-    """A dictionary; None is an empty one."""
     if not isinstance(value or {}, Mapping):
         raise InputError(f"{what} must be a dictionary, not {value!r}")
     return value or {}
 
 
 def word_of(what: str, value: Any) -> str:
-    """A word that is not empty."""
     if not isinstance(value, str) or not value:
         raise InputError(f"{what} must be a word, not {value!r}")
     return value
 
 
 def whole_of(what: str, value: Any) -> int:
-    """A whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{what} must be a whole number, not {value!r}")
     return value

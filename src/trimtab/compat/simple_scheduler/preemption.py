@@ -1,4 +1,4 @@
-"""What `SimpleScheduler.configure_preemption` takes, and the policy that it stands for. Settings are checked here."""
+"""Settings of `SimpleScheduler.configure_preemption`, checked, and the preemption policy they stand for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.model.pool import Aggressiveness, PreemptionPolicy, rules_of
 
 
 class PreemptionAggressiveness(str, enum.Enum):
-    """How large a gap in priority an eviction needs: by label rule, and in the same pool without one."""
+    """Required priority gap of an eviction: by label rule, and in the same pool without one."""
 
     LOW = "low"  # 1.0 and 3.0
     MEDIUM = "medium"  # 0.5 and 1.0
@@ -21,20 +21,20 @@ class PreemptionAggressiveness(str, enum.Enum):
 
     @classmethod
     def of(cls, word: str) -> PreemptionAggressiveness:
-        """The level of this name or of a word for it; `env:VAR` reads it from the environment."""
-        said = word.value if isinstance(word, cls) else word
+        """The level of this name or a synonym; `env:VAR` reads it from the environment."""
+        level_name = word.value if isinstance(word, cls) else word
         where = "preemption_aggressiveness"
-        if isinstance(said, str) and said.startswith("env:"):
-            variable = said.removeprefix("env:")
+        if isinstance(level_name, str) and level_name.startswith("env:"):
+            variable = level_name.removeprefix("env:")
             where = f"{where}, from the environment variable {variable}"
             if variable not in os.environ:
                 raise InputError(f"the environment variable {variable} is not set", where="preemption_aggressiveness")
-            said = os.environ[variable]
-        level = _LEVELS.get(said.strip().lower()) if isinstance(said, str) else None
+            level_name = os.environ[variable]
+        level = _LEVELS.get(level_name.strip().lower()) if isinstance(level_name, str) else None
         if level is None:
-            near = nearest(str(said).lower(), _LEVELS)
+            near = nearest(str(level_name).lower(), _LEVELS)
             hint = f"did you mean {near}?" if near else "low, medium, high, or env:VARIABLE"
-            raise InputError(f"{said!r} is no aggressiveness", where=where, hint=hint)
+            raise InputError(f"{level_name!r} is no aggressiveness", where=where, hint=hint)
         return cls(level)
 
 
@@ -51,7 +51,7 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class PreemptionSettings:
-    """What `configure_preemption` takes. A threshold that is None follows the aggressiveness."""
+    """Arguments of `configure_preemption`. A threshold that is None follows the aggressiveness."""
 
     enable_same_pool_preemption: bool = True
     enable_label_preemption: bool = True
@@ -62,20 +62,20 @@ class PreemptionSettings:
     enable_cross_pool_preemption: bool = False
     cross_pool_priority_threshold: float = 5.0
     protected_pools: Collection[str] = ()
-    cancel_timeout: float = 5.0  # seconds for `cancel()`; then the process is ended
+    cancel_timeout: float = 5.0  # seconds for `cancel()`; then the process is killed
     save_timeout: float = 60.0  # seconds for saving the state, apart from cancelling
     min_runtime: float = 0.0  # seconds that a task runs at least before it is evicted
-    eviction_budget: int | None = None  # evictions within the window; None: as many as needed
+    eviction_budget: int | None = None  # evictions within the window; None: unlimited
     eviction_window: float = 60.0
 
     def policy(self) -> PreemptionPolicy:
-        """The policy for the controller; InputError where a setting is wrong."""
+        """The policy for the controller; InputError for a wrong setting."""
         where = "configure_preemption"
         for field in dataclasses.fields(self):
             if field.name.startswith("enable_") and not isinstance(getattr(self, field.name), bool):
                 raise InputError(f"{field.name} is true or false, not {getattr(self, field.name)!r}", where=where)
         protected = self.protected_pools
-        if isinstance(protected, str) or not all(isinstance(one, str) for one in protected):
+        if isinstance(protected, str) or not all(isinstance(pool, str) for pool in protected):
             raise InputError(f"protected_pools is a list of names, not {protected!r}", where=where)
         if not isinstance(self.label_preemption_rules or {}, Mapping):
             raise InputError("label_preemption_rules is {label: {value: [values it may evict]}}", where=where)

@@ -1,8 +1,8 @@
-"""Whether asks fit into nodes: the one question behind every "why does it wait".
+"""Decides whether resource requests fit on nodes.
 
-Answers with a placement, or that there is none. "There is none" is said as proven only where it is: strict strategies
-and asks that are all alike are decided exactly; unlike asks are searched, and where the search is given up the answer
-is "not found", which nobody may take for "never". Pure arithmetic: knows neither Ray nor causes.
+Returns a placement, or that there is none. "None" is proven only where it is exact: strict strategies and identical
+requests are decided exactly; mixed requests are searched, and a search that is given up returns "not found", which must
+never be taken for "never". Pure arithmetic: knows neither Ray nor causes.
 """
 
 from __future__ import annotations
@@ -14,37 +14,35 @@ from trimtab.core.resources import Resources, total
 from trimtab.machines.diagnose.snapshot import ResourceRequest
 from trimtab.model.pool import Labels, PlacementStrategy
 
-EFFORT = 20_000  # places tried before the search is given up
-MOST_SEARCHED = 400  # asks; more are placed largest first and not searched further
+EFFORT = 20_000  # placements tried before the search is given up
+MAX_SEARCHED = 400  # requests; more are placed largest first without a search
 
 
 @dataclass(frozen=True)
 class NodeSpace:
-    """Room on one node. Labels of a node that is not there yet are unknown (None): any will do."""
+    """Free resources of a node. Labels of a node that does not exist yet are unknown (None): any will do."""
 
     node: str
     free: Resources
     labels: Labels | None = ()
 
-    def accepts(self, ask: ResourceRequest) -> bool:
-        """Whether the labels will do."""
-        return self.labels is None or ask.accepts(self.labels)
+    def accepts(self, request: ResourceRequest) -> bool:
+        return self.labels is None or request.accepts(self.labels)
 
-    def takes(self, ask: ResourceRequest) -> bool:
-        """Whether one ask alone fits."""
-        return self.accepts(ask) and ask.amounts.within(self.free)
+    def takes(self, request: ResourceRequest) -> bool:
+        return self.accepts(request) and request.amounts.within(self.free)
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """Where each ask goes (`nodes`, in the order of the asks), or None; `proven` false: none was found in time."""
+    """A node for each request, in order, or None; `proven` false: none was found in time."""
 
     nodes: tuple[str, ...] | None
     proven: bool = True
 
     @property
     def possible(self) -> bool:
-        """Whether it fits, or may fit for all that is known."""
+        """Whether it fits, or may fit."""
         return self.nodes is not None or not self.proven
 
 
@@ -52,68 +50,70 @@ NO_FIT = FitResult(None)
 
 
 def place(
-    asks: Sequence[ResourceRequest],
+    requests: Sequence[ResourceRequest],
     spaces: Sequence[NodeSpace],
     strategy: PlacementStrategy = PlacementStrategy.pack,
     *,
     effort: int = EFFORT,
 ) -> FitResult:
-    """Put every ask on a node by the rules of the strategy. Asks that have their place already keep it."""
-    todo = [ask for ask in asks if ask.node is None]
-    settled = {ask.node for ask in asks if ask.node is not None}
+    """Put every request on a node by the strategy. Requests that are placed already keep their node."""
+    todo = [request for request in requests if request.node is None]
+    settled = {request.node for request in requests if request.node is not None}
     if strategy is PlacementStrategy.strict_pack:
-        found = _on_one(todo, [one for one in spaces if not settled or one.node in settled])
+        found = _on_one_node(todo, [space for space in spaces if not settled or space.node in settled])
     elif strategy is PlacementStrategy.strict_spread:
-        found = _on_different(todo, [one for one in spaces if one.node not in settled])
-    elif len({(ask.amounts, ask.labels) for ask in todo}) <= 1:
+        found = _on_different(todo, [space for space in spaces if space.node not in settled])
+    elif len({(request.amounts, request.labels) for request in todo}) <= 1:
         found = _alike(todo, spaces)
     else:
         found = _unlike(todo, spaces, effort)
     if found.nodes is None:
         return found
     placed = iter(found.nodes)
-    return FitResult(tuple(next(placed) if ask.node is None else ask.node for ask in asks))
+    return FitResult(tuple(next(placed) if request.node is None else request.node for request in requests))
 
 
-def room_for(ask: ResourceRequest, space: NodeSpace) -> int:
-    """How many asks alike fit on a node; asks for nothing count as one."""
-    if not space.takes(ask):
+def room_for(request: ResourceRequest, space: NodeSpace) -> int:
+    """How many such requests fit on a node; an empty request counts as one."""
+    if not space.takes(request):
         return 0
-    return min((space.free.get(name) // units for name, units in ask.amounts), default=1)
+    return min((space.free.get(name) // units for name, units in request.amounts), default=1)
 
 
-def _on_one(asks: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
-    together = total([ask.amounts for ask in asks])
+def _on_one_node(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
+    together = total([request.amounts for request in requests])
     for space in spaces:
-        if together.within(space.free) and all(space.accepts(ask) for ask in asks):
-            return FitResult((space.node,) * len(asks))
-    return FitResult(()) if not asks else NO_FIT
+        if together.within(space.free) and all(space.accepts(request) for request in requests):
+            return FitResult((space.node,) * len(requests))
+    return FitResult(()) if not requests else NO_FIT
 
 
-def _on_different(asks: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
-    """A matching of asks to nodes: each ask in turn takes a free node, at the end of a chain of others that move."""
-    if len(asks) > len(spaces):
+def _on_different(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
+    """Bipartite matching of requests to nodes by augmenting paths."""
+    if len(requests) > len(spaces):
         return NO_FIT
-    by_ask = {ask: [at for at, space in enumerate(spaces) if space.takes(ask)] for ask in dict.fromkeys(asks)}
-    options = [by_ask[ask] for ask in asks]
-    on: dict[int, int] = {}  # node to the ask on it
-    for ask in range(len(asks)):
-        end, came_from = _free_node(ask, options, on)
+    nodes_by_request = {
+        request: [at for at, space in enumerate(spaces) if space.takes(request)] for request in dict.fromkeys(requests)
+    }
+    options = [nodes_by_request[request] for request in requests]
+    on: dict[int, int] = {}  # node to its request
+    for request in range(len(requests)):
+        end, came_from = _free_node(request, options, on)
         if end is None:
             return NO_FIT
-        while end is not None:  # along the chain, back to the ask that began it
+        while end is not None:  # along the path, back to the first request
             mover = came_from[end]
-            left = next((at for at, one in on.items() if one == mover), None)
+            left = next((at for at, placed in on.items() if placed == mover), None)
             on[end] = mover
             end = left
-    node_of = {ask: spaces[at].node for at, ask in on.items()}
-    return FitResult(tuple(node_of[ask] for ask in range(len(asks))))
+    node_of = {request: spaces[at].node for at, request in on.items()}
+    return FitResult(tuple(node_of[request] for request in range(len(requests))))
 
 
-def _free_node(ask: int, options: list[list[int]], on: dict[int, int]) -> tuple[int | None, dict[int, int]]:
-    """The nearest free node that a chain of moves leads to, and for each node seen who would move there."""
+def _free_node(request: int, options: list[list[int]], on: dict[int, int]) -> tuple[int | None, dict[int, int]]:
+    """The free node that ends an augmenting path, and for each visited node the request that would move there."""
     came_from: dict[int, int] = {}
-    movers = [ask]
+    movers = [request]
     for mover in movers:
         for at in options[mover]:
             if at in came_from:
@@ -125,47 +125,54 @@ def _free_node(ask: int, options: list[list[int]], on: dict[int, int]) -> tuple[
     return None, came_from
 
 
-def _alike(asks: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
-    if not asks:
+def _alike(requests: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
+    if not requests:
         return FitResult(())
     nodes: list[str] = []
     for space in spaces:
-        room = len(asks) if not asks[0].amounts and space.accepts(asks[0]) else room_for(asks[0], space)
-        nodes += [space.node] * min(room, len(asks) - len(nodes))
-    return FitResult(tuple(nodes)) if len(nodes) == len(asks) else NO_FIT
+        count = (
+            len(requests) if not requests[0].amounts and space.accepts(requests[0]) else room_for(requests[0], space)
+        )
+        nodes += [space.node] * min(count, len(requests) - len(nodes))
+    return FitResult(tuple(nodes)) if len(nodes) == len(requests) else NO_FIT
 
 
-def _unlike(asks: list[ResourceRequest], spaces: Sequence[NodeSpace], effort: int) -> FitResult:
-    """Largest first; where that fails, every way there is, until the effort is spent."""
-    if not all(any(space.takes(ask) for space in spaces) for ask in asks):
+def _unlike(requests: list[ResourceRequest], spaces: Sequence[NodeSpace], effort: int) -> FitResult:
+    """Largest first; if that fails, exhaustive search until the effort is spent."""
+    if not all(any(space.takes(request) for space in spaces) for request in requests):
         return NO_FIT
     everything = total([space.free for space in spaces])
-    if not total([ask.amounts for ask in asks]).within(everything):
+    if not total([request.amounts for request in requests]).within(everything):
         return NO_FIT
     most = {name: max(space.free.get(name) for space in spaces) for name, _ in everything}
-    sizes = [max((units / most[name] for name, units in ask.amounts), default=0.0) for ask in asks]
-    order = sorted(range(len(asks)), key=lambda i: (-sizes[i], asks[i].amounts.units, str(asks[i].labels)))
-    search = _FitSearch([asks[i] for i in order], spaces, effort if len(asks) <= MOST_SEARCHED else len(asks) + 1)
+    sizes = [max((units / most[name] for name, units in request.amounts), default=0.0) for request in requests]
+    order = sorted(range(len(requests)), key=lambda i: (-sizes[i], requests[i].amounts.units, str(requests[i].labels)))
+    search = _FitSearch(
+        [requests[i] for i in order], spaces, effort if len(requests) <= MAX_SEARCHED else len(requests) + 1
+    )
     placed = search.run()
     if placed is None:
         return FitResult(None, proven=not search.spent)
     node_of = dict(zip(order, placed, strict=True))
-    return FitResult(tuple(spaces[node_of[i]].node for i in range(len(asks))))
+    return FitResult(tuple(spaces[node_of[i]].node for i in range(len(requests))))
 
 
 class _FitSearch:
-    """Depth first over nodes for each ask in turn. Of asks alike, a later one is never on an earlier node, so that no
-    placement is looked at twice; of nodes alike, only the first is tried."""
+    """Depth-first search over nodes for each request.
 
-    def __init__(self, asks: list[ResourceRequest], spaces: Sequence[NodeSpace], effort: int) -> None:
-        self._asks = asks
+    Of identical requests a later one is never on an earlier node, so no placement is tried twice; of identical nodes
+    only the first is tried.
+    """
+
+    def __init__(self, requests: list[ResourceRequest], spaces: Sequence[NodeSpace], effort: int) -> None:
+        self._asks = requests
         self._spaces = spaces
         self._free = [space.free for space in spaces]
         self._left = effort
         self.spent = False
 
     def run(self) -> list[int] | None:
-        """Positions of nodes by ask."""
+        """Node index of each request."""
         placed: list[int] = []
         choices = [self._choices(placed)]
         while choices:
@@ -188,14 +195,18 @@ class _FitSearch:
         return None
 
     def _choices(self, placed: list[int]) -> list[int]:
-        """Nodes worth trying for the next ask, the last one first to be tried."""
-        ask = self._asks[len(placed)]
+        """Nodes worth trying for the next request, in reverse order."""
+        request = self._asks[len(placed)]
         before = self._asks[len(placed) - 1] if placed else None
-        first = placed[-1] if before is not None and (before.amounts, before.labels) == (ask.amounts, ask.labels) else 0
+        first = (
+            placed[-1]
+            if before is not None and (before.amounts, before.labels) == (request.amounts, request.labels)
+            else 0
+        )
         seen, worth = set(), []
         for at in range(first, len(self._spaces)):
             alike = (self._free[at], self._spaces[at].labels)
-            if alike not in seen and self._spaces[at].accepts(ask) and ask.amounts.within(self._free[at]):
+            if alike not in seen and self._spaces[at].accepts(request) and request.amounts.within(self._free[at]):
                 seen.add(alike)
                 worth.append(at)
         return worth[::-1]

@@ -1,6 +1,6 @@
-"""The nouns of the rollout doctor: what can ail a pool, how much that stops, and a status as the checks read it.
+"""Types of rollout findings: issues, severities, and a reader for a pool's status.
 
-`rollout_doctor` makes findings of them, `ui/rollout_text` shows them.
+`rollout.py` and `rollout_scaling.py` make findings, `render/text/rollout.py` renders them.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ NAMED = 4  # workers in one sentence
 
 
 class Severity(str, enum.Enum):
-    """How much a finding stops."""
+    """Severity of a finding."""
 
     fault = "fault"  # an engine or a request failed
-    stuck = "stuck"  # nothing changes until somebody does something
-    note = "note"  # explains; passes by itself, or was asked for
+    stuck = "stuck"  # nothing changes without an action
+    note = "note"  # temporary, or intended
 
 
 class RolloutIssue(str, enum.Enum):
     """What was found: stable constants."""
 
     # engines
-    nobody_serves = "NOBODY_SERVES"
-    engine_awaited = "ENGINE_AWAITED"  # the job file names it, and it was never reached
-    engine_lost = "ENGINE_LOST"  # its process is gone, or it cannot be reached
-    engine_wedged = "ENGINE_WEDGED"  # healthy by its own word, and does not answer
-    engine_faulty = "ENGINE_FAULTY"  # it breaks requests, or its health check fails
-    given_up = "GIVEN_UP"  # its starts or refits failed so often that it is not tried again
+    none_serving = "NOBODY_SERVES"
+    engine_awaited = "ENGINE_AWAITED"  # configured, but never reached
+    engine_lost = "ENGINE_LOST"  # its process is gone, or it is unreachable
+    engine_wedged = "ENGINE_WEDGED"  # healthy by its check, but does not answer
+    engine_faulty = "ENGINE_FAULTY"  # requests or its health check fail
+    given_up = "GIVEN_UP"  # its starts or refits failed too often
     weights_old = "WEIGHTS_OLD"  # up, and waits for a refit
     weights_gone = "WEIGHTS_GONE"  # up, and its weights were discarded
     refit_failed = "REFIT_FAILED"
-    refit_open = "REFIT_OPEN"  # new weights are on their way
+    refit_open = "REFIT_OPEN"  # new weights are being loaded
     paused = "PAUSED_BY_OTHERS"
     asleep = "ASLEEP_BY_OTHERS"
-    drained = "DRAINED_BY_HAND"  # taken until somebody resumes it
-    release_unknown = "RELEASE_UNKNOWN"  # a release that was never tried
-    exposed = "EXPOSED"  # an engine that more than this machine can reach, and that obeys whoever does
+    drained = "DRAINED_BY_HAND"  # until it is resumed by hand
+    release_unknown = "RELEASE_UNKNOWN"  # an untested release
+    exposed = "EXPOSED"  # reachable from other machines, without authentication
     # memory
     memory_kept = "MEMORY_KEPT"
     # not scaling down
@@ -67,9 +67,9 @@ class RolloutIssue(str, enum.Enum):
     steps_untrue = "STEPS_UNTRUE"
     # requests
     queue_full = "QUEUE_FULL"
-    weights_awaited = "WEIGHTS_AWAITED"  # requests wait for a version that the trainer has not brought yet
+    weights_awaited = "WEIGHTS_AWAITED"  # requests wait for a version that is not published
     moved_often = "MOVED_OFTEN"
-    retries_used = "RETRIES_USED"  # they were sent to one engine after another, and broke each time
+    retries_used = "RETRIES_USED"  # failed on one engine after another
     requests_failed = "REQUESTS_FAILED"
     # settings
     setting = "SETTING"
@@ -77,17 +77,17 @@ class RolloutIssue(str, enum.Enum):
 
 @dataclass(frozen=True)
 class RolloutFinding:
-    """One cause: whom it concerns, what was seen, what to do."""
+    """A cause: the affected workers or classes, the observation, the fix."""
 
-    ailment: RolloutIssue
-    weight: Severity
+    issue: RolloutIssue
+    severity: Severity
     sentence: str
-    do: str
-    who: tuple[str, ...] = ()  # workers or request classes
+    fix: str
+    affected: tuple[str, ...] = ()  # workers or request classes
 
 
 class StatusReader:
-    """A status, read with defaults where something is missing: an older gateway says less."""
+    """A status with defaults for missing fields: an older gateway reports less."""
 
     def __init__(self, status: Data, holders: Mapping[str, Sequence[int]]) -> None:
         self.status = status
@@ -95,7 +95,7 @@ class StatusReader:
         self.workers: Sequence[Data] = status.get("workers") or ()
         self.metrics: Data = status.get("metrics") or {}
         self.elastic: Data = status.get("elastic") or {}
-        self.rules = decode(RolloutRules, status.get("rules") or {})  # what has its default value is left out there
+        self.rules = decode(RolloutRules, status.get("rules") or {})  # default values are omitted there
         self.steps: Sequence[Data] = status.get("steps") or ()
         self.range: Data = status.get("range") or {}
         scaling: Data = status.get("scaling") or {}
@@ -105,66 +105,62 @@ class StatusReader:
 
     @property
     def refits(self) -> bool:
-        """Whether a refit is open: then nobody joins or leaves."""
+        """Whether a refit is open: membership is frozen."""
         return bool(self.status.get("refit") or (self.status.get("membership") or {}).get("frozen"))
 
     def of(self, *states: str) -> list[Data]:
-        """The workers in these states."""
-        return [one for one in self.workers if one["state"] in states]
+        return [worker for worker in self.workers if worker["state"] in states]
 
     def owner(self, verb: str) -> str:
-        """Who carries a verb out."""
         owner: Owner = getattr(self.rules.ownership, verb)
         return owner.value
 
     @property
     def serving(self) -> int:
-        """Workers that serve or will do so by themselves."""
+        """Workers that serve, or will without a further decision."""
         return len(self.of("active", "starting"))
 
     @property
     def low(self) -> bool:
-        """Whether the load is below what the workers that serve are for."""
+        """Whether the load is below the scale-down threshold."""
         ratio, threshold = self.metrics.get("load_ratio"), self.elastic.get("scale_down_threshold")
         return ratio is not None and threshold is not None and ratio < threshold and self.serving > 1
 
     @property
     def high(self) -> bool:
-        """Whether the load is above it."""
+        """Whether the load is above the scale-up threshold."""
         ratio, threshold = self.metrics.get("load_ratio"), self.elastic.get("scale_up_threshold")
         return ratio is not None and threshold is not None and ratio > threshold
 
     def memory_kept(self, worker: Data) -> str:
-        """What was seen when it slept and kept its memory; empty: nothing of the kind."""
+        """The warning where it slept and kept its memory; else empty."""
         kept = worker.get("memory") or {}
         if kept.get("code") == ReasonCode.memory_kept.value:
             return str(kept["sentence"])
-        code, said = reason_of(worker)
+        code, text = reason_of(worker)
         if code == ReasonCode.memory_kept.value:
-            return said
+            return text
         if not worker.get("asleep"):
             return ""
-        told = [one["sentence"] for one in self.status.get("warnings") or () if one.get("worker") == worker["name"]]
-        return next((str(one).removeprefix("sleep: ") for one in reversed(told) if one.startswith("sleep: ")), "")
+        warnings = self.status.get("warnings") or ()
+        own = [warning["sentence"] for warning in warnings if warning.get("worker") == worker["name"]]
+        return next((str(line).removeprefix("sleep: ") for line in reversed(own) if line.startswith("sleep: ")), "")
 
 
 RolloutCheck = Callable[[StatusReader], Iterator[RolloutFinding]]
-"""One look at a status for one kind of ailment."""
+"""A check of a status for one kind of issue."""
 
 
 def reason_of(worker: Data) -> tuple[str, str]:
-    """The code and the sentence of its reason."""
     reason = worker.get("reason") or {}
     return str(reason.get("code", "")), str(reason.get("sentence", ""))
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names."""
     if len(names) <= NAMED:
         return ", ".join(names)
     return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
 
 
 def requests_text(count: int) -> str:
-    """So many requests, in words."""
     return f"{count} request{'' if count == 1 else 's'}"

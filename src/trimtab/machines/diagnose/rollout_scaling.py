@@ -1,7 +1,7 @@
-"""Why a rollout pool does not scale as its load would have it: fewer workers, a drain that does not end, more workers.
+"""Diagnoses why a rollout pool does not scale with its load: no scale-down, a drain without end, no scale-up.
 
-The causes are those of the scaling policy's own last decision and of whatever stands above it: a number set by hand, a
-hold, a refit, the limits. Part of the rollout doctor, whose rules hold here, too.
+The causes are those of the scaling policy's last decision and of what overrides it: a manual count, a hold, a refit,
+the limits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trimtab.machines.diagnose.rollout_findings import (
     some,
 )
 
-UNTRUE_STEPS = 2  # in a row that did not come true: not chance
+UNTRUE_STEPS = 2  # consecutive steps without the expected effect
 
 NOT_DOWN: dict[str, tuple[RolloutIssue, Severity, str]] = {
     ReasonCode.load_fits.value: (
@@ -32,7 +32,7 @@ NOT_DOWN: dict[str, tuple[RolloutIssue, Severity, str]] = {
     ReasonCode.no_taker.value: (
         RolloutIssue.no_taker,
         Severity.note,
-        "name a taker that can use a worker longer than sleep and wake take, or scale_down_requires_demand: false",
+        "set a taker that can use a worker for longer than sleep and wake take, or scale_down_requires_demand: false",
     ),
     ReasonCode.switched_off.value: (
         RolloutIssue.switched_off,
@@ -42,18 +42,18 @@ NOT_DOWN: dict[str, tuple[RolloutIssue, Severity, str]] = {
     ReasonCode.load_unknown.value: (
         RolloutIssue.load_unknown,
         Severity.stuck,
-        "an engine's figures are old or cannot be had: see that its metrics answer (SGLang --enable-metrics)",
+        "an engine's figures are stale or missing: check that its metrics answer (SGLang --enable-metrics)",
     ),
     ReasonCode.policy_fault.value: (
         RolloutIssue.policy_fault,
         Severity.stuck,
-        "mend the policy: nothing is scaled until then",
+        "fix the policy: nothing is scaled until then",
     ),
 }
 
 
 def not_scaling_down(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """The load is low, and the workers stay: for which of all reasons?"""
+    """The load is low, and the workers stay."""
     if not seen.low:
         return
     spare = (
@@ -73,26 +73,26 @@ def not_scaling_down(seen: StatusReader) -> Iterator[RolloutFinding]:
         yield RolloutFinding(
             RolloutIssue.refit_holds,
             Severity.note,
-            f"{spare}: a refit is under way, and nobody leaves during it",
-            "it goes on when the refit has ended",
+            f"{spare}: a refit is under way, and no worker leaves during it",
+            "it continues after the refit",
         )
         return
-    holds, most_held = seen.holds, max(seen.holds.values(), default=0)
-    if most_held >= seen.serving:
+    holds, max_held = seen.holds, max(seen.holds.values(), default=0)
+    if max_held >= seen.serving:
         yield RolloutFinding(
             RolloutIssue.held,
             Severity.note,
-            f"{spare}: {most_held} are held ready by {some(tuple(holds))}",
-            "whoever holds them lets go (a validation that has ended?)",
+            f"{spare}: {max_held} are held ready by {some(tuple(holds))}",
+            "release the hold (a validation that has ended?)",
             tuple(holds),
         )
         return
-    least = seen.rules.least
+    least = seen.rules.min_workers
     if seen.serving <= least:
         yield RolloutFinding(
             RolloutIssue.min_workers,
             Severity.note,
-            f"{spare}: at least {least} are to (min_workers, or the plan's range)",
+            f"{spare}: at least {least} must (min_workers, or the plan's range)",
             "a lower min_workers, if so many are not needed",
         )
         return
@@ -111,13 +111,13 @@ def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
         return
     if seen.decision is None:
         return
-    code, said = reason_of(seen.decision)
+    code, text = reason_of(seen.decision)
     if code in NOT_DOWN:
-        ailment, weight, do = NOT_DOWN[code]
-        yield RolloutFinding(ailment, weight, f"{spare}: {said}", do)
+        issue, severity, fix = NOT_DOWN[code]
+        yield RolloutFinding(issue, severity, f"{spare}: {text}", fix)
     elif code == ReasonCode.not_yet.value:
         cooldown_s = float(seen.elastic.get("scale_down_cooldown", 0.0))
-        ago_s = min((one["ago_s"] for one in seen.steps if one.get("ago_s") is not None), default=None)
+        ago_s = min((step["ago_s"] for step in seen.steps if step.get("ago_s") is not None), default=None)
         if ago_s is not None and ago_s < cooldown_s:
             left = f"{cooldown_s - ago_s:.0f} s of scale_down_cooldown {cooldown_s:g} s are left"
             yield RolloutFinding(
@@ -127,45 +127,45 @@ def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
             yield RolloutFinding(
                 RolloutIssue.not_stable,
                 Severity.note,
-                f"{spare}: {said}",
+                f"{spare}: {text}",
                 "wait; if it never is so for long enough, the load swings: a shorter min_stable_period, or a lower "
                 "scale_down_threshold",
             )
 
 
 def drains_that_do_not_end(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """Draining for longer than a drain may take: what is it that does not end?"""
+    """Draining for longer than a drain may take."""
     limit_s = seen.rules.drain_s
-    for one in seen.of("draining"):
-        if one.get("since_s", 0.0) <= limit_s or (one.get("deadline_s") or 0.0) > 0:
+    for worker in seen.of("draining"):
+        if worker.get("since_s", 0.0) <= limit_s or (worker.get("deadline_s") or 0.0) > 0:
             continue
-        running, outside = one.get("running", 0), one.get("outside") or 0
-        late = f"{one['name']} has drained for {one['since_s']:.0f} s, {limit_s:g} s were allowed"
-        if one.get("doing"):
-            cause, do = f"its {one['doing']} is under way", "it has a deadline of its own"
+        running, outside = worker.get("running", 0), worker.get("outside") or 0
+        late = f"{worker['name']} has drained for {worker['since_s']:.0f} s, {limit_s:g} s were allowed"
+        if worker.get("doing"):
+            cause, fix = f"its {worker['doing']} is under way", "it has a deadline of its own"
         elif running and seen.owner("abort") == "trainer":
-            cause = f"{requests_text(running)} run there, and cutting them is the trainer's"
-            do = "the trainer aborts them, or ownership.abort: trimtab lets them go on elsewhere"
+            cause = f"{requests_text(running)} run there, and only the trainer may abort them"
+            fix = "the trainer must abort them; with ownership.abort: trimtab they are moved"
         elif outside:
-            cause = f"{requests_text(outside)} of others run there, by its own figures"
-            do = "whoever sent them there ends them: trimtab neither knows nor cuts them"
+            cause = f"{requests_text(outside)} of other clients run there, by its own figures"
+            fix = "the other clients must end them: trimtab does not know them"
         elif running:
-            cause, do = (
+            cause, fix = (
                 f"{requests_text(running)} there do not end",
-                "its own log says why; it is lost if it stays deaf",
+                "see its log; it is marked lost if it stays unresponsive",
             )
         elif seen.refits:
-            cause, do = "a refit counts on it", "it goes on when the refit has ended"
+            cause, fix = "it is a member of the open refit", "it continues after the refit"
         else:
-            cause, do = "its own figures are old, so nobody knows that it is idle", "see that its metrics answer"
-        yield RolloutFinding(RolloutIssue.drain_late, Severity.stuck, f"{late}: {cause}", do, (one["name"],))
+            cause, fix = "its own figures are stale, so it is not known to be idle", "check that its metrics answer"
+        yield RolloutFinding(RolloutIssue.drain_late, Severity.stuck, f"{late}: {cause}", fix, (worker["name"],))
 
 
 def not_scaling_up(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """The load is high, and no worker comes."""
+    """The load is high, and no worker is added."""
     if not seen.high or seen.of("starting"):
         return
-    most = seen.rules.most
+    most = seen.rules.max_workers
     load = f"load {seen.metrics['load_ratio']:.2f}"
     full = f"{load} is above {seen.elastic['scale_up_threshold']:g}, {seen.serving} serve"
     if seen.serving >= most:
@@ -174,16 +174,16 @@ def not_scaling_up(seen: StatusReader) -> Iterator[RolloutFinding]:
         )
     elif seen.serving >= seen.range.get("most", seen.serving + 1):
         yield RolloutFinding(
-            RolloutIssue.all_in_use, Severity.stuck, f"{full}: no other engine can be had", "add engines"
+            RolloutIssue.all_in_use, Severity.stuck, f"{full}: no other engine is available", "add engines"
         )
 
 
 def steps_that_did_not_come_true(seen: StatusReader) -> Iterator[RolloutFinding]:
-    """The last steps expected something that did not happen."""
-    judged = [one for one in seen.steps if one.get("came_true") is not None]
+    """The last steps did not have the expected effect."""
+    judged = [step for step in seen.steps if step.get("came_true") is not None]
     untrue = 0
-    for one in reversed(judged):
-        if one["came_true"]:
+    for step in reversed(judged):
+        if step["came_true"]:
             break
         untrue += 1
     if untrue >= UNTRUE_STEPS:
@@ -191,8 +191,8 @@ def steps_that_did_not_come_true(seen: StatusReader) -> Iterator[RolloutFinding]
         yield RolloutFinding(
             RolloutIssue.steps_untrue,
             Severity.stuck,
-            f"the last {untrue} steps did not come true (expected: {last.get('expects') or 'nothing said'})",
-            "so many workers were asked for and did not come, or did not help: look at the engines that do not start",
+            f"the last {untrue} steps did not come true (expected: {last.get('expects') or 'nothing text'})",
+            "the wanted workers did not come up, or did not help: check the engines that do not start",
             tuple(last.get("changed") or ()),
         )
 

@@ -1,8 +1,8 @@
-"""What one look at a Ray cluster gives: nodes, who holds what, who waits, and what is about to change.
+"""Snapshot of a Ray cluster: nodes, holders of resources, waiting workloads, pending changes.
 
-Plain frozen facts, taken by `runtime/rayapi/gcs_snapshot.py` and judged by `why.py`. Nothing here decides anything,
-and nothing here is specific to trimtab's own pools: any program's actors, tasks and placement groups look like this.
-Times are seconds since 1970 by the cluster's clocks; where Ray does not say when something began to wait, it is None.
+Frozen facts, taken by `runtime/rayapi/gcs_snapshot.py` and diagnosed by `why.py`. Not specific to trimtab's pools:
+actors, tasks and placement groups of any program. Times are Unix seconds by the cluster's clocks; None where Ray does
+not say when a wait began.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from dataclasses import dataclass, replace
 from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.model.pool import Labels, PlacementStrategy
 
-SHORT_ID = 12  # digits of an id that people are shown
+SHORT_ID = 12  # digits of an id for display
 
 
 class WorkloadKind(str, enum.Enum):
-    """What sort of thing waits or holds."""
+    """Kind of a workload."""
 
     actor = "actor"
     group = "group"  # a placement group
     task = "task"
-    plan = "plan"  # what a job would ask, if it were started
+    plan = "plan"  # the requests of a job that is not started
 
 
 class PendingStage(str, enum.Enum):
-    """How far something that does not run yet has come."""
+    """How far a pending workload has come."""
 
-    inputs = "inputs"  # its arguments are not there yet
-    room = "room"  # it waits for a place
-    starting = "starting"  # it has its place and a process; the constructor has not ended
+    inputs = "inputs"  # its arguments are not ready
+    resources = "room"  # it waits for resources
+    starting = "starting"  # placed, with a process; the constructor has not ended
 
 
 @dataclass(frozen=True)
 class LabelSelector:
-    """One condition on a node's labels: the value of `key` is one of `values`, or with `negated` none of them."""
+    """A condition on node labels: the value of `key` is in `values`, or with `negated` is not."""
 
     key: str
     values: tuple[str, ...]
     negated: bool = False
 
     def matches(self, labels: Labels) -> bool:
-        """Whether a node with these labels will do. A label that is missing is none of the values."""
+        """A missing label matches no value."""
         return (dict(labels).get(self.key) in self.values) != self.negated
 
     def __str__(self) -> str:
@@ -59,20 +59,21 @@ LabelSelectors = tuple[LabelSelector, ...]
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What has to be found on one node: amounts, and labels by any one of several sets of conditions (none: any)."""
+    """Resources needed on one node, and label selectors: any one of several sets must match (none: any node)."""
 
     amounts: Resources
     labels: tuple[LabelSelectors, ...] = ()
-    node: str | None = None  # this one has its place already: of a group that lost another bundle
+    node: str | None = None  # already placed: of a group that lost another bundle
 
     def accepts(self, labels: Labels) -> bool:
-        """Whether the labels of a node will do."""
-        return not self.labels or any(all(one.matches(labels) for one in each) for each in self.labels)
+        return not self.labels or any(
+            all(selector.matches(labels) for selector in selectors) for selectors in self.labels
+        )
 
 
 @dataclass(frozen=True)
 class DrainNotice:
-    """A node will go."""
+    """A node is draining."""
 
     deadline: float | None = None
     cause: str = ""
@@ -80,7 +81,7 @@ class DrainNotice:
 
 @dataclass(frozen=True)
 class NodeSnapshot:
-    """A living node. `name` is what people are shown: unique, see `named`."""
+    """An alive node. `name` is unique for display, see `named`."""
 
     id: str
     name: str
@@ -94,7 +95,7 @@ class NodeSnapshot:
 
 @dataclass(frozen=True)
 class NodeType:
-    """A kind of node that the autoscaler may add: what it has, how many more, how many are on their way."""
+    """A node type of the autoscaler: its resources, how many more, how many are pending."""
 
     name: str
     total: Resources
@@ -104,7 +105,7 @@ class NodeType:
 
 @dataclass(frozen=True)
 class RayJob:
-    """Whoever submitted something."""
+    """A Ray job."""
 
     id: str
     command: str = ""
@@ -115,9 +116,9 @@ class RayJob:
 
 @dataclass(frozen=True)
 class ResourceHolder:
-    """Somebody who holds amounts on a node: an actor, a running task, or the part of a placement group that is there.
+    """A holder of node resources: an actor, a running task, or the part of a placement group on that node.
 
-    Whoever runs inside a placement group holds of the group (`group`, `bundle`), not of the node.
+    A workload inside a placement group holds resources of the group (`group`, `bundle`), not of the node.
     """
 
     id: str
@@ -126,38 +127,38 @@ class ResourceHolder:
     node: str
     amounts: Resources
     job: str = ""
-    like: str = ""  # actors: their class; siblings of one job are told together
+    class_name: str = ""  # of an actor; siblings of one job are reported together
     group: str | None = None
     bundle: int | None = None
-    gpus: tuple[int, ...] = ()  # by index, where Ray says
+    gpus: tuple[int, ...] = ()  # indices, if Ray reports them
 
 
 @dataclass(frozen=True)
 class PendingWorkload:
-    """Something that does not run. A placement group has one ask for each bundle; everything else has one ask."""
+    """A workload that does not run. A placement group has one request per bundle; all others have one."""
 
     id: str
     kind: WorkloadKind
     name: str
-    asks: tuple[ResourceRequest, ...]
-    stage: PendingStage = PendingStage.room
+    requests: tuple[ResourceRequest, ...]
+    stage: PendingStage = PendingStage.resources
     strategy: PlacementStrategy = PlacementStrategy.pack
     since: float | None = None
-    at_least: bool = False  # it may have waited for longer: `since` is when it was first seen to
+    at_least: bool = False  # `since` is when the wait was first seen; it may be longer
     job: str = ""
-    like: str = ""
-    count: int = 1  # so many alike, of which Ray gives no more than the number
-    pinned: str | None = None  # to this node alone
+    class_name: str = ""
+    count: int = 1  # identical workloads that Ray only counts
+    pinned: str | None = None  # to this node only
     group: str | None = None  # it runs inside this placement group ...
     bundle: int | None = None  # ... in this bundle of it; None: in any
-    node: str | None = None  # where its process starts
-    began_over: bool = False  # it ran before, and is started again
-    queued: bool = True  # Ray counts it among what waits for room; else it has room, or may use one node alone
+    node: str | None = None  # of its starting process
+    restarted: bool = False  # it ran before
+    queued: bool = True  # in Ray's resource demand; else it is placed, or pinned to a node
 
 
 @dataclass(frozen=True)
 class PlacementGroupSnapshot:
-    """A placement group that stands: bundle by bundle what it has, what of that nobody uses, and where it is."""
+    """A created placement group: resources, free resources and node of each bundle."""
 
     id: str
     name: str
@@ -169,20 +170,20 @@ class PlacementGroupSnapshot:
 
 @dataclass(frozen=True)
 class NonRayGpuUser:
-    """A process that holds a GPU and was not started by Ray."""
+    """A process that uses a GPU and was not started by Ray."""
 
-    node: str | None  # the node whose GPU it is; None: no node of this cluster has it
-    gpu: int  # by index on its machine
+    node: str | None  # None: the GPU belongs to no node of this cluster
+    gpu: int  # index on its machine
     pid: int
     command: str = ""
     used_bytes: int = 0
     of_bytes: int = 0
-    place: int | None = None  # the GPU by Ray's index on that node
+    place: int | None = None  # Ray's index of the GPU on that node
 
 
 @dataclass(frozen=True)
 class AbandonedWorkload:
-    """Something that Ray does not try to place any more."""
+    """A workload that Ray does not try to place any more."""
 
     id: str
     kind: WorkloadKind
@@ -193,7 +194,7 @@ class AbandonedWorkload:
 
 @dataclass(frozen=True)
 class GcsSnapshot:
-    """One look at a cluster."""
+    """State of a cluster at one time."""
 
     at: float
     nodes: tuple[NodeSnapshot, ...]
@@ -201,48 +202,45 @@ class GcsSnapshot:
     holders: tuple[ResourceHolder, ...] = ()
     groups: tuple[PlacementGroupSnapshot, ...] = ()
     jobs: tuple[RayJob, ...] = ()
-    foreign: tuple[NonRayGpuUser, ...] = ()
-    kinds: tuple[NodeType, ...] = ()
-    given_up: tuple[AbandonedWorkload, ...] = ()
+    non_ray_gpu_users: tuple[NonRayGpuUser, ...] = ()
+    node_types: tuple[NodeType, ...] = ()
+    abandoned: tuple[AbandonedWorkload, ...] = ()
     address: str = ""
-    faults: tuple[str, ...] = ()  # what could not be looked at
+    faults: tuple[str, ...] = ()  # what could not be read
 
     def node(self, id: str | None) -> NodeSnapshot | None:
-        """The node of that id, if it lives."""
-        return next((one for one in self.nodes if one.id == id), None)
+        return next((node for node in self.nodes if node.id == id), None)
 
     def node_name(self, id: str | None) -> str:
-        """What people call a node, also one that is gone."""
+        """Display name of a node, also of a dead one."""
         found = self.node(id)
-        return found.name if found else (id or "")[:SHORT_ID] or "somewhere"
+        return found.name if found else (id or "")[:SHORT_ID] or "an unknown node"
 
     def job(self, id: str) -> RayJob | None:
-        """The job of that id."""
-        return next((one for one in self.jobs if one.id == id), None)
+        return next((job for job in self.jobs if job.id == id), None)
 
     def group(self, id: str | None) -> PlacementGroupSnapshot | None:
-        """The placement group of that id, if it stands."""
-        return next((one for one in self.groups if one.id == id), None)
+        return next((group for group in self.groups if group.id == id), None)
 
     def unexplained(self, node: NodeSnapshot) -> Resources:
-        """What is taken on a node by nobody that Ray names: processes that are being started, short tasks."""
-        known = total([one.amounts for one in self.holders if one.node == node.id and one.group is None])
+        """Resources taken on a node by no known holder: starting processes, short tasks."""
+        known = total([holder.amounts for holder in self.holders if holder.node == node.id and holder.group is None])
         return node.total.minus(node.free).minus(known)
 
 
 def named(nodes: Iterable[NodeSnapshot]) -> tuple[NodeSnapshot, ...]:
-    """Nodes with names that tell them apart: the given name, else the address, else the beginning of the id."""
+    """Unique display names: the given name, else the address, else the beginning of the id."""
     nodes = tuple(nodes)
-    names, addresses = Counter(one.name for one in nodes), Counter(one.address for one in nodes)
+    names, addresses = Counter(node.name for node in nodes), Counter(node.address for node in nodes)
 
-    def name(one: NodeSnapshot) -> str:
-        if one.name and names[one.name] == 1:
-            return one.name
-        return one.address if one.address and addresses[one.address] == 1 else one.id[:SHORT_ID]
+    def name(node: NodeSnapshot) -> str:
+        if node.name and names[node.name] == 1:
+            return node.name
+        return node.address if node.address and addresses[node.address] == 1 else node.id[:SHORT_ID]
 
-    return tuple(replace(one, name=name(one)) for one in nodes)
+    return tuple(replace(node, name=name(node)) for node in nodes)
 
 
-def asked_in_all(asks: Sequence[ResourceRequest]) -> Resources:
-    """What asks come to together, without those that have their place."""
-    return total([one.amounts for one in asks if one.node is None]) if asks else NOTHING
+def total_requested(requests: Sequence[ResourceRequest]) -> Resources:
+    """Sum of the requests that are not placed yet."""
+    return total([request.amounts for request in requests if request.node is None]) if requests else NOTHING

@@ -1,10 +1,9 @@
-"""Why things wait: from one look at a cluster to causes, each with what would help.
+"""Diagnoses why workloads wait on a Ray cluster: from a snapshot to causes, each with remedies.
 
-Decides which cause each wait has and whether it can ever end on the nodes that are here and stay. It says "never" only
-where that is proven (`fitting.py`), it never passes over anything that waits, and it asks nobody: the facts come from
-`runtime/rayapi/gcs_snapshot.py`, the words for people go to `render/text/why.py`. The order of questions is the same
-for all: does it fit now; would it fit on a node that will go; would it fit, were the nodes empty; could nodes of the
-autoscaler's take it.
+Finds the cause of each wait, and whether it can ever end on the nodes that are here and stay. "Never" is said only
+where it is proven (`fitting.py`), and no waiting workload is left out. Snapshots come from
+`runtime/rayapi/gcs_snapshot.py`, `render/text/why.py` renders findings. The order of checks is the same for all: does
+it fit now; would it fit on a node that drains; would it fit on empty nodes; could nodes of the autoscaler take it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from trimtab.core.resources import NOTHING, Resources, amount_text, total
-from trimtab.machines.diagnose.blockers import Blocker, claim_of, rival, who_would_free
+from trimtab.machines.diagnose.blockers import Blocker, blockers_to_remove, holdings_of, rival
 from trimtab.machines.diagnose.findings import (
     UNDER_WAY,
     Diagnosis,
@@ -33,222 +32,274 @@ from trimtab.machines.diagnose.snapshot import (
     PendingWorkload,
     ResourceRequest,
     WorkloadKind,
-    asked_in_all,
+    total_requested,
 )
 from trimtab.model.pool import PlacementStrategy
 
-LONG_S = 30.0  # Ray places what fits within seconds; after so long something else is wrong
+LONG_S = 30.0  # Ray places what fits within seconds; after this something else is wrong
 BLOCKERS_NAMED = 4
 
 
-def diagnose(survey: GcsSnapshot) -> Diagnosis:
-    """The cause of every wait, what would help, and what else is worth knowing."""
+def diagnose(snapshot: GcsSnapshot) -> Diagnosis:
+    """The cause of every wait, with remedies, and notes."""
     alike: dict[object, list[PendingWorkload]] = {}
-    groups = {one.id for one in survey.waiting if one.kind is WorkloadKind.group}
+    groups = {workload.id for workload in snapshot.waiting if workload.kind is WorkloadKind.group}
     followers: dict[str, list[PendingWorkload]] = {}
-    for one in survey.waiting:
-        if one.stage is PendingStage.room and one.group in groups:
-            followers.setdefault(str(one.group), []).append(one)
+    for workload in snapshot.waiting:
+        if workload.stage is PendingStage.resources and workload.group in groups:
+            followers.setdefault(str(workload.group), []).append(workload)
         else:
-            alike.setdefault(_sort(one), []).append(one)
+            alike.setdefault(_sort(workload), []).append(workload)
     findings = []
-    for who in alike.values():
-        behind = [one for each in who for one in followers.get(each.id, ()) if each.kind is WorkloadKind.group]
-        findings.append(_finding(survey, tuple(who), tuple(behind)))
+    for workloads in alike.values():
+        behind = [
+            follower
+            for workload in workloads
+            if workload.kind is WorkloadKind.group
+            for follower in followers.get(workload.id, ())
+        ]
+        findings.append(_finding(snapshot, tuple(workloads), tuple(behind)))
     findings = _pairs(findings)
-    findings.sort(key=lambda one: (not one.never, one.cause in UNDER_WAY, one.since or survey.at))
-    return Diagnosis(tuple(findings), _notes(survey))
+    findings.sort(key=lambda finding: (not finding.never, finding.cause in UNDER_WAY, finding.since or snapshot.at))
+    return Diagnosis(tuple(findings), _notes(snapshot))
 
 
 def _pairs(findings: list[Finding]) -> list[Finding]:
-    """Two that block each other are told as one."""
-    told: list[Finding] = []
-    for one in findings:
-        ids = {each.id for each in one.who}
-        match = next((other for other in told if other.rival in ids), None)
-        if match is None or one.rival not in {each.id for each in match.who}:
-            told.append(one)
+    """Two workloads that block each other share a finding."""
+    merged: list[Finding] = []
+    for finding in findings:
+        ids = {workload.id for workload in finding.workloads}
+        match = next((other for other in merged if other.rival in ids), None)
+        if match is None or finding.rival not in {workload.id for workload in match.workloads}:
+            merged.append(finding)
         else:
-            both = replace(match, who=(*match.who, *one.who), blockers=(*match.blockers, *one.blockers))
-            told[told.index(match)] = replace(both, followers=(*match.followers, *one.followers))
-    return told
+            both = replace(
+                match, workloads=(*match.workloads, *finding.workloads), blockers=(*match.blockers, *finding.blockers)
+            )
+            merged[merged.index(match)] = replace(both, followers=(*match.followers, *finding.followers))
+    return merged
 
 
-def judge(survey: GcsSnapshot, waiting: PendingWorkload) -> Finding:
-    """The cause of one wait."""
-    return _finding(survey, (waiting,), ())
+def judge(snapshot: GcsSnapshot, waiting: PendingWorkload) -> Finding:
+    return _finding(snapshot, (waiting,), ())
 
 
-def _sort(one: PendingWorkload) -> object:
-    """Things with the same are told as one."""
+def _sort(workload: PendingWorkload) -> object:
+    """Workloads with the same key share a finding."""
+    node = workload.node if workload.stage is PendingStage.starting or not workload.queued else None
     return (
-        one.kind, one.job, one.like, one.asks, one.stage, one.strategy, one.pinned, one.group, one.bundle,
-        one.node if one.stage is PendingStage.starting or not one.queued else None, one.began_over, one.queued,
+        workload.kind, workload.job, workload.class_name, workload.requests, workload.stage, workload.strategy,
+        workload.pinned, workload.group, workload.bundle, node, workload.restarted, workload.queued,
     )  # fmt: skip
 
 
-def _finding(survey: GcsSnapshot, who: tuple[PendingWorkload, ...], followers: tuple[PendingWorkload, ...]) -> Finding:
-    first = who[0]
+def _finding(
+    snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], followers: tuple[PendingWorkload, ...]
+) -> Finding:
+    first = workloads[0]
     if first.stage is PendingStage.inputs:
-        sentence = "its arguments are not there yet: whatever makes them has not ended, or waits itself"
-        found = Finding(WaitCause.inputs, who, sentence, frees=("look for the tasks whose results it was given",))
+        sentence = "its arguments are not ready: the tasks that produce them have not ended, or wait themselves"
+        found = Finding(WaitCause.inputs, workloads, sentence, remedies=("check the tasks that produce its arguments",))
     elif first.stage is PendingStage.starting:
-        found = _starting(survey, who)
+        found = _starting(snapshot, workloads)
     elif first.group is not None:
-        found = _in_group(survey, who)
+        found = _in_group(snapshot, workloads)
     else:
-        found = _for_room(survey, who)
+        found = _for_room(snapshot, workloads)
     return replace(found, followers=followers) if followers else found
 
 
-# ---- it has its place -----------------------------------------------------------------------------------------------
+# ---- placed, starting ----------------------------------------------------------------------------------------------
 
 
-def _starting(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> Finding:
-    first = who[0]
-    node = survey.node_name(first.node)
-    if any(ask.amounts.get("gpu") for ask in first.asks):
-        mine = {place for one in survey.holders if one.id in {each.id for each in who} for place in one.gpus}
-        for one in survey.foreign:
-            if one.node == first.node and one.node is not None and (not mine or one.place is None or one.place in mine):
-                sentence = f"it has GPU {one.gpu} on {node}, but {foreign_text(one)}; Ray does not know that"
-                end = f"process {one.pid} ends, or the node is started without that GPU (CUDA_VISIBLE_DEVICES)"
-                return Finding(WaitCause.gpu_outside, who, sentence, frees=(end,))
-    again = "is started again" if first.began_over else "is started"
-    sentence = f"it has its room on {node} and {again}: its process or constructor is not ready"
-    late = _longest(survey, who)
-    hint = f"its constructor takes long, or its runtime environment: the logs of {node} say (`ray logs`)"
-    return Finding(WaitCause.starting, who, sentence, frees=(hint,) if late is not None and late > LONG_S else ())
+def _starting(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
+    first = workloads[0]
+    node = snapshot.node_name(first.node)
+    if any(request.amounts.get("gpu") for request in first.requests):
+        mine = {
+            place
+            for holder in snapshot.holders
+            if holder.id in {workload.id for workload in workloads}
+            for place in holder.gpus
+        }
+        for gpu_user in snapshot.non_ray_gpu_users:
+            if (
+                gpu_user.node == first.node
+                and gpu_user.node is not None
+                and (not mine or gpu_user.place is None or gpu_user.place in mine)
+            ):
+                sentence = f"it has GPU {gpu_user.gpu} on {node}, but {gpu_user_text(gpu_user)}; Ray does not know that"
+                end = f"process {gpu_user.pid} ends, or the node is started without that GPU (CUDA_VISIBLE_DEVICES)"
+                return Finding(WaitCause.gpu_outside, workloads, sentence, remedies=(end,))
+    again = "is started again" if first.restarted else "is started"
+    sentence = f"it is placed on {node} and {again}: its process or constructor is not ready"
+    late = _longest(snapshot, workloads)
+    hint = f"its constructor or runtime environment takes long: see the logs of {node} (`ray logs`)"
+    return Finding(
+        WaitCause.starting, workloads, sentence, remedies=(hint,) if late is not None and late > LONG_S else ()
+    )
 
 
-# ---- inside a placement group ---------------------------------------------------------------------------------------
+# ---- inside a placement group --------------------------------------------------------------------------------------
 
 
-def _in_group(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> Finding:
-    first = who[0]
-    group = survey.group(first.group)
-    asked = asked_in_all(first.asks)
+def _in_group(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
+    first = workloads[0]
+    group = snapshot.group(first.group)
+    asked = total_requested(first.requests)
     if group is None:
-        sentence = f"it is to run in placement group {(first.group or '')[:12]}, which is not there"
+        sentence = f"its placement group {(first.group or '')[:12]} does not exist"
         return Finding(
-            WaitCause.group_gone, who, sentence, True, asked, frees=("end it, and submit it to a group again",)
+            WaitCause.group_gone,
+            workloads,
+            sentence,
+            True,
+            asked,
+            remedies=("cancel it, and submit it to an existing group",),
         )
     name = f"placement group {group.name or group.id[:12]}"
     bundles: Sequence[int] = range(len(group.bundles)) if first.bundle is None else (first.bundle,)
     bundles = [i for i in bundles if i < len(group.bundles)]
     sizes = [group.bundles[i] for i in bundles]
-    # Without a bundle's number Ray takes any one bundle, never two of them.
+    # Without a bundle index Ray uses any single bundle, never two of them.
     if not any(asked.within(size) for size in sizes):
         largest = max(sizes, key=lambda size: sum(units for _, units in size), default=NOTHING)
         sentence = f"it asks {asked} in {name}, whose {_bundle(first.bundle)} {largest}"
-        return Finding(WaitCause.too_big, who, sentence, True, asked, frees=("a bundle as large as what runs in it",))
+        return Finding(
+            WaitCause.too_big, workloads, sentence, True, asked, remedies=("a bundle as large as what runs in it",)
+        )
     if any(asked.within(group.free[i]) for i in bundles):
         sentence = f"there is room for it in {name}: Ray is about to start it"
-        return Finding(WaitCause.fits, who, sentence, asked=asked, frees=_if_late(survey, who))
-    inside = [one for one in survey.holders if one.group == group.id and one.bundle in (None, *bundles)]
+        return Finding(WaitCause.fits, workloads, sentence, asked=asked, remedies=_if_late(snapshot, workloads))
+    inside = [holder for holder in snapshot.holders if holder.group == group.id and holder.bundle in (None, *bundles)]
     held = total([group.bundles[i].minus(group.free[i]) for i in bundles])
-    names = _some([f"{one.kind.value} {one.name}" for one in inside]) or "a process that is being started"
-    parts = [f"{_number(one, held.get(one))} of {amount_text(one, total(sizes).get(one))}" for one, _ in asked]
+    names = _some([f"{holder.kind.value} {holder.name}" for holder in inside]) or "a process that is being started"
+    parts = [
+        f"{_number(resource, held.get(resource))} of {amount_text(resource, total(sizes).get(resource))}"
+        for resource, _ in asked
+    ]
     sentence = f"it asks {asked} in {name}, where {_some(parts)} {_is(parts)} taken by {names}"
-    frees = (f"{names} ends", "a group with more bundles")
-    return Finding(WaitCause.group_full, who, sentence, False, asked, frees=frees, blockers=tuple(x.id for x in inside))
+    remedies = (f"{names} ends", "a group with more bundles")
+    return Finding(
+        WaitCause.group_full, workloads, sentence, False, asked, remedies=remedies, blockers=tuple(x.id for x in inside)
+    )
 
 
 def _bundle(bundle: int | None) -> str:
     return "bundles have at most" if bundle is None else f"bundle {bundle} has"
 
 
-# ---- it looks for room ----------------------------------------------------------------------------------------------
+# ---- waiting for resources -----------------------------------------------------------------------------------------
 
 
-def _for_room(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> Finding:
-    first = who[0]
-    allowed = [one for one in survey.nodes if first.pinned in (None, one.id)]
-    staying = [one for one in allowed if one.drain is None]
+def _for_room(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> Finding:
+    first = workloads[0]
+    allowed = [node for node in snapshot.nodes if first.pinned in (None, node.id)]
+    staying = [node for node in allowed if node.drain is None]
     if not allowed and first.pinned is not None:
-        sentence = f"it may run on node {first.pinned[:12]} alone, and that node is not there"
-        return Finding(WaitCause.no_node, who, sentence, True, frees=("let it run elsewhere, too (soft affinity)",))
-    ready = _set_aside(survey, first)
+        sentence = f"it may run on node {first.pinned[:12]} only, which does not exist"
+        return Finding(WaitCause.no_node, workloads, sentence, True, remedies=("use soft node affinity",))
+    ready = _set_aside(snapshot, first)
     if ready is not None:
-        sentence = f"room is set aside for it on {ready.name}: its process is being started"
-        return Finding(WaitCause.starting, who, sentence, frees=_if_late(survey, who))
+        sentence = f"its resources are reserved on {ready.name}: its process is being started"
+        return Finding(WaitCause.starting, workloads, sentence, remedies=_if_late(snapshot, workloads))
     now = _fit(first, staying)
     if now.nodes is not None:
-        return _fits_now(survey, who, now)
-    rows = _rows(survey, first, allowed)
+        return _fits_now(snapshot, workloads, now)
+    rows = _rows(snapshot, first, allowed)
     with_goers = _fit(first, allowed)
     ever = _fit(first, staying, empty=True)
     if with_goers.nodes is not None or (not ever.possible and _fit(first, allowed, empty=True).possible):
-        found = _drains(survey, who, allowed, with_goers, ever.possible)
+        found = _drains(snapshot, workloads, allowed, with_goers, ever.possible)
     elif ever.possible:
-        found = _taken(survey, who, staying)
+        found = _taken(snapshot, workloads, staying)
     else:
-        found = impossible(who, [one for one in allowed if one.drain is None] or allowed)
+        found = impossible(workloads, [node for node in allowed if node.drain is None] or allowed)
     if found.cause is not WaitCause.draining:
-        found = _beside_goers(survey, found, [one for one in allowed if one.drain is not None])
+        found = _beside_goers(snapshot, found, [node for node in allowed if node.drain is not None])
     if found.never:
-        found = _unless_nodes_come(survey, found, staying)
-    kept = sum(1 for ask in first.asks if ask.node is not None)
-    sentence = f"it still holds {kept} of its {len(first.asks)} bundles; {found.sentence}" if kept else found.sentence
+        found = _unless_nodes_come(snapshot, found, staying)
+    kept = sum(1 for request in first.requests if request.node is not None)
+    sentence = (
+        f"it still holds {kept} of its {len(first.requests)} bundles; {found.sentence}" if kept else found.sentence
+    )
     return replace(found, sentence=sentence, rows=rows, asked=_hardest(first, staying or allowed).amounts)
 
 
 def _spaces(nodes: Iterable[NodeSnapshot], *, empty: bool = False) -> list[NodeSpace]:
-    return [NodeSpace(one.id, one.total if empty else one.free, one.labels) for one in nodes]
+    return [NodeSpace(node.id, node.total if empty else node.free, node.labels) for node in nodes]
 
 
 def _fit(waiting: PendingWorkload, nodes: Iterable[NodeSnapshot], *, empty: bool = False) -> FitResult:
-    """Whether it fits. Bundles that have their place count as taken also where nodes are thought empty."""
+    """Whether it fits. Bundles already placed count as taken also where nodes are assumed empty."""
     spaces = _spaces(nodes, empty=empty)
     kept: dict[str, Resources] = {}
     if empty:
-        for ask in waiting.asks:
-            if ask.node is not None:
-                kept[ask.node] = kept.get(ask.node, NOTHING).plus(ask.amounts)
-    spaces = [NodeSpace(one.node, one.free.minus(kept.get(one.node, NOTHING)), one.labels) for one in spaces]
-    return place(waiting.asks, spaces, waiting.strategy)
+        for request in waiting.requests:
+            if request.node is not None:
+                kept[request.node] = kept.get(request.node, NOTHING).plus(request.amounts)
+    spaces = [NodeSpace(space.node, space.free.minus(kept.get(space.node, NOTHING)), space.labels) for space in spaces]
+    return place(waiting.requests, spaces, waiting.strategy)
 
 
-def _set_aside(survey: GcsSnapshot, waiting: PendingWorkload) -> NodeSnapshot | None:
-    """The node that has given it room though Ray does not say so yet: more is taken there than holders explain."""
-    node = survey.node(waiting.node)
-    if node is None or waiting.queued or len(waiting.asks) != 1 or not waiting.asks[0].amounts:
+def _set_aside(snapshot: GcsSnapshot, waiting: PendingWorkload) -> NodeSnapshot | None:
+    """The node that has reserved resources for it before Ray says so: more is taken there than holders explain."""
+    node = snapshot.node(waiting.node)
+    if node is None or waiting.queued or len(waiting.requests) != 1 or not waiting.requests[0].amounts:
         return None
-    return node if waiting.asks[0].amounts.within(survey.unexplained(node)) else None
+    return node if waiting.requests[0].amounts.within(snapshot.unexplained(node)) else None
 
 
-def _fits_now(survey: GcsSnapshot, who: tuple[PendingWorkload, ...], fit: FitResult) -> Finding:
-    nodes = dict.fromkeys(survey.node_name(node) for node in fit.nodes or ())
+def _fits_now(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], fit: FitResult) -> Finding:
+    nodes = dict.fromkeys(snapshot.node_name(node) for node in fit.nodes or ())
     sentence = f"there is room for it on {_some(list(nodes))}: Ray is about to start it"
-    if who[0].pinned is not None:
+    if workloads[0].pinned is not None:
         sentence = f"there is room for it on {_some(list(nodes))}, the only node it may use: Ray is about to start it"
-    return Finding(WaitCause.fits, who, sentence, asked=asked_in_all(who[0].asks), frees=_if_late(survey, who))
+    return Finding(
+        WaitCause.fits,
+        workloads,
+        sentence,
+        asked=total_requested(workloads[0].requests),
+        remedies=_if_late(snapshot, workloads),
+    )
 
 
 def _drains(
-    survey: GcsSnapshot, who: tuple[PendingWorkload, ...], allowed: list[NodeSnapshot], fit: FitResult, can_stay: bool
+    snapshot: GcsSnapshot,
+    workloads: tuple[PendingWorkload, ...],
+    allowed: list[NodeSnapshot],
+    fit: FitResult,
+    can_stay: bool,
 ) -> Finding:
-    going = [one for one in allowed if one.drain is not None]
+    going = [node for node in allowed if node.drain is not None]
     if fit.nodes is not None:
-        used = [one for one in going if one.id in fit.nodes]
+        used = [node for node in going if node.id in fit.nodes]
         verb = "would fit"
     else:
-        used = [one for one in going if any(_space(one, empty=True).takes(ask) for ask in who[0].asks)] or going
+        used = [
+            node for node in going if any(_space(node, empty=True).takes(request) for request in workloads[0].requests)
+        ] or going
         verb = "would fit, were it empty,"
-    names = _some([f"{one.name}, which {drain_text(one, survey.at)}" for one in used])
+    names = _some([f"{node.name}, which {drain_text(node, snapshot.at)}" for node in used])
     rest = "no other node has that much free" if can_stay else "no node that stays is large enough"
-    frees = ["a node like it joins"]
+    remedies = ["a node like it joins"]
     if can_stay:
-        frees.insert(0, "what runs on the other nodes ends")
-    return Finding(WaitCause.draining, who, f"it {verb} on {names}; {rest}", not can_stay, frees=tuple(frees))
+        remedies.insert(0, "what runs on the other nodes ends")
+    return Finding(
+        WaitCause.draining, workloads, f"it {verb} on {names}; {rest}", not can_stay, remedies=tuple(remedies)
+    )
 
 
-def _beside_goers(survey: GcsSnapshot, found: Finding, going: list[NodeSnapshot]) -> Finding:
-    """Nodes that will go are not counted: that is said, where they could take some of it."""
-    of_use = [one for one in going if any(_space(one, empty=True).takes(ask) for ask in found.who[0].asks)]
+def _beside_goers(snapshot: GcsSnapshot, found: Finding, going: list[NodeSnapshot]) -> Finding:
+    """Name draining nodes that could take some of it; they are not counted."""
+    of_use = [
+        node
+        for node in going
+        if any(_space(node, empty=True).takes(request) for request in found.workloads[0].requests)
+    ]
     if not of_use:
         return found
-    names = _some([f"{one.name}, which {drain_text(one, survey.at)}" for one in of_use])
+    names = _some([f"{node.name}, which {drain_text(node, snapshot.at)}" for node in of_use])
     return replace(found, sentence=f"{found.sentence}; not counted: {names}")
 
 
@@ -256,27 +307,33 @@ def _space(node: NodeSnapshot, *, empty: bool = False) -> NodeSpace:
     return _spaces([node], empty=empty)[0]
 
 
-def _taken(survey: GcsSnapshot, who: tuple[PendingWorkload, ...], staying: list[NodeSnapshot]) -> Finding:
-    """It would fit, were the nodes empty: who holds what it needs?"""
-    first = who[0]
+def _taken(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...], staying: list[NodeSnapshot]) -> Finding:
+    """It would fit on empty nodes: name what holds its resources."""
+    first = workloads[0]
     others = [
-        one for one in survey.waiting if one.stage is PendingStage.room and one.group is None and one.id != first.id
+        workload
+        for workload in snapshot.waiting
+        if workload.stage is PendingStage.resources and workload.group is None and workload.id != first.id
     ]
-    match = rival(first, others, survey, lambda one: _spaces([n for n in staying if one.pinned in (None, n.id)]))
+    match = rival(
+        first, others, snapshot, lambda other: _spaces([node for node in staying if other.pinned in (None, node.id)])
+    )
     if match is not None:
         other, mine, theirs = match
         own = f"{title(first)} holds {mine.amounts}" if mine.held else f"{title(first)} holds nothing"
         sentence = f"{title(other)} holds {theirs.amounts} and waits for more itself, while {own}"
         if mine.held:
             sentence += ": each holds what the other waits for"
-        one_yields = f"{title(other)} lets go of what it holds, or {title(first)} does, and starts whole later"
-        at_once = "take all of it at once: one placement group for each of them, or a gang of a pool"
-        blocks = tuple(one.id for one in theirs.held)
-        return Finding(WaitCause.half_held, who, sentence, frees=(one_yields, at_once), blockers=blocks, rival=other.id)
-    frees, leaves = _who_frees(survey, first, staying)
+        one_yields = f"{title(other)} releases what it holds, or {title(first)} does, and starts again later"
+        at_once = "acquire all resources at once: one placement group for each, or a gang in a pool"
+        blocks = tuple(blocker.id for blocker in theirs.held)
+        return Finding(
+            WaitCause.half_held, workloads, sentence, remedies=(one_yields, at_once), blockers=blocks, rival=other.id
+        )
+    remedies, leaves = _remedies(snapshot, first, staying)
     lacking = _hardest(first, staying)
-    able = [one for one in staying if any(_space(one, empty=True).takes(ask) for ask in first.asks)]
-    free, asked = total([one.free for one in able]), asked_in_all(first.asks)
+    able = [node for node in staying if any(_space(node, empty=True).takes(request) for request in first.requests)]
+    free, asked = total([node.free for node in able]), total_requested(first.requests)
     names = [name for name, _ in asked]
     if asked.within(free):
         sentence = f"{_of(names, free, able)}, but in pieces: {_pieces(first, lacking, able)}"
@@ -286,31 +343,34 @@ def _taken(survey: GcsSnapshot, who: tuple[PendingWorkload, ...], staying: list[
         cause = WaitCause.busy
     if first.pinned is not None:
         sentence += ", the only node it may use"
-    if any(kind.coming for kind in survey.kinds):
+    if any(kind.coming for kind in snapshot.node_types):
         sentence += "; the autoscaler is starting nodes"
-    return Finding(cause, who, sentence, frees=frees, blockers=tuple(one.id for one in leaves))
+    return Finding(cause, workloads, sentence, remedies=remedies, blockers=tuple(blocker.id for blocker in leaves))
 
 
-def _who_frees(
-    survey: GcsSnapshot, waiting: PendingWorkload, nodes: list[NodeSnapshot]
+def _remedies(
+    snapshot: GcsSnapshot, waiting: PendingWorkload, nodes: list[NodeSnapshot]
 ) -> tuple[tuple[str, ...], tuple[Blocker, ...]]:
-    """What would make room, and who would have to end for it: others, if that is enough, before its own siblings."""
-    # Actors of one class are asked for by number; placement groups of a job have nothing else in common.
-    siblings = claim_of(waiting, survey).held if waiting.kind is WorkloadKind.actor else ()
-    own = {waiting.id, *(one.id for one in siblings)}
-    others = [one for one in survey.holders if one.id not in own]
-    leaves = who_would_free(waiting, _spaces(nodes), others) or who_would_free(waiting, _spaces(nodes), survey.holders)
+    """What would make room, and the blockers to end: others, if that is enough, before its own siblings."""
+    # Actors of one class are requested by count; placement groups of a job have nothing else in common.
+    siblings = holdings_of(waiting, snapshot).held if waiting.kind is WorkloadKind.actor else ()
+    own = {waiting.id, *(blocker.id for blocker in siblings)}
+    others = [holder for holder in snapshot.holders if holder.id not in own]
+    leaves = blockers_to_remove(waiting, _spaces(nodes), others) or blockers_to_remove(
+        waiting, _spaces(nodes), snapshot.holders
+    )
     if not leaves:
         return ("what runs there now ends",), ()
-    if all(one.id in own for one in leaves):
-        fewer = f"{_leaving(survey, leaves)}; or the program asks for fewer of them: all are {waiting.like} of one job"
+    if all(blocker.id in own for blocker in leaves):
+        same = f"all are {waiting.class_name} of one job"
+        fewer = f"{_leaving(snapshot, leaves)}; or the program asks for fewer of them: {same}"
         return (fewer, *([] if waiting.pinned else ["a node joins"])), ()
-    return (_leaving(survey, leaves),), leaves
+    return (_leaving(snapshot, leaves),), leaves
 
 
 def _of(names: list[str], free: Resources, nodes: list[NodeSnapshot]) -> str:
-    """`1 of 4 gpu is free on 2 nodes`, of everything that is asked."""
-    whole = total([one.total for one in nodes])
+    """`1 of 4 gpu is free on 2 nodes`, for all requested resources."""
+    whole = total([node.total for node in nodes])
     parts = [f"{_number(name, free.get(name))} of {amount_text(name, whole.get(name))}" for name in names]
     where = nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes"
     return f"{_some(parts)} {_is(parts)} free on {where}"
@@ -324,70 +384,72 @@ def _number(name: str, units: int) -> str:
     return amount_text(name, units).removesuffix(f" {name}")
 
 
-def _pieces(waiting: PendingWorkload, ask: ResourceRequest, nodes: list[NodeSnapshot]) -> str:
-    if waiting.strategy is PlacementStrategy.strict_pack and len(waiting.asks) > 1:
-        return f"no node has {asked_in_all(waiting.asks)} for all of its bundles"
-    if not any(_space(one).takes(ask) for one in nodes):
-        most = min(nodes, key=lambda one: sum(units for _, units in ask.amounts.minus(one.free)))
-        return f"no node has {ask.amounts} at once; {most.name} comes nearest and lacks {ask.amounts.minus(most.free)}"
+def _pieces(waiting: PendingWorkload, request: ResourceRequest, nodes: list[NodeSnapshot]) -> str:
+    if waiting.strategy is PlacementStrategy.strict_pack and len(waiting.requests) > 1:
+        return f"no node has {total_requested(waiting.requests)} for all of its bundles"
+    if not any(_space(node).takes(request) for node in nodes):
+        nearest = min(nodes, key=lambda node: sum(units for _, units in request.amounts.minus(node.free)))
+        lacks = request.amounts.minus(nearest.free)
+        return f"no node has {request.amounts} at once; {nearest.name} comes nearest and lacks {lacks}"
     if waiting.strategy is PlacementStrategy.strict_spread:
-        fit = sum(1 for one in nodes if _space(one).takes(ask))
-        return f"its {len(waiting.asks)} bundles need a node each, and {fit} of {len(nodes)} have {ask.amounts} free"
-    return f"its {len(waiting.asks)} bundles do not fit into them"
+        fit = sum(1 for node in nodes if _space(node).takes(request))
+        count = len(waiting.requests)
+        return f"its {count} bundles need a node each, and {fit} of {len(nodes)} have {request.amounts} free"
+    return f"its {len(waiting.requests)} bundles do not fit into them"
 
 
-def _unless_nodes_come(survey: GcsSnapshot, found: Finding, staying: list[NodeSnapshot]) -> Finding:
-    """What no node here can take is no lost cause where the autoscaler can add one that can."""
-    first = found.who[0]
-    if first.pinned is not None or not survey.kinds:
+def _unless_nodes_come(snapshot: GcsSnapshot, found: Finding, staying: list[NodeSnapshot]) -> Finding:
+    """Not "never" where the autoscaler can add a node that fits."""
+    first = found.workloads[0]
+    if first.pinned is not None or not snapshot.node_types:
         return found
     spaces = _spaces(staying, empty=True)
-    for kind in survey.kinds:
-        more = len(first.asks) if kind.more is None else min(kind.more + kind.coming, len(first.asks))
+    for kind in snapshot.node_types:
+        more = len(first.requests) if kind.more is None else min(kind.more + kind.coming, len(first.requests))
         spaces += [NodeSpace(f"{kind.name} {i}", kind.total, None) for i in range(more)]
-    fit = place(first.asks, spaces, first.strategy)
+    fit = place(first.requests, spaces, first.strategy)
     if not fit.possible:
         return found
-    names = {node.rpartition(" ")[0] for node in fit.nodes or ()} & {kind.name for kind in survey.kinds}
-    coming = sum(kind.coming for kind in survey.kinds if kind.name in names)
+    names = {node.rpartition(" ")[0] for node in fit.nodes or ()} & {kind.name for kind in snapshot.node_types}
+    coming = sum(kind.coming for kind in snapshot.node_types if kind.name in names)
     adds = f"is starting {coming}" if coming else "can add one"
     sentence = f"{found.sentence}; the autoscaler {adds} ({_some(sorted(names)) or 'a new node'})"
     return replace(found, cause=WaitCause.nodes_coming, never=False, sentence=sentence)
 
 
-# ---- node by node ---------------------------------------------------------------------------------------------------
+# ---- node by node --------------------------------------------------------------------------------------------------
 
 
 def _hardest(waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> ResourceRequest:
-    """The ask that the fewest nodes have room for; of those, the largest."""
-    todo = [ask for ask in waiting.asks if ask.node is None] or list(waiting.asks)
+    """The request that the fewest nodes can take; of those, the largest."""
+    todo = [request for request in waiting.requests if request.node is None] or list(waiting.requests)
 
-    def rank(ask: ResourceRequest) -> tuple[int, int, int]:
+    def rank(request: ResourceRequest) -> tuple[int, int, int]:
         spaces, empty = _spaces(nodes), _spaces(nodes, empty=True)
         return (
-            sum(one.takes(ask) for one in empty),
-            sum(one.takes(ask) for one in spaces),
-            -sum(units for _, units in ask.amounts),
+            sum(space.takes(request) for space in empty),
+            sum(space.takes(request) for space in spaces),
+            -sum(units for _, units in request.amounts),
         )
 
     return min(dict.fromkeys(todo), key=rank)
 
 
-def _rows(survey: GcsSnapshot, waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> tuple[NodeFit, ...]:
-    """Every node beside the hardest ask, the nearest to taking it first."""
-    ask = _hardest(waiting, nodes)
+def _rows(snapshot: GcsSnapshot, waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> tuple[NodeFit, ...]:
+    """All nodes with the hardest request, the nearest fit first."""
+    request = _hardest(waiting, nodes)
     rows = []
-    for one in nodes:
+    for node in nodes:
         notes = []
-        if one.drain is not None:
-            notes.append(drain_text(one, survey.at))
-        if not ask.accepts(one.labels):
-            notes.append(_labels_text(ask, one))
-        fits = room_for(ask, _space(one))
-        if fits and len(waiting.asks) > 1:
-            notes.append(f"room for {min(fits, len(waiting.asks))} of its {len(waiting.asks)} bundles")
-        lacks, lacks_empty = ask.amounts.minus(one.free), ask.amounts.minus(one.total)
-        rows.append(NodeFit(one.name, one.free, one.total, lacks, lacks_empty, "; ".join(notes)))
+        if node.drain is not None:
+            notes.append(drain_text(node, snapshot.at))
+        if not request.accepts(node.labels):
+            notes.append(_labels_text(request, node))
+        fits = room_for(request, _space(node))
+        if fits and len(waiting.requests) > 1:
+            notes.append(f"room for {min(fits, len(waiting.requests))} of its {len(waiting.requests)} bundles")
+        lacks, lacks_empty = request.amounts.minus(node.free), request.amounts.minus(node.total)
+        rows.append(NodeFit(node.name, node.free, node.total, lacks, lacks_empty, "; ".join(notes)))
     return tuple(sorted(rows, key=lambda row: (_size(row.lacks_empty), _size(row.lacks), row.node)))
 
 
@@ -395,19 +457,21 @@ def _size(amounts: Resources) -> tuple[int, int]:
     return len(amounts.units), sum(units for _, units in amounts)
 
 
-def _labels_text(ask: ResourceRequest, node: NodeSnapshot) -> str:
-    keys = dict.fromkeys(one.key for each in ask.labels for one in each if not one.matches(node.labels))
+def _labels_text(request: ResourceRequest, node: NodeSnapshot) -> str:
+    keys = dict.fromkeys(
+        selector.key for selectors in request.labels for selector in selectors if not selector.matches(node.labels)
+    )
     labels = dict(node.labels)
     return ", ".join(f"{key} is {labels[key]}" if key in labels else f"no label {key}" for key in keys)
 
 
-# ---- words ----------------------------------------------------------------------------------------------------------
+# ---- text ---------------------------------------------------------------------------------------------------------
 
 
-def title(one: PendingWorkload) -> str:
-    """What people call it: `actor Trainer`, `placement group left`."""
-    sort = "placement group" if one.kind is WorkloadKind.group else one.kind.value
-    return f"{sort} {one.name or one.id[:12]}"
+def title(workload: PendingWorkload) -> str:
+    """Display name: `actor Trainer`, `placement group left`."""
+    sort = "placement group" if workload.kind is WorkloadKind.group else workload.kind.value
+    return f"{sort} {workload.name or workload.id[:12]}"
 
 
 def drain_text(node: NodeSnapshot, now: float) -> str:
@@ -420,36 +484,36 @@ def drain_text(node: NodeSnapshot, now: float) -> str:
     return text + (f" ({node.drain.cause})" if node.drain.cause else "")
 
 
-def foreign_text(one: NonRayGpuUser) -> str:
+def gpu_user_text(gpu_user: NonRayGpuUser) -> str:
     """`process 4711 (python train.py) holds 61 of 80 GiB of it, outside Ray`."""
-    who = f"process {one.pid}" + (f" ({one.command})" if one.command else "")
-    if not one.used_bytes:
-        return f"{who} uses it, outside Ray"
-    of = f" of {one.of_bytes / 2**30:.3g}" if one.of_bytes else ""
-    return f"{who} holds {one.used_bytes / 2**30:.3g}{of} GiB of it, outside Ray"
+    process = f"process {gpu_user.pid}" + (f" ({gpu_user.command})" if gpu_user.command else "")
+    if not gpu_user.used_bytes:
+        return f"{process} uses it, outside Ray"
+    of = f" of {gpu_user.of_bytes / 2**30:.3g}" if gpu_user.of_bytes else ""
+    return f"{process} holds {gpu_user.used_bytes / 2**30:.3g}{of} GiB of it, outside Ray"
 
 
-def _leaving(survey: GcsSnapshot, blockers: tuple[Blocker, ...]) -> str:
-    busy = {one.group for one in survey.holders if one.group is not None}
+def _leaving(snapshot: GcsSnapshot, blockers: tuple[Blocker, ...]) -> str:
+    busy = {holder.group for holder in snapshot.holders if holder.group is not None}
     names = []
-    for one in blockers:
-        sort = "placement group" if one.kind is WorkloadKind.group else one.kind.value
-        idle = " (nothing runs in it)" if one.kind is WorkloadKind.group and one.id not in busy else ""
-        job = survey.job(one.job)
+    for blocker in blockers:
+        sort = "placement group" if blocker.kind is WorkloadKind.group else blocker.kind.value
+        idle = " (nothing runs in it)" if blocker.kind is WorkloadKind.group and blocker.id not in busy else ""
+        job = snapshot.job(blocker.job)
         ended = " of a job that has ended" if job is not None and job.ended else ""
-        names.append(f"{sort} {one.name or one.id[:12]}{ended}{idle}, which holds {one.amounts}")
+        names.append(f"{sort} {blocker.name or blocker.id[:12]}{ended}{idle}, which holds {blocker.amounts}")
     return f"{_some(names)}, {'ends' if len(names) == 1 else 'end'}"
 
 
-def _if_late(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> tuple[str, ...]:
-    late = _longest(survey, who)
+def _if_late(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> tuple[str, ...]:
+    late = _longest(snapshot, workloads)
     if late is None or late <= LONG_S:
         return ()
     return ("Ray should have started it by now: it may be bound to one node, or wait for its process (`ray logs`)",)
 
 
-def _longest(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> float | None:
-    return max((survey.at - one.since for one in who if one.since is not None), default=None)
+def _longest(snapshot: GcsSnapshot, workloads: tuple[PendingWorkload, ...]) -> float | None:
+    return max((snapshot.at - workload.since for workload in workloads if workload.since is not None), default=None)
 
 
 def _some(words: Sequence[str]) -> str:
@@ -460,17 +524,19 @@ def _some(words: Sequence[str]) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
-def _notes(survey: GcsSnapshot) -> tuple[DiagnosisNote, ...]:
+def _notes(snapshot: GcsSnapshot) -> tuple[DiagnosisNote, ...]:
     notes = [
-        DiagnosisNote(NoteKind.draining, f"node {one.name} {drain_text(one, survey.at)}")
-        for one in survey.nodes
-        if one.drain is not None
+        DiagnosisNote(NoteKind.draining, f"node {node.name} {drain_text(node, snapshot.at)}")
+        for node in snapshot.nodes
+        if node.drain is not None
     ]
-    for foreign in survey.foreign:
-        gpu = f"GPU {foreign.gpu}" + (f" on {survey.node_name(foreign.node)}" if foreign.node else " of this machine")
-        counted = _counted(survey, foreign)
-        notes.append(DiagnosisNote(NoteKind.gpu_outside, f"{gpu}: {foreign_text(foreign)}; {counted}"))
-    for kind in survey.kinds:
+    for gpu_user in snapshot.non_ray_gpu_users:
+        gpu = f"GPU {gpu_user.gpu}" + (
+            f" on {snapshot.node_name(gpu_user.node)}" if gpu_user.node else " of this machine"
+        )
+        counted = _counted(snapshot, gpu_user)
+        notes.append(DiagnosisNote(NoteKind.gpu_outside, f"{gpu}: {gpu_user_text(gpu_user)}; {counted}"))
+    for kind in snapshot.node_types:
         if kind.coming:
             nodes = "a node" if kind.coming == 1 else f"{kind.coming} nodes"
             notes.append(
@@ -478,18 +544,18 @@ def _notes(survey: GcsSnapshot) -> tuple[DiagnosisNote, ...]:
             )
     notes += [
         DiagnosisNote(NoteKind.given_up, f"{gone.kind.value} {gone.name} was given up by Ray: {gone.why}")
-        for gone in survey.given_up
+        for gone in snapshot.abandoned
     ]
-    notes += [DiagnosisNote(NoteKind.not_seen, fault) for fault in survey.faults]
+    notes += [DiagnosisNote(NoteKind.not_seen, fault) for fault in snapshot.faults]
     return tuple(notes)
 
 
-def _counted(survey: GcsSnapshot, foreign: NonRayGpuUser) -> str:
-    if foreign.node is None:
+def _counted(snapshot: GcsSnapshot, gpu_user: NonRayGpuUser) -> str:
+    if gpu_user.node is None:
         return "no node of this cluster has that GPU"
     users = [
-        one.name
-        for one in survey.holders
-        if one.node == foreign.node and foreign.place is not None and foreign.place in one.gpus
+        holder.name
+        for holder in snapshot.holders
+        if holder.node == gpu_user.node and gpu_user.place is not None and gpu_user.place in holder.gpus
     ]
     return f"Ray has given it to {_some(users)}" if users else "Ray counts it as its own"

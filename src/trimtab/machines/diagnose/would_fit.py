@@ -1,8 +1,7 @@
-"""Whether a plan would find its room on a cluster: now, and were the cluster empty.
+"""Checks whether a plan fits on a cluster: now, and on empty nodes.
 
-A check before anything is started: takes a plan and one look at the cluster, asks for what the plan's groups would ask,
-and says which group does not find its room and by how much. Changes nothing, and plans nothing. GPUs that one copy of a
-model needs together have to be on one node; beyond that a group may lie on any nodes.
+Takes a plan and a snapshot, and reports which group does not fit and by how much. Changes nothing, and plans nothing.
+GPUs of one model copy must be on one node; beyond that a group may lie on any nodes.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from trimtab.model.plan import Plan
 from trimtab.model.workflow import PlacementJob
 
 KIND_LABEL = "ray.io/accelerator-type"
-MOST_CPU_ASKS = 64
+MAX_CPU_REQUESTS = 64
 
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """Components that share GPUs (or one that takes CPUs only), and what they ask of nodes."""
+    """Components that share GPUs (or a CPU component), and their resource requests."""
 
     name: str
     gpus: int
-    block: int  # so many GPUs on one node
-    asks: tuple[ResourceRequest, ...]
+    block: int  # GPUs that must be on one node
+    requests: tuple[ResourceRequest, ...]
 
 
 @dataclass(frozen=True)
 class GroupFit:
-    """Whether a group finds its room once those before it have theirs; what it lacks where it does not."""
+    """Whether a group fits once those before it are placed, and what it lacks."""
 
     group: PlannedGroup
     now: bool
     ever: bool
-    nodes: tuple[str, ...] = ()  # where it would be now
+    nodes: tuple[str, ...] = ()  # where it would run now
     lacks_now: Resources = NOTHING
     lacks_ever: Resources = NOTHING
 
@@ -62,40 +61,39 @@ class WouldFit:
 
     @property
     def now(self) -> bool:
-        """Whether all of it could start now."""
-        return all(one.now for one in self.groups)
+        return all(group.now for group in self.groups)
 
     @property
     def ever(self) -> bool:
-        """Whether all of it could start, were the nodes empty."""
-        return all(one.ever for one in self.groups)
+        """Whether all of it could start on empty nodes."""
+        return all(group.ever for group in self.groups)
 
 
-def would_fit(name: str, job: PlacementJob, plan: Plan, survey: GcsSnapshot) -> WouldFit:
-    """Whether the groups of a plan find room together."""
+def would_fit(name: str, job: PlacementJob, plan: Plan, snapshot: GcsSnapshot) -> WouldFit:
+    """Whether the groups of a plan fit together."""
     notes: list[str] = []
-    groups = planned(job, plan, survey, notes)
-    staying = [one for one in survey.nodes if one.drain is None]
-    now = _one_by_one(groups, [NodeSpace(one.id, one.free, one.labels) for one in staying])
-    ever = _one_by_one(groups, [NodeSpace(one.id, one.total, one.labels) for one in staying])
+    groups = planned(job, plan, snapshot, notes)
+    staying = [node for node in snapshot.nodes if node.drain is None]
+    now = _one_by_one(groups, [NodeSpace(node.id, node.free, node.labels) for node in staying])
+    ever = _one_by_one(groups, [NodeSpace(node.id, node.total, node.labels) for node in staying])
     fits = tuple(
         GroupFit(
-            group, not a.lacks, not b.lacks, tuple(dict.fromkeys(map(survey.node_name, a.nodes))), a.lacks, b.lacks
+            group, not a.lacks, not b.lacks, tuple(dict.fromkeys(map(snapshot.node_name, a.nodes))), a.lacks, b.lacks
         )
         for group, a, b in zip(groups, now, ever, strict=True)
     )
-    asks = tuple(ask for group in groups for ask in group.asks)
-    fine = all(one.now for one in fits)
+    requests = tuple(request for group in groups for request in group.requests)
+    fine = all(fit.now for fit in fits)
     return WouldFit(
         fits,
-        None if fine else judge(survey, PendingWorkload(name, WorkloadKind.plan, name, asks)),
+        None if fine else judge(snapshot, PendingWorkload(name, WorkloadKind.plan, name, requests)),
         tuple(dict.fromkeys(notes)),
     )
 
 
-def planned(job: PlacementJob, plan: Plan, survey: GcsSnapshot, notes: list[str]) -> tuple[PlannedGroup, ...]:
-    """What each group of a plan asks of nodes."""
-    kinds = {dict(one.labels).get(KIND_LABEL) for one in survey.nodes if one.total.get("gpu")} - {None}
+def planned(job: PlacementJob, plan: Plan, snapshot: GcsSnapshot, notes: list[str]) -> tuple[PlannedGroup, ...]:
+    """Resource requests of each group of a plan."""
+    kinds = {dict(node.labels).get(KIND_LABEL) for node in snapshot.nodes if node.total.get("gpu")} - {None}
     widest = max((node.gpus for node in job.cluster.nodes), default=1) or 1
     groups = []
     for group in plan.groups:
@@ -103,18 +101,18 @@ def planned(job: PlacementJob, plan: Plan, survey: GcsSnapshot, notes: list[str]
         if group.kind and kinds:
             labels = ((LabelSelector(KIND_LABEL, (group.kind,)),),)
         elif group.kind:
-            notes.append(f"no node says of which kind its GPUs are: whether they are {group.kind} was not checked")
+            notes.append(f"no node has the label {KIND_LABEL}: whether its GPUs are {group.kind} was not checked")
         block = _block(job, plan, group.components, widest)
         whole, rest = divmod(len(group.gpus), block)
         sizes = [block] * whole + ([rest] if rest else [])
-        asks = tuple(ResourceRequest(Resources.of(gpu=size), labels) for size in sizes)
-        groups.append(PlannedGroup(", ".join(group.components), len(group.gpus), block, asks))
+        requests = tuple(ResourceRequest(Resources.of(gpu=size), labels) for size in sizes)
+        groups.append(PlannedGroup(", ".join(group.components), len(group.gpus), block, requests))
     for component in job.workflow.components:
         if component.on_cpu and component.cpus:
-            each = math.ceil(component.cpus / MOST_CPU_ASKS)
-            full = int(component.cpus // each)
-            left = component.cpus - full * each
-            cpus = [float(each)] * full + ([left] if left else [])
+            size = math.ceil(component.cpus / MAX_CPU_REQUESTS)
+            full = int(component.cpus // size)
+            left = component.cpus - full * size
+            cpus = [float(size)] * full + ([left] if left else [])
             groups.append(
                 PlannedGroup(component.name, 0, 0, tuple(ResourceRequest(Resources.of(cpu=size)) for size in cpus))
             )
@@ -122,43 +120,45 @@ def planned(job: PlacementJob, plan: Plan, survey: GcsSnapshot, notes: list[str]
 
 
 def _block(job: PlacementJob, plan: Plan, components: Sequence[str], widest: int) -> int:
-    """GPUs that have to be on one node: the largest model-parallel size of the members, as far as a node reaches."""
+    """GPUs that must be on one node: the largest model-parallel size of the members, capped by the node size."""
     sizes = [1]
     for name in components:
         chosen = plan.placed(name).variant
         variants = job.workflow.component(name).variants
-        sizes += [one.multiple_of for one in variants if one.name == chosen]
+        sizes += [variant.multiple_of for variant in variants if variant.name == chosen]
     return min(max(sizes), widest)
 
 
 @dataclass(frozen=True)
-class _RoomFound:
+class _PlacedGroup:
     nodes: tuple[str, ...]
     lacks: Resources
 
 
-def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[NodeSpace]) -> list[_RoomFound]:
-    """Each group beside those before it: where it goes, and what it lacks."""
+def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[NodeSpace]) -> list[_PlacedGroup]:
+    """Each group after those before it: its nodes, and what it lacks."""
     before: list[ResourceRequest] = []
-    rooms = []
+    placed = []
     for group in groups:
-        count = _most(before, group.asks, spaces)
-        fit = place([*before, *group.asks[:count]], spaces)
-        nodes = (fit.nodes or ())[len(before) :] if count == len(group.asks) else ()
-        rooms.append(_RoomFound(nodes, total([ask.amounts for ask in group.asks[count:]])))
-        before += group.asks[:count]
-    return rooms
+        count = _fitting_count(before, group.requests, spaces)
+        fit = place([*before, *group.requests[:count]], spaces)
+        nodes = (fit.nodes or ())[len(before) :] if count == len(group.requests) else ()
+        placed.append(_PlacedGroup(nodes, total([request.amounts for request in group.requests[count:]])))
+        before += group.requests[:count]
+    return placed
 
 
-def _most(before: Sequence[ResourceRequest], asks: Sequence[ResourceRequest], spaces: Sequence[NodeSpace]) -> int:
-    """How many of the asks find room beside those before them: fewer do whenever more do."""
-    low, high = 0, len(asks)
-    if place([*before, *asks], spaces).nodes is not None:
+def _fitting_count(
+    before: Sequence[ResourceRequest], requests: Sequence[ResourceRequest], spaces: Sequence[NodeSpace]
+) -> int:
+    """How many of the requests fit after those before them; monotonic, so bisected."""
+    low, high = 0, len(requests)
+    if place([*before, *requests], spaces).nodes is not None:
         return high
     high -= 1
     while low < high:
         middle = (low + high + 1) // 2
-        if place([*before, *asks[:middle]], spaces).nodes is not None:
+        if place([*before, *requests[:middle]], spaces).nodes is not None:
             low = middle
         else:
             high = middle - 1

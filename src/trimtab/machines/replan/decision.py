@@ -1,11 +1,11 @@
-"""Whether another plan is worth moving to: the exact best plan for what is measured now, gain against cost.
+"""Decides whether another plan is worth a migration: the exact best plan at the measured costs, gain against cost.
 
-A look finds the other plans worth naming (the best one, and the best that keeps the groups as they are, which is
-cheaper to reach) and what each takes. Weighing it says stay or go, with the numbers. Neither carries anything out.
+A comparison finds the candidates (the best plan, and the best with the current groups, which is cheaper to reach) and
+their iteration times. `weigh` decides. Neither executes anything.
 
-A gain is counted twice: with the costs as they are estimated, and with costs that have drifted only as far as is told
-from noise. The second one has to pay for the move: when all that changed is noise, it is nothing. What must never
-happen: a move for a gain that noise alone explains, or that is not worth its cost in the iterations that are left.
+A gain is computed twice: at the estimated costs, and at costs that drifted only as far as is certain. The second must
+pay for the migration: when all that changed is noise, it is zero. What must never happen: a migration for a gain that
+noise alone explains, or that does not pay within the remaining iterations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan.estimates import profiled_seconds
-from trimtab.machines.replan.placed_plan import PlacedPlan, near
+from trimtab.machines.replan.placed_plan import PlacedPlan, on_current_gpus
 from trimtab.model.plan import FrameworkRules, Plan
 from trimtab.model.run import DecisionNumbers, MigrationCost, ReplanRules
 from trimtab.model.workflow import Cluster, PlacementJob, Workflow
@@ -32,32 +32,32 @@ from trimtab.plan.placement.timeline import to_plan
 
 CostLevels = Mapping[str, float]
 
-COSTS_KEPT = 5  # newest moves of a kind that tell what the next one costs
+COSTS_KEPT = 5  # latest migrations that predict the cost of the next
 
 
 @dataclass(frozen=True)
 class CandidatePlan:
-    """A plan that could run instead: seconds per iteration at the estimated levels, and at the sure ones."""
+    """A plan that could run instead: seconds per iteration at the estimated and at the sure levels."""
 
-    sited: PlacedPlan
+    placed_plan: PlacedPlan
     seconds: float
     sure_seconds: float
 
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """What the planner says of the moment: levels it was asked with, the plan that runs, and the others."""
+    """The running plan and its candidates at given levels."""
 
     levels: tuple[tuple[str, float], ...]
     sure: tuple[tuple[str, float], ...]
-    seconds: float  # of the plan that runs, at the estimated levels
+    seconds: float  # of the running plan, at the estimated levels
     sure_seconds: float
     candidates: tuple[CandidatePlan, ...]
 
 
 @dataclass(frozen=True)
 class ReplanDecision:
-    """Stay (no `to`), or go there."""
+    """Keep the plan (no `to`), or migrate."""
 
     to: PlacedPlan | None
     reason: Reason
@@ -65,32 +65,32 @@ class ReplanDecision:
 
 
 class ReplanPlanner:
-    """The placement planner for one workflow whose costs move and whose cluster changes."""
+    """The placement planner for a workflow whose costs and cluster change."""
 
     def __init__(self, workflow: Workflow, allowed: FrameworkRules | None = None) -> None:
         self.workflow = workflow
         self.allowed = allowed
         self._simulator = Simulator(workflow)
-        self._space: PlanSpace | None = None  # at the profile's levels, for the cluster asked for last
+        self._space: PlanSpace | None = None  # at profiled costs, for the last cluster
 
     def seconds(self, plan: Plan, levels: CostLevels) -> float:
-        """What an iteration takes under a plan when each component costs so much more than its profile."""
+        """Iteration time of a plan at these cost levels."""
         return self.with_times(plan, self.times(plan, levels))
 
     def with_times(self, plan: Plan, times: Mapping[str, float]) -> float:
-        """What an iteration takes under a plan when each component takes so long for all batches."""
+        """Iteration time of a plan with these component times for all batches."""
         order = self._simulator.order
         row = np.array([times[component.name] for component in order])
         return float(self._simulator.seconds(row[None, :], GroupingShapes.stack([self._shape(plan)]))[0])
 
     def _shape(self, plan: Plan) -> GroupingShape:
         position = {component.name: i for i, component in enumerate(self._simulator.order)}
-        groups = [(tuple(sorted(position[name] for name in one.components)), one.gpus) for one in plan.groups]
+        groups = [(tuple(sorted(position[name] for name in group.components)), group.gpus) for group in plan.groups]
         cells = cells_of(groups) if plan.overlaps else [members for members, _ in groups]
         return shape_of(self._simulator.order, self.workflow, cells)
 
     def times(self, plan: Plan, levels: CostLevels) -> dict[str, float]:
-        """What each component takes for all batches under a plan, so much more than its profile."""
+        """Time of each component for all batches at these levels."""
         kinds = kinds_of(plan)
         times = {}
         for placed in plan.components:
@@ -100,15 +100,15 @@ class ReplanPlanner:
         return times
 
     def best(self, cluster: Cluster, levels: CostLevels) -> PlacedPlan:
-        """The best plan there is. Raises InfeasibleError, or InputError where there is no GPU at all."""
+        """The best plan. Raises InfeasibleError, or InputError where there is no GPU."""
         space = self._at(cluster, levels)
         found = search(space).best
         if found is None:
             raise why_infeasible(space)
         return PlacedPlan(to_plan(space, found), cluster)
 
-    def look(self, running: PlacedPlan, cluster: Cluster, levels: CostLevels, sure: CostLevels) -> PlanComparison:
-        """What could run instead of a plan whose GPUs are all there."""
+    def compare(self, running: PlacedPlan, cluster: Cluster, levels: CostLevels, sure: CostLevels) -> PlanComparison:
+        """Candidates for a plan whose GPUs all exist."""
         now, now_sure = self.seconds(running.plan, levels), self.seconds(running.plan, sure)
         found: list[FoundPlan] = []
         try:
@@ -119,16 +119,20 @@ class ReplanPlanner:
             best = search(space, beat=now).best
             if best is not None:
                 found.append(best)
-                found.extend(self._like(space, running, best, now))
+                found.extend(self._same_groups(space, running, best, now))
         candidates = []
-        for one in found:
-            sited = near(PlacedPlan(to_plan(space, one), cluster), running) if space is not None else running
-            if not sited.same_as(running):
-                candidates.append(CandidatePlan(sited, one.seconds, self.seconds(sited.plan, sure)))
+        for candidate in found:
+            placed_plan = (
+                on_current_gpus(PlacedPlan(to_plan(space, candidate), cluster), running)
+                if space is not None
+                else running
+            )
+            if not placed_plan.same_as(running):
+                candidates.append(CandidatePlan(placed_plan, candidate.seconds, self.seconds(placed_plan.plan, sure)))
         return PlanComparison(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))
 
-    def _like(self, space: PlanSpace, running: PlacedPlan, best: FoundPlan, beat: float) -> list[FoundPlan]:
-        """The best plan with the groups of the one that runs, where that is another than the best of all."""
+    def _same_groups(self, space: PlanSpace, running: PlacedPlan, best: FoundPlan, beat: float) -> list[FoundPlan]:
+        """The best plan with the current groups, unless it is the best of all."""
         names = {frozenset(group.components): group.kind for group in running.plan.groups}
 
         def alike(grouping: Grouping) -> bool:
@@ -142,7 +146,7 @@ class ReplanPlanner:
         return [other] if other is not None else []
 
     def prepare(self, cluster: Cluster) -> PlanSpace:
-        """All plans for a cluster, as profiled: what does not change with the costs is worked out once."""
+        """The plan space of a cluster at profiled costs; computed once."""
         if self._space is None or self._space.job.cluster != cluster:
             job = PlacementJob(cluster, self.workflow)
             check_cluster(job)
@@ -151,7 +155,7 @@ class ReplanPlanner:
         return self._space
 
     def _at(self, cluster: Cluster, levels: CostLevels) -> PlanSpace:
-        """All plans for a cluster, with costs at these levels."""
+        """The plan space at these levels."""
         space = self.prepare(cluster)
         for index, component in enumerate(space.order):
             level = levels.get(component.name, 1.0)
@@ -160,11 +164,11 @@ class ReplanPlanner:
         return space
 
     def fewest(self, plan: Plan, component: str, levels: CostLevels, slack: float) -> int:
-        """The fewest GPUs of a component that lengthen the iteration by no more than a share of it."""
+        """The fewest GPUs of a component that lengthen the iteration by at most the slack share."""
         times, kind = self.times(plan, levels), kinds_of(plan).get(component, "")
         placed = plan.placed(component)
         part = self.workflow.component(component)
-        variant = next(one for one in part.variants if one.name == placed.variant)
+        variant = next(variant for variant in part.variants if variant.name == placed.variant)
         counts = [gpus for gpus in range(1, len(placed.gpus) + 1) if variant.allows(gpus)] or [len(placed.gpus)]
         limit = self.with_times(plan, times) * (1 + slack)
         low, high = 0, len(counts) - 1
@@ -180,17 +184,16 @@ class ReplanPlanner:
 
 
 def kinds_of(plan: Plan) -> dict[str, str]:
-    """The kind of GPU that each component is on."""
     return {name: group.kind for group in plan.groups for name in group.components}
 
 
 def cost_of(
     touched: Sequence[str], known: Sequence[MigrationCost], rules: ReplanRules, switching_s: float
 ) -> tuple[float, bool]:
-    """What a move of these components would cost, and whether that was measured.
+    """Cost of migrating these components, and whether it was measured.
 
-    Moves of the same components tell most; others tell at least that it is no cheaper than the dearest of them. Until
-    one was measured it is what the rules assume, with what the components need to leave their GPUs and come back.
+    Migrations of the same components count first; else the most expensive recent one. Until one is measured, it is the
+    assumed cost plus the components' offload and onload times.
     """
     same = [cost.seconds for cost in known if cost.touched == tuple(touched)][-COSTS_KEPT:]
     if same:
@@ -201,39 +204,37 @@ def cost_of(
 
 
 def weigh(
-    look: PlanComparison,
-    costs: Sequence[tuple[float, bool]],
-    rules: ReplanRules,
-    horizon: int,
-    why: Reason,
+    comparison: PlanComparison, costs: Sequence[tuple[float, bool]], rules: ReplanRules, horizon: int, why: Reason
 ) -> ReplanDecision:
-    """Stay or go, by a look; `costs` are those of moving to each candidate, `why` is the reason to go if it pays."""
-    numbers = DecisionNumbers(iteration_s=look.seconds, horizon=horizon, margin=rules.margin)
-    if not look.candidates:
+    """Keep or migrate; `costs` are those of each candidate, `why` is the reason for a migration that pays."""
+    numbers = DecisionNumbers(iteration_s=comparison.seconds, horizon=horizon, margin=rules.margin)
+    if not comparison.candidates:
         return ReplanDecision(
-            None, Reason(ReasonCode.no_gain, f"no plan is faster than {_s(look.seconds)} an iteration"), numbers
+            None, Reason(ReasonCode.no_gain, f"no plan is faster than {_s(comparison.seconds)} an iteration"), numbers
         )
     worth = [
-        min(look.sure_seconds - one.sure_seconds, look.seconds - one.seconds) * horizon - cost * (1 + rules.margin)
-        for one, (cost, _) in zip(look.candidates, costs, strict=True)
+        min(comparison.sure_seconds - candidate.sure_seconds, comparison.seconds - candidate.seconds) * horizon
+        - cost * (1 + rules.margin)
+        for candidate, (cost, _) in zip(comparison.candidates, costs, strict=True)
     ]
     chosen = max(range(len(worth)), key=lambda at: (worth[at], -at))
-    one, (cost, known) = look.candidates[chosen], costs[chosen]
-    gain, sure = look.seconds - one.seconds, look.sure_seconds - one.sure_seconds
+    candidate, (cost, known) = comparison.candidates[chosen], costs[chosen]
+    gain, sure = comparison.seconds - candidate.seconds, comparison.sure_seconds - candidate.sure_seconds
     numbers = replace(
-        numbers, new_iteration_s=one.seconds, gain_s=gain, sure_gain_s=sure, cost_s=cost, cost_measured=known
+        numbers, new_iteration_s=candidate.seconds, gain_s=gain, sure_gain_s=sure, cost_s=cost, cost_measured=known
     )
-    said = f"{one.sited.plan.describe()} would take {_s(one.seconds)} instead of {_s(look.seconds)}"
-    if gain < rules.least_gain * look.seconds:
-        return ReplanDecision(None, Reason(ReasonCode.no_gain, f"{said}: less than {rules.least_gain:.0%}"), numbers)
-    if sure < rules.least_gain / 2 * look.sure_seconds:
-        said += f", but only {_s(max(sure, 0.0))} of that is more than noise"
-        return ReplanDecision(None, Reason(ReasonCode.within_noise, said), numbers)
+    described = candidate.placed_plan.plan.describe()
+    text = f"{described} would take {_s(candidate.seconds)} instead of {_s(comparison.seconds)}"
+    if gain < rules.least_gain * comparison.seconds:
+        return ReplanDecision(None, Reason(ReasonCode.no_gain, f"{text}: less than {rules.least_gain:.0%}"), numbers)
+    if sure < rules.least_gain / 2 * comparison.sure_seconds:
+        text += f", but only {_s(max(sure, 0.0))} of that is more than noise"
+        return ReplanDecision(None, Reason(ReasonCode.within_noise, text), numbers)
     if worth[chosen] <= 0:
         price = f"{_s(cost)} {'as measured' if known else 'assumed'}"
-        said += f": {_s(min(gain, sure))} x {horizon} iterations do not pay for a move of {price}"
-        return ReplanDecision(None, Reason(ReasonCode.not_worth, said), numbers)
-    return ReplanDecision(one.sited, Reason(why.code, f"{why.sentence}; {said}"), numbers)
+        text += f": {_s(min(gain, sure))} x {horizon} iterations do not pay for a move of {price}"
+        return ReplanDecision(None, Reason(ReasonCode.not_worth, text), numbers)
+    return ReplanDecision(candidate.placed_plan, Reason(why.code, f"{why.sentence}; {text}"), numbers)
 
 
 def _s(seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""What is known of a run and what follows from it: costs now, what other plans would gain, what the last move gained.
+"""Monitors a run: current costs, gains of other plans, outcome of the last migration.
 
-It asks the planner and keeps its last look, so that an iteration in which nothing drifts costs no search. It changes
-nothing but the figures of the run; whoever owns it acts.
+Keeps the last plan comparison, so that an iteration without drift needs no search. Changes only figures of the run; the
+machine acts.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from trimtab.machines.replan.decision import PlanComparison, ReplanDecision, Rep
 from trimtab.machines.replan.estimates import CostEstimates, profiled_seconds, sure_level
 from trimtab.machines.replan.events import SetGpuRange
 from trimtab.machines.replan.explain import costs_text, drift_reason
-from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, changes, seats, without
+from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, changes, gpu_slots, without
 from trimtab.machines.replan.state import PromisedGain, ReplanState
 from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ChangeKind, DecisionNumbers, Iteration, MigrationCost, ReplanRules
 from trimtab.model.workflow import Workflow
 
-AGAIN = 0.02  # levels that have moved by less since the last look need no new one
-SOME = 3  # predictions compared before they are distrusted
-MOST_SETBACKS = 5  # doublings of the dwell time
+LEVEL_CHANGE = 0.02  # relative change of a level that triggers a new comparison
+SOME = 3  # predictions before the bias is used
+MAX_SETBACKS = 5  # doublings of the dwell time
 
 
 class DriftMonitor:
-    """A run's figures."""
+    """Figures of a run."""
 
     def __init__(
         self, run: ReplanState, workflow: Workflow, rules: ReplanRules, allowed: FrameworkRules | None
@@ -38,126 +38,127 @@ class DriftMonitor:
         if run.cluster.gpus:
             self.planner.prepare(run.cluster)
         self.estimates = CostEstimates(workflow, rules)
-        self.costs: list[MigrationCost] = []  # of moves that arrived, newest last
-        self._look: PlanComparison | None = None  # of `run.looked`; can be worked out again, so it is in no snapshot
+        self.costs: list[MigrationCost] = []  # of completed migrations, newest last
+        self._comparison: PlanComparison | None = None  # at `run.compared_levels`; derived, so not in snapshots
 
     # ---- iterations ------------------------------------------------------------------------------------------------
 
-    def take(self, one: Iteration, moving: bool) -> Reason | None:
-        """Count an iteration's figures; a reason where it shows that the last move fell short."""
+    def take(self, iteration: Iteration, moving: bool) -> Reason | None:
+        """Count an iteration; a reason where it shows that the last migration fell short."""
         run, plan = self.run, self.run.running.plan
         kinds = kinds_of(plan)
-        self.estimates.take(one, {c.name: (c.variant, kinds.get(c.name, "")) for c in plan.components})
-        for part in one.components:
+        self.estimates.take(iteration, {c.name: (c.variant, kinds.get(c.name, "")) for c in plan.components})
+        for part in iteration.components:
             run.switching[part.component] = part.offload_s + part.onload_s
-        return None if moving or one.extra or one.wall_s <= 0 else self._compare(one)
+        return None if moving or iteration.extra or iteration.wall_s <= 0 else self._compare(iteration)
 
-    def _compare(self, one: Iteration) -> Reason | None:
-        """The iteration's wall time beside what the model says of these very times."""
+    def _compare(self, iteration: Iteration) -> Reason | None:
+        """Compare the iteration time with the prediction for its component times."""
         run = self.run
         batches = self.workflow.batches
-        times = {part.component: part.busy_s * batches / (part.batches or batches) for part in one.components}
-        run.walls = [*run.walls, one.wall_s][-self.rules.window :]
+        times = {part.component: part.busy_s * batches / (part.batches or batches) for part in iteration.components}
+        run.walls = [*run.walls, iteration.wall_s][-self.rules.window :]
         if times.keys() >= set(self.workflow.names):
             predicted = self.planner.with_times(run.running.plan, times)
             if predicted > 0:
-                run.bias = [*run.bias, one.wall_s / predicted][-self.rules.window :]
+                run.bias = [*run.bias, iteration.wall_s / predicted][-self.rules.window :]
         promise = run.promise
         if promise is None:
             return None
-        promise.walls.append(one.wall_s)
+        promise.walls.append(iteration.wall_s)
         if len(promise.walls) < self.rules.least_iterations:
             return None
         run.promise = None
         return self._judge(promise)
 
     def _judge(self, promise: PromisedGain) -> Reason | None:
-        """Whether the last move gained what it promised: if not, the next one waits longer."""
+        """Whether the last migration gained what it promised: if not, the dwell time doubles."""
         old_s = self.planner.seconds(promise.before.plan, self.levels()) * promise.bias
         gained = 1 - median(promise.walls) / old_s if old_s > 0 else 0.0
         if gained >= promise.share / 2:
             self.run.setbacks = 0
             return None
         self.run.setbacks += 1
-        said = f"the last move promised {promise.share:.0%} of an iteration and gained {gained:.0%}"
-        return Reason(ReasonCode.fell_short, f"{said}; the next one waits {self.dwell()} iterations")
+        text = f"the last move promised {promise.share:.0%} of an iteration and gained {gained:.0%}"
+        return Reason(ReasonCode.fell_short, f"{text}; the next one waits {self.dwell()} iterations")
 
     # ---- other plans -----------------------------------------------------------------------------------------------
 
-    def verdict(self) -> ReplanDecision:
-        """Stay or go, from what is known now, with a new look at the plans where the last one is out of date."""
+    def decide(self) -> ReplanDecision:
+        """Keep or migrate, with a new comparison where the last one is outdated."""
         estimates = self.estimates.all()
         run = self.run
-        levels = {name: one.level for name, one in estimates.items()}
-        sure = {name: sure_level(one, run.reference[name]) for name, one in estimates.items()}
+        levels = {name: estimate.level for name, estimate in estimates.items()}
+        sure = {name: sure_level(estimate, run.reference[name]) for name, estimate in estimates.items()}
         drifted = [name for name in sure if sure[name] != run.reference[name]]
         why = drift_reason(drifted, levels, run, self.planner.times(run.running.plan, levels))
-        look, fresh = self._looked(levels, sure)
-        verdict = self._weighed(look, why)
-        if verdict.to is not None and not fresh:
-            # A move rests on what is known now, not on what was known when there was no reason to look again.
-            self.look_again()
-            verdict = self._weighed(self._looked(levels, sure)[0], why)
-        if verdict.reason.code is ReasonCode.no_gain and why.code is ReasonCode.better_plan:
+        comparison, fresh = self._compared(levels, sure)
+        decision = self._weighed(comparison, why)
+        if decision.to is not None and not fresh:
+            # A migration must rest on current figures, not on those of an older comparison.
+            self.invalidate()
+            decision = self._weighed(self._compared(levels, sure)[0], why)
+        if decision.reason.code is ReasonCode.no_gain and why.code is ReasonCode.better_plan:
             steady = Reason(ReasonCode.costs_steady, costs_text(estimates, run.reference, drifted))
-            verdict = ReplanDecision(None, steady, verdict.numbers)
-        return verdict
+            decision = ReplanDecision(None, steady, decision.numbers)
+        return decision
 
-    def look_again(self) -> None:
-        """The plan in place or the cluster is another one: what was seen of the plans says nothing any more."""
-        self._look, self.run.looked, self.run.looked_sure = None, {}, {}
+    def invalidate(self) -> None:
+        """Drop the last comparison: the plan or the cluster changed."""
+        self._comparison, self.run.compared_levels, self.run.compared_sure_levels = None, {}, {}
 
-    def _looked(self, levels: dict[str, float], sure: dict[str, float]) -> tuple[PlanComparison, bool]:
-        """A look at the plans there are, and whether it is a new one."""
+    def _compared(self, levels: dict[str, float], sure: dict[str, float]) -> tuple[PlanComparison, bool]:
+        """The comparison, and whether it is new."""
         run = self.run
-        then = run.looked_sure
-        fresh = not then or any(abs(sure[name] / then[name] - 1) > AGAIN for name in sure)
+        then = run.compared_sure_levels
+        fresh = not then or any(abs(sure[name] / then[name] - 1) > LEVEL_CHANGE for name in sure)
         if fresh:
-            self._look, run.looked, run.looked_sure = None, levels, sure
-        if self._look is None:
+            self._comparison, run.compared_levels, run.compared_sure_levels = None, levels, sure
+        if self._comparison is None:
             usable = without(run.cluster, run.leaving)
-            self._look = self.planner.look(run.running, usable, run.looked, run.looked_sure)
-        return self._look, fresh
+            self._comparison = self.planner.compare(run.running, usable, run.compared_levels, run.compared_sure_levels)
+        return self._comparison, fresh
 
-    def _weighed(self, look: PlanComparison, why: Reason) -> ReplanDecision:
-        costs = [self.cost(one.sited) for one in look.candidates]
-        verdict = weigh(look, costs, self.rules, self.horizon(), why)
-        return ReplanDecision(verdict.to, verdict.reason, self._with_dwell(verdict.numbers))
+    def _weighed(self, comparison: PlanComparison, why: Reason) -> ReplanDecision:
+        costs = [self.cost(candidate.placed_plan) for candidate in comparison.candidates]
+        decision = weigh(comparison, costs, self.rules, self.horizon(), why)
+        return ReplanDecision(decision.to, decision.reason, self._with_dwell(decision.numbers))
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
-    def must_go(self) -> bool:
-        """Whether GPUs of the plan in place are gone or will go."""
+    def must_migrate(self) -> bool:
+        """Whether GPUs of the plan are gone or will go."""
         return bool(self.run.lost) or self.run.running.uses(self.run.leaving)
 
-    def stands(self, sited: PlacedPlan) -> bool:
-        """Whether all GPUs of a plan are there to stay."""
-        return sited.on(self.run.cluster) is not None and not sited.uses(self.run.leaving)
+    def is_available(self, placed_plan: PlacedPlan) -> bool:
+        """Whether all GPUs of a plan exist and stay."""
+        return placed_plan.on(self.run.cluster) is not None and not placed_plan.uses(self.run.leaving)
 
-    def used_seats(self) -> set[GpuSlot]:
-        """Where the plan in place is."""
-        here = seats(self.run.running.cluster)
+    def used_slots(self) -> set[GpuSlot]:
+        here = gpu_slots(self.run.running.cluster)
         return {here[rank] for group in self.run.running.plan.groups for rank in group.gpus}
 
     def levels(self) -> dict[str, float]:
-        """What every component costs now, against its profile."""
-        return {name: one.level for name, one in self.estimates.all().items()}
+        """Current cost of every component relative to its profile."""
+        return {name: estimate.level for name, estimate in self.estimates.all().items()}
 
     def cost(self, to: PlacedPlan) -> tuple[float, bool]:
-        """What moving there would cost, and whether that was measured."""
-        touched = tuple(one.component for one in changes(self.run.running, to) if one.how is not ChangeKind.stays)
+        """Cost of the migration, and whether it was measured."""
+        touched = tuple(
+            change.component for change in changes(self.run.running, to) if change.how is not ChangeKind.stays
+        )
         switching_s = sum(self.run.switching.get(name, 0.0) for name in touched)
         return cost_of(touched, self.costs, self.rules, switching_s)
 
     def horizon(self) -> int:
-        """Iterations for which a gain counts."""
+        """Iterations over which a gain counts."""
         remaining = self.run.remaining
-        most = self.rules.horizon_iterations
-        return most if remaining is None else min(most, remaining)
+        max_iterations = self.rules.horizon_iterations
+        return max_iterations if remaining is None else min(max_iterations, remaining)
 
     def dwell(self) -> int:
-        """Iterations between two moves."""
-        return int(self.rules.dwell_iterations * 2 ** min(self.run.setbacks, MOST_SETBACKS))
+        """Minimum iterations between two migrations."""
+        return int(self.rules.dwell_iterations * 2 ** min(self.run.setbacks, MAX_SETBACKS))
 
     def _with_dwell(self, numbers: DecisionNumbers) -> DecisionNumbers:
         moved_at = self.run.moved_at
@@ -166,26 +167,26 @@ class DriftMonitor:
 
     @property
     def bias(self) -> float | None:
-        """Measured over predicted time of an iteration, where enough were measured under this plan."""
+        """Measured over predicted iteration time, once enough iterations ran under this plan."""
         return median(self.run.bias) if len(self.run.bias) >= SOME else None
 
     def seconds_on(self, component: str, gpus: int) -> float | None:
-        """What a component would take now for all batches on so many GPUs, in the way it runs now."""
+        """Predicted time of a component for all batches on so many GPUs, in its current variant."""
         placed, kind = self.run.running.plan.placed(component), kinds_of(self.run.running.plan).get(component, "")
         profiled = profiled_seconds(self.workflow.component(component), placed.variant, kind, gpus)
         return None if profiled is None else profiled * self.estimates.estimate(component).level
 
     def shares(self) -> dict[str, tuple[float, float]]:
-        """For each component, the shares of the newest iteration in which it computed, and waited for others."""
+        """Busy and waiting shares of the latest iteration, by component."""
         return {name: (track.busy_share, track.wait_share) for name, track in self.estimates.tracks.items()}
 
     def ranges(self) -> tuple[SetGpuRange, ...]:
-        """How far the fleet may change the size of elastic components under the plan."""
+        """GPU ranges of elastic components under the plan."""
         found = []
         for name in self.rules.elastic:
-            most = len(self.run.running.plan.placed(name).gpus)
+            max_gpus = len(self.run.running.plan.placed(name).gpus)
             alone = any(group.components == (name,) for group in self.run.running.plan.groups)
             slack = self.rules.range_slack
-            least = self.planner.fewest(self.run.running.plan, name, self.levels(), slack) if alone else most
-            found.append(SetGpuRange(name, least, most))
+            min_gpus = self.planner.fewest(self.run.running.plan, name, self.levels(), slack) if alone else max_gpus
+            found.append(SetGpuRange(name, min_gpus, max_gpus))
         return tuple(found)

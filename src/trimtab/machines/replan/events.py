@@ -1,8 +1,8 @@
-"""What happens to a run (events), and what is to be done about it (instructions).
+"""Events of a run, and the instructions that answer them.
 
-Events are plain facts, so that a journal can hold them; being told the same twice changes nothing. `BeginMigration`
-opens a move, each `RunMigrationStage` ends in MigrationStageDone or MigrationStageFailed, `RollBackMigration` in
-RolledBack or RollBackFailed; whatever has not ended by its deadline has failed. The other instructions end in nothing.
+Events are plain facts, so that a journal can hold them, and idempotent. `BeginMigration` opens a migration, each
+`RunMigrationStage` ends in MigrationStageDone or MigrationStageFailed, `RollBackMigration` in RolledBack or
+RollBackFailed; what has not ended by its deadline has failed. The other instructions need no answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trimtab.model.workflow import Cluster
 
 
 class ClusterChangeCause(str, enum.Enum):
-    """Why a cluster is another than before."""
+    """Why the cluster changed."""
 
     joined = "joined"
     draining = "draining"
@@ -29,25 +29,25 @@ class ClusterChangeCause(str, enum.Enum):
 
 @dataclass(frozen=True)
 class RunResumed:
-    """The run begins (iteration 0), or goes on after so many iterations that are done and kept.
+    """The run begins (iteration 0), or continues after so many completed iterations.
 
-    Whatever was under way is not any more: a move that was begun is rolled back.
+    Nothing is in progress any more: a migration that had begun is rolled back.
     """
 
     iteration: int = 0
-    remaining: int | None = None  # iterations still to come; None: not known
+    remaining: int | None = None  # iterations still to come; None: unknown
 
 
 @dataclass(frozen=True)
 class IterationDone:
-    """An iteration is over. One that was counted already is not counted again."""
+    """An iteration is over. Idempotent by its number."""
 
     iteration: Iteration
 
 
 @dataclass(frozen=True)
 class ClusterChanged:
-    """What there is now. `leaving` are nodes that are still there and will go at the deadline."""
+    """The current cluster. `leaving`: nodes that are still there and go at the deadline."""
 
     cluster: Cluster
     why: ClusterChangeCause
@@ -57,21 +57,21 @@ class ClusterChanged:
 
 @dataclass(frozen=True)
 class ReplanRequested:
-    """Somebody wants to know whether the plan is still right; the answer comes at once."""
+    """Asks whether the plan is still the best; answered at once."""
 
     why: str = ""
 
 
 @dataclass(frozen=True)
 class RemainingChanged:
-    """So many iterations are still to come (None: not known)."""
+    """Iterations still to come (None: unknown)."""
 
     iterations: int | None
 
 
 @dataclass(frozen=True)
 class GpuRangeUsed:
-    """The fleet has given an elastic component so many GPUs."""
+    """GPUs that an elastic component has now."""
 
     component: str
     gpus: int
@@ -79,9 +79,9 @@ class GpuRangeUsed:
 
 @dataclass(frozen=True)
 class PlanPlaced:
-    """Where the plan in place was put: (component, ((node, GPUs there), ...)), one of each group that is known.
+    """Nodes of the plan in place: (component, ((node, GPUs there), ...)), one component of each known group.
 
-    A plan says how many GPUs; which node has them may be decided by whoever hands them out.
+    A plan says how many GPUs; the placement may choose the nodes.
     """
 
     where: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
@@ -89,12 +89,12 @@ class PlanPlaced:
 
 @dataclass(frozen=True)
 class AdviceTaken:
-    """Somebody else carried out what was advised last: that plan runs now."""
+    """The advised plan was applied by the user: it runs now."""
 
 
 @dataclass(frozen=True)
 class MigrationStageDone:
-    """A stage of a move is done. `took_s`: how long the run stood still for it."""
+    """A stage is done. `took_s`: how long the run was paused for it."""
 
     move: int
     stage: MigrationStage
@@ -103,7 +103,7 @@ class MigrationStageDone:
 
 @dataclass(frozen=True)
 class MigrationStageFailed:
-    """A stage of a move failed."""
+    """A stage failed."""
 
     move: int
     stage: MigrationStage
@@ -120,7 +120,7 @@ class RolledBack:
 
 @dataclass(frozen=True)
 class RollBackFailed:
-    """The old plan could not be put in place again."""
+    """The old plan could not be restored."""
 
     move: int
     why: str
@@ -153,7 +153,7 @@ ReplanEvent = (
 
 @dataclass(frozen=True)
 class KeepPlan:
-    """The plan that runs is kept."""
+    """Keep the running plan."""
 
     reason: Reason
     numbers: DecisionNumbers
@@ -161,7 +161,7 @@ class KeepPlan:
 
 @dataclass(frozen=True)
 class AdvisePlan:
-    """Another plan is better; it is said and not done."""
+    """Another plan is better; advice only."""
 
     plan: Plan
     reason: Reason
@@ -170,7 +170,7 @@ class AdvisePlan:
 
 @dataclass(frozen=True)
 class BeginMigration:
-    """A move begins: nothing else is moved until it has arrived or is rolled back. All of it ends by the deadline."""
+    """Begin a migration; at most one at a time. All of it ends by the deadline."""
 
     move: Migration
     deadline: float
@@ -178,7 +178,7 @@ class BeginMigration:
 
 @dataclass(frozen=True)
 class RunMigrationStage:
-    """Do this stage of the move."""
+    """Run this stage."""
 
     move: Migration
     stage: MigrationStage
@@ -187,9 +187,9 @@ class RunMigrationStage:
 
 @dataclass(frozen=True)
 class RollBackMigration:
-    """Stop what is being done for the move and put the old plan in place again, as far as its GPUs are there.
+    """Stop the migration and restore the old plan, as far as its GPUs exist.
 
-    `done` are the stages that had been done, `at` the one that was not.
+    `done` are the completed stages, `at` the one that was not.
     """
 
     move: Migration
@@ -201,23 +201,23 @@ class RollBackMigration:
 
 @dataclass(frozen=True)
 class SetGpuRange:
-    """The fleet may give the component between so many GPUs and so many."""
+    """Range of GPUs that an elastic component may have."""
 
     component: str
-    least: int
-    most: int
+    min_gpus: int
+    max_gpus: int
 
 
 @dataclass(frozen=True)
 class Notify:
-    """For people: something that is to be known and asks nothing of anybody."""
+    """Information for the user; needs no action."""
 
     reason: Reason
 
 
 @dataclass(frozen=True)
 class StopRun:
-    """The run cannot go on by itself: end it in order; it can be resumed."""
+    """The run cannot continue by itself: end it in order; it can be resumed."""
 
     reason: Reason
 

@@ -1,32 +1,34 @@
-"""Is the plan still right while it trains? One run: its iterations, its cluster, its plan, and moves to other plans.
+"""Replan machine: keeps a run on the best plan while costs and cluster change, by migrations.
 
-`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
-instructions. It is called by whoever runs the job, live or in a replay.
+`handle(event, now)` is the only entry point. Pure: no clock, no I/O; the same events give the same instructions. Used
+live and in replays.
 
-The transition that must not exist is from one plan to another without all stages of a move done: until the last one is,
-the old plan is the plan, and a move that fails at any stage ends there again. What must never happen besides: an
-iteration counted twice; two moves at once; a move for noise, for periodic work, within the dwell time or without a gain
-that pays for it (only a plan whose GPUs are gone or will go has to move whatever it costs); a wait without a deadline.
+The transition that must not exist is from one plan to another without all stages of a migration done: until the last
+stage is done the old plan is in place, and a migration that fails at any stage ends there again. What must never happen
+besides: an iteration counted twice; two migrations at once; a migration for noise, for periodic work, within the dwell
+time or without a gain that pays for it (only a plan whose GPUs are gone or will go must migrate at any cost); a wait
+without a deadline.
 
-The rooms: `estimates` tells what everything costs now, `deciding` weighs gain against cost, `moves` has the stages,
-`seats` knows plans on clusters that change, `records` remembers.
+`estimates` measures costs, `decision` weighs gain against cost, `migration` has the stages, `placed_plan` maps plans to
+changing clusters, `state` is the state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from trimtab.core.codec import encode
-from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.errors import InfeasibleError, InputError, nearest
 from trimtab.core.reasons import Reason, ReasonCode, StoryEntry
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.checks import check_cluster, check_iteration, check_machine
 from trimtab.machines.replan.decision import ReplanDecision
 from trimtab.machines.replan.drift import DriftMonitor
-from trimtab.machines.replan.explain import RUN, ReplanStories, gone_reason, room_text
+from trimtab.machines.replan.estimates import JUMP, CostEstimates
+from trimtab.machines.replan.explain import RUN, ReplanStories, cluster_change_text, gone_reason
 from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
-from trimtab.machines.replan.placed_plan import PlacedPlan, changes, near, reseated, seats, without
+from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, with_gpu_slots, without
 from trimtab.machines.replan.state import (
     PromisedGain,
     ReplanState,
@@ -40,12 +42,21 @@ from trimtab.machines.replan.state import (
     load_tracks,
 )
 from trimtab.model.plan import FrameworkRules, Plan
-from trimtab.model.run import CostEstimate, DecisionNumbers, Migration, MigrationCost, ReplanMode, ReplanRules
+from trimtab.model.run import (
+    STAGES,
+    CostEstimate,
+    DecisionNumbers,
+    Iteration,
+    Migration,
+    MigrationCost,
+    ReplanMode,
+    ReplanRules,
+)
 from trimtab.model.workflow import Cluster, Workflow, check_workflow
 
 
 class ReplanMachine:
-    """One run under watch. Events in, instructions out."""
+    """The plan of one run. Events in, instructions out."""
 
     def __init__(
         self,
@@ -55,17 +66,17 @@ class ReplanMachine:
         rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
         allowed: FrameworkRules | None = None,
     ) -> None:
-        """`plan` has ranks of `cluster`; `allowed` is what the framework can run, where there is one."""
+        """`plan` has ranks of `cluster`; `allowed` are the framework's rules, if any."""
         check_workflow(workflow)
         self.rules = rules
         self.workflow = workflow
         self._run = ReplanState(PlacedPlan(plan, cluster), cluster, dict.fromkeys(workflow.names, 1.0))
-        self._watch = DriftMonitor(self._run, workflow, rules, allowed)
+        self._drift = DriftMonitor(self._run, workflow, rules, allowed)
         self._stories = ReplanStories()
         self._out: list[e.ReplanInstruction] = []
-        self._moves = moves = MigrationTracker(rules, self._watch.costs, self._say)
+        self._moves = moves = MigrationTracker(rules, self._drift.costs, self._emit)
         moves.on_arrived, moves.on_back, moves.on_stuck = self._moving_to_arrived, self._rolling_to_old, self._to_stuck
-        self._doors: dict[type, Callable[[Any, float], None]] = {
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
             e.RunResumed: self._on_run_resumed,
             e.IterationDone: self._on_iteration_done,
             e.ClusterChanged: self._on_cluster_changed,
@@ -81,128 +92,132 @@ class ReplanMachine:
             e.ReplanTick: self._on_tick,
         }
 
-    # ---- the door --------------------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
-        """What is to be done about the event. Raises InputError for a wrong one, with nothing changed."""
+        """Instructions for the event. Raises InputError for an invalid event, with nothing changed."""
         now = max(float(now), self._run.now)
         before, self._run.now, self._out = self._run.now, now, []
         try:
-            self._doors[type(event)](event, now)
+            self._handlers[type(event)](event, now)
         except InputError:
             self._run.now = before
             raise
         return self._out
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
+        """When the next ReplanTick is due."""
         if self._run.stopped is not None:
             return None
         dues = (self._moves.due(), self._run.retry_at, self._run.wait_until)
         return min((due for due in dues if due is not None), default=None)
 
-    # ---- what happens to the run -----------------------------------------------------------------------------------
+    # ---- events of the run -----------------------------------------------------------------------------------
 
     def _on_run_resumed(self, event: e.RunResumed, now: float) -> None:
         if event.iteration < 0 or (event.remaining is not None and event.remaining < 0):
-            raise InputError("a run goes on after 0 iterations or more", where="RunResumed")
+            raise InputError("iteration and remaining must be 0 or more", where="RunResumed")
         run = self._run
         run.done, run.remaining = event.iteration, event.remaining
         run.moved_at = None if run.moved_at is None else min(run.moved_at, run.done)
         run.stopped = run.retry_at = run.wait_until = None
         run.failed_tries = 0
-        self._watch.estimates.forget_after(run.done)
+        self._drift.estimates.forget_after(run.done)
         moving = self._moves.moving
         if moving is not None:
             if moving.failed is None:
-                self._moves.give_up("the run was resumed in the midst of it", now)
+                self._moves.fail("the run was resumed during the migration", now)
             else:
-                self._moves.back(now)
+                self._moves.roll_back(now)
             return
         self._set_ranges()
-        if self._watch.must_go():
+        if self._drift.must_migrate():
             self._forced(now)
 
     def _on_iteration_done(self, event: e.IterationDone, now: float) -> None:
-        one, run = event.iteration, self._run
-        check_iteration(one, self.workflow)
-        if one.number <= run.done:
-            return  # it was counted
-        if one.number > run.done + 1:
+        iteration, run = event.iteration, self._run
+        _check_iteration(iteration, self.workflow)
+        if iteration.number <= run.done:
+            return  # already counted
+        if iteration.number > run.done + 1:
             raise InputError(
-                f"iteration {one.number} is told, but the last one counted is {run.done}",
-                hint=f"tell iteration {run.done + 1} first, or that the run was resumed after {one.number - 1}",
+                f"iteration {iteration.number} follows {run.done}: iterations are missing",
+                hint=f"report iteration {run.done + 1} first, or RunResumed after {iteration.number - 1}",
             )
-        run.done = one.number
+        run.done = iteration.number
         if run.remaining is not None:
             run.remaining = max(0, run.remaining - 1)
-        short = self._watch.take(one, moving=self._moves.moving is not None)
+        short = self._drift.take(iteration, moving=self._moves.moving is not None)
         if short is not None:
-            self._tell(short)
+            self._notify(short)
         if run.stopped is None:
             self._decide(now)
 
     def _on_cluster_changed(self, event: e.ClusterChanged, now: float) -> None:
-        check_cluster(event)
+        _check_cluster(event)
         run = self._run
         if (event.cluster, event.leaving, event.deadline) == (run.cluster, run.leaving, run.leave_by):
             return
-        run.room = run.room if event.cluster == run.cluster else room_text(run.cluster, event.cluster, event.why.value)
-        there = set(seats(event.cluster))
-        gone = {node for node, gpu in self._watch.used_seats() if (node, gpu) not in there}
+        run.cluster_change = (
+            run.cluster_change
+            if event.cluster == run.cluster
+            else cluster_change_text(run.cluster, event.cluster, event.why.value)
+        )
+        there = set(gpu_slots(event.cluster))
+        gone = {node for node, gpu in self._drift.used_slots() if (node, gpu) not in there}
         run.cluster, run.leaving, run.leave_by = event.cluster, event.leaving, event.deadline
         if not run.lost and not gone:
-            standing = run.running.on(event.cluster)
-            if standing is None:  # a node of the same name has another kind of GPU: it is another one
-                gone = {node for node, _ in self._watch.used_seats()}
+            moved = run.running.on(event.cluster)
+            if moved is None:  # a node of the same name has another kind of GPU: a different node
+                gone = {node for node, _ in self._drift.used_slots()}
             else:
-                run.running = standing
+                run.running = moved
         run.lost = tuple(sorted({*run.lost, *gone}))
-        self._watch.look_again()
+        self._drift.invalidate()
         run.failed_tries, run.retry_at = 0, None
         run.advised = None
         moving = self._moves.moving
         if moving is not None:
-            if moving.failed is None and not self._watch.stands(moving.to):
-                self._moves.give_up("GPUs of the new plan are gone or will go", now)
+            if moving.failed is None and not self._drift.is_available(moving.to):
+                self._moves.fail("GPUs of the new plan are gone or will go", now)
             return
         if run.stopped is None:
             self._decide(now)
 
     def _on_asked(self, event: e.ReplanRequested, now: float) -> None:
         if self._run.stopped is not None:
-            self._tell(self._run.stopped)
+            self._notify(self._run.stopped)
             return
         self._decide(now, asked=True)
 
     def _on_remaining_changed(self, event: e.RemainingChanged, now: float) -> None:
         if event.iterations is not None and event.iterations < 0:
-            raise InputError("fewer than no iterations cannot remain", where="RemainingChanged")
+            raise InputError("remaining iterations must be 0 or more", where="RemainingChanged")
         self._run.remaining = event.iterations
 
     def _on_range_used(self, event: e.GpuRangeUsed, now: float) -> None:
         if event.component not in self.rules.elastic or event.component not in self.workflow.names:
             raise InputError(f"{event.component} is not elastic", hint="name it in the rules of the run: elastic")
         self._run.used[event.component] = event.gpus
-        for one in self._watch.ranges():
-            if one.component == event.component and not one.least <= event.gpus <= one.most:
-                self._say(one)
+        for gpu_range in self._drift.ranges():
+            if gpu_range.component == event.component and not gpu_range.min_gpus <= event.gpus <= gpu_range.max_gpus:
+                self._emit(gpu_range)
 
     def _on_seated(self, event: e.PlanPlaced, now: float) -> None:
         run = self._run
         if run.lost or self._moves.moving is not None:
-            raise InputError("no plan is in place that could have been put anywhere", where="PlanPlaced")
+            raise InputError("no plan is in place", where="PlanPlaced")
         try:
-            run.running = reseated(run.running, dict(event.where))
+            run.running = with_gpu_slots(run.running, dict(event.where))
         except ValueError as error:
             raise InputError(str(error), where="PlanPlaced") from None
-        self._watch.look_again()
+        self._drift.invalidate()
 
     def _on_advice_taken(self, event: e.AdviceTaken, now: float) -> None:
         run = self._run
         if run.advised is None or self._moves.moving is not None:
-            raise InputError("nothing is advised that could have been taken", where="AdviceTaken")
-        self._settle(run.advised, run.advised_levels)
+            raise InputError("no advice is open", where="AdviceTaken")
+        self._set_plan(run.advised, run.advised_levels)
         self._write(RUN, "moved", Reason(ReasonCode.arrived, f"the advice was taken: {run.running.plan.describe()}"))
 
     def _on_tick(self, event: e.ReplanTick, now: float) -> None:
@@ -217,124 +232,123 @@ class ReplanMachine:
             run.retry_at = None
             self._decide(now)
 
-    # ---- deciding --------------------------------------------------------------------------------------------------
+    # ---- decisions --------------------------------------------------------------------------------------------------
 
     def _decide(self, now: float, asked: bool = False) -> None:
         if self._moves.moving is not None:
             self._stay(Reason(ReasonCode.moving, f"move {self._moves.begun} is under way"), DecisionNumbers())
             return
-        if self._watch.must_go():
+        if self._drift.must_migrate():
             self._forced(now)
             return
         run, rules = self._run, self.rules
-        measured = self._watch.estimates.measured
-        if measured < rules.least_iterations and not asked and not run.room:
-            said = f"{measured} of {rules.least_iterations} iterations are measured that tell costs"
-            self._stay(Reason(ReasonCode.too_few, said), DecisionNumbers())
+        measured = self._drift.estimates.measured
+        if measured < rules.least_iterations and not asked and not run.cluster_change:
+            text = f"{measured} of {rules.least_iterations} iterations are measured"
+            self._stay(Reason(ReasonCode.too_few, text), DecisionNumbers())
             return
-        verdict = self._watch.verdict()
-        numbers = verdict.numbers
-        if verdict.to is None:
-            self._stay(verdict.reason, numbers)
+        decision = self._drift.decide()
+        numbers = decision.numbers
+        if decision.to is None:
+            self._stay(decision.reason, numbers)
             return
-        bias = self._watch.bias
+        bias = self._drift.bias
         if bias is not None and not 1 / (1 + rules.trust) <= bias <= 1 + rules.trust:
-            said = f"an iteration takes {bias:.2f} times what the model says of it; {verdict.reason.sentence}"
-            self._stay(Reason(ReasonCode.model_off, said), numbers)
+            text = f"an iteration takes {bias:.2f} times what the model says of it; {decision.reason.sentence}"
+            self._stay(Reason(ReasonCode.model_off, text), numbers)
             return
         if rules.mode is ReplanMode.advise or (asked and numbers.dwell_left):
-            self._advise(verdict)
+            self._advise(decision)
         elif numbers.dwell_left:
-            said = f"{numbers.dwell_left} iterations too soon after the last move; {verdict.reason.sentence}"
-            self._stay(Reason(ReasonCode.dwell, said), numbers)
+            text = f"{numbers.dwell_left} iterations too soon after the last move; {decision.reason.sentence}"
+            self._stay(Reason(ReasonCode.dwell, text), numbers)
         else:
-            self._begin(verdict, now)
+            self._begin(decision, now)
 
     def _forced(self, now: float) -> None:
-        """The plan cannot go on, or not for long: whatever is best of what is left, at whatever cost."""
+        """The plan cannot continue, or not for long: migrate to the best remaining plan at any cost."""
         run, rules = self._run, self.rules
         why = gone_reason(run)
         if run.failed_tries >= rules.tries or run.retry_at is not None:
-            said = f"{why.sentence}; {run.failed_tries} of {rules.tries} tries to move failed"
-            self._stay(Reason(ReasonCode.plan_gone, said), DecisionNumbers())
+            text = f"{why.sentence}; {run.failed_tries} of {rules.tries} tries to move failed"
+            self._stay(Reason(ReasonCode.plan_gone, text), DecisionNumbers())
             return
-        levels = self._watch.levels()
+        levels = self._drift.levels()
         try:
-            to = near(self._watch.planner.best(without(run.cluster, run.leaving), levels), run.running)
+            to = on_current_gpus(self._drift.planner.best(without(run.cluster, run.leaving), levels), run.running)
         except (InfeasibleError, InputError) as error:
             self._nothing_fits(Reason(ReasonCode.no_plan, f"{why.sentence}; {error.what}"), now)
             return
         run.wait_until = None
-        cost, known = self._watch.cost(to)
+        cost, known = self._drift.cost(to)
         numbers = DecisionNumbers(new_iteration_s=to.plan.iteration_seconds, cost_s=cost, cost_measured=known)
-        verdict = ReplanDecision(to, Reason(why.code, f"{why.sentence}; {to.plan.describe()}"), numbers)
+        decision = ReplanDecision(to, Reason(why.code, f"{why.sentence}; {to.plan.describe()}"), numbers)
         if rules.mode is ReplanMode.advise:
-            self._advise(verdict)
+            self._advise(decision)
         else:
-            self._begin(verdict, now, forced=True)
+            self._begin(decision, now, forced=True)
 
     def _nothing_fits(self, reason: Reason, now: float) -> None:
         run = self._run
         if not run.lost:
-            self._stay(reason, DecisionNumbers())  # it goes on until the node goes
+            self._stay(reason, DecisionNumbers())  # it continues until the node goes
             return
         if run.wait_until is None and self.rules.mode is ReplanMode.auto:
             run.wait_until = now + self.rules.wait_s
-        self._tell(reason)
+        self._notify(reason)
 
-    def _advise(self, verdict: ReplanDecision) -> None:
-        assert verdict.to is not None
-        self._run.advised, self._run.advised_levels = verdict.to, self._watch.levels()
-        self._write(RUN, "advised", verdict.reason)
-        self._say(e.AdvisePlan(verdict.to.plan, verdict.reason, verdict.numbers))
+    def _advise(self, decision: ReplanDecision) -> None:
+        assert decision.to is not None
+        self._run.advised, self._run.advised_levels = decision.to, self._drift.levels()
+        self._write(RUN, "advised", decision.reason)
+        self._emit(e.AdvisePlan(decision.to.plan, decision.reason, decision.numbers))
 
     def _stay(self, reason: Reason, numbers: DecisionNumbers) -> None:
         self._write(RUN, "stays", reason)
-        self._say(e.KeepPlan(reason, numbers))
+        self._emit(e.KeepPlan(reason, numbers))
 
-    # ---- moves -----------------------------------------------------------------------------------------------------
+    # ---- migrations -------------------------------------------------------------------------------------------------
 
-    def _begin(self, verdict: ReplanDecision, now: float, forced: bool = False) -> None:
+    def _begin(self, decision: ReplanDecision, now: float, forced: bool = False) -> None:
         run = self._run
-        assert verdict.to is not None
+        assert decision.to is not None
         alive = None
         if run.lost:
-            alive = frozenset(seat for seat in seats(run.cluster) if seat[0] not in run.lost)
+            alive = frozenset(slot for slot in gpu_slots(run.cluster) if slot[0] not in run.lost)
         move = Migration(
             self._moves.begun + 1,
             run.running.plan,
-            verdict.to.plan,
-            changes(run.running, verdict.to, alive),
-            verdict.reason,
-            verdict.numbers,
+            decision.to.plan,
+            changes(run.running, decision.to, alive),
+            decision.reason,
+            decision.numbers,
             forced,
         )
         run.promise = None
-        self._write(f"move {move.id}", "begun", verdict.reason)
-        self._write(RUN, "moving", verdict.reason)
+        self._write(f"move {move.id}", "begun", decision.reason)
+        self._write(RUN, "moving", decision.reason)
         longest_s = max([*run.walls, run.running.plan.iteration_seconds])
         ends_s = (1 + self.workflow.staleness) * longest_s  # those ahead have begun, and end first
-        self._moves.begin(move, verdict.to, self._watch.levels(), ends_s, now)
+        self._moves.begin(move, decision.to, self._drift.levels(), ends_s, now)
 
     def _moving_to_arrived(self, moving: OngoingMigration) -> None:
         run, move = self._run, moving.move
-        numbers, before, bias = move.numbers, run.running, self._watch.bias
-        self._settle(moving.to, moving.levels)
+        numbers, before, bias = move.numbers, run.running, self._drift.bias
+        self._set_plan(moving.to, moving.levels)
         if not move.forced and numbers.gain_s and numbers.iteration_s:
             run.promise = PromisedGain(before, numbers.gain_s / numbers.iteration_s, bias or 1.0)
         reason = Reason(ReasonCode.arrived, f"move {move.id} is done: {run.running.plan.describe()}")
         self._write(f"move {move.id}", "arrived", reason)
-        self._tell(reason)
+        self._notify(reason)
         self._set_ranges()
 
-    def _settle(self, to: PlacedPlan, levels: dict[str, float]) -> None:
-        """Another plan is in place."""
+    def _set_plan(self, to: PlacedPlan, levels: dict[str, float]) -> None:
         run = self._run
-        standing = to.on(run.cluster)
-        assert standing is not None, "a plan in place whose GPUs are not there"
-        run.running, run.reference = standing, dict(levels)
-        run.lost, run.room, run.moved_at = (), "", run.done
-        self._watch.look_again()
+        moved = to.on(run.cluster)
+        assert moved is not None, "a plan in place whose GPUs are not there"
+        run.running, run.reference = moved, dict(levels)
+        run.lost, run.cluster_change, run.moved_at = (), "", run.done
+        self._drift.invalidate()
         run.failed_tries, run.retry_at, run.wait_until = 0, None, None
         run.bias, run.walls, run.promise, run.advised = [], [], None, None
 
@@ -347,9 +361,9 @@ class ReplanMachine:
             ReasonCode.rolled_back, f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
         )
         self._write(f"move {move.id}", "rolled back", reason)
-        self._tell(reason)
+        self._notify(reason)
         self._set_ranges()
-        if not self._watch.must_go():
+        if not self._drift.must_migrate():
             return
         run.failed_tries += 1
         if run.failed_tries < self.rules.tries:
@@ -365,89 +379,83 @@ class ReplanMachine:
         run = self._run
         run.stopped, run.wait_until, run.retry_at = reason, None, None
         self._write(RUN, "stopped", reason)
-        self._say(e.StopRun(reason))
+        self._emit(e.StopRun(reason))
 
-    # ---- saying ----------------------------------------------------------------------------------------------------
+    # ---- output ----------------------------------------------------------------------------------------------------
 
-    def _say(self, instruction: e.ReplanInstruction) -> None:
+    def _emit(self, instruction: e.ReplanInstruction) -> None:
         self._out.append(instruction)
 
-    def _tell(self, reason: Reason) -> None:
+    def _notify(self, reason: Reason) -> None:
         self._write(RUN, "told", reason)
-        self._say(e.Notify(reason))
+        self._emit(e.Notify(reason))
 
     def _set_ranges(self) -> None:
-        for one in self._watch.ranges():
-            self._say(one)
+        for gpu_range in self._drift.ranges():
+            self._emit(gpu_range)
 
     def _write(self, subject: str, state: str, reason: Reason) -> None:
         self._stories.write(subject, StoryEntry(self._run.now, state, reason))
 
-    # ---- what can be asked -----------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """The plan in place."""
         return self._run.running.plan
 
     @property
-    def sited(self) -> PlacedPlan:
-        """The plan in place, and the cluster that its ranks count through."""
+    def placed_plan(self) -> PlacedPlan:
+        """The plan in place, with the cluster that its ranks refer to."""
         return self._run.running
 
     @property
     def moving_to(self) -> PlacedPlan | None:
-        """Where the move under way goes; ranks count through the nodes that stay."""
+        """Target of the current migration; ranks refer to the nodes that stay."""
         return None if self._moves.moving is None else self._moves.moving.to
 
     @property
     def cluster(self) -> Cluster:
-        """What there is."""
         return self._run.cluster
 
     @property
     def iterations(self) -> int:
-        """Iterations counted."""
         return self._run.done
 
     @property
     def moving(self) -> Migration | None:
-        """The move under way."""
         return None if self._moves.moving is None else self._moves.moving.move
 
     @property
     def stopped(self) -> Reason | None:
-        """Why the run was told to stop, if it was."""
+        """Why StopRun was issued, if it was."""
         return self._run.stopped
 
     @property
-    def watch(self) -> DriftMonitor:
-        """The run's figures: estimates, ranges, what a component would take on other GPUs."""
-        return self._watch
+    def drift(self) -> DriftMonitor:
+        """Figures of the run: estimates, ranges, predicted component times."""
+        return self._drift
 
     def costs(self) -> tuple[MigrationCost, ...]:
-        """What past moves cost."""
         return tuple(self._moves.costs)
 
     def estimates(self) -> dict[str, CostEstimate]:
-        """What every component costs now, against its profile."""
-        return self._watch.estimates.all()
+        """Current cost of every component relative to its profile."""
+        return self._drift.estimates.all()
 
     def story(self, subject: str = RUN) -> tuple[StoryEntry, ...]:
-        """What became of the run, or of `move 3`, as long as it is remembered."""
+        """State history of the run, or of `move 3`."""
         return self._stories.of(subject)
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
-        """Everything that is remembered, as plain data."""
         return {
             "run": dump_run(self._run),
-            "tracks": dump_tracks(self._watch.estimates.tracks),
+            "tracks": dump_tracks(self._drift.estimates.tracks),
             "moving": dump_moving(self._moves.moving),
             "begun": self._moves.begun,
             "costs": encode(self._moves.costs),
-            "stories": encode(self._stories.chapters),
+            "stories": encode(self._stories.entries),
         }
 
     @classmethod
@@ -458,17 +466,82 @@ class ReplanMachine:
         rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
         allowed: FrameworkRules | None = None,
     ) -> ReplanMachine:
-        """A machine that goes on from a dump, with the settings that it had."""
+        """Restores a dump, with the settings that it had."""
         run = load_run(data["run"])
         machine = cls(workflow, run.cluster, run.running.plan, rules, allowed)
-        machine._run = machine._watch.run = run
-        machine._watch.estimates.tracks = load_tracks(data["tracks"])
+        machine._run = machine._drift.run = run
+        machine._drift.estimates.tracks = load_tracks(data["tracks"])
         machine._moves.moving = load_moving(data["moving"])
         machine._moves.begun = data["begun"]
         machine._moves.costs[:] = load_costs(data["costs"])
-        machine._stories.chapters = load_stories(data["stories"])
+        machine._stories.entries = load_stories(data["stories"])
         return machine
 
     def check(self) -> None:
-        """Raise AssertionError where something is true of the run that must not be."""
-        check_machine(self._run, self._moves, self._watch.estimates, self.rules, self.next_deadline())
+        """Raises AssertionError where an invariant is violated."""
+        _check_machine(self._run, self._moves, self._drift.estimates, self.rules, self.next_deadline())
+
+
+# ---- input checks and invariants -------------------------------------------------------------------------------------
+
+
+def _check_iteration(iteration: Iteration, workflow: Workflow) -> None:
+    """Raises InputError for an unknown component, or too many batches."""
+    for component in iteration.components:
+        if component.component not in workflow.names:
+            near = nearest(component.component, workflow.names)
+            raise InputError(
+                f"there is no component named {component.component}",
+                where=f"iteration {iteration.number}",
+                hint=f"did you mean {near}?" if near else f"components are: {', '.join(workflow.names)}",
+            )
+        if component.batches is not None and component.batches > workflow.batches:
+            raise InputError(
+                f"{component.component} did {component.batches} batches of {workflow.batches}",
+                where=f"iteration {iteration.number}",
+            )
+
+
+def _check_cluster(event: e.ClusterChanged) -> None:
+    """Raises InputError for duplicate node names, or a leaving node that does not exist."""
+    names = [node.name for node in event.cluster.nodes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"two nodes are named {twice}", where="ClusterChanged", hint="node names must be unique")
+    for name in event.leaving:
+        if name not in names:
+            raise InputError(f"node {name} will leave, but is not there", where="ClusterChanged")
+
+
+def _check_machine(
+    run: ReplanState, moves: MigrationTracker, estimates: CostEstimates, rules: ReplanRules, due: float | None
+) -> None:
+    """Raises AssertionError where an invariant is violated."""
+    _check_plan(run)
+    moving = moves.moving
+    if moving is not None:
+        assert moving.move.id == moves.begun, "a move under way is not the newest"
+        assert tuple(stage for stage, _ in moving.took) == STAGES[: STAGES.index(moving.stage)], "a stage was skipped"
+        assert moving.failed is not None or moving.deadline <= moving.end, "a stage may end after its move"
+        assert run.stopped is None, "a stopped run moves"
+        assert run.promise is None, "a promise is judged during a move"
+    waits = moving is not None or run.retry_at is not None or run.wait_until is not None
+    assert not waits or run.stopped is not None or due is not None, "a wait without a deadline"
+    if run.lost and rules.mode is ReplanMode.auto and run.stopped is None:
+        assert waits, "the plan is gone and nothing is done about it"
+    assert run.done >= (run.moved_at or 0), "a move in the future"
+    assert all(level > 0 for level in run.reference.values()), "a plan made for no cost"
+    for track in estimates.tracks.values():
+        assert len(track.recent) <= rules.window
+        assert len(track.aside) < JUMP
+        assert all(a[0] < b[0] for a, b in pairwise(track.recent)), "an iteration counted twice"
+        assert all(number <= run.done for number, _ in [*track.recent, *track.aside]), "measured, and not counted"
+
+
+def _check_plan(run: ReplanState) -> None:
+    groups = run.running.plan.groups
+    used = [rank for group in groups for rank in group.gpus]
+    assert len(set(used)) == len(used), "two groups on one GPU"
+    assert all(rank < run.running.cluster.gpus for rank in used), "a rank that is not there"
+    if not run.lost:
+        assert run.running.cluster == run.cluster, "the ranks of the plan count through another cluster"

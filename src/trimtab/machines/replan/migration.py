@@ -1,10 +1,8 @@
-"""The life of a move: its stages one after another, each with a deadline, and the way back.
+"""Tracks a migration: its stages one after another, each with a deadline, and the rollback.
 
-There is one move at a time, and a stage is begun when the one before it is done. The transition that must not exist is
-from rolling back to anywhere but the old plan: whatever is heard of a stage after its move has failed is late and
-changes nothing. A move counts as done only when its last stage is; until then the old plan is the plan.
-
-Nobody is asked here whether the move is a good one, and what becomes of the run is told to whoever owns this.
+At most one migration at a time. The transition that must not exist is from rolling back to anything but the old plan:
+news of a stage after its migration has failed is late and changes nothing. A migration is done only when its last stage
+is; until then the old plan is in place. Whether to migrate is not decided here; outcomes are reported by callbacks.
 """
 
 from __future__ import annotations
@@ -22,47 +20,46 @@ COSTS_KEPT = 50
 
 @dataclass
 class OngoingMigration:
-    """A move that is under way. `failed` is why it is being rolled back, if it is."""
+    """A migration in progress. `failed`: why it is being rolled back."""
 
     move: Migration
     to: PlacedPlan
-    levels: dict[str, float]  # what the new plan was made for
+    levels: dict[str, float]  # for which the new plan was made
     stage: MigrationStage
-    deadline: float  # of the stage, or of the way back
-    end: float  # of the whole move
+    deadline: float  # of the stage, or of the rollback
+    end: float  # of the whole migration
     took: list[tuple[MigrationStage, float]] = field(default_factory=list)  # stages done, in order
     failed: Reason | None = None
 
 
 class MigrationTracker:
-    """At most one move under way, and what past ones cost."""
+    """At most one migration in progress, and the costs of past ones."""
 
     def __init__(
-        self, rules: ReplanRules, costs: list[MigrationCost], say: Callable[[e.ReplanInstruction], None]
+        self, rules: ReplanRules, costs: list[MigrationCost], emit: Callable[[e.ReplanInstruction], None]
     ) -> None:
         self._rules = rules
-        self._say = say
+        self._emit = emit
         self.moving: OngoingMigration | None = None
-        self.begun = 0  # moves ever begun; the newest one's id
-        self.costs = costs  # of moves that arrived, newest last
+        self.begun = 0  # total; also the id of the newest
+        self.costs = costs  # of completed migrations, newest last
         self.on_arrived: Callable[[OngoingMigration], None] = lambda moving: None
         self.on_back: Callable[[OngoingMigration], None] = lambda moving: None
         self.on_stuck: Callable[[OngoingMigration, Reason], None] = lambda moving, reason: None
 
-    # ---- what happens ----------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------
 
     def begin(self, move: Migration, to: PlacedPlan, levels: dict[str, float], ends_s: float, now: float) -> None:
-        """Still to moving; what is under way ends first, in `ends_s` as a rule, and may take two times as long."""
+        """Begin; the current iteration ends first, usually within `ends_s`, at most twice that."""
         assert self.moving is None, "two moves at once"
         self.begun = move.id
         drain_s = self._rules.stage_limit_s + 2 * ends_s
         end = now + drain_s + (len(STAGES) - 1) * self._rules.stage_limit_s
         self.moving = OngoingMigration(move, to, levels, STAGES[0], now + drain_s, end)
-        self._say(e.BeginMigration(move, end))
-        self._say(e.RunMigrationStage(move, STAGES[0], self.moving.deadline))
+        self._emit(e.BeginMigration(move, end))
+        self._emit(e.RunMigrationStage(move, STAGES[0], self.moving.deadline))
 
     def stage_done(self, event: e.MigrationStageDone, now: float) -> None:
-        """To the next stage, or to arrived."""
         moving = self._current(event.move, event.stage)
         if moving is None:
             return
@@ -72,60 +69,56 @@ class MigrationTracker:
             return
         moving.stage = STAGES[STAGES.index(event.stage) + 1]
         moving.deadline = min(moving.end, now + self._rules.stage_limit_s)
-        self._say(e.RunMigrationStage(moving.move, moving.stage, moving.deadline))
+        self._emit(e.RunMigrationStage(moving.move, moving.stage, moving.deadline))
 
     def stage_failed(self, event: e.MigrationStageFailed, now: float) -> None:
-        """To rolling back."""
         if self._current(event.move, event.stage) is not None:
-            self.give_up(event.why or "no cause was given", now)
+            self.fail(event.why or "no cause was given", now)
 
     def rolled_back(self, event: e.RolledBack, now: float) -> None:
-        """From rolling back to the old plan."""
         moving = self.moving
         if moving is not None and moving.failed is not None and moving.move.id == event.move:
             self.moving = None
             self.on_back(moving)
 
     def roll_back_failed(self, event: e.RollBackFailed, now: float) -> None:
-        """From rolling back to nowhere: the run has to stop."""
         moving = self.moving
         if moving is not None and moving.failed is not None and moving.move.id == event.move:
             self._rolling_to_stuck(moving, event.why)
 
-    def give_up(self, why: str, now: float) -> None:
-        """From any stage to rolling back."""
+    def fail(self, why: str, now: float) -> None:
         moving = self.moving
         assert moving is not None
         if moving.failed is not None:
             return
         moving.failed = Reason(ReasonCode.stage_failed, f"{moving.stage.value}: {why}")
-        self.back(now)
+        self.roll_back(now)
 
-    def back(self, now: float) -> None:
-        """Say that the old plan is to be put in place; said again where nobody is at it any more."""
+    def roll_back(self, now: float) -> None:
+        """Instruct the rollback; repeated after a resume."""
         moving = self.moving
         assert moving is not None
         assert moving.failed is not None
-        # Before anything is done the iteration under way ends first, as it would have for the move.
+        # Before the first stage is done, the current iteration ends first.
         begins = now if moving.took else max(now, moving.deadline)
         moving.deadline = begins + self._rules.rollback_limit_s
         done = tuple(stage for stage, _ in moving.took)
-        self._say(e.RollBackMigration(moving.move, done, moving.stage, moving.failed, moving.deadline))
+        self._emit(e.RollBackMigration(moving.move, done, moving.stage, moving.failed, moving.deadline))
 
     def late(self, now: float) -> None:
-        """Whatever has not ended by its deadline has failed."""
+        """Fail what has not ended by its deadline."""
         moving = self.moving
         if moving is None or now < moving.deadline:
             return
         if moving.failed is None:
-            self.give_up("it took longer than it may", now)
+            self.fail("it took longer than it may", now)
         else:
             self._rolling_to_stuck(moving, "the way back took longer than it may")
 
-    # ---- what else is asked ----------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------
 
     def due(self) -> float | None:
-        """When whatever is under way has failed."""
+        """Deadline of the current stage or rollback."""
         return None if self.moving is None else self.moving.deadline
 
     def _current(self, move: int, stage: MigrationStage) -> OngoingMigration | None:

@@ -1,7 +1,7 @@
-"""Plans on clusters that change: whether a plan's GPUs are still there, and what a move changes for whom.
+"""Plans on clusters that change: whether the GPUs of a plan still exist, and what a migration changes.
 
-Ranks count through the nodes of one cluster, so they say nothing once a node is gone: a seat (node, GPU of that node)
-does. A plan never counts as in place on seats that are not there.
+Ranks number the GPUs of one cluster and mean nothing once a node is gone; a slot (node, GPU index) does. A plan never
+counts as in place on slots that do not exist.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ GpuSlot = tuple[str, int]
 
 
 @lru_cache(maxsize=16)
-def seats(cluster: Cluster) -> tuple[GpuSlot, ...]:
-    """The seat of every rank."""
+def gpu_slots(cluster: Cluster) -> tuple[GpuSlot, ...]:
+    """The slot of every rank."""
     return tuple((node.name, index) for node in cluster.nodes for index in range(node.gpus))
 
 
 def without(cluster: Cluster, leaving: tuple[str, ...]) -> Cluster:
-    """The cluster without some of its nodes."""
     return replace(cluster, nodes=tuple(node for node in cluster.nodes if node.name not in leaving))
 
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """A plan, and the cluster that its ranks count through."""
+    """A plan, and the cluster that its ranks refer to."""
 
     plan: Plan
     cluster: Cluster
 
     def on(self, cluster: Cluster) -> PlacedPlan | None:
-        """The same GPUs as ranks of another cluster; None where some are not there, or are of another kind."""
+        """The same GPUs as ranks of another cluster; None where some are missing, or of another kind."""
         if cluster == self.cluster:
             return self
-        here = seats(self.cluster)
+        here = gpu_slots(self.cluster)
         kinds = {node.name: node.gpu for node in self.cluster.nodes}
         same = {node.name for node in cluster.nodes if kinds.get(node.name) == node.gpu}
-        there = {seat: rank for rank, seat in enumerate(seats(cluster)) if seat[0] in same}
+        there = {slot: rank for rank, slot in enumerate(gpu_slots(cluster)) if slot[0] in same}
         used = {rank for group in self.plan.groups for rank in group.gpus}
         if any(here[rank] not in there for rank in used):
             return None
@@ -59,41 +58,39 @@ class PlacedPlan:
         return PlacedPlan(plan, cluster)
 
     def uses(self, nodes: tuple[str, ...]) -> bool:
-        """Whether any of its GPUs is on one of these nodes."""
-        here = seats(self.cluster)
+        here = gpu_slots(self.cluster)
         return any(here[rank][0] in nodes for group in self.plan.groups for rank in group.gpus)
 
-    def seats_of(self, component: str) -> tuple[GpuSlot, ...]:
-        """Where a component computes."""
-        here = seats(self.cluster)
+    def slots_of(self, component: str) -> tuple[GpuSlot, ...]:
+        here = gpu_slots(self.cluster)
         return tuple(here[rank] for rank in self.plan.placed(component).gpus)
 
-    def company(self, component: str) -> tuple[str, ...]:
-        """Who shares its GPUs, itself among them."""
+    def group_of(self, component: str) -> tuple[str, ...]:
+        """Components that share its GPUs, including itself."""
         return next((group.components for group in self.plan.groups if component in group.components), ())
 
     def same_as(self, other: PlacedPlan) -> bool:
-        """Whether nobody has to move from one to the other."""
+        """Whether no component has to move."""
         return not any(change.how is not ChangeKind.stays for change in changes(self, other))
 
 
-def reseated(sited: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) -> PlacedPlan:
-    """The same plan on the nodes where its components were put: (node, GPUs there), by any component of a group.
+def with_gpu_slots(placed_plan: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) -> PlacedPlan:
+    """The same plan on the nodes where its components were placed: (node, GPUs there), by any component of a group.
 
-    Groups of which nothing is told stay where they are as far as that is free, and take what is left of their kind.
-    Raises ValueError where these nodes do not have so many GPUs, or a group has another number of them.
+    Other groups keep their GPUs as far as these are free, and take others of their kind. Raises ValueError where the
+    nodes do not have enough GPUs, or a group has another number of them.
     """
     free: dict[str, list[int]] = {}
-    kinds = {node.name: node.gpu for node in sited.cluster.nodes}
-    for rank, (node, _) in enumerate(seats(sited.cluster)):
+    kinds = {node.name: node.gpu for node in placed_plan.cluster.nodes}
+    for rank, (node, _) in enumerate(gpu_slots(placed_plan.cluster)):
         free.setdefault(node, []).append(rank)
     ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for group in sited.plan.groups:
-        told = next((where[name] for name in group.components if name in where), None)
-        if told is None:
+    for group in placed_plan.plan.groups:
+        stated = next((where[name] for name in group.components if name in where), None)
+        if stated is None:
             continue
         found: list[int] = []
-        for node, count in told:
+        for node, count in stated:
             here = free.get(node, [])
             keep = [rank for rank in here if rank in group.gpus][:count]
             some = keep + [rank for rank in here if rank not in keep][: count - len(keep)]
@@ -104,7 +101,7 @@ def reseated(sited: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) 
         if len(found) != len(group.gpus):
             raise ValueError(f"{', '.join(group.components)} has {len(found)} GPUs, not {len(group.gpus)}")
         ranks[group.components] = tuple(sorted(found))
-    for group in sited.plan.groups:
+    for group in placed_plan.plan.groups:
         if group.components not in ranks:
             left = [rank for node, some in free.items() if kinds[node] == group.kind for rank in some]
             kept = [rank for rank in left if rank in group.gpus]
@@ -114,28 +111,28 @@ def reseated(sited: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) 
             ranks[group.components] = tuple(sorted(chosen))
             for node in free:
                 free[node] = [rank for rank in free[node] if rank not in chosen]
-    return PlacedPlan(_on_ranks(sited.plan, ranks), sited.cluster)
+    return PlacedPlan(_on_ranks(placed_plan.plan, ranks), placed_plan.cluster)
 
 
-def near(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
-    """The same plan on GPUs that its components have already, as far as they do: no needless move.
+def on_current_gpus(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
+    """The same plan on GPUs that its components already have, to avoid needless moves.
 
-    A plan whose groups share GPUs stays as it was laid out.
+    A plan whose groups share GPUs stays as laid out.
     """
     if to.plan.overlaps:
         return to
-    rank_of = {seat: rank for rank, seat in enumerate(seats(to.cluster))}
+    rank_of = {slot: rank for rank, slot in enumerate(gpu_slots(to.cluster))}
     kinds = [node.gpu for node in to.cluster.nodes for _ in range(node.gpus)]
     known = {(node.name, node.gpu) for node in running.cluster.nodes}
-    usable = [(name, kind) in known for (name, _), kind in zip(seats(to.cluster), kinds, strict=True)]
+    usable = [(name, kind) in known for (name, _), kind in zip(gpu_slots(to.cluster), kinds, strict=True)]
     old: dict[str, set[int]] = {}
-    for name in (one.name for one in running.plan.components):
-        held = {rank_of[seat] for seat in running.seats_of(name) if seat in rank_of}
+    for name in (component.name for component in running.plan.components):
+        held = {rank_of[slot] for slot in running.slots_of(name) if slot in rank_of}
         old[name] = {rank for rank in held if usable[rank]}
     taken: set[int] = set()
     ranks: dict[tuple[str, ...], list[int]] = {}
     company = {group.components for group in running.plan.groups}
-    for group in sorted(to.plan.groups, key=lambda one: one.components not in company):
+    for group in sorted(to.plan.groups, key=lambda group: group.components not in company):
         had = set().union(*(old.get(name, set()) for name in group.components))
         kept = sorted(rank for rank in had - taken if kinds[rank] == group.kind)[: len(group.gpus)]
         ranks[group.components] = kept
@@ -149,7 +146,7 @@ def near(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
 
 
 def _on_ranks(plan: Plan, ranks: Mapping[tuple[str, ...], tuple[int, ...]]) -> Plan:
-    """A plan with other GPUs for its groups; members that use fewer than their group has use its first ones."""
+    """The plan with other GPUs for its groups; members that use fewer than their group use its first ones."""
     of = {name: ranks[group.components] for group in plan.groups for name in group.components}
     return replace(
         plan,
@@ -164,18 +161,18 @@ def _on_ranks(plan: Plan, ranks: Mapping[tuple[str, ...], tuple[int, ...]]) -> P
 def changes(
     before: PlacedPlan, after: PlacedPlan, alive: frozenset[GpuSlot] | None = None
 ) -> tuple[ComponentChange, ...]:
-    """What happens to each component between two plans. `alive`: the seats that are there (None: all of them)."""
+    """What changes for each component between two plans. `alive`: slots that exist (None: all)."""
     found = []
     for placed in before.plan.components:
         name = placed.name
-        old, new = before.seats_of(name), after.seats_of(name)
+        old, new = before.slots_of(name), after.slots_of(name)
         how = ChangeKind.stays
         if alive is not None and not alive.issuperset(old):
             how = ChangeKind.replaced
-        elif before.company(name) != after.company(name):
+        elif before.group_of(name) != after.group_of(name):
             how = ChangeKind.regroups
         elif placed.variant != after.plan.placed(name).variant:
-            how = ChangeKind.moves  # another way to run is another process, wherever it is
+            how = ChangeKind.moves  # another variant is another process
         elif set(old) < set(new):
             how = ChangeKind.grows
         elif set(new) < set(old):

@@ -1,6 +1,6 @@
-"""What the loop remembers of a run, and how it becomes plain data and back.
+"""State of a run, and its conversion to plain data and back.
 
-Settings (the workflow, the rules) are not in it: they come from where they are set.
+Settings (the workflow, the rules) are not part of it.
 """
 
 from __future__ import annotations
@@ -20,50 +20,51 @@ from trimtab.model.workflow import Cluster
 
 @dataclass
 class PromisedGain:
-    """What the last move promised: the plan it left, the share of an iteration it was to gain, walls since."""
+    """Expected gain of the last migration: the plan before it, the expected share of an iteration, iteration times
+    since.
+    """
 
     before: PlacedPlan
     share: float
-    bias: float  # measured over predicted time, before it
+    bias: float  # measured over predicted time before it
     walls: list[float] = field(default_factory=list)
 
 
 @dataclass
 class ReplanState:
-    """A run as the loop knows it."""
+    """State of a run."""
 
-    running: PlacedPlan  # the plan in place; its ranks count through `cluster` unless `lost` names some of its nodes
-    cluster: Cluster  # what is there, leaving nodes among it
-    reference: dict[str, float]  # the level of each component that the plan was made for
+    running: PlacedPlan  # its ranks refer to `cluster`, unless `lost` names some of its nodes
+    cluster: Cluster  # all nodes, including leaving ones
+    reference: dict[str, float]  # cost level of each component for which the plan was made
     now: float = 0.0
-    done: int = 0  # iterations counted; each one once
+    done: int = 0  # iterations counted
     remaining: int | None = None
     leaving: tuple[str, ...] = ()
     leave_by: float | None = None
-    lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was put in place
-    room: str = ""  # how the cluster has changed since the plan was made; empty: not
-    moved_at: int | None = None  # iterations counted when the last move ended, well or not
-    setbacks: int = 0  # moves in a row that failed or fell short
+    lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was applied
+    cluster_change: str = ""  # how the cluster changed since the plan was made
+    moved_at: int | None = None  # iterations counted when the last migration ended
+    setbacks: int = 0  # consecutive migrations that failed or fell short
     bias: list[float] = field(default_factory=list)  # measured over predicted time under this plan, newest last
     walls: list[float] = field(default_factory=list)  # newest last
     switching: dict[str, float] = field(default_factory=dict)  # offload and onload of each component, as last measured
-    used: dict[str, int] = field(default_factory=dict)  # GPUs that the fleet has given elastic components
+    used: dict[str, int] = field(default_factory=dict)  # GPUs of elastic components
     promise: PromisedGain | None = None
-    advised: PlacedPlan | None = None  # what was said last, and not done
+    advised: PlacedPlan | None = None  # last advice, not taken
     advised_levels: dict[str, float] = field(default_factory=dict)
-    looked: dict[str, float] = field(default_factory=dict)  # levels of the last look at the plans; empty: none
-    looked_sure: dict[str, float] = field(default_factory=dict)
-    failed_tries: int = 0  # of a move that has to be
+    compared_levels: dict[str, float] = field(default_factory=dict)  # levels of the last comparison; empty: none
+    compared_sure_levels: dict[str, float] = field(default_factory=dict)
+    failed_tries: int = 0  # of a forced migration
     retry_at: float | None = None
-    wait_until: float | None = None  # for nodes, where nothing fits
+    wait_until: float | None = None  # for nodes, where no plan fits
     stopped: Reason | None = None
 
 
 def dump_run(run: ReplanState) -> dict[str, Any]:
-    """The run as plain data."""
-    plain = ("now", "done", "remaining", "leave_by", "room", "moved_at", "setbacks", "bias", "walls", "switching",
-             "used", "reference", "advised_levels", "looked", "looked_sure", "failed_tries", "retry_at",
-             "wait_until")  # fmt: skip
+    plain = ("now", "done", "remaining", "leave_by", "cluster_change", "moved_at", "setbacks", "bias", "walls",
+             "switching", "used", "reference", "advised_levels", "compared_levels", "compared_sure_levels",
+             "failed_tries", "retry_at", "wait_until")  # fmt: skip
     return {
         **{name: encode(getattr(run, name)) for name in plain},
         "running": encode(run.running),
@@ -77,32 +78,29 @@ def dump_run(run: ReplanState) -> dict[str, Any]:
 
 
 def load_run(data: dict[str, Any]) -> ReplanState:
-    """A run from plain data."""
     kept = dict(data)
     promise, advised, stopped = kept.pop("promise"), kept.pop("advised"), kept.pop("stopped")
     if promise is not None:
         promise = PromisedGain(
-            _sited(promise["before"]), promise["share"], promise["bias"], list(promise.get("walls", []))
+            _placed_plan(promise["before"]), promise["share"], promise["bias"], list(promise.get("walls", []))
         )
     return ReplanState(
-        running=_sited(kept.pop("running")),
+        running=_placed_plan(kept.pop("running")),
         cluster=decode(Cluster, kept.pop("cluster")),
         leaving=tuple(kept.pop("leaving")),
         lost=tuple(kept.pop("lost")),
         promise=promise,
-        advised=_sited(advised) if advised is not None else None,
+        advised=_placed_plan(advised) if advised is not None else None,
         stopped=decode(Reason, stopped) if stopped is not None else None,
         **{name: _copied(value) for name, value in kept.items()},
     )
 
 
 def dump_moving(moving: OngoingMigration | None) -> Any:
-    """A move under way as plain data."""
     return None if moving is None else encode(moving)
 
 
 def load_moving(data: Any) -> OngoingMigration | None:
-    """A move under way from plain data."""
     if data is None:
         return None
     move = data["move"]
@@ -111,12 +109,12 @@ def load_moving(data: Any) -> OngoingMigration | None:
             id=move["id"],
             before=_plan(move["before"]),
             after=_plan(move["after"]),
-            changes=tuple(decode(ComponentChange, one) for one in move["changes"]),
+            changes=decode(tuple[ComponentChange, ...], move["changes"]),
             reason=decode(Reason, move["reason"]),
             numbers=decode(DecisionNumbers, move["numbers"]),
             forced=move.get("forced", False),
         ),
-        to=_sited(data["to"]),
+        to=_placed_plan(data["to"]),
         levels=dict(data["levels"]),
         stage=MigrationStage(data["stage"]),
         deadline=data["deadline"],
@@ -127,39 +125,35 @@ def load_moving(data: Any) -> OngoingMigration | None:
 
 
 def dump_tracks(tracks: dict[str, CostTrack]) -> dict[str, Any]:
-    """The newest levels as plain data."""
     return {name: encode(track) for name, track in tracks.items()}
 
 
 def load_tracks(data: dict[str, Any]) -> dict[str, CostTrack]:
-    """The newest levels from plain data."""
-    return {name: decode(CostTrack, one) for name, one in data.items()}
+    return decode(dict[str, CostTrack], data)
 
 
 def load_costs(data: list[Any]) -> list[MigrationCost]:
-    """What past moves cost, from plain data."""
-    return [decode(MigrationCost, one) for one in data]
+    return decode(list[MigrationCost], data)
 
 
 def load_stories(data: dict[str, Any]) -> dict[str, list[StoryEntry]]:
-    """Stories from plain data."""
-    return {name: [decode(StoryEntry, one) for one in chapters] for name, chapters in data.items()}
+    return decode(dict[str, list[StoryEntry]], data)
 
 
 def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
 
 
-def _sited(data: dict[str, Any]) -> PlacedPlan:
+def _placed_plan(data: dict[str, Any]) -> PlacedPlan:
     return PlacedPlan(_plan(data["plan"]), decode(Cluster, data["cluster"]))
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    """By hand: the codec reads no literal types."""
+    """By hand: the codec does not support Literal types."""
     kept = dict(data)
     return Plan(
-        groups=tuple(decode(ComponentGroup, one) for one in kept.pop("groups")),
-        components=tuple(decode(PlacedComponent, one) for one in kept.pop("components")),
-        timeline=tuple(TimelineBar(**one) for one in kept.pop("timeline")),
+        groups=decode(tuple[ComponentGroup, ...], kept.pop("groups")),
+        components=decode(tuple[PlacedComponent, ...], kept.pop("components")),
+        timeline=tuple(TimelineBar(**bar) for bar in kept.pop("timeline")),
         **kept,
     )

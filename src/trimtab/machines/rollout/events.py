@@ -1,9 +1,9 @@
-"""What happens to rollout workers and requests (events), and what is to be done about it (instructions).
+"""Events about rollout workers and requests, and the instructions that answer them.
 
-Whoever drives the machine turns the world into events and instructions into deeds. Every instruction that takes time
-has a deadline and ends in one of the events named beside it, also when it fails. An `attempt` numbers what was sent or
-done, so that late news of an earlier one changes nothing, but for what is said beside it. Counts and ids only: prompts,
-tokens and texts stay with the driver. Being told the same twice changes nothing.
+The controller loop turns observations into events and executes instructions. Every instruction that takes time has a
+deadline and ends in one of the events named in its docstring, also when it fails. An `attempt` number marks each send
+or action, so that late news of an earlier attempt changes nothing unless stated otherwise. Counts and ids only:
+prompts, tokens and texts stay with the caller. Events are idempotent.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from trimtab.model.rollout import (
 
 @dataclass(frozen=True)
 class RequestArrived:
-    """A generation is asked. An id that is known, or a class that is not, is refused before anything is touched."""
+    """A generation request. A known id or an unknown class is refused before any state changes."""
 
     spec: RequestSpec
 
 
 @dataclass(frozen=True)
 class TokensStreamed:
-    """So many tokens came in this attempt so far (not since the last news). `version`: where the engine says it."""
+    """Total tokens of this attempt so far. `version`: weights version, if the engine reports it."""
 
     request: str
     attempt: int
     tokens: int
     version: int | None = None
-    again: bool = False  # some of them cannot be named, so that after a cut it starts from the prompt
+    restart: bool = False  # token ids are incomplete: after an abort it restarts from the prompt
 
 
 @dataclass(frozen=True)
 class AttemptFinished:
-    """The engine ended the answer in order: the model stopped, or all tokens that were asked are there."""
+    """The engine ended the answer in order: the model stopped, or max_tokens is reached."""
 
     request: str
     attempt: int
@@ -58,19 +58,19 @@ class AttemptFinished:
 
 @dataclass(frozen=True)
 class AttemptFailed:
-    """Stream cut, error, time-out, nonsense. `fatal`: the engine says that the request itself is wrong."""
+    """Broken stream, error, time-out or invalid response. `fatal`: the engine rejects the request itself."""
 
     request: str
     attempt: int
-    tokens: int  # in this attempt, that are good
+    tokens: int  # in this attempt, usable
     why: str
     fatal: bool = False
-    gone: bool = False  # the engine went away under it: it may have died of this request
+    engine_died: bool = False  # the engine may have died of this request
 
 
 @dataclass(frozen=True)
 class AbortedExternally:
-    """Somebody else than trimtab aborted it, on purpose: what there is of it is passed on, never tried again."""
+    """Aborted on purpose by another client of the engine: partial output is returned, never retried."""
 
     request: str
     attempt: int
@@ -80,9 +80,7 @@ class AbortedExternally:
 
 @dataclass(frozen=True)
 class AbortDone:
-    """An AbortAttempt was carried out: nothing of this attempt runs any more. Late ones free the worker all the
-    same.
-    """
+    """An AbortAttempt was executed: nothing of this attempt runs any more. Late ones still free the worker."""
 
     request: str
     attempt: int
@@ -91,7 +89,7 @@ class AbortDone:
 
 @dataclass(frozen=True)
 class RequestCancelled:
-    """The client does not want it any more."""
+    """The client cancelled the request."""
 
     request: str
     why: str = ""
@@ -102,7 +100,7 @@ class RequestCancelled:
 
 @dataclass(frozen=True)
 class WorkerAdded:
-    """A worker may be used. `up`: its engine runs already; else it is to be started when it is needed."""
+    """A worker may be used. `up`: its engine runs already; else it is started when needed."""
 
     spec: WorkerSpec
     up: bool = False
@@ -111,7 +109,7 @@ class WorkerAdded:
 
 @dataclass(frozen=True)
 class WorkerRemoved:
-    """A worker is to go for good: route off, drain or abort, sleep, stop. `deadline_s` None: as the rules say."""
+    """Remove a worker: route off, drain or abort, sleep, stop. `deadline_s` None: as the rules say."""
 
     worker: str
     deadline_s: float | None = None
@@ -120,14 +118,13 @@ class WorkerRemoved:
 
 @dataclass(frozen=True)
 class WorkerReclaimed:
-    """The worker is given to others until WorkerReturned, with notice. Refused where too few would be left, unless
-    forced (its node goes, whatever anybody says)."""
+    """The worker is lent out until WorkerReturned. Refused where too few would be left, unless forced (node loss)."""
 
     worker: str
     deadline: float
     why: str
     forced: bool = False
-    patient: bool = False  # what runs there has all of that time; else as long as a drain takes, for somebody waits
+    full_notice: bool = False  # requests may run until the deadline; else at most for rules.drain_s
 
 
 @dataclass(frozen=True)
@@ -139,16 +136,16 @@ class WorkerReturned:
 
 @dataclass(frozen=True)
 class WorkerUp:
-    """The engine is up (again) without trimtab having asked: it was restarted, came back, or the trainer woke it."""
+    """The engine came up without a trimtab action: restarted, reconnected, or woken by the trainer."""
 
     worker: str
     version: int | None = None
-    restarted: bool = True  # another process than before; False: the same, woken by the trainer
+    restarted: bool = True  # a new process; False: the same one, woken by the trainer
 
 
 @dataclass(frozen=True)
 class WorkerDied:
-    """The engine is gone, and everything on it."""
+    """The engine process is gone, with everything on it."""
 
     worker: str
     why: str
@@ -156,7 +153,7 @@ class WorkerDied:
 
 @dataclass(frozen=True)
 class WorkerUnhealthy:
-    """The engine has not passed a health check for so long."""
+    """The engine has failed its health check for `for_s` seconds."""
 
     worker: str
     for_s: float
@@ -165,14 +162,14 @@ class WorkerUnhealthy:
 
 @dataclass(frozen=True)
 class WorkerHealthy:
-    """The engine passes its health check (again). Says nothing about whether it answers requests."""
+    """The health check passes (again). Does not prove that the engine answers requests."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class WorkerSlept:
-    """The trainer put it to sleep."""
+    """The trainer put the engine to sleep."""
 
     worker: str
     keeps_weights: bool = True
@@ -180,14 +177,14 @@ class WorkerSlept:
 
 @dataclass(frozen=True)
 class WeightsDiscarded:
-    """Its weights were discarded by somebody."""
+    """The engine's weights were discarded."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class PausedExternally:
-    """Somebody else than trimtab paused the engine (`on` false: resumed it). Requests sent there would hang."""
+    """Another client paused the engine (`on` false: resumed it). Requests sent there would hang."""
 
     worker: str
     on: bool = True
@@ -195,7 +192,7 @@ class PausedExternally:
 
 @dataclass(frozen=True)
 class LoadReported:
-    """The engine's own figures, taken at `at`. Old ones are not believed."""
+    """The engine's own load figures, taken at `at`. Stale figures are ignored."""
 
     worker: str
     running: int
@@ -206,7 +203,7 @@ class LoadReported:
 
 @dataclass(frozen=True)
 class ActionDone:
-    """An Act ended well. `version`: of a start or wake, as reported. `note`: what is odd about it all the same."""
+    """A WorkerAction succeeded. `version`: of a start or wake, as reported. `note`: an anomaly to warn about."""
 
     worker: str
     attempt: int
@@ -216,19 +213,19 @@ class ActionDone:
 
 @dataclass(frozen=True)
 class ActionFailed:
-    """An Act failed or took too long."""
+    """A WorkerAction failed or timed out."""
 
     worker: str
     attempt: int
     why: str
 
 
-# ---- events: refit, which is the trainer's ----------------------------------------------------------------------
+# ---- events: refit, driven by the trainer ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RefitBegun:
-    """The trainer has new weights. Membership is frozen; from now on only these weights are current."""
+    """The trainer has new weights. Membership is frozen; from now on only this version is current."""
 
     version: int
     way: RefitWay = RefitWay.disk
@@ -237,7 +234,7 @@ class RefitBegun:
 
 @dataclass(frozen=True)
 class RefitConfirmed:
-    """The trainer says that this worker has this version. With an epoch: as the process it was in that epoch."""
+    """The trainer confirms that this worker has this version. With an epoch: as the process of that epoch."""
 
     worker: str
     version: int
@@ -246,7 +243,7 @@ class RefitConfirmed:
 
 @dataclass(frozen=True)
 class RefitFailed:
-    """The worker has not got the weights; what it has now, nobody knows."""
+    """The worker did not get the weights; its weights are unknown."""
 
     worker: str
     version: int
@@ -255,17 +252,17 @@ class RefitFailed:
 
 @dataclass(frozen=True)
 class RefitEnded:
-    """The refit is over: whoever is confirmed serves, whoever is not is out of service."""
+    """The refit is over: confirmed workers serve, the others are out of service."""
 
     version: int
 
 
-# ---- events: how many -------------------------------------------------------------------------------------------
+# ---- events: scaling -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ScaleRequested:
-    """A person wants so many workers, until released, or until then. Wins over the policy."""
+    """Manual worker count, until released or until `until`. Overrides the policy."""
 
     workers: int
     until: float | None = None
@@ -279,7 +276,7 @@ class ScaleReleased:
 
 @dataclass(frozen=True)
 class HoldRequested:
-    """At least so many workers are wanted for a while (before a validation), under a name."""
+    """A named floor of workers for a while (e.g. before a validation)."""
 
     name: str
     workers: int
@@ -288,22 +285,22 @@ class HoldRequested:
 
 @dataclass(frozen=True)
 class HoldReleased:
-    """They are not wanted any more."""
+    """Removes the floor."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class WorkerRangeSet:
-    """The plan's range is another."""
+    """Replaces the plan's worker range."""
 
-    least: int
-    most: int
+    min_workers: int
+    max_workers: int
 
 
 @dataclass(frozen=True)
 class DemandSeen:
-    """Who could use a freed worker, and for how long."""
+    """Consumers that could use a freed worker, and for how long."""
 
     takers: tuple[Taker, ...] = ()
 
@@ -354,22 +351,25 @@ RolloutEvent = (
 
 @dataclass(frozen=True)
 class SendRequest:
-    """Ask the worker for the rest: prompt plus `resumed` tokens in. Ends in Finished, Broke, AbortedExternally or,
-    after an AbortAttempt, AbortDone. The machine itself watches that tokens come."""
+    """Ask the worker for the rest: prompt plus `resumed` tokens in.
+
+    Ends in AttemptFinished, AttemptFailed, AbortedExternally or, after an AbortAttempt, AbortDone. The machine itself
+    detects stalls.
+    """
 
     request: str
     attempt: int
     worker: str
-    resumed: int  # tokens of the answer that exist already
-    max_tokens: int  # that are left
+    resumed: int  # tokens of the answer so far
+    max_tokens: int  # remaining
     min_tokens: int
-    version: int  # that the worker has
+    version: int  # of the worker
     reason: Reason
 
 
 @dataclass(frozen=True)
 class AbortAttempt:
-    """Cut this attempt and say what it had made. Ends in AbortDone, or in Finished where that came first."""
+    """Abort this attempt and report its tokens. Ends in AbortDone, or in AttemptFinished where that came first."""
 
     request: str
     attempt: int
@@ -380,7 +380,7 @@ class AbortAttempt:
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """Tell the client, exactly once. `of`: the request whose answer it is, where a key said so."""
+    """Answer the client, exactly once. `of`: the request whose answer it is, where an idempotency key said so."""
 
     request: str
     end: End
@@ -392,7 +392,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class RefuseRequest:
-    """Tell the client that it was not accepted. This is its answer; it may come again after `retry_after_s`."""
+    """Reject the request; this is its answer. It may be retried after `retry_after_s`."""
 
     request: str
     reason: Reason
@@ -401,20 +401,20 @@ class RefuseRequest:
 
 @dataclass(frozen=True)
 class WorkerAction:
-    """Do something to a worker. Ends in ActionDone or ActionFailed; the deadline is the machine's, too."""
+    """Run an action on a worker. Ends in ActionDone or ActionFailed; the machine enforces the deadline, too."""
 
     worker: str
     attempt: int
     verb: WorkerVerb
     deadline: float
     reason: Reason
-    version: int | None = None  # of a refit, or the one a started engine should have
+    version: int | None = None  # of a refit, or expected of a started engine
     keeps_weights: bool = True  # of a sleep
 
 
 @dataclass(frozen=True)
 class RefitReady:
-    """All members are quiet: the trainer may send weights. Membership is frozen until RefitOver."""
+    """All members are quiesced: the trainer may send weights. Membership is frozen until RefitOver."""
 
     version: int
     membership: Membership
@@ -423,7 +423,7 @@ class RefitReady:
 
 @dataclass(frozen=True)
 class RefitOver:
-    """The refit has ended, with this outcome: who serves the new version, and who does not."""
+    """The refit has ended: workers with the new version, and workers without it."""
 
     version: int
     current: tuple[str, ...]
@@ -440,7 +440,7 @@ class AnnounceScaleStep:
 
 @dataclass(frozen=True)
 class Warn:
-    """Somebody should know. `worker`: whom it is about, if anybody."""
+    """A warning for the operator. `worker`: the worker concerned, if any."""
 
     reason: Reason
     worker: str = ""

@@ -1,10 +1,8 @@
-"""Workers in trouble: who is suspected, probed, given up and back, and what others do to engines behind trimtab's back.
+"""Worker health: suspicion, probes, loss, recovery, and actions of other clients on engines.
 
-Called by the machine for news of health and of others, and by the rooms of requests and acts when something failed. A
-suspect keeps what it has and gets nothing new until it has really answered: a health check that passes proves nothing
-of a wedged engine. What must never happen: a worker lost by a Tick alone (how long it has been unwell is what its
-health check says; a probe it does not answer, or a cut it does not confirm, was asked of it), and what it may still be
-working on forgotten while its process may live.
+A suspect keeps its requests and gets no new ones until it has answered: a passing health check proves nothing about a
+wedged engine. What must never happen: a worker lost by a tick alone (how long it is unhealthy comes from its health
+check; an unanswered probe or an unconfirmed abort was sent to it), and attempts forgotten while its process may run.
 """
 
 from __future__ import annotations
@@ -21,106 +19,100 @@ S = WorkerState
 
 
 class WorkerHealth:
-    """What goes wrong with workers."""
+    """Failures and recovery of workers."""
 
-    def __init__(self, books: RolloutState, requests: RequestTransitions, workers: WorkerTransitions) -> None:
-        self.books = books
+    def __init__(self, state: RolloutState, requests: RequestTransitions, workers: WorkerTransitions) -> None:
+        self.state = state
         self.requests = requests
         self.workers = workers
 
-    # ---- trouble -----------------------------------------------------------------------------------------------------
+    # ---- failures ---------------------------------------------------------------------------------------------------
 
     def fault(self, worker: RolloutWorker, why: str) -> None:
-        """A request broke there."""
         worker.faults += 1
-        if worker.faults >= self.books.rules.faults:
-            self.suspect(worker, Reason(ReasonCode.faulty, f"{worker.faults} requests in a row broke: {why}"))
+        if worker.faults >= self.state.rules.faults:
+            self.suspect(worker, Reason(ReasonCode.faulty, f"{worker.faults} requests in a row failed: {why}"))
 
-    def deaf(self, worker: RolloutWorker, why: str) -> None:
-        """It does not answer, though it may be healthy."""
-        orphans = sum(one.orphan for one in worker.held.values())
+    def unresponsive(self, worker: RolloutWorker, why: str) -> None:
+        """It does not answer, though its health check may pass."""
+        orphans = sum(attempt.orphan for attempt in worker.held.values())
         if orphans and worker.state in (S.draining, S.stale, S.empty):
-            self.lost(worker, Reason(ReasonCode.hung, f"{why}, and others wait for that"))
-        elif orphans >= self.books.rules.faults:
+            self.lost(worker, Reason(ReasonCode.hung, f"{why}, and its drain or refit waits for that"))
+        elif orphans >= self.state.rules.faults:
             self.lost(worker, Reason(ReasonCode.hung, f"{why}, nor that of {orphans - 1} others"))
         else:
             self.suspect(worker, Reason(ReasonCode.hung, why))
-            self.workers.on_quieter(worker)
+            self.workers.on_worker_changed(worker)
 
-    def unwell(self, event: e.WorkerUnhealthy) -> None:
-        """Its health check has failed for so long."""
-        worker = self.books.workers.get(event.worker)
+    def unhealthy(self, event: e.WorkerUnhealthy) -> None:
+        worker = self.state.workers.get(event.worker)
         if worker is None or worker.state not in (S.active, S.draining, S.stale, S.empty, S.suspect):
             return
-        rules = self.books.rules
+        rules = self.state.rules
         if event.for_s < rules.suspect_s:
             return
-        worker.unwell = True
+        worker.unhealthy = True
         reason = Reason(ReasonCode.unhealthy, f"{event.why}, for {event.for_s:.3g} s")
         if event.for_s >= rules.lost_s:
             self.lost(worker, reason)
         else:
             self.suspect(worker, reason)
 
-    def well(self, event: e.WorkerHealthy) -> None:
-        """Its health check passes; whether it answers is another question."""
-        worker = self.books.workers.get(event.worker)
-        if worker is None or not worker.unwell:
+    def healthy(self, event: e.WorkerHealthy) -> None:
+        worker = self.state.workers.get(event.worker)
+        if worker is None or not worker.unhealthy:
             return
-        worker.unwell = False
-        if worker.state is S.suspect and worker.doing is None:
+        worker.unhealthy = False
+        if worker.state is S.suspect and worker.action is None:
             worker.probes = 0
             self.probe(worker, "its health check passes again")
 
-    def heard(self, worker: RolloutWorker) -> None:
-        """Tokens came from it: a suspect that answers is none."""
-        if worker.state is S.suspect and not worker.unwell and worker.faults < self.books.rules.faults:
-            self.back(worker, "it answers")
+    def responded(self, worker: RolloutWorker) -> None:
+        """Tokens came: a suspect that answers is cleared."""
+        if worker.state is S.suspect and not worker.unhealthy and worker.faults < self.state.rules.faults:
+            self.recovered(worker, "it answers")
 
     def suspect(self, worker: RolloutWorker, reason: Reason) -> None:
-        """Nothing new goes there until it has answered."""
+        """Route nothing new there until it has answered a probe."""
         if worker.state is not S.active:
             return
-        self.workers.become(worker, S.suspect, reason)
+        self.workers.transition(worker, S.suspect, reason)
         worker.probes = 0
-        self.books.look_soon()
-        if worker.doing is None:
+        self.state.evaluate_soon()
+        if worker.action is None:
             self.probe(worker, reason.sentence)
 
     def probe(self, worker: RolloutWorker, why: str) -> None:
-        """See whether it answers."""
         if worker.paused_elsewhere:
-            return  # a probe would hang; whoever resumes it is heard
-        self.workers.act(worker, WorkerVerb.probe, Reason(ReasonCode.faulty, why))
+            return  # a probe would hang; the resume triggers one
+        self.workers.start_action(worker, WorkerVerb.probe, Reason(ReasonCode.faulty, why))
 
     def probe_failed(self, worker: RolloutWorker, why: str) -> None:
-        """It did not: again, then it is lost."""
         if worker.state is not S.suspect:
             return
         worker.probes += 1
-        if worker.probes >= self.books.rules.tries:
+        if worker.probes >= self.state.rules.tries:
             self.lost(worker, Reason(ReasonCode.hung, f"{why}, {worker.probes} times in a row"))
         else:
-            worker.try_at = self.books.rest.now + self.books.rules.back_off_s
-            self.books.touch("w", worker.id)
+            worker.retry_at = self.state.now + self.state.rules.back_off_s
+            self.state.touch("w", worker.id)
 
-    def back(self, worker: RolloutWorker, why: str) -> None:
-        """It works again. Weights that became old in the meantime stay old."""
-        current = worker.version is not None and worker.version == self.books.rest.version
-        if worker.state is S.suspect and worker.unwell:
+    def recovered(self, worker: RolloutWorker, why: str) -> None:
+        """It works again. Weights that became stale meanwhile stay stale."""
+        current = worker.version is not None and worker.version == self.state.version
+        if worker.state is S.suspect and worker.unhealthy:
             return
         if worker.state is S.suspect and not current:
-            self.workers.become(
+            self.workers.transition(
                 worker, S.stale, Reason(ReasonCode.outdated, f"{why}; its weights are older than the trainer's")
             )
-            self.workers.wants_refit(worker)
+            self.workers.request_refit(worker)
         elif worker.state is S.suspect:
             self.workers.to_active(worker, Reason(ReasonCode.steady, why))
-        self.workers.on_quieter(worker)
+        self.workers.on_worker_changed(worker)
 
     def died(self, event: e.WorkerDied) -> None:
-        """Gone."""
-        worker = self.books.workers.get(event.worker)
+        worker = self.state.workers.get(event.worker)
         if worker is None or worker.state is S.lost:
             return
         if not worker.started and worker.state is S.inactive:
@@ -129,113 +121,111 @@ class WorkerHealth:
         self.lost(worker, Reason(ReasonCode.process_died, event.why))
 
     def lost(self, worker: RolloutWorker, reason: Reason, *, stop: bool = True) -> None:
-        """Whatever it was, it is not there any more, and neither is what it had."""
+        """Give up the worker and everything on it."""
         if worker.state is S.lost:
             return
-        books = self.books
-        self.workers.become(worker, S.lost, reason)
+        state = self.state
+        self.workers.transition(worker, S.lost, reason)
         worker.was_lost, worker.version = True, None
         worker.incarnation += 1
-        # The same process may come back: as asleep and as paused as it was, or was about to be.
-        worker.asleep = worker.asleep or (worker.doing is not None and worker.doing.verb is WorkerVerb.sleep)
-        worker.unwell = False
+        # The same process may come back: asleep or paused as it was, or was about to be.
+        worker.asleep = worker.asleep or (worker.action is not None and worker.action.verb is WorkerVerb.sleep)
+        worker.unhealthy = False
         worker.faults = worker.probes = 0
-        worker.doing, worker.load_until, worker.try_at = None, None, None
-        worker.load_asked = False
-        self.requests.lose_all(worker, f"{worker.id} was lost: {reason.sentence}", certain=not worker.started)
+        worker.action, worker.load_fresh_until, worker.retry_at = None, None, None
+        worker.reports_load = False
+        self.requests.lose_all(worker, f"{worker.id} was lost: {reason.sentence}", process_gone=not worker.started)
         if not worker.started:
-            self.requests.lay_ghosts(worker)
-        books.look_soon()
-        self.workers.on_quieter(worker)
+            self.requests.drop_zombies(worker)
+        state.evaluate_soon()
+        self.workers.on_worker_changed(worker)
         if stop and worker.spec.startable and worker.started:
-            self.workers.act(
-                worker, WorkerVerb.stop, Reason(reason.code, f"so that nothing of it is left: {reason.sentence}")
+            self.workers.start_action(
+                worker, WorkerVerb.stop, Reason(reason.code, f"its old process must end: {reason.sentence}")
             )
         elif worker.leaving:
             self.workers.forget(worker)
 
-    # ---- news of others ----------------------------------------------------------------------------------------------
+    # ---- other clients ----------------------------------------------------------------------------------------------
 
     def came_up(self, event: e.WorkerUp) -> None:
-        """Up without having been asked to."""
-        worker = self.books.workers.get(event.worker)
+        """Up without a trimtab action."""
+        worker = self.state.workers.get(event.worker)
         if worker is None or worker.state is S.starting:
             return
         if event.restarted:
             worker.paused_elsewhere = False
-            self.books.lane(worker)
+            self.state.update_lane(worker)
         if worker.state is S.lost:
-            if worker.doing is None:
-                self.requests.wake_ghosts(worker)
-                self.workers.arrives(worker, event.version, "it is back", ours=False)
+            if worker.action is None:
+                self.requests.abort_zombies(worker)
+                self.workers.process_started(worker, event.version, "it is back", ours=False)
         elif worker.state is S.inactive:
             if not worker.started or event.restarted:
                 worker.was_lost = worker.was_lost or worker.started
-                self.workers.arrives(worker, event.version, "it came up by itself", ours=False)
+                self.workers.process_started(worker, event.version, "it came up by itself", ours=False)
             elif worker.asleep:
-                self.workers.woken(worker, event.version, "others woke it")
+                self.workers.woken(worker, event.version, "another client woke it")
         elif event.restarted:
-            # Nobody knows when: what was sent last may be with the new process, so it is cut there, too.
-            self.lost(worker, Reason(ReasonCode.process_died, "it was restarted: what it had is gone"), stop=False)
-            if worker.id in self.books.workers:
-                self.requests.wake_ghosts(worker)
-                self.workers.arrives(worker, event.version, "it was restarted", ours=False)
+            # When is unknown: the last requests may be on the new process, so they are aborted there, too.
+            self.lost(worker, Reason(ReasonCode.process_died, "it was restarted, its requests are gone"), stop=False)
+            if worker.id in self.state.workers:
+                self.requests.abort_zombies(worker)
+                self.workers.process_started(worker, event.version, "it was restarted", ours=False)
 
     def slept(self, event: e.WorkerSlept) -> None:
-        """Others put it to sleep. What ran there is theirs to have aborted, and is heard of."""
-        worker = self.books.workers.get(event.worker)
+        """Another client put it to sleep, and is expected to have aborted what ran there."""
+        worker = self.state.workers.get(event.worker)
         if worker is None or worker.state in (S.lost, S.starting, S.inactive):
             return
-        worker.doing = None
+        worker.action = None
         if worker.state is S.draining and worker.held:
-            self.requests.cut_all(worker, Reason(ReasonCode.moved, f"{worker.id} was put to sleep"))
-        self.workers.put_to_sleep(worker, event.keeps_weights, "others put it to sleep")
+            self.requests.abort_all(worker, Reason(ReasonCode.moved, f"{worker.id} was put to sleep"))
+        self.workers.mark_asleep(worker, event.keeps_weights, "another client put it to sleep")
 
-    def emptied(self, event: e.WeightsDiscarded) -> None:
-        """Its weights are gone: what it makes from now on is worth nothing."""
-        worker = self.books.workers.get(event.worker)
+    def weights_discarded(self, event: e.WeightsDiscarded) -> None:
+        """Its weights are gone: tokens made from now on are invalid."""
+        worker = self.state.workers.get(event.worker)
         if worker is None:
             return
         worker.version = None
         if worker.state in (S.lost, S.starting, S.inactive, S.empty):
             return
         reason = Reason(ReasonCode.emptied, "its weights were discarded")
-        self.requests.cut_all(worker, Reason(ReasonCode.moved, f"{worker.id}: its weights were discarded"))
+        self.requests.abort_all(worker, Reason(ReasonCode.moved, f"{worker.id}: its weights were discarded"))
         if worker.state is not S.draining:
-            self.workers.become(worker, S.empty, reason)
-            self.workers.wants_refit(worker)
+            self.workers.transition(worker, S.empty, reason)
+            self.workers.request_refit(worker)
 
     def paused_elsewhere(self, event: e.PausedExternally) -> None:
-        """Others pause and resume it. Requests there wait; none is sent there."""
-        worker = self.books.workers.get(event.worker)
+        """Another client pauses or resumes it. Requests there wait; none is sent there."""
+        worker = self.state.workers.get(event.worker)
         if worker is None or worker.paused_elsewhere == event.on or worker.state is S.lost:
             return
         worker.paused_elsewhere = event.on
-        self.books.lane(worker)
+        self.state.update_lane(worker)
         if not event.on:
             self.requests.resumed(worker)
-            if worker.state is S.suspect and worker.doing is None:
+            if worker.state is S.suspect and worker.action is None:
                 self.probe(worker, "it was resumed")
-        sentence = "others paused it: nothing is sent there" if event.on else "others resumed it"
-        self.books.write_worker(worker, worker.state, Reason(ReasonCode.passed_on, sentence))
+        sentence = "another client paused it: nothing is sent there" if event.on else "another client resumed it"
+        self.state.set_worker_state(worker, worker.state, Reason(ReasonCode.passed_on, sentence))
 
-    def load_seen(self, event: e.LoadReported) -> None:
-        """Its own figures, while they are fresh."""
-        books = self.books
-        worker = books.workers.get(event.worker)
-        until = event.at + books.rules.load_fresh_s
-        if worker is None or until <= books.rest.now:
+    def load_reported(self, event: e.LoadReported) -> None:
+        state = self.state
+        worker = state.workers.get(event.worker)
+        until = event.at + state.rules.load_fresh_s
+        if worker is None or until <= state.now:
             return
         worker.outside = max(0, event.running + event.waiting - len(worker.held))
-        worker.kv_full = event.kv_used_share >= books.rules.kv_full
-        worker.load_until, worker.load_asked = until, True
-        books.touch("w", worker.id)
-        self.figures(worker)
+        worker.kv_full = event.kv_used_share >= state.rules.kv_full
+        worker.load_fresh_until, worker.reports_load = until, True
+        state.touch("w", worker.id)
+        self.load_changed(worker)
 
-    def figures(self, worker: RolloutWorker) -> None:
-        """What it says of itself has come, or is not believed any more."""
-        lane = self.books.router.lanes.get(worker.id)
+    def load_changed(self, worker: RolloutWorker) -> None:
+        lane = self.state.router.lanes.get(worker.id)
         if lane is not None:
-            self.books.figures(worker, lane)
-            self.books.router.changed(lane)
+            self.state.update_lane_load(worker, lane)
+            self.state.router.changed(lane)
         self.workers.settle(worker)

@@ -1,4 +1,4 @@
-"""What the rollout machine remembers of workers, requests and a refit, and how others see it. Decides nothing."""
+"""Records of the rollout machine: workers, requests, attempts, refit; and their read-only views."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from trimtab.model.rollout import (
 
 @dataclass(eq=False)
 class SentAttempt:
-    """One attempt that is really on a worker, as far as anybody knows."""
+    """An attempt that a worker holds, as far as known."""
 
     request: str
     attempt: int
-    base: int  # tokens of the answer that existed when it was sent
+    base: int  # tokens of the answer when it was sent
     at: float
-    last: float  # when it was last heard of
-    cost: int  # tokens that it is predicted to make still, with its share of the prompt
-    abort_by: float | None = None  # an AbortSent was said; by then it must have ended
-    orphan: bool = False  # it did not, and nobody waits for it any more
+    last: float  # when it last made progress
+    cost: int  # predicted remaining tokens, plus its share of the prompt
+    abort_by: float | None = None  # abort deadline, once AbortAttempt was issued
+    orphan: bool = False  # the abort was not confirmed in time; no longer waited for
 
 
 @dataclass(eq=False)
 class OngoingAction:
-    """What is being done to a worker."""
+    """The action in progress on a worker."""
 
     verb: WorkerVerb
     attempt: int
@@ -49,104 +49,101 @@ class OngoingAction:
 
 @dataclass(eq=False)
 class RolloutWorker:
-    """One worker."""
+    """A rollout worker."""
 
     spec: WorkerSpec
     state: WorkerState
     reason: Reason
     since: float
     number: int  # in order of joining
-    version: int | None = None  # confirmed; None: nobody vouches for what it has
-    incarnation: int = 0  # grows whenever its process is another
-    was_lost: bool = False  # nothing but a confirmed refit takes this away
-    started: bool = False  # its process is there, as far as anybody knows
+    version: int | None = None  # confirmed; None: unknown weights
+    incarnation: int = 0  # increases with every new process
+    was_lost: bool = False  # cleared only by a confirmed refit
+    started: bool = False  # its process exists, as far as known
     asleep: bool = False
-    paused: bool = False  # trimtab asked for it, and no resume has been confirmed since
-    paused_elsewhere: bool = False  # by others: requests sent there would hang
-    unwell: bool = False  # as its health check last said
-    out: bool = False  # out of service for good: its refits or starts failed too often
-    leaving: bool = False  # to go for good
-    taken: bool = False  # given to others
-    drain_by: float | None = None  # when what is left on it is cut; exactly while draining
-    drain_began: float | None = None
-    drain_cut: bool = False  # what was left has been told to end
-    heard: float = 0.0  # when anything of its requests was last heard
-    faults: int = 0  # requests broken in a row
-    failures: int = 0  # starts, wakes or refits failed in a row
-    probes: int = 0  # failed in a row
-    try_at: float | None = None  # nothing is tried before; then a tick does it
-    attempt: int = 0  # of acts
-    doing: OngoingAction | None = None
-    held: dict[str, SentAttempt] = field(default_factory=dict)  # by request#attempt: what is really there
-    ghosts: dict[str, SentAttempt] = field(
+    paused: bool = False  # by trimtab; no resume confirmed since
+    paused_elsewhere: bool = False  # by another client: requests sent there would hang
+    unhealthy: bool = False  # by its last health check
+    disabled: bool = False  # its refits or starts failed too often; not retried
+    leaving: bool = False  # being removed
+    reclaimed: bool = False  # lent out (WorkerReclaimed)
+    drain_deadline: float | None = None  # set exactly while draining; then remaining requests are aborted
+    drain_started_at: float | None = None
+    drain_expired: bool = False  # the drain deadline has passed
+    last_response_at: float = 0.0  # last sign of progress of its requests
+    faults: int = 0  # consecutive failed requests
+    failures: int = 0  # consecutive failed starts, wakes or refits
+    probes: int = 0  # consecutive failed probes
+    retry_at: float | None = None  # backoff: nothing is tried before
+    attempt: int = 0  # of actions
+    action: OngoingAction | None = None
+    held: dict[str, SentAttempt] = field(default_factory=dict)  # by request#attempt
+    zombies: dict[str, SentAttempt] = field(
         default_factory=dict
-    )  # what was there when it was lost, if its process may live
-    outside: int = 0  # requests there that are not ours, by its own figures ...
+    )  # attempts held when it was lost, while its process may still run
+    outside: int = 0  # requests of other clients, by its own figures ...
     kv_full: bool = False
-    load_until: float | None = None  # ... that are believed until then
-    load_asked: bool = False  # it has given figures: having none now is not the same as having nothing to do
+    load_fresh_until: float | None = None  # ... which are fresh until then
+    reports_load: bool = False  # it has reported figures: having none now does not mean idle
     served: int = 0
     story: list[StoryEntry] = field(default_factory=list)
 
     @property
     def id(self) -> str:
-        """Its name."""
         return self.spec.id
 
 
 @dataclass(eq=False)
 class RolloutRequest:
-    """One request."""
+    """A rollout request."""
 
     spec: RequestSpec
-    number: int  # in order of arrival; kept for life, so that whoever moves does not queue anew
+    number: int  # in order of arrival; kept, so that a moved request keeps its place
     state: RequestState
     reason: Reason
     since: float
     arrived: float
     deadline: float | None = None
-    tokens: int = 0  # of the answer, that exist
+    tokens: int = 0  # of the answer so far
     spans: list[Span] = field(default_factory=list)  # of those tokens
     attempt: int = 0
-    worker: str = ""  # where its attempt is; empty unless sent, streaming or moving
-    again: bool = False  # what it has is thrown away at the next cut
+    worker: str = ""  # of its attempt; empty unless sent, streaming or moving
+    restart: bool = False  # its tokens are dropped at the next abort
     breaks: int = 0
-    deadly: int = 0  # engines in a row that were gone before they made a token of it
+    poison_count: int = 0  # consecutive engines that died before its first token
     moves: int = 0
-    avoid: str = ""  # the worker it broke on
-    wanted: list[str] = field(default_factory=list)  # whom the answer goes to: itself, and others with its key
+    avoid: str = ""  # the worker it last failed on
+    recipients: list[str] = field(default_factory=list)  # ids to answer: itself, and others with its key
     end: End | None = None  # once answered
     story: list[StoryEntry] = field(default_factory=list)
 
     @property
     def id(self) -> str:
-        """Its name."""
         return self.spec.id
 
 
 @dataclass(eq=False)
 class OngoingRefit:
-    """A refit between its begin and its end."""
+    """A refit between begin and end."""
 
     version: int
     way: RefitWay
     in_flight: InFlight
     deadline: float
-    waiting: list[str]  # members that are not quiet yet
-    ready: bool = False  # RefitReady was said
+    waiting: list[str]  # members that are not quiesced yet
+    ready: bool = False  # RefitReady was issued
     confirmed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class FadingMean:
-    """A running mean in which the past fades."""
+    """A running mean that weights recent values."""
 
     value: float | None = None
     count: int = 0
 
     def add(self, value: float) -> None:
-        """One more."""
         self.count += 1
         if self.value is None:
             self.value = value
@@ -159,36 +156,34 @@ FADES_AFTER = 32  # values
 
 @dataclass(eq=False)
 class RolloutCounters:
-    """What else is in a snapshot: counters, and what people asked for."""
+    """The rest of a snapshot: clock, counters, limits and manual settings."""
 
     now: float = 0.0
     version: int = 0  # of the trainer's weights
-    least: int = 1
-    most: int = 1
+    min_workers: int = 1
+    max_workers: int = 1
     arrivals: int = 0
     joins: int = 0
-    next_look: float | None = None
-    scaled: int | None = None
-    scaled_until: float | None = None
-    scaled_why: str = ""
+    next_evaluation: float | None = None
+    manual_workers: int | None = None
+    manual_until: float | None = None
+    manual_why: str = ""
     holds: dict[str, tuple[int, float | None]] = field(default_factory=dict)
-    membership: Membership = field(default_factory=lambda: Membership(0))  # of the last refit, or of the open one
-    answered: int = 0  # all that ever were
+    membership: Membership = field(default_factory=lambda: Membership(0))  # of the open refit, or of the last one
+    answered: int = 0  # total
     refused: int = 0
     sleep_s: FadingMean = field(default_factory=FadingMean)
     wake_s: FadingMean = field(default_factory=FadingMean)
     drain_s: FadingMean = field(default_factory=FadingMean)
-    service_s: FadingMean = field(default_factory=FadingMean)  # of a request, from being sent to its end
+    service_s: FadingMean = field(default_factory=FadingMean)  # of a request, from sent to finished
 
 
-def held_key(request: str, attempt: int) -> str:
-    """How an attempt is called on its worker."""
+def attempt_key(request: str, attempt: int) -> str:
     return f"{request}#{attempt}"
 
 
 def worker_view(worker: RolloutWorker, outstanding_tokens: int) -> WorkerView:
-    """The worker as others see it."""
-    doing = worker.doing
+    action = worker.action
     return WorkerView(
         worker.id,
         worker.state,
@@ -200,17 +195,16 @@ def worker_view(worker: RolloutWorker, outstanding_tokens: int) -> WorkerView:
         worker.spec,
         paused=worker.paused or worker.paused_elsewhere,
         asleep=worker.asleep,
-        doing=None if doing is None else doing.verb,
-        deadline=worker.drain_by if doing is None else doing.deadline,
+        doing=None if action is None else action.verb,
+        deadline=worker.drain_deadline if action is None else action.deadline,
         served=worker.served,
         paused_elsewhere=worker.paused_elsewhere,
-        taken=worker.taken,
-        outside=worker.outside if worker.load_until is not None else 0,
+        taken=worker.reclaimed,
+        outside=worker.outside if worker.load_fresh_until is not None else 0,
     )
 
 
 def request_view(request: RolloutRequest) -> RequestView:
-    """The request as others see it."""
     return RequestView(
         request.id,
         request.state,
@@ -227,7 +221,7 @@ def request_view(request: RolloutRequest) -> RequestView:
 
 
 def add_tokens(spans: list[Span], version: int, tokens: int) -> None:
-    """Tokens more, that this version made."""
+    """Append tokens made by a version."""
     if tokens <= 0:
         return
     if spans and spans[-1].version == version:
@@ -237,7 +231,7 @@ def add_tokens(spans: list[Span], version: int, tokens: int) -> None:
 
 
 def known_worker(workers: dict[str, RolloutWorker], name: str) -> RolloutWorker:
-    """The worker of that name, or an error that says which there are."""
+    """The worker of that name; InputError with a hint otherwise."""
     worker = workers.get(name)
     if worker is None:
         near = nearest(name, workers)
@@ -247,5 +241,4 @@ def known_worker(workers: dict[str, RolloutWorker], name: str) -> RolloutWorker:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,14 +1,14 @@
-"""Refits: who takes part, when the trainer may begin, who serves afterwards. The weights are the trainer's.
+"""Refits: membership, when the trainer may begin, which workers serve afterwards. The trainer moves the weights.
 
-Membership is frozen from begin to end: a collective whose set of engines changes under way hangs for ever. Whoever
-comes or goes meanwhile is offered at the next sync; a newcomer is STALE until then. From begin on only the new version
-is current. A refit that fails on some workers leaves these STALE with no version, and the others go on; one that fails
-on all leaves nobody to serve, which is said, and the trainer may begin it again. What must never happen: a refit
-without an end (it has a deadline), and a worker that serves because its refit was merely tried.
+Membership is frozen from begin to end: a collective whose set of engines changes under way hangs for ever. Workers that
+join or leave meanwhile are part of the next sync; a new one is STALE until then. From begin on only the new version is
+current. Workers on which a refit fails are left STALE with no version, and the others go on; if all fail, no worker
+serves, a warning says so, and the trainer may begin again. What must never happen: a refit without an end (it has a
+deadline), and a worker that serves after a refit that was only tried.
 
-Requests that run at the begin: those that may span versions stay paused in place (`keep`) or are cut and go on with
-what they have (`move`, or where the engine cannot pause); those that may not, or want one version, are cut and start
-anew.
+Requests that run at the begin: those that may span versions stay paused in place (`keep`) or are aborted and continue
+with their tokens (`move`, or where the engine cannot pause); those that may not span, or are pinned to one version, are
+aborted and restart.
 """
 
 from __future__ import annotations
@@ -27,152 +27,155 @@ TAKES_PART = (S.active, S.stale, S.empty)
 
 
 class RefitCoordinator:
-    """The trainer's weights on their way."""
+    """Runs weight refits."""
 
-    def __init__(self, books: RolloutState, requests: RequestTransitions, workers: WorkerTransitions) -> None:
-        self.books = books
+    def __init__(self, state: RolloutState, requests: RequestTransitions, workers: WorkerTransitions) -> None:
+        self.state = state
         self.requests = requests
         self.workers = workers
 
     # ---- membership ------------------------------------------------------------------------------------------------
 
-    def offered(self) -> Membership:
-        """Who takes part now: as frozen, or as it would be at the next begin."""
-        before = self.books.rest.membership
-        if self.books.refit is not None:
+    def next_membership(self) -> Membership:
+        """Members of the open refit, or of the next one."""
+        before = self.state.counters.membership
+        if self.state.refit is not None:
             return before
         members, offset = [], 0
-        for worker in self.books.of(*TAKES_PART):
-            if not (worker.leaving or worker.taken or worker.out):
+        for worker in self.state.workers_in(*TAKES_PART):
+            if not (worker.leaving or worker.reclaimed or worker.disabled):
                 members.append(RefitMember(worker.id, worker.spec.size, offset, worker.incarnation))
                 offset += worker.spec.size
-        old = {(one.worker, one.incarnation) for one in before.members}
-        new = {(one.worker, one.incarnation) for one in members}
+        old = {(member.worker, member.incarnation) for member in before.members}
+        new = {(member.worker, member.incarnation) for member in members}
         if old == new and tuple(members) == before.members:
             return Membership(before.epoch, before.members)
-        joined = tuple(one.worker for one in members if (one.worker, one.incarnation) not in old)
-        left = tuple(one.worker for one in before.members if (one.worker, one.incarnation) not in new)
+        joined = tuple(member.worker for member in members if (member.worker, member.incarnation) not in old)
+        left = tuple(member.worker for member in before.members if (member.worker, member.incarnation) not in new)
         return Membership(before.epoch + 1, tuple(members), joined=joined, left=left)
 
     def in_refit(self, worker: RolloutWorker) -> bool:
-        """Whether an open refit counts on it, as the process it is."""
-        if self.books.refit is None:
+        """Whether the open refit includes it, as its current process."""
+        if self.state.refit is None:
             return False
         return any(
-            one.worker == worker.id and one.incarnation == worker.incarnation
-            for one in self.books.rest.membership.members
+            member.worker == worker.id and member.incarnation == worker.incarnation
+            for member in self.state.counters.membership.members
         )
 
     # ---- begin -----------------------------------------------------------------------------------------------------
 
     def begun(self, event: e.RefitBegun) -> None:
-        """Freeze, and make everybody quiet."""
-        books, rules = self.books, self.books.rules
-        if books.refit is not None:
-            if books.refit.version == event.version:
+        """Freeze membership and quiesce all members."""
+        state, rules = self.state, self.state.rules
+        if state.refit is not None:
+            if state.refit.version == event.version:
                 return
             raise InputError(
-                f"a refit to version {books.refit.version} is open", hint="end it before another one begins"
+                f"a refit to version {state.refit.version} is open", hint="end it before beginning another"
             )
-        offered = self.offered()
-        books.rest.membership = Membership(offered.epoch, offered.members, True, offered.joined, offered.left)
-        members = [books.workers[one.worker] for one in offered.members]
-        deadline = books.rest.now + rules.refit_s
-        books.refit = OngoingRefit(event.version, event.way, event.in_flight, deadline, [one.id for one in members])
-        books.rest.version = event.version
-        books.touch("", "")
+        next_membership = self.next_membership()
+        state.counters.membership = Membership(
+            next_membership.epoch, next_membership.members, True, next_membership.joined, next_membership.left
+        )
+        members = [state.workers[member.worker] for member in next_membership.members]
+        deadline = state.now + rules.refit_s
+        state.refit = OngoingRefit(
+            event.version, event.way, event.in_flight, deadline, [worker.id for worker in members]
+        )
+        state.counters.version = event.version
+        state.touch("", "")
         for worker in members:
-            self._quieten(worker, event)
+            self._quiesce(worker, event)
         self.requests.version_changed()
         for worker in members:
-            self.quieter(worker)
+            self.update_quiesced(worker)
         self._ready()
 
-    def _quieten(self, worker: RolloutWorker, event: e.RefitBegun) -> None:
-        reason = Reason(ReasonCode.refitting, f"version {event.version} is on its way")
-        worker.doing, worker.try_at = None, None  # whatever was done to it was for older weights
+    def _quiesce(self, worker: RolloutWorker, event: e.RefitBegun) -> None:
+        reason = Reason(ReasonCode.refitting, f"version {event.version} is being loaded")
+        worker.action, worker.retry_at = None, None  # actions in progress were for older weights
         if worker.state is not S.empty:
             self.workers.to_stale(worker, reason)
         if not worker.held:
             return
-        ownership = self.books.rules.ownership
+        ownership = self.state.rules.ownership
         keep = event.in_flight is InFlight.keep and (ownership.pause is Owner.trainer or worker.spec.can_pause)
-        if self.requests.may_cut():
-            self._cut(worker, keep, reason)
+        if self.requests.may_abort():
+            self._abort_running(worker, keep, reason)
         if keep and ownership.pause is Owner.trimtab:
-            self.workers.act(worker, WorkerVerb.pause, reason)  # also where a resume may be on its way
+            self.workers.start_action(worker, WorkerVerb.pause, reason)  # also where a resume may be in flight
 
-    def _cut(self, worker: RolloutWorker, keep: bool, reason: Reason) -> None:
+    def _abort_running(self, worker: RolloutWorker, keep: bool, reason: Reason) -> None:
         for sent in list(worker.held.values()):
-            request = self.books.requests.get(sent.request)
+            request = self.state.requests.get(sent.request)
             if request is None or request.attempt != sent.attempt:
                 continue
             once = not request.spec.spans or request.spec.version is not None
             if once or not keep:
-                self.requests.cut(request, reason, again=once)
+                self.requests.abort_and_requeue(request, reason, restart=once)
 
-    def quieter(self, worker: RolloutWorker) -> None:
-        """Something at the worker ended, or it is gone; perhaps it was the last that had to."""
-        refit = self.books.refit
+    def update_quiesced(self, worker: RolloutWorker) -> None:
+        """A worker changed: it may be quiesced now, or be gone from the refit."""
+        refit = self.state.refit
         if refit is None:
             return
-        if worker.id in refit.waiting and self._quiet(worker):
+        if worker.id in refit.waiting and self._is_quiesced(worker):
             refit.waiting.remove(worker.id)
             self._ready()
         gone = worker.id not in (*refit.confirmed, *refit.failed) and not self.in_refit(worker)
-        if gone and any(one.worker == worker.id for one in self.books.rest.membership.members):
+        if gone and any(member.worker == worker.id for member in self.state.counters.membership.members):
             refit.failed.append(worker.id)
-            self._all_told()
+            self._end_if_complete()
 
-    def _quiet(self, worker: RolloutWorker) -> bool:
+    def _is_quiesced(self, worker: RolloutWorker) -> bool:
         if not self.in_refit(worker):
             return True
-        if worker.doing is not None and worker.doing.verb is WorkerVerb.pause:
+        if worker.action is not None and worker.action.verb is WorkerVerb.pause:
             return False
-        return not any(one.abort_by is not None and not one.orphan for one in worker.held.values())
+        return not any(attempt.abort_by is not None and not attempt.orphan for attempt in worker.held.values())
 
     def _ready(self) -> None:
-        """Once everybody is quiet, the trainer may send; where refits are trimtab's, it begins."""
-        books, refit = self.books, self.books.refit
+        """Once all members are quiesced the trainer may send; where trimtab owns refits, it starts them."""
+        state, refit = self.state, self.state.refit
         if refit is None or refit.ready or refit.waiting:
             return
         refit.ready = True
-        membership = books.rest.membership
+        membership = state.counters.membership
         sentence = f"{counted(len(membership.members), 'worker')} wait for version {refit.version}"
-        books.out.append(e.RefitReady(refit.version, membership, Reason(ReasonCode.refitting, sentence)))
-        if books.rules.ownership.refit is Owner.trimtab:
+        state.instructions.append(e.RefitReady(refit.version, membership, Reason(ReasonCode.refitting, sentence)))
+        if state.rules.ownership.refit is Owner.trimtab:
             for member in membership.members:
-                worker = books.workers.get(member.worker)
+                worker = state.workers.get(member.worker)
                 if worker is not None and self.in_refit(worker) and worker.state in (S.stale, S.empty):
                     reason = Reason(ReasonCode.refitting, f"it needs version {refit.version}")
-                    self.workers.act(worker, WorkerVerb.refit, reason, refit.version)
-            self._all_told()
+                    self.workers.start_action(worker, WorkerVerb.refit, reason, refit.version)
+            self._end_if_complete()
 
     # ---- outcomes --------------------------------------------------------------------------------------------------
 
     def confirmed(self, event: e.RefitConfirmed) -> None:
-        """The trainer vouches for a worker."""
-        books = self.books
-        worker = books.workers.get(event.worker)
-        if worker is None or event.version != books.rest.version:
+        state = self.state
+        worker = state.workers.get(event.worker)
+        if worker is None or event.version != state.version:
             return
         if event.epoch is not None and not self._same_process(worker, event.epoch):
-            return  # it was said of a process that is not there any more
-        self.vouched(worker, event.version)
+            return  # about an earlier process
+        self.confirm(worker, event.version)
 
     def _same_process(self, worker: RolloutWorker, epoch: int) -> bool:
-        membership = self.books.rest.membership
+        membership = self.state.counters.membership
         return membership.epoch == epoch and any(
-            one.worker == worker.id and one.incarnation == worker.incarnation for one in membership.members
+            member.worker == worker.id and member.incarnation == worker.incarnation for member in membership.members
         )
 
-    def vouched(self, worker: RolloutWorker, version: int) -> None:
-        """It has these weights, for certain."""
-        books, refit = self.books, self.books.refit
-        if version != books.rest.version or worker.state in (S.lost, S.starting, S.inactive):
+    def confirm(self, worker: RolloutWorker, version: int) -> None:
+        """The worker has this version."""
+        state, refit = self.state, self.state.refit
+        if version != state.version or worker.state in (S.lost, S.starting, S.inactive):
             return
         if refit is not None and not self.in_refit(worker):
-            return  # offered at the next sync
+            return  # joins at the next sync
         self.workers.confirmed(worker, version)
         if refit is None:
             self.workers.activate(worker)
@@ -181,73 +184,70 @@ class RefitCoordinator:
             refit.failed.remove(worker.id)
         if worker.id not in refit.confirmed:
             refit.confirmed.append(worker.id)
-        # Engines that read for themselves need not wait for each other, unless the trainer holds them paused.
-        if refit.way is RefitWay.disk and books.rules.ownership.pause is Owner.trimtab and refit.ready:
+        # Engines that load from disk need not wait for each other, unless the trainer keeps them paused.
+        if refit.way is RefitWay.disk and state.rules.ownership.pause is Owner.trimtab and refit.ready:
             self.workers.activate(worker)
-        self._all_told()
+        self._end_if_complete()
 
     def failed(self, event: e.RefitFailed) -> None:
-        """The trainer says that a worker has not got them."""
-        worker = self.books.workers.get(event.worker)
-        if worker is not None and event.version == self.books.rest.version and worker.state is not S.lost:
-            self.not_got(worker, event.why)
+        worker = self.state.workers.get(event.worker)
+        if worker is not None and event.version == self.state.version and worker.state is not S.lost:
+            self.member_failed(worker, event.why)
 
-    def not_got(self, worker: RolloutWorker, why: str) -> None:
-        """One of them has failed; the others go on."""
-        refit = self.books.refit
+    def member_failed(self, worker: RolloutWorker, why: str) -> None:
+        """One member failed; the others go on."""
+        refit = self.state.refit
         if worker.state is S.active:
-            return  # it was confirmed, and serves
+            return  # already confirmed and serving
         if refit is not None and self.in_refit(worker):
             if worker.id in refit.confirmed:
                 refit.confirmed.remove(worker.id)
             if worker.id not in refit.failed:
                 refit.failed.append(worker.id)
         self.workers.refit_failed(worker, why)
-        self._all_told()
+        self._end_if_complete()
 
-    def _all_told(self) -> None:
-        """Where refits are trimtab's, the refit is over with its last worker."""
-        books, refit = self.books, self.books.refit
-        if refit is None or not refit.ready or books.rules.ownership.refit is not Owner.trimtab:
+    def _end_if_complete(self) -> None:
+        """Where trimtab owns refits, the refit ends with its last member."""
+        state, refit = self.state, self.state.refit
+        if refit is None or not refit.ready or state.rules.ownership.refit is not Owner.trimtab:
             return
-        if len(refit.confirmed) + len(refit.failed) >= len(books.rest.membership.members):
-            self._end("all members are through")
+        if len(refit.confirmed) + len(refit.failed) >= len(state.counters.membership.members):
+            self._end("all members have reported")
 
     def ended(self, event: e.RefitEnded) -> None:
-        """The trainer says that it is over."""
-        if self.books.refit is not None and self.books.refit.version == event.version:
+        if self.state.refit is not None and self.state.refit.version == event.version:
             self._end("the trainer ended it")
 
     def late(self) -> None:
-        """It took too long."""
-        self._end(f"it took more than {self.books.rules.refit_s:g} s")
+        self._end(f"it took more than {self.state.rules.refit_s:g} s")
 
     def _end(self, why: str) -> None:
-        books, refit = self.books, self.books.refit
+        state, refit = self.state, self.state.refit
         assert refit is not None
-        books.refit = None
-        membership = books.rest.membership
-        books.rest.membership = Membership(
+        state.refit = None
+        membership = state.counters.membership
+        state.counters.membership = Membership(
             membership.epoch, membership.members, joined=membership.joined, left=membership.left
         )
         for member in membership.members:
-            worker = books.workers.get(member.worker)
+            worker = state.workers.get(member.worker)
             if worker is None or worker.incarnation != member.incarnation:
                 continue
             if member.worker in refit.confirmed:
                 self.workers.activate(worker)
             elif member.worker not in refit.failed:
                 refit.failed.append(member.worker)
-                worker.doing = None if worker.doing and worker.doing.verb is WorkerVerb.refit else worker.doing
-                self.workers.refit_failed(worker, f"{why}, and nobody confirmed version {refit.version} here")
-        failed = tuple(one.worker for one in membership.members if one.worker not in refit.confirmed)
+                worker.action = None if worker.action and worker.action.verb is WorkerVerb.refit else worker.action
+                self.workers.refit_failed(worker, f"{why}, and version {refit.version} was not confirmed here")
+        failed = tuple(member.worker for member in membership.members if member.worker not in refit.confirmed)
         sentence = f"{why}: {len(refit.confirmed)} of {counted(len(membership.members), 'worker')} have it"
         code = ReasonCode.refit_failed if failed else ReasonCode.current
-        books.out.append(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))
-        if len(refit.confirmed) < books.rest.least and membership.members:
-            below = f"{sentence}, and at least {books.rest.least} are to serve"
-            books.out.append(e.Warn(Reason(ReasonCode.below_min, below)))
-        for worker in list(books.workers.values()):
-            self.workers.settle(worker)  # leaves that waited for the end
-            self.workers.wants_refit(worker)  # and newcomers
-        books.look_soon()
+        state.instructions.append(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))
+        if len(refit.confirmed) < state.counters.min_workers and membership.members:
+            below = f"{sentence}, and at least {state.counters.min_workers} must serve"
+            state.instructions.append(e.Warn(Reason(ReasonCode.below_min, below)))
+        for worker in list(state.workers.values()):
+            self.workers.settle(worker)  # drains that waited for the end
+            self.workers.request_refit(worker)  # and new workers
+        state.evaluate_soon()

@@ -1,11 +1,8 @@
-"""Requests of the rollout machine: accepted, sent, moved with what they have, answered exactly once.
+"""Request transitions of the rollout machine: accepted, sent, moved with partial output, answered exactly once.
 
-Called by the machine for events about requests, and by the room of workers when one is emptied or lost. What must never
-happen: a second answer, or none; a request tried again that somebody else aborted; tokens counted twice at a cut;
-a request sent to a worker that the router has not open.
-
-The transition that must not exist is back from answered: news of an attempt that is not the current one frees the place
-on its worker and does nothing else.
+What must never happen: a second answer, or none; a retry of a request that another client aborted; tokens counted twice
+at an abort; a request sent to a worker that the router has not open. The transition that must not exist is back from
+answered: news of an attempt that is not the current one frees its place on the worker and does nothing else.
 """
 
 from __future__ import annotations
@@ -15,153 +12,160 @@ from collections.abc import Callable
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import RolloutRequest, RolloutWorker, SentAttempt, add_tokens, counted, held_key
+from trimtab.machines.rollout.records import (
+    RolloutRequest,
+    RolloutWorker,
+    SentAttempt,
+    add_tokens,
+    attempt_key,
+    counted,
+)
 from trimtab.machines.rollout.routing import RoutingChoice
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.model.rollout import ANSWERED, End, Owner, RequestSpec, RequestState, WorkerState
 
-MOST_RETRY_AFTER_S = 60.0
+MAX_RETRY_AFTER_S = 60.0
 RUNNING = (RequestState.sent, RequestState.streaming)
 
 
 class RequestTransitions:
-    """Lives of requests."""
+    """Transitions of requests."""
 
-    def __init__(self, books: RolloutState) -> None:
-        self.books = books
-        # What others do when a request ends; set by the machine.
+    def __init__(self, state: RolloutState) -> None:
+        self.state = state
+        # Callbacks, set by the machine.
         self.on_released: Callable[[RolloutWorker], None] = lambda worker: None
-        self.on_heard: Callable[[RolloutWorker], None] = lambda worker: None
+        self.on_response: Callable[[RolloutWorker], None] = lambda worker: None
         self.on_fault: Callable[[RolloutWorker, str], None] = lambda worker, why: None
-        self.on_deaf: Callable[[RolloutWorker, str], None] = lambda worker, why: None
+        self.on_unresponsive: Callable[[RolloutWorker, str], None] = lambda worker, why: None
 
-    # ---- in --------------------------------------------------------------------------------------------------------
+    # ---- arrival ----------------------------------------------------------------------------------------------------
 
     def arrived(self, event: e.RequestArrived) -> None:
-        """Accept, refuse or answer it."""
-        books, spec = self.books, event.spec
-        line = books.router.lines.get(spec.class_)
-        if line is None:
-            near = nearest(spec.class_, books.router.lines)
-            hint = f"did you mean {near}?" if near else f"classes: {', '.join(books.router.lines)}"
+        state, spec = self.state, event.spec
+        queue = state.router.queues.get(spec.class_)
+        if queue is None:
+            near = nearest(spec.class_, state.router.queues)
+            hint = f"did you mean {near}?" if near else f"classes: {', '.join(state.router.queues)}"
             raise InputError(f"request {spec.id}: there is no class {spec.class_}", hint=hint)
-        if spec.id in books.requests or spec.id in books.past or spec.id in books.joined:
+        if spec.id in state.requests or spec.id in state.past or spec.id in state.coalesced:
             raise InputError(f"there is a request {spec.id} already", hint="each request has an id of its own")
         if spec.key and self._same_key(spec):
             return
-        if len(line.waiting) + books.later_of[spec.class_] >= line.spec.queue_limit:
-            self._refuse(spec, line.spec.queue_limit)
+        if len(queue.waiting) + state.parked_by_class[spec.class_] >= queue.spec.queue_limit:
+            self._refuse(spec, queue.spec.queue_limit)
             return
-        now, rest = books.rest.now, books.rest
-        rest.arrivals += 1
+        now, counters = state.now, state.counters
+        counters.arrivals += 1
         deadline = spec.deadline
-        if deadline is None and line.spec.deadline_s is not None:
-            deadline = now + line.spec.deadline_s
-        reason = Reason(ReasonCode.queued, "it came")
-        request = RolloutRequest(spec, rest.arrivals, RequestState.queued, reason, now, now, deadline, wanted=[spec.id])
-        books.requests[spec.id] = request
+        if deadline is None and queue.spec.deadline_s is not None:
+            deadline = now + queue.spec.deadline_s
+        reason = Reason(ReasonCode.queued, "it arrived")
+        request = RolloutRequest(
+            spec, counters.arrivals, RequestState.queued, reason, now, now, deadline, recipients=[spec.id]
+        )
+        state.requests[spec.id] = request
         if spec.key:
-            books.keys[spec.key] = spec.id
+            state.keys[spec.key] = spec.id
         self._queue(request, reason)
 
     def _same_key(self, spec: RequestSpec) -> bool:
-        """Whether the answer is another request's."""
-        books = self.books
-        first = books.keys.get(spec.key)
+        """Whether the request shares the answer of another one with its idempotency key."""
+        state = self.state
+        first = state.keys.get(spec.key)
         if first is None:
             return False
-        known = books.requests.get(first) or books.past[first]
+        known = state.requests.get(first) or state.past[first]
         if (known.spec.prompt_tokens, known.spec.max_tokens) != (spec.prompt_tokens, spec.max_tokens):
             raise InputError(
-                f"request {spec.id}: key {spec.key} belongs to request {first}, which asks something else",
-                hint="a key of its own for each thing asked",
+                f"request {spec.id}: key {spec.key} belongs to request {first}, which has another prompt or limit",
+                hint="use one idempotency key for each distinct request",
             )
         if known.state not in ANSWERED:
-            known.wanted.append(spec.id)
-            books.joined[spec.id] = first
+            known.recipients.append(spec.id)
+            state.coalesced[spec.id] = first
             return True
-        kept = books.rest.now - known.since <= books.rules.key_kept_s
+        kept = state.now - known.since <= state.rules.key_kept_s
         if known.end not in (End.stop, End.length, End.abort) or not kept:
-            return False  # a failure is not repeated: it is tried anew
+            return False  # failures are not shared: the request is tried again
         reason = Reason(known.reason.code, f"the answer to request {first}, which has the same key")
-        books.rest.answered += 1
-        books.out.append(e.AnswerRequest(spec.id, known.end, known.tokens, tuple(known.spans), reason, first))
+        state.counters.answered += 1
+        state.instructions.append(e.AnswerRequest(spec.id, known.end, known.tokens, tuple(known.spans), reason, first))
         return True
 
     def _refuse(self, spec: RequestSpec, limit: int) -> None:
-        books = self.books
-        books.rest.refused += 1
-        each = books.rest.service_s.value or 1.0
-        room = sum(lane.limit for lane in books.router.lanes.values()) or 1
-        wait = min(max(each * books.router.queued / room, 0.1), MOST_RETRY_AFTER_S)
+        state = self.state
+        state.counters.refused += 1
+        service_s = state.counters.service_s.value or 1.0
+        capacity = sum(lane.limit for lane in state.router.lanes.values()) or 1
+        wait = min(max(service_s * state.router.queued / capacity, 0.1), MAX_RETRY_AFTER_S)
         reason = Reason(ReasonCode.queue_full, f"{counted(limit, 'request')} of class {spec.class_} wait already")
-        books.out.append(e.RefuseRequest(spec.id, reason, wait))
+        state.instructions.append(e.RefuseRequest(spec.id, reason, wait))
 
     # ---- queue and send --------------------------------------------------------------------------------------------
 
     def _queue(self, request: RolloutRequest, reason: Reason) -> None:
-        """It waits for room, for a version, or not at all."""
-        books, spec, version = self.books, request.spec, self.books.rest.version
+        """Queue it for a worker or for a version, or fail it."""
+        state, spec, version = self.state, request.spec, self.state.version
         request.worker = ""
-        if request.deadline is not None and request.deadline <= books.rest.now:
+        if request.deadline is not None and request.deadline <= state.now:
             self._fail(request, Reason(ReasonCode.too_late, "its deadline has passed"))
         elif spec.version is not None and spec.version < version:
             gone = f"it asked for version {spec.version}, the trainer is at {version}"
             self._fail(request, Reason(ReasonCode.version_gone, gone))
         elif (spec.version or version) > version or (spec.at_least or version) > version:
-            wanted = max(one for one in (spec.version, spec.at_least) if one is not None)
-            books.put_off(request)
-            books.write_request(
+            wanted = max(wish for wish in (spec.version, spec.at_least) if wish is not None)
+            state.park(request)
+            state.set_request_state(
                 request,
                 RequestState.queued,
                 Reason(ReasonCode.version_awaited, f"it waits for version {wanted}, the trainer is at {version}"),
             )
-            books.touch("r", request.id)
+            state.touch("r", request.id)
         else:
-            books.write_request(request, RequestState.queued, reason)
-            books.router.push(request)
-            books.touch("r", request.id)
+            state.set_request_state(request, RequestState.queued, reason)
+            state.router.push(request)
+            state.touch("r", request.id)
 
     def version_changed(self) -> None:
-        """The trainer's version is another: whoever waits is judged anew."""
-        books = self.books
-        later = sorted(books.later.values(), key=lambda one: one.number)
+        """Re-evaluate requests that ask for a version."""
+        state = self.state
+        parked = sorted(state.parked.values(), key=lambda request: request.number)
         pinned = [
-            one
-            for line in books.router.lines.values()
-            for one in line.waiting.values()
-            if one.spec.version is not None or one.spec.at_least is not None
+            request
+            for queue in state.router.queues.values()
+            for request in queue.waiting.values()
+            if request.spec.version is not None or request.spec.at_least is not None
         ]
-        for request in sorted([*later, *pinned], key=lambda one: one.number):
-            books.put_on(request)
-            books.router.drop(request)
-            self._queue(request, Reason(ReasonCode.queued, f"the trainer is at version {books.rest.version}"))
+        for request in sorted([*parked, *pinned], key=lambda request: request.number):
+            state.unpark(request)
+            state.router.drop(request)
+            self._queue(request, Reason(ReasonCode.queued, f"the trainer is at version {state.version}"))
 
     def dispatch(self) -> None:
-        """Send whatever can be sent."""
-        choose = self.books.router.choose
+        choose = self.state.router.choose
         while (choice := choose()) is not None:
             self._queued_to_sent(choice)
 
     def _queued_to_sent(self, choice: RoutingChoice) -> None:
-        books, request, now = self.books, choice.request, self.books.rest.now
-        worker, spec = books.workers[choice.worker], request.spec
+        state, request, now = self.state, choice.request, self.state.now
+        worker, spec = state.workers[choice.worker], request.spec
         assert worker.state is WorkerState.active, worker.id
-        assert worker.version == books.rest.version, worker.id
+        assert worker.version == state.version, worker.id
         if not spec.spans and request.spans and request.spans[-1].version != worker.version:
             request.tokens, request.spans = 0, []
         request.attempt += 1
         request.worker = worker.id
-        cost = books.router.predictor.cost(spec, request.tokens)
-        key = held_key(request.id, request.attempt)
+        cost = state.router.predictor.cost(spec, request.tokens)
+        key = attempt_key(request.id, request.attempt)
         worker.held[key] = SentAttempt(request.id, request.attempt, request.tokens, now, now, cost)
-        books.where[key] = worker.id
-        books.router.sent(request, worker.id, cost)
-        why = "its prefix is there" if choice.near else "it has the fewest tokens outstanding"
+        state.worker_by_attempt[key] = worker.id
+        state.router.sent(request, worker.id, cost)
+        why = "its prefix is there" if choice.prefix_hit else "it has the fewest tokens outstanding"
         reason = Reason(ReasonCode.sent, f"to {worker.id}: {why}")
-        books.write_request(request, RequestState.sent, reason)
-        books.touch("s", key)
-        books.out.append(
+        state.set_request_state(request, RequestState.sent, reason)
+        state.touch("s", key)
+        state.instructions.append(
             e.SendRequest(
                 request.id,
                 request.attempt,
@@ -169,57 +173,55 @@ class RequestTransitions:
                 request.tokens,
                 spec.max_tokens - request.tokens,
                 max(0, spec.min_tokens - request.tokens),
-                books.rest.version,
+                state.version,
                 reason,
             )
         )
 
-    # ---- news ------------------------------------------------------------------------------------------------------
+    # ---- attempt events ---------------------------------------------------------------------------------------------
 
     def streamed(self, event: e.TokensStreamed) -> None:
-        """Tokens came."""
         found = self._current(event.request, event.attempt)
         if found is None:
             return
         request, sent, worker = found
-        request.again = request.again or event.again
+        request.restart = request.restart or event.restart
         if self._count(request, sent, worker, event.tokens, event.version):
-            sent.last = worker.heard = self.books.rest.now
+            sent.last = worker.last_response_at = self.state.now
             if request.state is RequestState.sent:
-                books = self.books
-                books.write_request(
+                state = self.state
+                state.set_request_state(
                     request, RequestState.streaming, Reason(ReasonCode.sent, f"tokens come from {worker.id}")
                 )
-            self._ease(request, sent, worker)
-            self.on_heard(worker)
+            self._update_cost(request, sent, worker)
+            self.on_response(worker)
 
     def finished(self, event: e.AttemptFinished) -> None:
-        """The engine ended it in order."""
         found = self._current(event.request, event.attempt)
         if found is None:
             self._release(event.request, event.attempt)
             return
         request, sent, worker = found
-        books = self.books
+        state = self.state
         if worker.version is None:
             self._release(event.request, event.attempt)
-            self._requeue(request, f"{worker.id} finished it with weights that nobody vouches for")
+            self._requeue(request, f"{worker.id} finished it with unconfirmed weights")
             return
         self._count(request, sent, worker, event.tokens, event.version)
-        worker.heard, worker.faults = books.rest.now, 0
+        worker.last_response_at, worker.faults = state.now, 0
         worker.served += 1
-        books.rest.service_s.add(books.rest.now - sent.at)
-        if request.spec.watched or request.tokens:  # who holds a lease need not say what came of it
-            books.router.predictor.learn(request.spec, request.tokens)
-        self.on_heard(worker)
-        if self._spoilt(request):
+        state.counters.service_s.add(state.now - sent.at)
+        if request.spec.watched or request.tokens:  # a lease may not report its tokens
+            state.router.predictor.learn(request.spec, request.tokens)
+        self.on_response(worker)
+        if self._mixes_versions(request):
             self._requeue(request, f"{worker.id} finished it, but not all of it with one version")
         else:
             self._done(request, event.end)
         self._release(event.request, event.attempt)
 
-    def broke(self, event: e.AttemptFailed) -> None:
-        """It ended otherwise. While it is being cut anyway, that is how cuts end."""
+    def failed(self, event: e.AttemptFailed) -> None:
+        """The attempt failed. While an abort is pending, this counts as its end."""
         found = self._current(event.request, event.attempt)
         if found is None:
             self._release(event.request, event.attempt)
@@ -230,14 +232,13 @@ class RequestTransitions:
         if request.state is RequestState.moving:
             self._moving_to_queued(request)
         elif event.fatal:
-            self._fail(request, Reason(ReasonCode.refused, f"{worker.id} says that the request is wrong: {event.why}"))
+            self._fail(request, Reason(ReasonCode.refused, f"{worker.id} rejects the request: {event.why}"))
         else:
-            self._gone_under(request, sent, event.gone)
+            self._count_poison(request, sent, event.engine_died)
             self._broken(request, worker, event.why)
             self.on_fault(worker, event.why)
 
     def aborted_elsewhere(self, event: e.AbortedExternally) -> None:
-        """Somebody else cut it, on purpose."""
         found = self._current(event.request, event.attempt)
         if found is None:
             self._release(event.request, event.attempt)
@@ -246,137 +247,137 @@ class RequestTransitions:
         self._count(request, sent, worker, event.tokens, None)
         self._release(event.request, event.attempt)
         if request.state is RequestState.moving:
-            self._moving_to_queued(request)  # engines do not say who asked: this was trimtab's own
+            self._moving_to_queued(request)  # engines do not name the client: this is trimtab's own abort
         else:
-            why = event.why or "it was aborted on the engine, and not by trimtab"
+            why = event.why or "it was aborted on the engine by another client"
             self._answer(request, RequestState.done, End.abort, Reason(ReasonCode.passed_on, why))
 
     def abort_done(self, event: e.AbortDone) -> None:
-        """A cut is done."""
         self.aborted_elsewhere(e.AbortedExternally(event.request, event.attempt, event.tokens))
 
     def cancelled(self, event: e.RequestCancelled) -> None:
-        """One of those who wait for it does not any more; with the last one it ends."""
-        books = self.books
-        first = books.joined.pop(event.request, event.request)
-        request = books.requests.get(first)
-        if request is None or event.request not in request.wanted:
+        """Drop one recipient; the request ends with the last one."""
+        state = self.state
+        first = state.coalesced.pop(event.request, event.request)
+        request = state.requests.get(first)
+        if request is None or event.request not in request.recipients:
             return
-        reason = Reason(ReasonCode.cancelled, event.why or "the client does not want it any more")
-        if len(request.wanted) == 1:
+        reason = Reason(ReasonCode.cancelled, event.why or "the client cancelled it")
+        if len(request.recipients) == 1:
             self._end_now(request, RequestState.failed, End.cancelled, reason)
             return
-        request.wanted.remove(event.request)
-        books.rest.answered += 1
+        request.recipients.remove(event.request)
+        state.counters.answered += 1
         of = "" if event.request == first else first
-        books.out.append(
+        state.instructions.append(
             e.AnswerRequest(event.request, End.cancelled, request.tokens, tuple(request.spans), reason, of)
         )
 
-    # ---- cuts, breaks and losses -----------------------------------------------------------------------------------
+    # ---- aborts, failures and losses --------------------------------------------------------------------------------
 
-    def cut(self, request: RolloutRequest, reason: Reason, *, again: bool = False) -> None:
-        """End its attempt and let it go on elsewhere with what it has (`again`: from the prompt)."""
+    def abort_and_requeue(self, request: RolloutRequest, reason: Reason, *, restart: bool = False) -> None:
+        """Abort its attempt and continue elsewhere with its tokens (`restart`: from the prompt)."""
         if request.state in RUNNING or request.state is RequestState.moving:
-            request.again = request.again or again
+            request.restart = request.restart or restart
         if request.state in RUNNING:
             self._abort(request, reason)
             request.moves += 1
-            self.books.write_request(request, RequestState.moving, reason)
+            self.state.set_request_state(request, RequestState.moving, reason)
 
-    def cut_all(self, worker: RolloutWorker, reason: Reason) -> None:
-        """All that runs there goes elsewhere."""
+    def abort_all(self, worker: RolloutWorker, reason: Reason) -> None:
+        """Move all running requests off the worker."""
         for sent in list(worker.held.values()):
-            request = self.books.requests.get(sent.request)
+            request = self.state.requests.get(sent.request)
             if request is not None and request.attempt == sent.attempt:
-                self.cut(request, reason)
+                self.abort_and_requeue(request, reason)
 
-    def lose_all(self, worker: RolloutWorker, why: str, *, certain: bool) -> None:
-        """Nothing of it is counted on any more. Unless its process is gone for certain, it may work on all the same."""
-        books = self.books
+    def lose_all(self, worker: RolloutWorker, why: str, *, process_gone: bool) -> None:
+        """Give up all attempts there. Unless `process_gone`, they are kept as zombies: the process may still run."""
+        state = self.state
         for key, sent in list(worker.held.items()):
-            request = books.requests.get(sent.request)
+            request = state.requests.get(sent.request)
             self._drop_held(worker, sent)
-            if not certain:
+            if not process_gone:
                 sent.orphan = True
-                worker.ghosts[key] = sent
-                books.where[key] = worker.id
+                worker.zombies[key] = sent
+                state.worker_by_attempt[key] = worker.id
             if request is None or request.attempt != sent.attempt or not request.worker:
                 continue
             if request.state is RequestState.moving:
                 self._moving_to_queued(request)
             else:
-                self._gone_under(request, sent, certain)
+                self._count_poison(request, sent, process_gone)
                 self._broken(request, worker, why)
 
-    def _gone_under(self, request: RolloutRequest, sent: SentAttempt, gone: bool) -> None:
-        """Whether the engine may have died of it: then it must not take all others with it."""
+    def _count_poison(self, request: RolloutRequest, sent: SentAttempt, gone: bool) -> None:
+        """Count engines that died of it, so that one request cannot take down all of them."""
         if not gone or request.tokens > sent.base:
-            request.deadly = 0
-        elif request.avoid != request.worker:  # another engine than the one before
-            request.deadly += 1
+            request.poison_count = 0
+        elif request.avoid != request.worker:  # another engine than the last one
+            request.poison_count += 1
 
-    def lay_ghosts(self, worker: RolloutWorker) -> None:
-        """Its process is gone for certain."""
-        for key in worker.ghosts:
-            del self.books.where[key]
-        worker.ghosts = {}
+    def drop_zombies(self, worker: RolloutWorker) -> None:
+        for key in worker.zombies:
+            del self.state.worker_by_attempt[key]
+        worker.zombies = {}
 
-    def wake_ghosts(self, worker: RolloutWorker) -> None:
-        """It is back: what it may still be working on is cut, and counts as there until it has ended."""
-        books = self.books
-        worker.held, worker.ghosts = worker.ghosts, {}
+    def abort_zombies(self, worker: RolloutWorker) -> None:
+        """The process is back: abort what it may still run; it counts as held until that has ended."""
+        state = self.state
+        worker.held, worker.zombies = worker.zombies, {}
         for key, sent in worker.held.items():
-            sent.orphan, sent.abort_by = False, books.rest.now + books.rules.abort_s
-            books.touch("s", key)
-            reason = Reason(ReasonCode.returned, f"{worker.id} was lost, and its requests went elsewhere")
-            books.out.append(e.AbortAttempt(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
+            sent.orphan, sent.abort_by = False, state.now + state.rules.abort_s
+            state.touch("s", key)
+            reason = Reason(ReasonCode.returned, f"{worker.id} was lost, and its requests were moved")
+            state.instructions.append(e.AbortAttempt(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
 
     def _abort(self, request: RolloutRequest, reason: Reason) -> None:
-        books, key = self.books, held_key(request.id, request.attempt)
-        sent = books.attempt(key)
+        state, key = self.state, attempt_key(request.id, request.attempt)
+        sent = state.attempt(key)
         if sent is not None and sent.abort_by is None:
-            sent.abort_by = books.rest.now + books.rules.abort_s
-            books.touch("s", key)
-            books.out.append(e.AbortAttempt(request.id, request.attempt, request.worker, sent.abort_by, reason))
+            sent.abort_by = state.now + state.rules.abort_s
+            state.touch("s", key)
+            state.instructions.append(
+                e.AbortAttempt(request.id, request.attempt, request.worker, sent.abort_by, reason)
+            )
 
     def _broken(self, request: RolloutRequest, worker: RolloutWorker, why: str) -> None:
-        """It broke: again, with what it has, unless it has all or broke too often."""
+        """Requeue it with its tokens, unless it is complete or failed too often."""
         request.breaks += 1
         request.avoid = worker.id
-        if request.deadly >= self.books.rules.deadly:
-            engines = counted(request.deadly, "engine")
-            sentence = f"{engines} in a row were gone before its first token, at last {worker.id}: {why}"
+        if request.poison_count >= self.state.rules.poison_count:
+            engines = counted(request.poison_count, "engine")
+            sentence = f"{engines} in a row died before its first token, last {worker.id}: {why}"
             self._fail(request, Reason(ReasonCode.retries_used, sentence))
-        elif request.breaks > self.books.rules.retries and request.tokens < request.spec.max_tokens:
+        elif request.breaks > self.state.rules.retries and request.tokens < request.spec.max_tokens:
             times = counted(request.breaks, "time")
-            self._fail(request, Reason(ReasonCode.retries_used, f"it broke {times}, at last on {worker.id}: {why}"))
+            self._fail(request, Reason(ReasonCode.retries_used, f"it failed {times}, last on {worker.id}: {why}"))
         else:
-            self._requeue(request, f"it broke on {worker.id}: {why}")
+            self._requeue(request, f"it failed on {worker.id}: {why}")
 
     def _moving_to_queued(self, request: RolloutRequest) -> None:
         self._requeue(request, request.reason.sentence)
 
     def _requeue(self, request: RolloutRequest, why: str) -> None:
         spec = request.spec
-        again = request.again or self._spoilt(request)
-        if request.tokens >= spec.max_tokens and not again:
+        restart = request.restart or self._mixes_versions(request)
+        if request.tokens >= spec.max_tokens and not restart:
             self._done(request, End.length)
             return
-        if request.tokens and (again or not spec.resumable):
+        if request.tokens and (restart or not spec.resumable):
             reason = Reason(
-                ReasonCode.restarted, f"{why}; it starts from the prompt, {request.tokens} tokens are thrown away"
+                ReasonCode.restarted, f"{why}; it restarts from the prompt, {request.tokens} tokens are dropped"
             )
             request.tokens, request.spans = 0, []
         else:
-            reason = Reason(ReasonCode.moved, f"{why}; it goes on with the {request.tokens} tokens it has")
-        request.again = False
+            reason = Reason(ReasonCode.moved, f"{why}; it continues with its {request.tokens} tokens")
+        request.restart = False
         self._queue(request, reason)
 
-    def _spoilt(self, request: RolloutRequest) -> bool:
-        """Whether several versions made it, and it may only be one: a refit went over it that trimtab could not cut."""
+    def _mixes_versions(self, request: RolloutRequest) -> bool:
+        """Whether several versions made it though it must be one: a refit that trimtab could not abort for."""
         pin = request.spec.version
-        if pin is not None and any(one.version != pin for one in request.spans):
+        if pin is not None and any(span.version != pin for span in request.spans):
             return True
         return not request.spec.spans and len(request.spans) > 1
 
@@ -389,100 +390,99 @@ class RequestTransitions:
     def _fail(self, request: RolloutRequest, reason: Reason) -> None:
         self._answer(request, RequestState.failed, End.failed, reason)
 
-    def _end_now(self, request: RolloutRequest, state: RequestState, end: End, reason: Reason) -> None:
-        """Answer it, wherever it is, and cut what runs of it."""
+    def _end_now(self, request: RolloutRequest, end_state: RequestState, end: End, reason: Reason) -> None:
+        """Answer it in any state, and abort its attempt."""
         if request.worker:
             self._abort(request, reason)
-        self._answer(request, state, end, reason)
+        self._answer(request, end_state, end, reason)
 
-    def _answer(self, request: RolloutRequest, state: RequestState, end: End, reason: Reason) -> None:
-        """The one place where a request ends. Whoever wants it is told, once."""
-        books = self.books
-        del books.requests[request.id]
-        books.put_on(request)
-        books.router.drop(request)
+    def _answer(self, request: RolloutRequest, end_state: RequestState, end: End, reason: Reason) -> None:
+        """The only place where a request ends: every recipient gets one answer."""
+        state = self.state
+        del state.requests[request.id]
+        state.unpark(request)
+        state.router.drop(request)
         request.end, request.worker = end, ""
-        books.write_request(request, state, reason)
+        state.set_request_state(request, end_state, reason)
         spans = tuple(request.spans)
-        for name in request.wanted:
-            books.joined.pop(name, None)
+        for name in request.recipients:
+            state.coalesced.pop(name, None)
             of = "" if name == request.id else request.id
-            books.out.append(e.AnswerRequest(name, end, request.tokens, spans, reason, of))
-        books.rest.answered += len(request.wanted)
-        request.wanted = []
-        books.past[request.id] = request
-        while len(books.past) > books.rules.answers_kept:
-            old = books.past.pop(next(iter(books.past)))
-            if books.keys.get(old.spec.key) == old.id:
-                del books.keys[old.spec.key]
+            state.instructions.append(e.AnswerRequest(name, end, request.tokens, spans, reason, of))
+        state.counters.answered += len(request.recipients)
+        request.recipients = []
+        state.past[request.id] = request
+        while len(state.past) > state.rules.answers_kept:
+            old = state.past.pop(next(iter(state.past)))
+            if state.keys.get(old.spec.key) == old.id:
+                del state.keys[old.spec.key]
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def request_due(self, name: str) -> float | None:
-        """When a request is too late."""
-        request = self.books.requests.get(name)
+        request = self.state.requests.get(name)
         return None if request is None else request.deadline
 
     def request_late(self, name: str) -> None:
-        """Its deadline has passed."""
-        request = self.books.requests[name]
-        waited = self.books.rest.now - request.arrived
+        request = self.state.requests[name]
+        waited = self.state.now - request.arrived
         reason = Reason(ReasonCode.too_late, f"not done after {waited:.3g} s; last: {request.reason.sentence}")
         self._end_now(request, RequestState.failed, End.failed, reason)
 
     def attempt_due(self, key: str) -> float | None:
-        """When an attempt that is not heard of is given up."""
-        sent = self.books.attempt(key)
+        sent = self.state.attempt(key)
         if sent is None or sent.orphan:
             return None
         if sent.abort_by is not None:
             return sent.abort_by
-        worker = self.books.workers[self.books.where[key]]
-        request = self.books.requests.get(sent.request)
+        worker = self.state.workers[self.state.worker_by_attempt[key]]
+        request = self.state.requests.get(sent.request)
         quiet = worker.paused or worker.paused_elsewhere or (request is not None and not request.spec.watched)
-        return None if quiet else sent.last + self.books.rules.stall_s
+        return None if quiet else sent.last + self.state.rules.stall_s
 
     def attempt_late(self, key: str) -> None:
-        """Nothing came for too long, or a cut was not confirmed."""
-        books = self.books
-        sent = books.attempt(key)
+        """No token for too long, or an abort was not confirmed."""
+        state = self.state
+        sent = state.attempt(key)
         assert sent is not None
-        worker = books.workers[books.where[key]]
-        request = books.requests.get(sent.request)
+        worker = state.workers[state.worker_by_attempt[key]]
+        request = state.requests.get(sent.request)
         mine = request is not None and request.attempt == sent.attempt
         if sent.abort_by is not None:
             sent.orphan = True
             if mine and request is not None and request.state is RequestState.moving:
                 self._moving_to_queued(request)
-            self.on_deaf(worker, f"it has not confirmed the end of {sent.request} in {books.rules.abort_s:g} s")
+            self.on_unresponsive(
+                worker, f"it has not confirmed the abort of {sent.request} in {state.rules.abort_s:g} s"
+            )
             return
-        why = f"no token in {books.rules.stall_s:g} s"
+        why = f"no token in {state.rules.stall_s:g} s"
         if not mine or request is None:
             sent.orphan = True
             return
         self._abort(request, Reason(ReasonCode.hung, why))
         self._broken(request, worker, why)
-        if worker.heard + books.rules.stall_s <= books.rest.now:
-            self.on_deaf(worker, why)
+        if worker.last_response_at + state.rules.stall_s <= state.now:
+            self.on_unresponsive(worker, why)
 
-    # ---- what is where ---------------------------------------------------------------------------------------------
+    # ---- attempts on workers ----------------------------------------------------------------------------------------
 
     def _current(self, name: str, attempt: int) -> tuple[RolloutRequest, SentAttempt, RolloutWorker] | None:
-        """The request, if this is news of what it is doing now."""
-        books = self.books
-        request = books.requests.get(name)
+        """Request, attempt and worker, if this is the current attempt."""
+        state = self.state
+        request = state.requests.get(name)
         if request is None or request.attempt != attempt or not request.worker:
             return None
-        worker = books.workers.get(request.worker)
-        sent = None if worker is None else worker.held.get(held_key(name, attempt))
+        worker = state.workers.get(request.worker)
+        sent = None if worker is None else worker.held.get(attempt_key(name, attempt))
         return None if worker is None or sent is None else (request, sent, worker)
 
     def _count(
         self, request: RolloutRequest, sent: SentAttempt, worker: RolloutWorker, tokens: int, version: int | None
     ) -> bool:
-        """Tokens of this attempt, told as a total. Whether it is news.
+        """Count the tokens of this attempt, given as a total; True if there are new ones.
 
-        What is made by weights that nobody vouches for is worth nothing, whatever version the engine reports.
+        Tokens made by unconfirmed weights are not counted, whatever version the engine reports.
         """
         total = min(sent.base + max(0, tokens), request.spec.max_tokens)
         if total <= request.tokens or worker.version is None:
@@ -491,44 +491,44 @@ class RequestTransitions:
         request.tokens = total
         return True
 
-    def _ease(self, request: RolloutRequest, sent: SentAttempt, worker: RolloutWorker) -> None:
-        left = self.books.router.predictor.remaining(request.spec, request.tokens)
-        lane = self.books.router.lanes.get(worker.id)
+    def _update_cost(self, request: RolloutRequest, sent: SentAttempt, worker: RolloutWorker) -> None:
+        left = self.state.router.predictor.remaining(request.spec, request.tokens)
+        lane = self.state.router.lanes.get(worker.id)
         if lane is not None:
             lane.load += left - sent.cost
-            self.books.router.eased(lane)
+            self.state.router.load_decreased(lane)
         sent.cost = left
 
     def _release(self, name: str, attempt: int) -> None:
-        """An attempt has really ended, whoever it is of."""
-        key = held_key(name, attempt)
-        worker = self.books.workers.get(self.books.where.get(key, ""))
+        """An attempt has ended on its worker, current or not."""
+        key = attempt_key(name, attempt)
+        worker = self.state.workers.get(self.state.worker_by_attempt.get(key, ""))
         if worker is None:
             return
-        if key in worker.ghosts:
-            del worker.ghosts[key]
-            del self.books.where[key]
+        if key in worker.zombies:
+            del worker.zombies[key]
+            del self.state.worker_by_attempt[key]
         else:
             self._drop_held(worker, worker.held[key])
             self.on_released(worker)
 
     def _drop_held(self, worker: RolloutWorker, sent: SentAttempt) -> None:
-        key = held_key(sent.request, sent.attempt)
+        key = attempt_key(sent.request, sent.attempt)
         del worker.held[key]
-        del self.books.where[key]
-        lane = self.books.router.lanes.get(worker.id)
+        del self.state.worker_by_attempt[key]
+        lane = self.state.router.lanes.get(worker.id)
         if lane is not None:
             lane.count -= 1
             lane.load -= sent.cost
-            self.books.router.changed(lane)
+            self.state.router.changed(lane)
 
     def resumed(self, worker: RolloutWorker) -> None:
-        """The worker makes tokens again: nobody on it has been silent until now."""
-        worker.heard = self.books.rest.now
+        """The worker runs again: stall timers of its requests restart."""
+        worker.last_response_at = self.state.now
         for key, sent in worker.held.items():
-            sent.last = self.books.rest.now
-            self.books.touch("s", key)
+            sent.last = self.state.now
+            self.state.touch("s", key)
 
-    def may_cut(self) -> bool:
-        """Whether cuts that nobody asked for are trimtab's."""
-        return self.books.rules.ownership.abort is Owner.trimtab
+    def may_abort(self) -> bool:
+        """Whether trimtab may abort requests on its own initiative."""
+        return self.state.rules.ownership.abort is Owner.trimtab

@@ -1,12 +1,12 @@
-"""Which worker serves which request next: the least outstanding tokens, prefixes kept together, classes by priority.
+"""Routes requests: least outstanding tokens, prefix affinity, classes by priority.
 
-Called by the rollout machine, which says who may serve, what was sent and what ended. It never sends: it chooses. What
-must never happen: a worker chosen that is closed or full; a request passed over for ever (whoever jumps the queue for
-its prefix comes from within a window behind the head); time that grows with the workers or with the queue: open
-workers are in a heap by load, queues are in order of arrival, and what is outdated in either is skipped when it is met.
+Chooses only; the rollout machine sends. What must never happen: a closed or full worker is chosen; a request is passed
+over for ever (a request that jumps the queue for its prefix comes from within a window behind the head); time that
+grows with the number of workers or requests: open workers are in a heap by load, queues are in order of arrival, and
+outdated entries of either are skipped when met.
 
-Outstanding tokens are predicted: what requests of that class and prompt length came to lately, never more than what is
-asked. Reading a prompt costs much less than making the same number of tokens, and counts accordingly.
+Outstanding tokens are predicted from recent requests of that class and prompt length, capped by max_tokens. Prefill
+costs much less per token than decode, and counts accordingly.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import NamedTuple
 from trimtab.machines.rollout.records import FadingMean, RolloutRequest
 from trimtab.model.rollout import RequestClass, RequestSpec, RolloutRules
 
-PREFILL_SHARE = 8  # prompt tokens that cost as much as one that is made
-GROUPS_PER_WORKER = 8  # prefixes that a worker is believed to have in its cache
+PREFILL_SHARE = 8  # prompt tokens that cost as much as one generated token
+GROUPS_PER_WORKER = 8  # prefixes assumed to be in a worker's cache
 GROUPS_KEPT = 65_536
-REFRESH_SHARE = 8  # a load that fell by this part is worth a new place in the heap
+REFRESH_SHARE = 8  # a load that fell by 1/8 is re-placed in the heap
 WHOLE = ""
-BITS = [str(bits) for bits in range(64)]  # names of prompt lengths, made once
-OVERRUN = 2  # whoever is longer than predicted is predicted to become this many times as long as it is
+BITS = [str(bits) for bits in range(64)]  # names of prompt length buckets
+OVERRUN = 2  # a request longer than predicted is predicted to reach this multiple of its length
 
 
 @dataclass(eq=False)
 class WorkerLane:
-    """One worker that may serve."""
+    """A worker that may serve."""
 
     worker: str
     number: int  # for ties
@@ -38,15 +38,14 @@ class WorkerLane:
     token_limit: int | None
     load: int = 0  # predicted tokens outstanding
     count: int = 0  # requests there
-    outside: int = 0  # requests there that are not ours
+    outside: int = 0  # requests of other clients
     closed: bool = False  # full by its own figures
-    stamp: int = 0  # of its one valid place in the heap; 0: it has none
-    placed: int = 0  # the load it had when it was put there
-    groups: dict[str, None] = field(default_factory=dict)  # prefixes it is believed to have, the latest last
+    stamp: int = 0  # of its valid heap entry; 0: none
+    placed: int = 0  # its load in that entry
+    groups: dict[str, None] = field(default_factory=dict)  # prefixes assumed in its cache, the latest last
 
     @property
-    def room(self) -> bool:
-        """Whether it takes one more."""
+    def has_capacity(self) -> bool:
         return (
             self.count + self.outside < self.limit
             and not self.closed
@@ -56,36 +55,35 @@ class WorkerLane:
 
 @dataclass(eq=False)
 class RequestQueue:
-    """The queue of one class."""
+    """The queue of a request class."""
 
     spec: RequestClass
-    waiting: dict[str, RolloutRequest] = field(default_factory=dict)  # exactly those that wait
-    # All that wait are in one of these, and some that do not any more:
+    waiting: dict[str, RolloutRequest] = field(default_factory=dict)  # exactly the waiting requests
+    # All waiting requests are in one of these, with outdated entries:
     fresh: deque[RolloutRequest] = field(default_factory=deque)  # in order of arrival
-    back: list[tuple[int, str]] = field(default_factory=list)  # a heap: sent before, and back again
-    last: int = 0  # the highest number that `fresh` has seen
+    requeued: list[tuple[int, str]] = field(default_factory=list)  # a heap: sent before, and requeued
+    last_number: int = 0  # the highest number that `fresh` has seen
     groups: dict[str, deque[RolloutRequest]] = field(
         default_factory=dict
-    )  # by group, in order: exactly those that wait
+    )  # by group, in order: exactly the waiting requests
 
 
 class RoutingChoice(NamedTuple):
-    """Who is next, where it goes, and why there."""
+    """The next request and its worker."""
 
     request: RolloutRequest
     worker: str
-    near: bool  # its prefix is there already
+    prefix_hit: bool  # its prefix is in the worker's cache
 
 
 class LengthPredictor:
-    """How many tokens an answer will have, by class and prompt length."""
+    """Predicts answer lengths by class and prompt length."""
 
     def __init__(self) -> None:
-        # By class, then by the power of two of the prompt's length; all lengths together under WHOLE.
+        # By class, then by the bit length of the prompt length; all lengths under WHOLE.
         self.means: dict[str, dict[str, FadingMean]] = {}
 
     def learn(self, spec: RequestSpec, tokens: int) -> None:
-        """An answer came to so many tokens."""
         means = self.means.setdefault(spec.class_, {})
         for name in (WHOLE, BITS[spec.prompt_tokens.bit_length()]):
             mean = means.get(name)
@@ -94,7 +92,7 @@ class LengthPredictor:
             mean.add(tokens)
 
     def remaining(self, spec: RequestSpec, made: int) -> int:
-        """Tokens that it will make still."""
+        """Tokens still to come."""
         means = self.means.get(spec.class_)
         whole = spec.max_tokens
         if means is not None:
@@ -106,47 +104,45 @@ class LengthPredictor:
         return max(1, min(whole, spec.max_tokens) - made)
 
     def cost(self, spec: RequestSpec, made: int) -> int:
-        """Of sending it now: what it will make, and what has to be read first."""
+        """Cost of sending it now: remaining tokens, plus the prefill."""
         return self.remaining(spec, made) + (spec.prompt_tokens + made) // PREFILL_SHARE
 
 
 class Router:
-    """Queues of requests and lanes of workers. All of it can be worked out anew from what the machine remembers."""
+    """Request queues and worker lanes. Derived from the machine's state."""
 
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
         self.predictor = LengthPredictor()
-        self.lanes: dict[str, WorkerLane] = {}  # workers that may serve, with room or without
-        self.lines = {one.name: RequestQueue(one) for one in rules.classes}
-        self._by_priority = sorted(self.lines.values(), key=lambda line: (-line.spec.priority, line.spec.name))
+        self.lanes: dict[str, WorkerLane] = {}  # workers that may serve, with capacity or without
+        self.queues = {request_class.name: RequestQueue(request_class) for request_class in rules.classes}
+        self._by_priority = sorted(self.queues.values(), key=lambda queue: (-queue.spec.priority, queue.spec.name))
         self._heap: list[tuple[int, int, int, str]] = []  # load, number, stamp, worker
         self._stamp = 0
-        self.homes: dict[str, str] = {}  # by group: the worker that served it last; oldest first
+        self.homes: dict[str, str] = {}  # by group: the last worker; oldest first
         self.queued = 0
 
     # ---- workers ---------------------------------------------------------------------------------------------------
 
     def open(self, lane: WorkerLane) -> None:
-        """The worker may serve."""
         self.lanes[lane.worker] = lane
         self._place(lane)
 
     def close(self, worker: str) -> None:
-        """Nothing goes to the worker any more; what its cache had is forgotten."""
         self.lanes.pop(worker, None)
 
     def changed(self, lane: WorkerLane) -> None:
-        """Its load or its room is another."""
-        if lane.stamp == 0 or lane.load != lane.placed or not lane.room:
+        """Its load or its capacity changed."""
+        if lane.stamp == 0 or lane.load != lane.placed or not lane.has_capacity:
             self._place(lane)
 
-    def eased(self, lane: WorkerLane) -> None:
-        """Its load fell a little: only worth a new place when it adds up."""
+    def load_decreased(self, lane: WorkerLane) -> None:
+        """Small decreases are re-placed in the heap only once they add up."""
         if lane.stamp == 0 or (lane.placed - lane.load) * REFRESH_SHARE > lane.placed:
             self._place(lane)
 
     def restore(self, lane: WorkerLane, placed: int) -> None:
-        """As it was when a snapshot was taken, so that the next choice is the same."""
+        """As in a snapshot, so that the next choice is the same."""
         self._place(lane)
         if lane.stamp:
             lane.placed = placed
@@ -155,7 +151,7 @@ class Router:
             heapq.heappush(self._heap, (placed, lane.number, lane.stamp, lane.worker))
 
     def _place(self, lane: WorkerLane) -> None:
-        if not lane.room:
+        if not lane.has_capacity:
             lane.stamp = lane.placed = 0
             return
         self._stamp += 1
@@ -163,7 +159,7 @@ class Router:
         heapq.heappush(self._heap, (lane.load, lane.number, lane.stamp, lane.worker))
         if len(self._heap) > 64 + 4 * len(self.lanes):
             self._heap = [
-                (one.placed, one.number, one.stamp, one.worker) for one in self.lanes.values() if one.stamp != 0
+                (lane.placed, lane.number, lane.stamp, lane.worker) for lane in self.lanes.values() if lane.stamp != 0
             ]
             heapq.heapify(self._heap)
 
@@ -173,8 +169,8 @@ class Router:
             return None
         return lane
 
-    def least(self, avoid: str = "") -> WorkerLane | None:
-        """The open worker with room that has the fewest tokens outstanding; another than `avoid`, if there is one."""
+    def least_loaded(self, avoid: str = "") -> WorkerLane | None:
+        """The open worker with capacity and the fewest outstanding tokens; another than `avoid`, if there is one."""
         heap, first = self._heap, None
         while heap:
             lane = self._valid(heap[0])
@@ -194,104 +190,102 @@ class Router:
     # ---- queues ----------------------------------------------------------------------------------------------------
 
     def push(self, request: RolloutRequest) -> None:
-        """It waits. Whoever was here before keeps its place by its number."""
-        line = self.lines[request.spec.class_]
-        if request.id in line.waiting:
+        """Queue it; a requeued request keeps its place by its number."""
+        queue = self.queues[request.spec.class_]
+        if request.id in queue.waiting:
             return
-        line.waiting[request.id] = request
+        queue.waiting[request.id] = request
         self.queued += 1
-        if request.number > line.last:
-            line.last = request.number
-            line.fresh.append(request)
+        if request.number > queue.last_number:
+            queue.last_number = request.number
+            queue.fresh.append(request)
         else:
-            heapq.heappush(line.back, (request.number, request.id))
+            heapq.heappush(queue.requeued, (request.number, request.id))
         if request.spec.group:
-            same = line.groups.setdefault(request.spec.group, deque())
+            same = queue.groups.setdefault(request.spec.group, deque())
             at = len(same)
-            while at and same[at - 1].number > request.number:  # whoever was sent before and comes back
+            while at and same[at - 1].number > request.number:  # a requeued request
                 at -= 1
             same.insert(at, request)
 
     def drop(self, request: RolloutRequest) -> None:
-        """It does not wait any more."""
-        line = self.lines[request.spec.class_]
-        if line.waiting.pop(request.id, None) is None:
+        queue = self.queues[request.spec.class_]
+        if queue.waiting.pop(request.id, None) is None:
             return
         self.queued -= 1
         group = request.spec.group
         if group:
-            same = line.groups[group]
+            same = queue.groups[group]
             if same[0] is request:
                 same.popleft()
             else:
                 same.remove(request)
             if not same:
-                del line.groups[group]
-        if len(line.fresh) + len(line.back) > 64 + 2 * len(line.waiting):
-            line.fresh.clear()
-            line.back = sorted((one.number, one.id) for one in line.waiting.values())
+                del queue.groups[group]
+        if len(queue.fresh) + len(queue.requeued) > 64 + 2 * len(queue.waiting):
+            queue.fresh.clear()
+            queue.requeued = sorted((request.number, request.id) for request in queue.waiting.values())
 
     def _head(self) -> tuple[RequestQueue, RolloutRequest] | None:
-        for line in self._by_priority:
-            waiting, fresh, back = line.waiting, line.fresh, line.back
+        for queue in self._by_priority:
+            waiting, fresh, requeued = queue.waiting, queue.fresh, queue.requeued
             if not waiting:
                 continue
             while fresh and fresh[0].id not in waiting:
                 fresh.popleft()
-            while back and back[0][1] not in waiting:
-                heapq.heappop(back)
-            if not back or (fresh and fresh[0].number < back[0][0]):
-                return line, fresh[0]
-            return line, waiting[back[0][1]]
+            while requeued and requeued[0][1] not in waiting:
+                heapq.heappop(requeued)
+            if not requeued or (fresh and fresh[0].number < requeued[0][0]):
+                return queue, fresh[0]
+            return queue, waiting[requeued[0][1]]
         return None
 
-    # ---- the choice ------------------------------------------------------------------------------------------------
+    # ---- choice ------------------------------------------------------------------------------------------------
 
     def choose(self) -> RoutingChoice | None:
-        """Who is sent where next; None: nobody waits, or nobody has room."""
+        """The next request and its worker; None: nothing waits, or no worker has capacity."""
         if self.queued == 0:
             return None
-        lane = self.least()
+        lane = self.least_loaded()
         if lane is None:
             return None
         head = self._head()
         if head is None:
             return None
-        line, request = head
+        queue, request = head
         home = self._home(request, lane)
         if home is not None:
             return RoutingChoice(request, home.worker, True)
-        neighbour = self._neighbour(line, request, lane)
-        if neighbour is not None:
-            return RoutingChoice(neighbour, lane.worker, True)
+        match = self._prefix_match(queue, request, lane)
+        if match is not None:
+            return RoutingChoice(match, lane.worker, True)
         if request.avoid == lane.worker:
-            lane = self.least(request.avoid) or lane
+            lane = self.least_loaded(request.avoid) or lane
         return RoutingChoice(request, lane.worker, False)
 
     def _home(self, request: RolloutRequest, least: WorkerLane) -> WorkerLane | None:
-        """The worker that has its prefix, while going there pays."""
+        """The worker with its prefix in cache, while going there pays."""
         group = request.spec.group
         if not group:
             return None
         lane = self.lanes.get(self.homes.get(group, ""))
-        if lane is None or not lane.room or lane.worker == request.avoid or group not in lane.groups:
+        if lane is None or not lane.has_capacity or lane.worker == request.avoid or group not in lane.groups:
             return None
         worth = self.rules.affinity_requests * self.predictor.cost(request.spec, request.tokens)
         return lane if lane.load - least.load <= worth else None
 
-    def _neighbour(self, line: RequestQueue, head: RolloutRequest, lane: WorkerLane) -> RolloutRequest | None:
-        """Somebody near the head of the queue whose prefix this worker has."""
-        if not line.groups or head.spec.group in lane.groups:
+    def _prefix_match(self, queue: RequestQueue, head: RolloutRequest, lane: WorkerLane) -> RolloutRequest | None:
+        """A request near the head of the queue whose prefix this worker has."""
+        if not queue.groups or head.spec.group in lane.groups:
             return None
         last = head.number + self.rules.affinity_window
         for group in lane.groups:
-            same = line.groups.get(group)
+            same = queue.groups.get(group)
             if same is not None and same[0].number <= last and same[0].avoid != lane.worker:
                 return same[0]
         return None
 
     def sent(self, request: RolloutRequest, worker: str, cost: int) -> None:
-        """The choice was carried out."""
         self.drop(request)
         lane = self.lanes[worker]
         lane.load += cost

@@ -1,8 +1,8 @@
-"""Carrying a number of workers out: who is called back, woken, started or drained, and what is said about it.
+"""Applies a worker count: which workers are called back from draining, woken, started or drained.
 
-How many is the policy's decision (`trimtab.machines.rollout.policies.policy`), unless a person has said a number; who
-it is, is decided here. What must never happen: fewer ACTIVE workers than the least by trimtab's own doing, more than
-the most, a worker drained while a refit counts on it, a change without a Reason.
+The count comes from the policy (`trimtab.machines.rollout.policies.policy`) unless it was set by hand. What must never
+happen: fewer ACTIVE workers than the minimum by trimtab's own action, more than the maximum, a worker drained while a
+refit includes it, a change without a Reason.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ STEPS_KEPT = 100
 
 
 class Scaler:
-    """The number of workers."""
+    """Evaluates the policy and applies its decisions."""
 
-    def __init__(self, books: RolloutState, workers: WorkerTransitions, state: PolicyState) -> None:
-        self.books = books
-        self.workers = workers
+    def __init__(self, state: RolloutState, workers: WorkerTransitions, policy_state: PolicyState) -> None:
         self.state = state
-        self.last: scaling.Decision | None = None  # also when it was to stay
+        self.workers = workers
+        self.policy_state = policy_state
+        self.last: scaling.Decision | None = None  # also when it changed nothing
 
-    # ---- what is known ---------------------------------------------------------------------------------------------
+    # ---- sample ---------------------------------------------------------------------------------------------
 
     def sample(self) -> LoadSample:
-        """The load and the workers as they are."""
-        books, rest = self.books, self.books.rest
+        state, counters = self.state, self.state.counters
         active, coming, ready, back = 0, 0, 0, 0
         running, draining, drains, idle = 0, 0, 0, 0
-        for worker in books.workers.values():
+        for worker in state.workers.values():
             if worker.state is S.active:
                 load = self._load(worker)
                 active += 1
@@ -49,96 +48,100 @@ class Scaler:
             elif worker.state is S.draining:
                 drains += 1
                 draining += self._load(worker)
-                back += self._callable(worker)
-            elif books.coming(worker):
+                back += self._can_cancel_drain(worker)
+            elif state.will_serve(worker):
                 coming += 1
                 running += self._load(worker)
             else:
                 running += self._load(worker)
-                ready += self.workers.ready(worker)
-        most = max(min(rest.most, active + coming + back + ready), 0)
+                ready += self.workers.available(worker)
+        most = max(min(counters.max_workers, active + coming + back + ready), 0)
         return LoadSample(
-            rest.now,
-            books.router.queued + len(books.later),
+            counters.now,
+            state.router.queued + len(state.parked),
             running,
             draining,
             active,
             coming,
             drains,
             ready,
-            books.rules.capacity,
+            state.rules.capacity,
             min(self.floor(), most),
             most,
-            books.takers,
-            SleepCosts(rest.sleep_s.value, rest.wake_s.value, rest.drain_s.value),
+            state.takers,
+            SleepCosts(counters.sleep_s.value, counters.wake_s.value, counters.drain_s.value),
             fresh=all(
-                one.load_until is not None or not one.load_asked for one in books.of(S.active, S.draining, S.suspect)
+                worker.load_fresh_until is not None or not worker.reports_load
+                for worker in state.workers_in(S.active, S.draining, S.suspect)
             ),
             idle=idle,
-            service_s=rest.service_s.value,
+            service_s=counters.service_s.value,
         )
 
     def _load(self, worker: RolloutWorker) -> int:
-        """Requests there, ours and those of others as far as its figures are fresh."""
-        return len(worker.held) + (worker.outside if worker.load_until is not None else 0)
+        """Requests there: own ones, and those of other clients while its figures are fresh."""
+        return len(worker.held) + (worker.outside if worker.load_fresh_until is not None else 0)
 
     def floor(self) -> int:
-        """The fewest that are wanted now: by plan, or held ready."""
-        rest = self.books.rest
-        return min(max([rest.least, *(workers for workers, _ in rest.holds.values())]), rest.most)
+        """The minimum now: by plan, or by holds."""
+        counters = self.state.counters
+        return min(
+            max([counters.min_workers, *(workers for workers, _ in counters.holds.values())]), counters.max_workers
+        )
 
-    def _callable(self, worker: RolloutWorker) -> bool:
-        return worker.doing is None and not (worker.leaving or worker.taken or worker.paused)
+    def _can_cancel_drain(self, worker: RolloutWorker) -> bool:
+        return worker.action is None and not (worker.leaving or worker.reclaimed or worker.paused)
 
-    # ---- what people say -------------------------------------------------------------------------------------------
+    # ---- manual settings -------------------------------------------------------------------------------------------
 
-    def scaled(self, event: e.ScaleRequested) -> None:
-        """By hand: wins until released or expired."""
-        rest = self.books.rest
-        if not rest.least <= event.workers <= rest.most:
+    def scale_requested(self, event: e.ScaleRequested) -> None:
+        counters = self.state.counters
+        if not counters.min_workers <= event.workers <= counters.max_workers:
             raise InputError(
-                f"{event.workers} workers", hint=f"the plan's range is {rest.least} to {rest.most}; change that first"
+                f"{event.workers} workers",
+                hint=f"the plan's range is {counters.min_workers} to {counters.max_workers}; change that first",
             )
-        rest.scaled, rest.scaled_until = event.workers, event.until
-        rest.scaled_why = event.why or "somebody set it by hand"
-        self.look()
+        counters.manual_workers, counters.manual_until = event.workers, event.until
+        counters.manual_why = event.why or "set by hand"
+        self.evaluate()
 
-    def released(self, event: e.ScaleReleased) -> None:
-        """The policy decides again."""
-        self.books.rest.scaled = self.books.rest.scaled_until = None
-        self.look()
+    def scale_released(self, event: e.ScaleReleased) -> None:
+        self.state.counters.manual_workers = self.state.counters.manual_until = None
+        self.evaluate()
 
-    def held(self, event: e.HoldRequested) -> None:
-        """So many are wanted for a while."""
+    def hold_requested(self, event: e.HoldRequested) -> None:
         if event.workers < 0:
             raise InputError(f"hold {event.name}: {event.workers} workers", hint="0 or more")
-        self.books.rest.holds[event.name] = (event.workers, event.until)
-        self.look()
+        self.state.counters.holds[event.name] = (event.workers, event.until)
+        self.evaluate()
 
-    def unheld(self, event: e.HoldReleased) -> None:
-        """They are not wanted any more; the policy gives them up when it sees fit."""
-        self.books.rest.holds.pop(event.name, None)
-        self.books.touch("", "")
+    def hold_released(self, event: e.HoldReleased) -> None:
+        """The policy may drain these workers when it decides to."""
+        self.state.counters.holds.pop(event.name, None)
+        self.state.touch("", "")
 
     def range_set(self, event: e.WorkerRangeSet) -> None:
-        """The plan's range is another."""
-        rest = self.books.rest
-        if not 0 <= event.least <= event.most:
-            raise InputError(f"least {event.least}, most {event.most} workers", hint="0 <= least <= most")
-        rest.least, rest.most = event.least, event.most
-        if rest.scaled is not None:
-            rest.scaled = min(max(rest.scaled, rest.least), rest.most)
-        self.look()
+        counters = self.state.counters
+        if not 0 <= event.min_workers <= event.max_workers:
+            raise InputError(f"min {event.min_workers}, max {event.max_workers} workers", hint="0 <= min <= max")
+        counters.min_workers, counters.max_workers = event.min_workers, event.max_workers
+        if counters.manual_workers is not None:
+            counters.manual_workers = min(max(counters.manual_workers, counters.min_workers), counters.max_workers)
+        self.evaluate()
 
-    def said(self) -> dict[str, Any]:
-        """What people asked for, and what the policy decided last, as plain data."""
-        rest, last = self.books.rest, self.last
-        by_hand = None if rest.scaled is None else {"workers": rest.scaled, "why": rest.scaled_why}
-        if by_hand is not None and rest.scaled_until is not None:
-            by_hand["left_s"] = rest.scaled_until - rest.now
+    def status(self) -> dict[str, Any]:
+        """Manual settings and the policy's last decision, as plain data."""
+        counters, last = self.state.counters, self.last
+        by_hand = (
+            None
+            if counters.manual_workers is None
+            else {"workers": counters.manual_workers, "why": counters.manual_why}
+        )
+        if by_hand is not None and counters.manual_until is not None:
+            by_hand["left_s"] = counters.manual_until - counters.now
         return {
             "by_hand": by_hand,
-            "holds": {name: workers for name, (workers, _) in rest.holds.items()},
+            "holds": {name: workers for name, (workers, _) in counters.holds.items()},
             "decision": None
             if last is None
             else {
@@ -148,46 +151,45 @@ class Scaler:
             },
         }
 
-    # ---- looks -----------------------------------------------------------------------------------------------------
+    # ---- evaluation -------------------------------------------------------------------------------------------------
 
     def due(self) -> float | None:
-        """When something about the number changes by time alone."""
-        rest = self.books.rest
-        dues = [rest.next_look, rest.scaled_until, *(until for _, until in rest.holds.values())]
-        return min((one for one in dues if one is not None), default=None)
+        """When the next evaluation or expiry is due."""
+        counters = self.state.counters
+        dues = [counters.next_evaluation, counters.manual_until, *(until for _, until in counters.holds.values())]
+        return min((due for due in dues if due is not None), default=None)
 
-    def look(self) -> None:
-        """Ask, and carry it out."""
-        books, rest = self.books, self.books.rest
-        now = rest.now
-        if rest.scaled_until is not None and rest.scaled_until <= now:
-            rest.scaled = rest.scaled_until = None
-        rest.holds = {name: one for name, one in rest.holds.items() if one[1] is None or one[1] > now}
-        rest.next_look = now + books.rules.monitor_s if books.workers else None
-        books.touch("", "")
-        if not books.workers:
+    def evaluate(self) -> None:
+        state, counters = self.state, self.state.counters
+        now = counters.now
+        if counters.manual_until is not None and counters.manual_until <= now:
+            counters.manual_workers = counters.manual_until = None
+        counters.holds = {name: hold for name, hold in counters.holds.items() if hold[1] is None or hold[1] > now}
+        counters.next_evaluation = now + state.rules.monitor_s if state.workers else None
+        state.touch("", "")
+        if not state.workers:
             return
         sample = self.sample()
-        self.state, decision = scaling.consult(self.state, sample)
+        self.policy_state, decision = scaling.consult(self.policy_state, sample)
         self.last = decision
-        self._judge(decision.came_true, sample)
+        self._check_outcome(decision.came_true, sample)
         if decision.reason.code is ReasonCode.policy_fault:
-            books.out.append(e.Warn(decision.reason))
+            state.instructions.append(e.Warn(decision.reason))
         wanted, reason, expects = decision.workers, decision.reason, decision.expects
-        floor = sample.least
-        if rest.scaled is not None:
-            wanted = min(max(rest.scaled, floor), sample.most)
-            reason = Reason(ReasonCode.by_hand, f"{rest.scaled_why}: {rest.scaled} workers")
+        floor = sample.min_workers
+        if counters.manual_workers is not None:
+            wanted = min(max(counters.manual_workers, floor), sample.max_workers)
+            reason = Reason(ReasonCode.by_hand, f"{counters.manual_why}: {counters.manual_workers} workers")
             expects = f"{wanted} workers serve"
-        elif wanted < floor or (wanted == floor > sample.serving and floor > rest.least):
+        elif wanted < floor or (wanted == floor > sample.serving and floor > counters.min_workers):
             wanted = floor
-            reason = Reason(ReasonCode.held, f"{floor} workers are held ready: {', '.join(rest.holds)}")
+            reason = Reason(ReasonCode.held, f"{floor} workers are held ready: {', '.join(counters.holds)}")
             expects = f"{floor} workers serve"
-        self._carry_out(wanted, reason, expects, sample)
+        self._apply(wanted, reason, expects, sample)
 
-    def _judge(self, came_true: bool | None, sample: LoadSample) -> None:
-        """Whether the last step did what it said: by the policy's own judgement, or by its number if it was not its."""
-        steps = self.books.steps
+    def _check_outcome(self, came_true: bool | None, sample: LoadSample) -> None:
+        """Whether the last step came true: by the policy's own check, or by count for manual steps and holds."""
+        steps = self.state.steps
         if not steps or steps[-1].came_true is not None:
             return
         last = steps[-1]
@@ -197,40 +199,40 @@ class Scaler:
         if came_true is not None:
             steps[-1] = replace(last, came_true=came_true)
 
-    def _carry_out(self, wanted: int, reason: Reason, expects: str, sample: LoadSample) -> None:
+    def _apply(self, wanted: int, reason: Reason, expects: str, sample: LoadSample) -> None:
         before = sample.serving
         changed: list[str] = []
         if wanted > before:
-            changed = self._more(wanted - before, reason)
-        elif wanted < before and self.books.refit is None:
-            changed = self._fewer(before - wanted, reason)
+            changed = self._scale_up(wanted - before, reason)
+        elif wanted < before and self.state.refit is None:
+            changed = self._scale_down(before - wanted, reason)
         if changed:
-            step = ScaleStep(self.books.rest.now, before, wanted, reason, expects, tuple(changed))
-            self.books.steps.append(step)
-            del self.books.steps[:-STEPS_KEPT]
-            self.books.out.append(e.AnnounceScaleStep(step))
+            step = ScaleStep(self.state.now, before, wanted, reason, expects, tuple(changed))
+            self.state.steps.append(step)
+            del self.state.steps[:-STEPS_KEPT]
+            self.state.instructions.append(e.AnnounceScaleStep(step))
 
-    def _more(self, count: int, reason: Reason) -> list[str]:
-        """Called back first, since they are warm; then woken; then started; those that were lost last."""
+    def _scale_up(self, count: int, reason: Reason) -> list[str]:
+        """Draining workers first, since they are warm; then asleep, then stopped, lost ones last."""
         changed: list[str] = []
-        for worker in sorted(self.books.of(S.draining), key=lambda one: (-len(one.held), one.number)):
-            if len(changed) < count and self.workers.call_back(worker, reason):
+        for worker in sorted(self.state.workers_in(S.draining), key=lambda worker: (-len(worker.held), worker.number)):
+            if len(changed) < count and self.workers.cancel_drain(worker, reason):
                 changed.append(worker.id)
         rank = {S.inactive: 0, S.lost: 1}
-        ready = [one for one in self.books.of(S.inactive, S.lost) if self.workers.ready(one)]
-        ready.sort(key=lambda one: (rank[one.state], not one.started, one.asleep, one.number))
+        ready = [worker for worker in self.state.workers_in(S.inactive, S.lost) if self.workers.available(worker)]
+        ready.sort(key=lambda worker: (rank[worker.state], not worker.started, worker.asleep, worker.number))
         for worker in ready[: count - len(changed)]:
             self.workers.bring_up(worker, reason)
             changed.append(worker.id)
         return changed
 
-    def _fewer(self, count: int, reason: Reason) -> list[str]:
-        """Those that wait for weights, then those with the least to do; never so many that too few would serve."""
-        load = self.books.load_of
-        waiting = [one for one in self.books.of(S.stale, S.empty) if self.books.coming(one)]
-        active = sorted(self.books.of(S.active), key=lambda one: (load(one), -one.number))
-        victims = sorted(waiting, key=lambda one: -one.number)[:count]
-        victims += active[: max(0, min(count - len(victims), len(active) - self.floor()))]
-        for worker in victims:
+    def _scale_down(self, count: int, reason: Reason) -> list[str]:
+        """Workers that wait for weights, then the least loaded; never below the floor."""
+        load = self.state.load_of
+        waiting = [worker for worker in self.state.workers_in(S.stale, S.empty) if self.state.will_serve(worker)]
+        active = sorted(self.state.workers_in(S.active), key=lambda worker: (load(worker), -worker.number))
+        to_drain = sorted(waiting, key=lambda worker: -worker.number)[:count]
+        to_drain += active[: max(0, min(count - len(to_drain), len(active) - self.floor()))]
+        for worker in to_drain:
             self.workers.drain(worker, reason)
-        return [one.id for one in victims]
+        return [worker.id for worker in to_drain]

@@ -1,7 +1,6 @@
-"""What the rollout machine knows, in one place: workers, requests, what is really where, timers. Decides nothing.
+"""State of the rollout machine: workers, requests, attempts by worker, timers. Decides nothing.
 
-The rooms of the machine (`rollout_requests`, `rollout_workers`, `rollout_refit`, `rollout_scaling`) read and write it,
-so that none of them owns a copy of what another one changes.
+`requests`, `workers`, `health`, `actions`, `refit` and `scaler` read and write it; none of them keeps a copy.
 """
 
 from __future__ import annotations
@@ -10,100 +9,104 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 
-from trimtab.core.reasons import Reason, StoryEntry, add_chapter
+from trimtab.core.reasons import Reason, StoryEntry, add_story_entry
 from trimtab.machines.rollout.events import RolloutInstruction
 from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.machines.rollout.records import OngoingRefit, RolloutCounters, RolloutRequest, RolloutWorker, SentAttempt
 from trimtab.machines.rollout.routing import Router, WorkerLane
 from trimtab.model.rollout import RequestState, RolloutRules, ScaleStep, WorkerState
 
-EVERYBODY = ("", "")  # the timer of what concerns no single worker or request
+GLOBAL_TIMER = ("", "")  # refit and scaling deadlines
 
-TimerKey = tuple[str, str]  # "w" and a worker, "r" and a request, "s" and an attempt
+TimerKey = tuple[str, str]  # ("w", worker), ("r", request) or ("s", attempt)
 
 
 class RolloutState:
-    """All that is remembered."""
+    """All state of the rollout machine."""
 
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
-        self.rest = RolloutCounters(version=rules.version, least=rules.least, most=rules.most)
+        self.counters = RolloutCounters(version=rules.version, min_workers=rules.min_workers, max_workers=rules.max_workers)
         self.workers: dict[str, RolloutWorker] = {}  # in order of joining
         self.requests: dict[str, RolloutRequest] = {}  # accepted and not answered
-        self.past: dict[str, RolloutRequest] = {}  # answered not long ago, oldest first
-        self.keys: dict[str, str] = {}  # by the client's key: the request, which is in one of the above
-        self.joined: dict[str, str] = {}  # by id: the live request whose answer it waits for, where that is another
+        self.past: dict[str, RolloutRequest] = {}  # recently answered, oldest first
+        self.keys: dict[str, str] = {}  # idempotency key -> request id, in `requests` or `past`
+        self.coalesced: dict[str, str] = {}  # request id -> the live request with the same key whose answer it shares
         self.refit: OngoingRefit | None = None
         self.steps: list[ScaleStep] = []  # the last ones
         self.takers: tuple[Taker, ...] = ()
-        # What follows can be worked out from the above (the router's prefixes and means apart).
+        # Derived from the above, except the router's prefixes and means.
         self.router = Router(rules)
-        self.later: dict[str, RolloutRequest] = {}  # queued for a version that has not come yet
-        self.later_of: Counter[str] = Counter()  # by class: how many of those there are
-        self.where: dict[str, str] = {}  # by request#attempt: the worker that holds it
-        self.out: list[RolloutInstruction] = []
-        self._timers: list[tuple[float, TimerKey]] = []  # a heap; has every due time, and some that have changed since
-        self._armed: dict[TimerKey, float] = {}  # the earliest in the heap
-        self._touched: dict[TimerKey, None] = {}  # whose due time may have changed
+        self.parked: dict[str, RolloutRequest] = {}  # queued for a version that is not published yet
+        self.parked_by_class: Counter[str] = Counter()  # by class
+        self.worker_by_attempt: dict[str, str] = {}  # by request#attempt
+        self.instructions: list[RolloutInstruction] = []
+        self._timers: list[tuple[float, TimerKey]] = []  # a heap of due times, some outdated
+        self._armed: dict[TimerKey, float] = {}  # the earliest in the heap, by timer
+        self._touched: dict[TimerKey, None] = {}  # timers whose due time may have changed
+
+    @property
+    def now(self) -> float:
+        return self.counters.now
+
+    @property
+    def version(self) -> int:
+        return self.counters.version
 
     # ---- stories ---------------------------------------------------------------------------------------------------
 
-    def write_worker(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
-        """The worker is now there, for this reason."""
-        now = self.rest.now
+    def set_worker_state(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
+        now = self.now
         if state is not worker.state:
             worker.since = now
         worker.state, worker.reason = state, reason
-        add_chapter(worker.story, StoryEntry(now, state.value, reason))
+        add_story_entry(worker.story, StoryEntry(now, state.value, reason))
         self.touch("w", worker.id)
 
-    def write_request(self, request: RolloutRequest, state: RequestState, reason: Reason) -> None:
-        """The request is now there, for this reason."""
-        now = self.rest.now
+    def set_request_state(self, request: RolloutRequest, state: RequestState, reason: Reason) -> None:
+        now = self.now
         request.state, request.reason, request.since = state, reason, now
-        add_chapter(request.story, StoryEntry(now, state.value, reason))
+        add_story_entry(request.story, StoryEntry(now, state.value, reason))
 
-    # ---- questions -------------------------------------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------------------------------
 
-    def of(self, *states: WorkerState) -> Iterator[RolloutWorker]:
+    def workers_in(self, *states: WorkerState) -> Iterator[RolloutWorker]:
         """Workers in these states, in order of joining."""
-        return (one for one in self.workers.values() if one.state in states)
+        return (worker for worker in self.workers.values() if worker.state in states)
 
     def count(self, *states: WorkerState) -> int:
-        """How many workers are in these states."""
-        return sum(one.state in states for one in self.workers.values())
+        return sum(worker.state in states for worker in self.workers.values())
 
     def attempt(self, key: str) -> SentAttempt | None:
-        """The attempt, if a worker holds it and is not lost."""
-        worker = self.workers.get(self.where.get(key, ""))
+        """The attempt, if a worker that is not lost holds it."""
+        worker = self.workers.get(self.worker_by_attempt.get(key, ""))
         return None if worker is None else worker.held.get(key)
 
     def load_of(self, worker: RolloutWorker) -> int:
-        """Tokens outstanding there, predicted."""
-        return sum(one.cost for one in worker.held.values())
+        """Predicted outstanding tokens."""
+        return sum(attempt.cost for attempt in worker.held.values())
 
-    def coming(self, worker: RolloutWorker) -> bool:
-        """Whether it will serve by itself: being started, or waits for weights."""
-        if worker.leaving or worker.taken or worker.out:
+    def will_serve(self, worker: RolloutWorker) -> bool:
+        """Whether it will serve without a further decision: starting, or waiting for weights."""
+        if worker.leaving or worker.reclaimed or worker.disabled:
             return False
         return worker.state in (WorkerState.starting, WorkerState.stale, WorkerState.empty)
 
     # ---- requests for a version that has not come ------------------------------------------------------------------
 
-    def put_off(self, request: RolloutRequest) -> None:
-        """It waits for a version."""
-        self.later[request.id] = request
-        self.later_of[request.spec.class_] += 1
+    def park(self, request: RolloutRequest) -> None:
+        """Queue it for a version that the trainer has not published yet."""
+        self.parked[request.id] = request
+        self.parked_by_class[request.spec.class_] += 1
 
-    def put_on(self, request: RolloutRequest) -> None:
-        """It does not wait for one any more, if it did."""
-        if self.later.pop(request.id, None) is not None:
-            self.later_of[request.spec.class_] -= 1
+    def unpark(self, request: RolloutRequest) -> None:
+        if self.parked.pop(request.id, None) is not None:
+            self.parked_by_class[request.spec.class_] -= 1
 
     # ---- lanes -----------------------------------------------------------------------------------------------------
 
-    def lane(self, worker: RolloutWorker) -> None:
-        """Open or close the worker for requests, as it now is. The one place where a lane is made."""
+    def update_lane(self, worker: RolloutWorker) -> None:
+        """Open or close the worker for requests, by its state. The only place that creates lanes."""
         may = worker.state is WorkerState.active and not worker.paused and not worker.paused_elsewhere
         lane = self.router.lanes.get(worker.id)
         if not may:
@@ -113,23 +116,22 @@ class RolloutState:
         if lane is None:
             lane = WorkerLane(worker.id, worker.number, worker.spec.limit, worker.spec.token_limit)
             lane.count, lane.load = len(worker.held), self.load_of(worker)
-            self.figures(worker, lane)
+            self.update_lane_load(worker, lane)
             self.router.open(lane)
 
-    def figures(self, worker: RolloutWorker, lane: WorkerLane) -> None:
-        """What the engine says of itself, as long as it is believed."""
-        believed = worker.load_until is not None and self.rest.now < worker.load_until
+    def update_lane_load(self, worker: RolloutWorker, lane: WorkerLane) -> None:
+        """Apply the engine's own figures while they are fresh."""
+        believed = worker.load_fresh_until is not None and self.now < worker.load_fresh_until
         lane.outside = worker.outside if believed else 0
         lane.closed = worker.kv_full and believed
 
     # ---- timers ----------------------------------------------------------------------------------------------------
 
     def touch(self, kind: str, name: str) -> None:
-        """Something about it changed; when time alone changes it next is looked at before the event is over."""
+        """Mark a due time as possibly changed; it is re-armed before the event ends."""
         self._touched[kind, name] = None
 
     def arm(self, timer: TimerKey, due: float | None) -> None:
-        """Wake at the due time."""
         if due is None:
             return
         armed = self._armed.get(timer)
@@ -137,26 +139,23 @@ class RolloutState:
             self._armed[timer] = due
             heapq.heappush(self._timers, (due, timer))
 
-    def look_soon(self) -> None:
-        """The number of workers is to be looked at as soon as time passes."""
-        self.rest.next_look = self.rest.now
-        self.touch(*EVERYBODY)
+    def evaluate_soon(self) -> None:
+        """Evaluate scaling at the next tick."""
+        self.counters.next_evaluation = self.now
+        self.touch(*GLOBAL_TIMER)
 
     def touched(self) -> list[TimerKey]:
-        """Those whose due time may have changed, once."""
         touched, self._touched = list(self._touched), {}
         return touched
 
     def first_timer(self) -> tuple[float, TimerKey] | None:
-        """The next in the heap, due or outdated."""
+        """The head of the heap, possibly outdated."""
         return self._timers[0] if self._timers else None
 
     def pop_timer(self) -> None:
-        """Take it away."""
         at, timer = heapq.heappop(self._timers)
         if self._armed.get(timer) == at:
             del self._armed[timer]
 
-    def timers_of(self, timer: TimerKey) -> float | None:
-        """When it is woken at the latest, if ever."""
+    def armed_at(self, timer: TimerKey) -> float | None:
         return self._armed.get(timer)

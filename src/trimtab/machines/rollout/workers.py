@@ -1,13 +1,12 @@
-"""Workers of the rollout machine: started, woken, drained, put to sleep, suspected, lost, and back.
+"""Worker transitions of the rollout machine: start, wake, drain, sleep, stop, remove.
 
-Called by the machine for events about workers, and by the rooms of requests, refits and scaling. The transitions that
-must not exist are those to ACTIVE from STALE, EMPTY or LOST without a confirmed refit: an engine that comes back
-reports whatever version it likes, and every answer it gave would be of weights that nobody trains any more. So a
-version is only ever what was confirmed, a loss or a discard takes it away, and `_to_active` looks at nothing else.
+Transitions that must not exist: to ACTIVE from STALE, EMPTY or LOST without a confirmed refit. An engine that comes
+back may report any version, so a version is only ever what was confirmed, a loss or a discard clears it, and
+`to_active` checks nothing else.
 
 What must never happen besides: memory released with requests running (a sleep or stop begins only when nothing is held
-there, but for a worker that is lost anyway); a stop before route off, drain or abort, and sleep; a worker that waits
-for ever (every act, drain and cut has a deadline, with what follows).
+there, except on a lost worker); a stop before route off, drain or abort, and sleep; a worker that waits for ever (every
+action, drain and abort has a deadline and an outcome).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from trimtab.model.rollout import Owner, WorkerState, WorkerVerb
 
 S = WorkerState
 
-# Every edge there is. What is not here does not exist, and `RolloutState` refuses it.
+# All edges of the state graph; `transition` asserts them.
 EDGES: dict[WorkerState, tuple[WorkerState, ...]] = {
     S.active: (S.draining, S.stale, S.empty, S.suspect, S.inactive, S.lost),
     S.draining: (S.active, S.inactive, S.stale, S.empty, S.lost),
@@ -38,185 +37,190 @@ EDGES: dict[WorkerState, tuple[WorkerState, ...]] = {
 
 
 class WorkerTransitions:
-    """Lives of workers."""
+    """Transitions of workers."""
 
-    def __init__(self, books: RolloutState, requests: RequestTransitions) -> None:
-        self.books = books
+    def __init__(self, state: RolloutState, requests: RequestTransitions) -> None:
+        self.state = state
         self.requests = requests
-        # What refits do when a worker changes; set by the machine.
-        self.on_quieter: Callable[[RolloutWorker], None] = lambda worker: None
+        # Callbacks into the refit coordinator, set by the machine.
+        self.on_worker_changed: Callable[[RolloutWorker], None] = lambda worker: None
         self.on_confirmed: Callable[[RolloutWorker, int], None] = lambda worker, version: None
         self.on_refit_failed: Callable[[RolloutWorker, str], None] = lambda worker, why: None
         self.in_refit: Callable[[RolloutWorker], bool] = lambda worker: False
 
-    # ---- joining and leaving -----------------------------------------------------------------------------------------
+    # ---- joining and leaving ----------------------------------------------------------------------------------------
 
     def added(self, event: e.WorkerAdded) -> None:
-        """A worker more. The same again changes nothing."""
-        books, spec = self.books, event.spec
-        known = books.workers.get(spec.id)
+        """Add a worker. Idempotent."""
+        state, spec = self.state, event.spec
+        known = state.workers.get(spec.id)
         if known is not None:
             if known.spec != spec or known.leaving:
-                raise InputError(
-                    f"there is a worker {spec.id} already", hint="remove it first, or give this one another name"
-                )
+                raise InputError(f"there is a worker {spec.id} already", hint="remove it first, or use another name")
             return
-        books.rest.joins += 1
+        state.counters.joins += 1
         reason = Reason(ReasonCode.joined, "it was added" + ("" if event.up else "; its engine is not started"))
-        worker = RolloutWorker(spec, S.inactive, reason, books.rest.now, books.rest.joins, heard=books.rest.now)
-        books.workers[spec.id] = worker
-        books.write_worker(worker, S.inactive, reason)
+        worker = RolloutWorker(spec, S.inactive, reason, state.now, state.counters.joins, last_response_at=state.now)
+        state.workers[spec.id] = worker
+        state.set_worker_state(worker, S.inactive, reason)
         if event.up:
-            self.arrives(worker, event.version, "it was added with its engine running")
-        if books.rest.next_look is None:
-            books.look_soon()
+            self.process_started(worker, event.version, "it was added with its engine running")
+        if state.counters.next_evaluation is None:
+            state.evaluate_soon()
 
     def removed(self, event: e.WorkerRemoved) -> None:
-        """To go for good, in order."""
-        worker = known_worker(self.books.workers, event.worker)
+        worker = known_worker(self.state.workers, event.worker)
         if worker.leaving:
             return
         worker.leaving = True
-        reason = Reason(ReasonCode.by_hand, event.why or "it is to go")
+        reason = Reason(ReasonCode.by_hand, event.why or "it was removed")
         self._route_off(worker, reason, event.deadline_s)
 
-    def taken(self, event: e.WorkerReclaimed) -> None:
-        """Given to others, with notice."""
-        books = self.books
-        worker = known_worker(books.workers, event.worker)
-        if worker.taken:
+    def reclaimed(self, event: e.WorkerReclaimed) -> None:
+        state = self.state
+        worker = known_worker(state.workers, event.worker)
+        if worker.reclaimed:
             return
-        if worker.state is S.active and not event.forced and books.count(S.active) <= books.rest.least:
+        if worker.state is S.active and not event.forced and state.count(S.active) <= state.counters.min_workers:
             raise InfeasibleError(
-                f"worker {worker.id} cannot be taken: {counted(books.count(S.active), 'worker')} serve, "
-                f"and at least {books.rest.least} must",
-                hint="wake or add another one first",
+                f"worker {worker.id} cannot be lent out: {counted(state.count(S.active), 'worker')} serve, "
+                f"and at least {state.counters.min_workers} must",
+                hint="wake or add another worker first",
             )
-        worker.taken = True
-        left_s = max(0.0, event.deadline - books.rest.now - books.rules.abort_s)
-        drain_s = left_s if event.patient else min(left_s, books.rules.drain_s)
+        worker.reclaimed = True
+        left_s = max(0.0, event.deadline - state.now - state.rules.abort_s)
+        drain_s = left_s if event.full_notice else min(left_s, state.rules.drain_s)
         self._route_off(worker, Reason(ReasonCode.taken, event.why), drain_s)
-        books.look_soon()  # somebody may have to take its place
+        state.evaluate_soon()  # a replacement may be needed
 
-    def given(self, event: e.WorkerReturned) -> None:
-        """May be used again; whatever failed before is forgiven."""
-        worker = known_worker(self.books.workers, event.worker)
-        worker.taken = worker.out = False
-        worker.failures, worker.try_at = 0, None
-        self.books.write_worker(worker, worker.state, Reason(ReasonCode.returned, "it may be used again"))
-        self.wants_refit(worker)
-        if worker.state is S.lost and worker.started and worker.spec.startable and worker.doing is None:
-            self.act(
+    def returned(self, event: e.WorkerReturned) -> None:
+        """The worker may be used again; earlier failures are forgotten."""
+        worker = known_worker(self.state.workers, event.worker)
+        worker.reclaimed = worker.disabled = False
+        worker.failures, worker.retry_at = 0, None
+        self.state.set_worker_state(worker, worker.state, Reason(ReasonCode.returned, "it may be used again"))
+        self.request_refit(worker)
+        if worker.state is S.lost and worker.started and worker.spec.startable and worker.action is None:
+            self.start_action(
                 worker,
                 WorkerVerb.stop,
-                Reason(ReasonCode.returned, "it may be used again; what is left of it goes first"),
+                Reason(ReasonCode.returned, "it may be used again; its old process is stopped first"),
             )
 
     def _route_off(self, worker: RolloutWorker, reason: Reason, drain_s: float | None) -> None:
         if worker.state in (S.active, S.stale, S.empty, S.suspect):
             self.drain(worker, reason, drain_s)
         elif worker.state is S.draining:
-            books = self.books
-            by = books.rest.now + (books.rules.drain_s if drain_s is None else drain_s)
-            worker.drain_by = by if worker.drain_by is None else min(by, worker.drain_by)
-            books.write_worker(worker, S.draining, reason)
+            state = self.state
+            by = state.now + (state.rules.drain_s if drain_s is None else drain_s)
+            worker.drain_deadline = by if worker.drain_deadline is None else min(by, worker.drain_deadline)
+            state.set_worker_state(worker, S.draining, reason)
             self.settle(worker)
         else:
-            self.books.write_worker(worker, worker.state, reason)
-            self.put_away(worker)
+            self.state.set_worker_state(worker, worker.state, reason)
+            self.deactivate(worker)
 
-    # ---- draining ----------------------------------------------------------------------------------------------------
+    # ---- draining ---------------------------------------------------------------------------------------------------
 
     def drain(self, worker: RolloutWorker, reason: Reason, drain_s: float | None = None) -> None:
-        """Take nothing new; what is left at the deadline is cut and goes elsewhere."""
-        books = self.books
-        worker.drain_began, worker.drain_cut = books.rest.now, False
-        worker.drain_by = books.rest.now + (books.rules.drain_s if drain_s is None else drain_s)
-        if worker.doing is not None and worker.doing.verb in (WorkerVerb.probe, WorkerVerb.refit):
-            worker.doing = None
-        self.become(worker, S.draining, reason)
+        """Take nothing new; at the deadline, remaining requests are aborted and moved."""
+        state = self.state
+        worker.drain_started_at, worker.drain_expired = state.now, False
+        worker.drain_deadline = state.now + (state.rules.drain_s if drain_s is None else drain_s)
+        if worker.action is not None and worker.action.verb in (WorkerVerb.probe, WorkerVerb.refit):
+            worker.action = None
+        self.transition(worker, S.draining, reason)
         if worker.paused:
-            self.cut_drain(worker)  # what is paused here will not end by itself
+            self.expire_drain(worker)  # paused requests do not end by themselves
         self.settle(worker)
 
-    def call_back(self, worker: RolloutWorker, reason: Reason) -> bool:
-        """A draining worker serves again. What is being cut goes elsewhere all the same."""
-        if worker.state is not S.draining or worker.doing is not None or worker.leaving or worker.taken:
+    def cancel_drain(self, worker: RolloutWorker, reason: Reason) -> bool:
+        """Let a draining worker serve again; aborted requests stay moved. False where it cannot."""
+        if worker.state is not S.draining or worker.action is not None or worker.leaving or worker.reclaimed:
             return False
         if worker.paused:
             return False
         if self.in_refit(worker):
-            self.become(
+            self.transition(
                 worker, S.stale, Reason(ReasonCode.refitting, f"{reason.sentence}; it waits for the refit's end")
             )
-        elif worker.version is not None and worker.version == self.books.rest.version:
+        elif worker.version is not None and worker.version == self.state.version:
             self.to_active(worker, reason)
         else:
-            self.become(worker, S.stale, Reason(ReasonCode.outdated, f"{reason.sentence}; its weights are older"))
-            self.wants_refit(worker)
+            self.transition(worker, S.stale, Reason(ReasonCode.outdated, f"{reason.sentence}; its weights are older"))
+            self.request_refit(worker)
         return True
 
-    def cut_drain(self, worker: RolloutWorker) -> None:
-        """Its time to drain is over."""
-        worker.drain_cut = True
-        waited = self.books.rest.now - (worker.drain_began or 0.0)
-        if self.requests.may_cut() or worker.paused:
-            self.requests.cut_all(worker, Reason(ReasonCode.moved, f"{worker.id} drains, and {waited:.3g} s are over"))
-        if worker.held and not self.requests.may_cut():
-            left = f"{counted(len(worker.held), 'request')} after {waited:.3g} s, and cutting them is not trimtab's"
+    def expire_drain(self, worker: RolloutWorker) -> None:
+        worker.drain_expired = True
+        waited = self.state.now - (worker.drain_started_at or 0.0)
+        if self.requests.may_abort() or worker.paused:
+            self.requests.abort_all(
+                worker, Reason(ReasonCode.moved, f"{worker.id} drains, and its {waited:.3g} s are over")
+            )
+        if worker.held and not self.requests.may_abort():
+            left = f"{counted(len(worker.held), 'request')} after {waited:.3g} s, and trimtab may not abort them"
             self.warn(worker, Reason(ReasonCode.node_draining, f"it drains, with {left}"))
-        self.books.touch("w", worker.id)
+        self.state.touch("w", worker.id)
         self.settle(worker)
 
     def settle(self, worker: RolloutWorker) -> None:
-        """Something there has ended: go on with whatever waited for it."""
-        if worker.state is S.draining and worker.doing is None and self._empty(worker) and not self.in_refit(worker):
-            self.put_away(worker)
-        self.on_quieter(worker)
+        """Continue with what waited for requests there to end."""
+        if worker.state is S.draining and worker.action is None and self._empty(worker) and not self.in_refit(worker):
+            self.deactivate(worker)
+        self.on_worker_changed(worker)
 
     def _empty(self, worker: RolloutWorker) -> bool:
-        """Whether nothing runs there, ours or others'. Old figures are no proof, until the drain's time is over."""
+        """Whether nothing runs there, of any client. Stale figures prove nothing until the drain has expired."""
         if worker.held:
             return False
-        if worker.load_until is not None:
+        if worker.load_fresh_until is not None:
             return worker.outside == 0
-        return worker.drain_cut or not worker.load_asked
+        return worker.drain_expired or not worker.reports_load
 
-    def put_away(self, worker: RolloutWorker) -> None:
-        """Nothing runs there: sleep, then stop where it is to go for good. Called until nothing is left to do."""
-        books, spec = self.books, worker.spec
-        if worker.doing is not None or worker.state in (S.starting, S.active):
+    def deactivate(self, worker: RolloutWorker) -> None:
+        """Sleep, then stop where it is being removed. Called until nothing is left to do."""
+        state, spec = self.state, worker.spec
+        if worker.action is not None or worker.state in (S.starting, S.active):
             return
-        if worker.state is S.draining and worker.drain_began is not None and not worker.held:
-            books.rest.drain_s.add(books.rest.now - worker.drain_began)
-            worker.drain_began = None
-        # Whoever runs an engine that is attached here goes on with it as it is.
-        ours = books.rules.ownership.sleep is Owner.trimtab and (spec.startable or not worker.leaving)
+        if worker.state is S.draining and worker.drain_started_at is not None and not worker.held:
+            state.counters.drain_s.add(state.now - worker.drain_started_at)
+            worker.drain_started_at = None
+        # An attached engine is left as it is when its worker is removed.
+        ours = state.rules.ownership.sleep is Owner.trimtab and (spec.startable or not worker.leaving)
         up = worker.state is S.draining
         if up and spec.can_sleep and ours and not worker.asleep:
-            self.act(worker, WorkerVerb.sleep, Reason(ReasonCode.asleep, worker.reason.sentence))
+            self.start_action(worker, WorkerVerb.sleep, Reason(ReasonCode.asleep, worker.reason.sentence))
             return
         if spec.startable and worker.started and (worker.leaving or (up and not worker.asleep and not spec.can_sleep)):
-            self.act(worker, WorkerVerb.stop, Reason(worker.reason.code, worker.reason.sentence))
+            self.start_action(worker, WorkerVerb.stop, Reason(worker.reason.code, worker.reason.sentence))
             return
         if worker.leaving:
             self.forget(worker)
         elif up:
-            self.become(worker, S.inactive, Reason(ReasonCode.asleep, f"{worker.reason.sentence}: it is routed off"))
+            self.transition(
+                worker, S.inactive, Reason(ReasonCode.asleep, f"{worker.reason.sentence}: it is routed off")
+            )
 
     def forget(self, worker: RolloutWorker) -> None:
-        """It is gone for good."""
-        books = self.books
-        self.requests.lose_all(worker, "it was removed", certain=True)
-        self.requests.lay_ghosts(worker)
-        books.router.close(worker.id)
-        del books.workers[worker.id]
+        """Remove it from the state."""
+        state = self.state
+        self.requests.lose_all(worker, "it was removed", process_gone=True)
+        self.requests.drop_zombies(worker)
+        state.router.close(worker.id)
+        del state.workers[worker.id]
 
-    # ---- waking and starting -----------------------------------------------------------------------------------------
+    # ---- waking and starting ----------------------------------------------------------------------------------------
 
-    def ready(self, worker: RolloutWorker) -> bool:
-        """Whether it can be had: nothing is being done to it, and nothing speaks against it."""
-        if worker.taken or worker.leaving or worker.out or worker.doing is not None or worker.try_at is not None:
+    def available(self, worker: RolloutWorker) -> bool:
+        """Whether it can be brought up now."""
+        if (
+            worker.reclaimed
+            or worker.leaving
+            or worker.disabled
+            or worker.action is not None
+            or worker.retry_at is not None
+        ):
             return False
         if worker.state is S.lost:
             return worker.spec.startable and not worker.started
@@ -224,99 +228,98 @@ class WorkerTransitions:
             return False
         if not worker.started:
             return worker.spec.startable
-        return not worker.asleep or self.books.rules.ownership.sleep is Owner.trimtab
+        return not worker.asleep or self.state.rules.ownership.sleep is Owner.trimtab
 
     def bring_up(self, worker: RolloutWorker, reason: Reason) -> None:
-        """Start it, wake it, or route it on, whichever it needs."""
+        """Start, wake or route on, whichever it needs."""
         if not worker.started:
-            self.become(worker, S.starting, reason)
-            worker.started = True  # from now on there may be something to stop
-            self.act(worker, WorkerVerb.start, reason, self.books.rest.version)
+            self.transition(worker, S.starting, reason)
+            worker.started = True  # there may be a process to stop from now on
+            self.start_action(worker, WorkerVerb.start, reason, self.state.version)
         elif worker.asleep:
-            self.become(worker, S.starting, reason)
-            self.act(worker, WorkerVerb.wake, reason)
+            self.transition(worker, S.starting, reason)
+            self.start_action(worker, WorkerVerb.wake, reason)
         else:
             self.woken(worker, None, reason.sentence)
 
-    def arrives(self, worker: RolloutWorker, reported: int | None, why: str, *, ours: bool = True) -> None:
-        """A process that was not there before. Its weights are the trainer's only where nobody has trained yet.
+    def process_started(self, worker: RolloutWorker, reported: int | None, why: str, *, ours: bool = True) -> None:
+        """A new process. Its weights are current only before the first training step.
 
-        Where others started it (`ours` false), a sleep or pause that was on its way may reach it all the same: it
-        counts as asleep and paused as before, and is woken and resumed before it serves.
+        Where another client started it (`ours` false), a sleep or pause in flight may still reach it: it counts as
+        asleep and paused as before, and is woken and resumed before it serves.
         """
-        books = self.books
-        self.requests.lay_ghosts(worker)
+        state = self.state
+        self.requests.drop_zombies(worker)
         worker.started = True
         if ours:
             worker.asleep = worker.paused = worker.paused_elsewhere = False
         worker.incarnation += 1
         worker.version = None
         if worker.asleep:
-            self.put_to_sleep(worker, False, f"{why}, and was asleep when it was last seen")
-        elif worker.leaving or worker.taken:
-            self.become(worker, S.stale, Reason(ReasonCode.outdated, why))
-            self.drain(worker, Reason(ReasonCode.taken, "it is not to serve any more"), 0.0)
-        elif not worker.was_lost and reported == books.rest.version == books.rules.version:
+            self.mark_asleep(worker, False, f"{why}, and was asleep when it was last seen")
+        elif worker.leaving or worker.reclaimed:
+            self.transition(worker, S.stale, Reason(ReasonCode.outdated, why))
+            self.drain(worker, Reason(ReasonCode.taken, "it must not serve any more"), 0.0)
+        elif not worker.was_lost and reported == state.version == state.rules.version:
             worker.version = reported
             self.to_active(worker, Reason(ReasonCode.current, f"{why}; version {reported}, as the trainer's"))
         else:
-            said = "it reports no version" if reported is None else f"it reports version {reported}"
-            sentence = f"{why}; {said}, but nobody has confirmed that it has version {books.rest.version}"
-            self.become(worker, S.stale, Reason(ReasonCode.outdated, sentence))
-            self.wants_refit(worker)
+            text = "it reports no version" if reported is None else f"it reports version {reported}"
+            sentence = f"{why}; {text}, but version {state.version} is not confirmed"
+            self.transition(worker, S.stale, Reason(ReasonCode.outdated, sentence))
+            self.request_refit(worker)
 
     def woken(self, worker: RolloutWorker, reported: int | None, why: str) -> None:
         """The same process as before, awake."""
-        books = self.books
+        state = self.state
         worker.asleep = False
         if reported is not None and worker.version is not None and reported != worker.version:
             worker.version = None
-        if worker.leaving or worker.taken:
-            self.become(worker, S.stale, Reason(ReasonCode.outdated, why))
-            self.drain(worker, Reason(ReasonCode.taken, "it is not to serve any more"), 0.0)
+        if worker.leaving or worker.reclaimed:
+            self.transition(worker, S.stale, Reason(ReasonCode.outdated, why))
+            self.drain(worker, Reason(ReasonCode.taken, "it must not serve any more"), 0.0)
         elif worker.version is None and not worker.spec.sleep_keeps_weights:
-            self.become(worker, S.empty, Reason(ReasonCode.emptied, f"{why}; its weights were discarded"))
-            self.wants_refit(worker)
-        elif worker.version is None or worker.version != books.rest.version:
-            has = "nobody knows what weights it has" if worker.version is None else f"it has version {worker.version}"
-            sentence = f"{why}; {has}, the trainer is at {books.rest.version}"
-            self.become(worker, S.stale, Reason(ReasonCode.outdated, sentence))
-            self.wants_refit(worker)
+            self.transition(worker, S.empty, Reason(ReasonCode.emptied, f"{why}; its weights were discarded"))
+            self.request_refit(worker)
+        elif worker.version is None or worker.version != state.version:
+            has = "its weights are unknown" if worker.version is None else f"it has version {worker.version}"
+            sentence = f"{why}; {has}, the trainer is at {state.version}"
+            self.transition(worker, S.stale, Reason(ReasonCode.outdated, sentence))
+            self.request_refit(worker)
         elif worker.paused:
-            self.become(worker, S.stale, Reason(ReasonCode.current, f"{why}; it is resumed before it serves"))
+            self.transition(worker, S.stale, Reason(ReasonCode.current, f"{why}; it is resumed before it serves"))
             self.activate(worker)
         else:
             self.to_active(worker, Reason(ReasonCode.current, f"{why}; version {worker.version}, as the trainer's"))
 
-    def put_to_sleep(self, worker: RolloutWorker, keeps_weights: bool, why: str) -> None:
-        """It is asleep, or as good as: what it needs next is a wake, or its end."""
+    def mark_asleep(self, worker: RolloutWorker, keeps_weights: bool, why: str) -> None:
+        """It is asleep, or must be treated so: next is a wake or a stop."""
         worker.asleep = True
-        worker.load_until, worker.load_asked = None, False
+        worker.load_fresh_until, worker.reports_load = None, False
         if not keeps_weights:
             worker.version = None
         if worker.leaving:
-            self.put_away(worker)
+            self.deactivate(worker)
         else:
-            self.become(worker, S.inactive, Reason(ReasonCode.asleep, why))
+            self.transition(worker, S.inactive, Reason(ReasonCode.asleep, why))
 
-    # ---- what is done to it ------------------------------------------------------------------------------------------
+    # ---- actions ------------------------------------------------------------------------------------------
 
-    def act(self, worker: RolloutWorker, verb: WorkerVerb, reason: Reason, version: int | None = None) -> None:
-        """Have something done, with a deadline."""
-        books = self.books
+    def start_action(self, worker: RolloutWorker, verb: WorkerVerb, reason: Reason, version: int | None = None) -> None:
+        state = self.state
         assert verb not in (WorkerVerb.sleep, WorkerVerb.stop) or not worker.held or worker.state is S.lost, worker.id
         worker.attempt += 1
-        deadline = books.rest.now + self._allowed_s(verb)
-        worker.doing = OngoingAction(verb, worker.attempt, books.rest.now, deadline, version)
-        worker.try_at = None
-        worker.paused = worker.paused or verb is WorkerVerb.pause  # even if nobody confirms it
-        books.touch("w", worker.id)
-        books.out.append(
+        deadline = state.now + self._allowed_s(verb)
+        worker.action = OngoingAction(verb, worker.attempt, state.now, deadline, version)
+        worker.retry_at = None
+        worker.paused = worker.paused or verb is WorkerVerb.pause  # even if it is never confirmed
+        state.touch("w", worker.id)
+        state.instructions.append(
             e.WorkerAction(worker.id, worker.attempt, verb, deadline, reason, version, worker.spec.sleep_keeps_weights)
         )
 
     def _allowed_s(self, verb: WorkerVerb) -> float:
-        rules = self.books.rules
+        rules = self.state.rules
         return {
             WorkerVerb.start: rules.start_s,
             WorkerVerb.wake: rules.wake_s,
@@ -328,87 +331,88 @@ class WorkerTransitions:
             WorkerVerb.probe: rules.probe_s,
         }[verb]
 
-    def try_later(self, worker: RolloutWorker, why: str) -> None:
-        """Not at once, and not for ever."""
-        rules = self.books.rules
-        if worker.id not in self.books.workers:
+    def schedule_retry(self, worker: RolloutWorker, why: str) -> None:
+        """Exponential backoff; disabled after `rules.tries` failures."""
+        rules = self.state.rules
+        if worker.id not in self.state.workers:
             return
         if worker.failures >= rules.tries:
-            worker.out = True
+            worker.disabled = True
             self.warn(
-                worker,
-                Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not tried again"),
+                worker, Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried")
             )
             return
-        worker.try_at = self.books.rest.now + rules.back_off_s * 2 ** (worker.failures - 1)
-        self.books.touch("w", worker.id)
+        worker.retry_at = self.state.now + rules.back_off_s * 2 ** (worker.failures - 1)
+        self.state.touch("w", worker.id)
 
-    # ---- weights -----------------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def wants_refit(self, worker: RolloutWorker) -> None:
-        """Where refits are trimtab's, a worker that waits for weights is given them; otherwise the trainer's turn."""
-        books = self.books
-        if books.rules.ownership.refit is not Owner.trimtab or books.refit is not None:
+    def request_refit(self, worker: RolloutWorker) -> None:
+        """Refit a worker that waits for weights, where refits are owned by trimtab."""
+        state = self.state
+        if state.rules.ownership.refit is not Owner.trimtab or state.refit is not None:
             return
-        waits = worker.state in (S.stale, S.empty) and books.coming(worker)
-        if waits and worker.doing is None and worker.try_at is None:
-            version = books.rest.version
-            self.act(worker, WorkerVerb.refit, Reason(ReasonCode.refitting, f"it needs version {version}"), version)
+        waits = worker.state in (S.stale, S.empty) and state.will_serve(worker)
+        if waits and worker.action is None and worker.retry_at is None:
+            version = state.version
+            self.start_action(
+                worker, WorkerVerb.refit, Reason(ReasonCode.refitting, f"it needs version {version}"), version
+            )
 
     def confirmed(self, worker: RolloutWorker, version: int) -> None:
-        """It has the trainer's weights: the one way back to ACTIVE from STALE and EMPTY."""
+        """It has the current weights: the only way back to ACTIVE from STALE and EMPTY."""
         worker.version, worker.was_lost, worker.failures = version, False, 0
-        worker.out = False
+        worker.disabled = False
         if worker.state is S.empty:
-            self.become(
+            self.transition(
                 worker, S.stale, Reason(ReasonCode.current, f"it has version {version}, and does not serve yet")
             )
 
     def activate(self, worker: RolloutWorker) -> None:
-        """Serve, resuming first where trimtab paused it."""
-        if worker.state not in (S.stale, S.empty) or worker.version != self.books.rest.version:
+        """Serve, after a resume where trimtab paused it."""
+        if worker.state not in (S.stale, S.empty) or worker.version != self.state.version:
             return
         if worker.paused:
-            if worker.doing is None:
-                self.act(worker, WorkerVerb.resume, Reason(ReasonCode.current, f"it has version {worker.version}"))
+            if worker.action is None:
+                self.start_action(
+                    worker, WorkerVerb.resume, Reason(ReasonCode.current, f"it has version {worker.version}")
+                )
             return
         self.to_active(worker, Reason(ReasonCode.current, f"it has version {worker.version}, confirmed"))
 
     def refit_failed(self, worker: RolloutWorker, why: str) -> None:
-        """It has not got them, and what it has now nobody knows. Out of service until it gets them."""
+        """Its weights are unknown: out of service until a refit succeeds."""
         worker.version = None
-        self.requests.cut_all(worker, Reason(ReasonCode.refit_failed, f"{worker.id}: {why}"))
+        self.requests.abort_all(worker, Reason(ReasonCode.refit_failed, f"{worker.id}: {why}"))
         if worker.state in (S.stale, S.empty):
-            self.books.write_worker(worker, worker.state, Reason(ReasonCode.refit_failed, why))
+            self.state.set_worker_state(worker, worker.state, Reason(ReasonCode.refit_failed, why))
         worker.failures += 1
-        if self.books.rules.ownership.refit is Owner.trimtab:
-            self.try_later(worker, why)
+        if self.state.rules.ownership.refit is Owner.trimtab:
+            self.schedule_retry(worker, why)
 
-    # ---- transitions -------------------------------------------------------------------------------------------------
+    # ---- transitions ------------------------------------------------------------------------------------------------
 
     def to_active(self, worker: RolloutWorker, reason: Reason) -> None:
-        """The only way to ACTIVE."""
+        """The only transition to ACTIVE."""
         assert worker.version is not None, worker.id
-        assert worker.version == self.books.rest.version, worker.id
+        assert worker.version == self.state.version, worker.id
         assert not worker.was_lost, worker.id
-        if worker.doing is not None and worker.doing.verb is WorkerVerb.refit:
-            worker.doing = None
-        self.become(worker, S.active, reason)
+        if worker.action is not None and worker.action.verb is WorkerVerb.refit:
+            worker.action = None
+        self.transition(worker, S.active, reason)
 
     def to_stale(self, worker: RolloutWorker, reason: Reason) -> None:
-        """The trainer has newer weights."""
-        self.become(worker, S.stale, reason)
+        self.transition(worker, S.stale, reason)
 
-    def become(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
-        """Along an edge that exists, with a reason. Its lane opens and closes with it."""
+    def transition(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
+        """Change state along an existing edge. Its lane opens and closes with it."""
         assert state is worker.state or state in EDGES[worker.state], (worker.id, worker.state, state)
         if state is not S.draining:
-            worker.drain_by = worker.drain_began = None
-            worker.drain_cut = False
-        self.books.write_worker(worker, state, reason)
-        self.books.lane(worker)
+            worker.drain_deadline = worker.drain_started_at = None
+            worker.drain_expired = False
+        self.state.set_worker_state(worker, state, reason)
+        self.state.update_lane(worker)
 
     def warn(self, worker: RolloutWorker, reason: Reason) -> None:
-        """Somebody should know."""
-        self.books.out.append(e.Warn(reason, worker.id))
-        self.books.write_worker(worker, worker.state, reason)
+        self.state.instructions.append(e.Warn(reason, worker.id))
+        self.state.set_worker_state(worker, worker.state, reason)

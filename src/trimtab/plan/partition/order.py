@@ -1,8 +1,12 @@
-"""Good schedules where there are too many unlike hosts for the exact search: one order of the hosts at a time.
+"""Heuristic schedules where the exact search is too large: by orders of hosts, and by prices of classes.
 
-For a fixed order of hosts, any of which may be left out, the best schedule is found exactly by dynamic programming. The
-order itself is improved by exchanges until none helps or the effort is spent. The result is a schedule, never a proof:
-what bounds it from below is `lower_bound`, which lets every stage take the best host and link there is.
+Orders: for a fixed order of hosts, any of which may be skipped, the best schedule is found exactly by dynamic
+programming. The order is improved by exchanges until none helps or the effort is spent. The result is a schedule, never
+a proof; its bound is `lower_bound`, which lets every stage use the best host and link.
+
+Prices: with a price for each class, the cheapest path is found without counting devices. If even that one costs more
+than all devices together, no schedule exists: a proof. If it uses no more of any class than there are, it is a
+schedule. Prices rise for overused classes until one of the two happens or the rounds are over; then nothing is claimed.
 """
 
 from __future__ import annotations
@@ -12,17 +16,17 @@ from itertools import pairwise
 import numpy as np
 
 from trimtab.model.pipeline import Host, Objective, PipelineJob
-from trimtab.plan.partition.paths import PathFinder
+from trimtab.plan.partition.paths import PathFinder, Pieces, price
 from trimtab.plan.partition.reach import candidates
 from trimtab.plan.partition.space import TIE, UNLIMITED, Floats, PartitionSpace
 
 EFFORT = 1.5e9
-"""Steps after which the order is left as it is: some five seconds."""
+"""Steps after which the order is kept: about five seconds."""
 
 ONE_HOST = 20_000
-"""Steps that looking at one host costs besides its sums."""
+"""Overhead of one host in steps."""
 
-LEAST_ORDERS = 40
+MIN_ORDERS = 40
 
 PlacedStages = tuple[tuple[int, int, int], ...]
 """For each stage its first cut, its last cut and the number of its class (here: of its host)."""
@@ -31,7 +35,7 @@ Score = tuple[float, float, int]
 
 
 def lower_bound(space: PartitionSpace, objective: Objective) -> float:
-    """What no schedule can be below: as many of each host as wanted, and no less than an equal share of the work."""
+    """A bound on every schedule: unlimited hosts of each class, and at least an equal share of the work."""
     if objective == "latency":
         return PathFinder(space, UNLIMITED).priced(np.zeros(space.classes)).whole
     values = candidates(space)
@@ -42,14 +46,14 @@ def lower_bound(space: PartitionSpace, objective: Objective) -> float:
         low, high = (low, middle) if np.isfinite(whole) else (middle + 1, high)
     steps = np.arange(space.layers)
     work = float(space.seconds[:, steps, steps + 1].min(axis=0).sum())
-    return max(float(values[high]) if high < len(values) else np.inf, work / space.most_devices)
+    return max(float(values[high]) if high < len(values) else np.inf, work / space.max_devices)
 
 
 def improve(space: PartitionSpace, order: list[int], objective: Objective) -> tuple[PlacedStages, Score] | None:
     """A good schedule of hosts that are each a class of their own, starting from an order of them."""
     best = best_in_order(space, order, objective)
-    one = 2 * len(order) * (ONE_HOST + space.layers**2 + space.layers * len(order))
-    left = max(LEAST_ORDERS, int(EFFORT / one))
+    steps_per_order = 2 * len(order) * (ONE_HOST + space.layers**2 + space.layers * len(order))
+    left = max(MIN_ORDERS, int(EFFORT / steps_per_order))
     better = True
     while better and left > 0:
         better = False
@@ -86,7 +90,7 @@ def _better(a: Score, b: Score) -> bool:
 
 
 def best_in_order(space: PartitionSpace, order: list[int], objective: Objective) -> tuple[PlacedStages, Score] | None:
-    """The best schedule whose hosts come in this order, and its score: first what is minimised, then the rest."""
+    """The best schedule with hosts in this order, and its score: first the objective, then the rest."""
     if objective == "latency":
         found = _fold(space, order, UNLIMITED, add=True)
     else:
@@ -102,9 +106,9 @@ def best_in_order(space: PartitionSpace, order: list[int], objective: Objective)
 
 
 def _fold(space: PartitionSpace, order: list[int], bottleneck: float, *, add: bool) -> PlacedStages | None:
-    """Dynamic programming over cuts for hosts in order; costs are added, or the largest counts."""
+    """Dynamic programming over cuts for hosts in order; costs are added, or the maximum counts."""
     layers, size = space.layers, len(order)
-    stages = space.most_devices
+    stages = space.max_devices
 
     def within(values: Floats) -> Floats:
         return np.where(values <= bottleneck, values, np.inf)
@@ -120,7 +124,7 @@ def _fold(space: PartitionSpace, order: list[int], bottleneck: float, *, add: bo
         if k:
             over = within(space.cut[:, order[:k], t].T)
             reach = cost[:k] + over if add else np.maximum(cost[:k], over)
-            # Where the number of devices is limited, a path that has used them all goes no further.
+            # A path that has used all devices allowed ends here.
             reach = np.where(used[:k] < stages, reach, np.inf)
             origin[1:] = reach[:, 1:].argmin(axis=0)
             before[1:] = reach[:, 1:].min(axis=0)
@@ -159,6 +163,72 @@ def _times(space: PartitionSpace, placed: PlacedStages) -> list[float]:
 
 
 def first_order(job: PipelineJob, hosts: list[Host]) -> list[int]:
-    """Hosts to start with: those of one type together, faster types first, so that few links are between types."""
+    """Initial order: hosts of one type together, faster types first, so that few links cross types."""
     kinds = {kind.name: kind for kind in job.types}
     return sorted(range(len(hosts)), key=lambda i: (sum(kinds[hosts[i].type].time_s), hosts[i].type, i))
+
+
+# ---- prices ----------------------------------------------------------------------------------------------------------
+
+
+ROUNDS = 60
+EAGER = 0.5
+"""Growth rate of the price of a class with its relative overuse."""
+
+
+def by_prices(space: PartitionSpace, objective: Objective) -> tuple[Pieces | None, float]:
+    """A schedule, if one is found, and a lower bound of the objective."""
+    if objective == "latency":
+        found, bound = _cheapest(space, UNLIMITED)
+        return (found if found is not None else _settled(space, UNLIMITED)[0]), bound
+    values = candidates(space)
+    seen: dict[int, tuple[Pieces | None, bool]] = {}
+
+    def settled(at: int) -> tuple[Pieces | None, bool]:
+        if at not in seen:
+            seen[at] = _settled(space, float(values[at]))
+        return seen[at]
+
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if settled(middle)[0] is not None else (middle + 1, high)
+    good = high
+    low, high = 0, good
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if settled(middle)[1] else (low, middle)
+    if good == len(values):
+        return None, float(values[low]) if low < len(values) else np.inf
+    pieces = settled(good)[0]
+    faster, _ = _cheapest(space, float(values[good]) * (1 + TIE))
+    return (faster if faster is not None else pieces), float(values[low])
+
+
+def _cheapest(space: PartitionSpace, bottleneck: float) -> tuple[Pieces | None, float]:
+    """A schedule of low latency under a bottleneck, if one is found, and a lower bound of the latency."""
+    paths = PathFinder(space, bottleneck)
+    free = paths.priced(np.zeros(space.classes))
+    if not np.isfinite(free.whole):
+        return None, np.inf
+    _, bound, known = price(paths, free)
+    return (known[1] if known is not None else None), bound
+
+
+def _settled(space: PartitionSpace, bottleneck: float) -> tuple[Pieces | None, bool]:
+    """A schedule under a bottleneck, or whether it is proven that there is none."""
+    paths = PathFinder(space, bottleneck)
+    for costs in (paths.by_end, paths.by_begin, paths.cut, paths.enter, paths.leave):
+        costs[np.isfinite(costs)] = 0.0
+    limits = np.array([*space.counts, space.max_devices], dtype=np.float64)
+    prices = 1.0 / limits
+    for _ in range(ROUNDS):
+        now = paths.priced(prices[:-1] + prices[-1])
+        if not now.whole <= float(prices @ limits) * (1 + TIE):
+            return None, True
+        used = np.append(now.used, now.used.sum())
+        if (used <= limits).all():
+            return now.pieces, False
+        prices = prices * np.exp(EAGER * (used - limits) / limits)
+        prices /= float(prices @ limits)
+    return None, False

@@ -1,11 +1,11 @@
-"""The schedule of least latency under a bottleneck; among equals the one with fewest devices.
+"""The schedule of minimum latency under a bottleneck; among equals the one with fewest devices.
 
 Without limits on devices this is a shortest path over cuts and classes. A price on every class (Lagrange multipliers)
-turns that path into a lower bound with the limits in force, and also bounds every half-finished schedule. Labels, one
-for each cut, class and vector of used devices, are then built cut by cut; those whose bound exceeds a threshold, or
-from which the rest cannot be placed, are dropped. The threshold starts at the lower bound and is raised until a
-schedule is found under it: every schedule below was kept, so the one found is the best. Where few labels can be
-finished at all, prices are not needed. They only decide how much work there is, never the answer.
+turns that path into a lower bound under the limits, and also bounds every partial schedule. Labels, one for each cut,
+class and vector of used devices, are built cut by cut; those whose bound exceeds a threshold, or from which the rest
+cannot be placed, are dropped. The threshold starts at the lower bound and is raised until a schedule is found under it:
+all better ones were kept, so the result is optimal. Where few labels can be completed, prices are not needed. They only
+affect the amount of work, never the answer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ GAPS = (1 / 16, 1 / 4, 1 / 2, 1.0)
 """Thresholds to try, as parts of the gap between the lower bound and the best schedule known."""
 
 FEW_LABELS = 60_000
-"""So many labels are searched through without looking for prices first."""
+"""Up to this many labels are searched without prices."""
 
-MOST_LABELS = 20_000_000
-"""Labels after which the search stops and gives what it has, without the proof: some 400 MB."""
+MAX_LABELS = 20_000_000
+"""Labels after which the search stops without a proof: about 400 MB."""
 
 FEW_TO_COMPARE = 64
-"""So few labels are not compared with each other."""
+"""Fewer labels than this are not compared with each other."""
 
 BEAM = 64
-"""Labels kept at each cut and class where only a good schedule is wanted, not the best."""
+"""Labels kept at each cut and class in a beam search."""
 
 PathLabels = tuple[Ints, Floats]
 """Vectors of used devices, each with the least latency up to here."""
@@ -46,13 +46,13 @@ KnownPath = tuple[float, Pieces]
 """A schedule with its latency."""
 
 
-class TooManyLabels(Exception):  # noqa: N818 - not a fault: it ends one attempt
+class TooManyLabels(Exception):  # noqa: N818 - control flow: it ends one attempt
     """A threshold lets more labels pass than memory should hold."""
 
 
 @dataclass(frozen=True)
 class LatencyPath:
-    """A schedule with its latency, and whether it is proven the best."""
+    """A schedule with its latency, and whether it is proven optimal."""
 
     pieces: Pieces
     latency: float
@@ -62,9 +62,9 @@ class LatencyPath:
 
 @dataclass(frozen=True)
 class PricedPaths:
-    """Least costs when every device costs its class's price: `ready[class, cut]` before a stage on that class begins.
+    """Minimum costs when every device costs its class's price: `ready[class, cut]` before a stage on that class begins.
 
-    `whole` is the least of a complete path, `used` its devices by class and `pieces` its stages.
+    `whole` is the minimum of a complete path, `used` its devices by class and `pieces` its stages.
     """
 
     prices: Floats
@@ -75,13 +75,13 @@ class PricedPaths:
 
 
 class PathFinder:
-    """Shortest paths of a space in which only what `bottleneck` allows may be used."""
+    """Shortest paths of a space within a bottleneck."""
 
     def __init__(self, space: PartitionSpace, bottleneck: float) -> None:
         self.space = space
         may = space.fits & (space.seconds <= bottleneck)
         cost = np.where(may, space.seconds, np.inf)
-        # Contiguous along what is minimised over: begins for the way forward, ends for the way back.
+        # Contiguous along the minimised axis: begins for forward passes, ends for backward passes.
         self.by_end = np.ascontiguousarray(cost.transpose(2, 0, 1))
         self.by_begin = np.ascontiguousarray(cost.transpose(1, 0, 2))
         any_class: Bools = np.logical_or.reduce(may, axis=0)
@@ -95,7 +95,7 @@ class PathFinder:
         self.leave = np.where(space.leave <= bottleneck, space.leave, np.inf)
 
     def priced(self, prices: Floats) -> PricedPaths:
-        """Least priced costs up to every cut, and the path of least priced cost."""
+        """Minimum priced costs up to every cut, and the cheapest path."""
         layers, size = self.space.layers, self.space.classes
         ready = np.full((size, layers + 1), np.inf)
         ended = np.full((size, layers + 1), np.inf)
@@ -112,7 +112,7 @@ class PathFinder:
         return PricedPaths(prices, ready, whole, used, pieces)
 
     def rests(self, prices: Floats) -> tuple[Floats, Floats]:
-        """Least priced costs from each cut to the end: after a stage, and before one begins."""
+        """Minimum priced costs from each cut to the end: after a stage, and before one begins."""
         layers, size = self.space.layers, self.space.classes
         after = np.full((size, layers + 1), np.inf)
         before = np.full((size, layers + 1), np.inf)
@@ -127,7 +127,7 @@ class PathFinder:
         return after, before
 
     def trace(self, ready: Floats, ended: Floats) -> Pieces:
-        """The stages of the path with the least priced cost."""
+        """The stages of the cheapest path."""
         out = []
         b = self.space.layers
         t = int((ended[:, b] + self.leave).argmin())
@@ -140,7 +140,6 @@ class PathFinder:
             b, t = a, int((ended[:, a] + self.cut[a, :, t]).argmin())
 
     def latency(self, pieces: Pieces) -> float:
-        """What a schedule takes from end to end."""
         total = float(self.enter[pieces[0][2]] + self.leave[pieces[-1][2]])
         for index, (a, b, t) in enumerate(pieces):
             total += float(self.by_end[b, t, a])
@@ -152,16 +151,16 @@ class PathFinder:
 def least_latency(
     space: PartitionSpace, vectors: DeviceVectors, bottleneck: float, may: AllowedCuts
 ) -> LatencyPath | None:
-    """The best schedule among those whose bottleneck is at most this; `None` where there is none."""
+    """The best schedule within the bottleneck; None where there is none."""
     paths = PathFinder(space, bottleneck)
     free = paths.priced(np.zeros(space.classes))
     if not np.isfinite(free.whole):
         return None
     searches = _LabelSearches(paths, vectors)
-    if (free.used <= np.array(space.counts)).all() and free.used.sum() <= space.most_devices:
+    if (free.used <= np.array(space.counts)).all() and free.used.sum() <= space.max_devices:
         # No limit binds: only ties are left to compare.
         latency = paths.latency(free.pieces)
-        ties = searches.run(free, free.whole, latency * (1 + 2 * TIE), MOST_LABELS)
+        ties = searches.run(free, free.whole, latency * (1 + 2 * TIE), MAX_LABELS)
         return LatencyPath((ties or (latency, free.pieces))[1], latency, latency, ties is not None)
     searches.can_finish = completable(space, vectors, may)
     if not any(searches.can_finish[0]):
@@ -175,7 +174,7 @@ def least_latency(
         known = beam if known is None else min(known, beam)
     for part in GAPS:
         threshold = bound + part * (known[0] * (1 + 2 * TIE) - bound)
-        found = searches.run(best, bound, threshold, MOST_LABELS)
+        found = searches.run(best, bound, threshold, MAX_LABELS)
         if searches.gave_up:
             break
         if found is not None and found[0] * (1 + TIE) <= threshold:
@@ -184,13 +183,13 @@ def least_latency(
 
 
 def price(paths: PathFinder, free: PricedPaths) -> tuple[PricedPaths, float, KnownPath | None]:
-    """Good prices, the lower bound they prove, and the best schedule within the limits met on the way.
+    """Good prices, the lower bound they prove, and the best schedule within the limits found on the way.
 
-    Every price has a step of its own: it grows while the class stays over (or under) its limit, and is halved where
-    that turns. On sums of many devices this settles faster than one step along the excess.
+    Every price has its own step: it grows while the class stays over (or under) its limit, and is halved where that
+    turns. On many devices this converges faster than a common step along the excess.
     """
     space = paths.space
-    limits = np.array([*space.counts, space.most_devices], dtype=np.float64)
+    limits = np.array([*space.counts, space.max_devices], dtype=np.float64)
     best, bound, now = free, free.whole, free
     # The last price is for all devices together.
     prices = np.zeros(space.classes + 1)
@@ -216,7 +215,7 @@ def price(paths: PathFinder, free: PricedPaths) -> tuple[PricedPaths, float, Kno
 
 
 class _LabelSearches:
-    """Passes over one space: what they share is made once."""
+    """Passes over one space, with shared data."""
 
     def __init__(self, paths: PathFinder, vectors: DeviceVectors) -> None:
         self.paths, self.vectors = paths, vectors
@@ -238,29 +237,29 @@ class _LabelSearches:
         self.least = np.full(vectors.size, np.inf)
         self.marked = np.zeros(vectors.size, dtype=np.bool_)
 
-    def run(self, priced: PricedPaths, bound: float, threshold: float, most_labels: int) -> KnownPath | None:
-        """The best schedule under a threshold, or `None`: there is none, or (then `gave_up`) too many labels pass."""
+    def run(self, priced: PricedPaths, bound: float, threshold: float, max_labels: int) -> KnownPath | None:
+        """The best schedule under a threshold, or None: there is none, or (then `gave_up`) too many labels pass."""
         self.gave_up = False
         try:
-            return LabelSearch(self, priced, bound, threshold, most_labels).run()
+            return LabelSearch(self, priced, bound, threshold, max_labels).run()
         except TooManyLabels:
             self.gave_up = True
             return None
 
     def beam(self, priced: PricedPaths, bound: float, width: int) -> KnownPath:
-        """A good schedule: at every cut and class only the most promising labels are kept."""
-        found = LabelSearch(self, priced, bound, np.inf, MOST_LABELS, width).run()
-        # What is kept can be finished, so something always is.
+        """A good schedule: only the best labels are kept at every cut and class."""
+        found = LabelSearch(self, priced, bound, np.inf, MAX_LABELS, width).run()
+        # Kept labels can be completed, so there always is a schedule.
         assert found is not None
         return found
 
 
 class LabelSearch:
-    """One pass over the cuts that keeps every label whose bound is at most the threshold.
+    """A pass over the cuts that keeps every label whose bound is at most the threshold.
 
     `ended[b][t]` holds the labels of schedules whose last stage ends at cut b on class t, `ready[a][t]` those about to
-    begin one. A label's bound is its cost, plus the prices of its devices and of the rest of the way, less what the
-    prices of all the devices there are come to.
+    begin one. The bound of a label is its cost, plus the prices of its devices and of the rest of the path, less the
+    price of all devices available.
     """
 
     def __init__(
@@ -269,12 +268,12 @@ class LabelSearch:
         priced: PricedPaths,
         bound: float,
         threshold: float,
-        most_labels: int,
+        max_labels: int,
         width: int | None = None,
     ) -> None:
         self.shared, self.paths, self.vectors = shared, shared.paths, shared.vectors
         self.space = self.paths.space
-        self.from_here, self.most_labels, self.width = priced, most_labels, width
+        self.from_here, self.max_labels, self.width = priced, max_labels, width
         self.rest_after, self.rest_before = self.paths.rests(priced.prices)
         self.limit = threshold + (priced.whole - bound)
         # Rounding must not drop a label that lies on the threshold.
@@ -291,7 +290,7 @@ class LabelSearch:
         self.held = 0
 
     def run(self) -> KnownPath | None:
-        """The least latency of a complete schedule that was kept, and the schedule."""
+        """The minimum latency of a complete schedule that was kept, and the schedule."""
         space, classes = self.space, range(self.space.classes)
         starts = self.promising()
         for t in classes:
@@ -314,7 +313,7 @@ class LabelSearch:
         return self.best()
 
     def promising(self) -> list[list[list[int]]]:
-        """For each class and cut, where a stage that ends there may have begun without exceeding the threshold."""
+        """For each class and cut, where a stage that ends there may begin without exceeding the threshold."""
         out = []
         found = self.from_here
         for t in range(self.space.classes):
@@ -344,7 +343,7 @@ class LabelSearch:
         return labels
 
     def kept(self, labels: PathLabels, rest: float, b: int, t: int) -> PathLabels:
-        """Those labels whose bound is within the threshold and from which the rest can be placed."""
+        """Labels with a bound within the threshold from which the rest can be placed."""
         codes, costs = labels
         bound = costs + self.prices_of[codes]
         keep = bound <= self.limit - rest
@@ -359,7 +358,7 @@ class LabelSearch:
         return labels
 
     def undominated(self, labels: PathLabels) -> PathLabels:
-        """Without those that another beats or equals with one device less: whatever follows suits that one too."""
+        """Without labels that another one with one device fewer beats or equals."""
         codes, costs = labels
         if len(codes) < FEW_TO_COMPARE:
             return labels
@@ -367,20 +366,19 @@ class LabelSearch:
         least[codes] = costs
         keep = np.ones(len(codes), dtype=np.bool_)
         for stride, has in zip(self.vectors.strides, self.shared.has, strict=True):
-            # Without a device of the class, one less would be another vector altogether: it is compared with itself.
+            # A vector without a device of the class has no such predecessor: it is compared with itself.
             fewer = codes - stride * has[codes]
             keep &= (least[fewer] > costs) | (fewer == codes)
         least[codes] = np.inf
         return codes[keep], costs[keep]
 
     def count(self, more: int) -> None:
-        """Give up where memory would run out."""
         self.held += more
-        if self.held > self.most_labels:
+        if self.held > self.max_labels:
             raise TooManyLabels
 
     def merged(self, pieces: list[PathLabels]) -> PathLabels:
-        """The least cost of every vector, vectors in order."""
+        """The minimum cost of every vector, in vector order."""
         if len(pieces) == 1:
             return pieces[0]
         least, marked = self.shared.least, self.shared.marked
@@ -396,7 +394,7 @@ class LabelSearch:
         return codes, costs
 
     def best(self) -> KnownPath | None:
-        """The complete schedule of least latency; among equals the one with fewest devices."""
+        """The complete schedule of minimum latency; among equals the one with fewest devices."""
         layers = self.space.layers
         finals = [
             (float(cost), int(self.vectors.totals[code]), t, int(code))
@@ -413,7 +411,7 @@ class LabelSearch:
         return latency, self.trace(t, code)
 
     def trace(self, t: int, code: int) -> Pieces:
-        """The stages that led to a label: at each step back the predecessor that costs least."""
+        """The stages that led to a label: at each step back the cheapest predecessor."""
         out = []
         b = self.space.layers
         while True:
@@ -424,10 +422,7 @@ class LabelSearch:
             if a == 0:
                 return tuple(reversed(out))
             b, code = a, before
-            t = min(
-                range(self.space.classes),
-                key=lambda u: _cost_of(self.ended[b][u], code) + self.paths.cut[b, u, t],
-            )
+            t = min(range(self.space.classes), key=lambda u: _cost_of(self.ended[b][u], code) + self.paths.cut[b, u, t])
 
 
 def _cost_of(labels: PathLabels, code: int) -> float:

@@ -1,8 +1,7 @@
-"""Which layers go on which device: the best pipeline of a job, with its proof and with what to improve.
+"""Entry point of the partition planner: which layers go on which device, with a proof and what to improve.
 
-The one door of the partition planner; commands and runs call it. It chooses between the exact search and, where hosts
-are joined by too many unlike links for that, a search that says it is none and gives a bound. A job without a
-schedule gets the reason, never an empty answer.
+Uses the exact search or, where hosts have too many different links for that, a heuristic search with a lower bound that
+is marked as unproven. A job without a schedule gets the reason, never an empty answer.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from trimtab.model.pipeline import (
     PipelineStage,
     Schedule,
 )
-from trimtab.plan.partition.order import first_order, improve, lower_bound
+from trimtab.plan.partition.order import by_prices, first_order, improve, lower_bound
 from trimtab.plan.partition.paths import PathFinder, least_latency
-from trimtab.plan.partition.prices import by_prices
 from trimtab.plan.partition.reach import (
     DeviceVectors,
     allowed,
@@ -50,14 +48,14 @@ from trimtab.plan.partition.space import (
     transfer_seconds,
 )
 
-MOST_WORK = 1.5e11
-"""Bits that one test of a bottleneck may touch in the exact search: some two seconds."""
+MAX_WORK = 1.5e11
+"""Bits that one bottleneck test may touch in the exact search: about two seconds."""
 
-MOST_STAGES = 2e7
-"""Possible stages, over all kinds of hosts, for which costs may be held in memory: some 500 MB."""
+MAX_STAGES = 2e7
+"""Possible stages, over all classes of hosts, whose costs may be held in memory: about 500 MB."""
 
-MOST_BYTES = 1e9
-"""Memory that the sets of the exact search may take."""
+MAX_BYTES = 1e9
+"""Memory for the sets of the exact search, in bytes."""
 
 EXACT = "exact"
 UNPROVEN = "good orders and prices of hosts; not proven, see the lower bound"
@@ -82,7 +80,7 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
     if job.model.layers == 0:
         return PartitionAnswer(job, objective, Schedule(()), 0.0, True, True, (), EXACT)
     classes = host_classes(job)
-    if job.model.layers**2 * len(classes) > MOST_STAGES:
+    if job.model.layers**2 * len(classes) > MAX_STAGES:
         raise InputError(
             f"{job.model.layers} layers on {len(classes)} kinds of hosts are too many to plan",
             hint="join neighbouring layers into one, adding up their time_s and mem_MB",
@@ -97,11 +95,11 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
     if found is None:
         raise why_not(job)
     schedule = _schedule(job, found.pieces)
-    said = [FORWARD_ONLY]
+    notes = [FORWARD_ONLY]
     if not schedule.bottleneck_seconds > 0:
-        said.append("no stage takes any time: check time_s")
+        notes.append("no stage takes any time: check time_s")
     if frontier and not found.frontier:
-        said.append("the frontier needs the exact search, which would take too long here: it is left out")
+        notes.append("the frontier needs the exact search, which would take too long here: it is left out")
     return PartitionAnswer(
         job,
         objective,
@@ -112,14 +110,14 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
         limits_of(schedule),
         found.method,
         found.frontier,
-        tuple(said),
+        tuple(notes),
     )
 
 
 def _small_enough(space: PartitionSpace) -> bool:
     size = math.prod(count + 1 for count in space.counts)
     work = float(size) * space.layers * space.classes * (space.classes + 8)
-    return work <= MOST_WORK and size * space.layers * space.classes / 4 <= MOST_BYTES
+    return work <= MAX_WORK and size * space.layers * space.classes / 4 <= MAX_BYTES
 
 
 def _exact(
@@ -144,7 +142,7 @@ def _exact(
 def _unproven(
     job: PipelineJob, space: PartitionSpace, classes: list[list[Host]], objective: Objective
 ) -> _FoundSchedule | None:
-    """The better of two good schedules, with the better of two bounds."""
+    """The better of two heuristic schedules, with the better of two bounds."""
     best: tuple[float, tuple[tuple[int, int, Host], ...]] | None = None
     placed, bound = by_prices(space, objective)
     if placed is not None:
@@ -171,7 +169,7 @@ def _score(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...], objectiv
 
 
 def _frontier(space: PartitionSpace, vectors: DeviceVectors) -> tuple[FrontierPoint, ...]:
-    """The least bottleneck for every number of devices: halving between candidates that need different numbers."""
+    """The minimum bottleneck for every number of devices, by bisection between candidates."""
     values = candidates(space)
     needed: dict[int, int | None] = {}
 
@@ -189,7 +187,7 @@ def _frontier(space: PartitionSpace, vectors: DeviceVectors) -> tuple[FrontierPo
             spans += [(low, middle), (middle, high)]
     points = []
     known = sorted((at, devices) for at, devices in needed.items() if devices is not None)
-    for devices in range(1, space.most_devices + 1):
+    for devices in range(1, space.max_devices + 1):
         at = next((at for at, fewest in known if fewest <= devices), None)
         if at is not None:
             points.append(FrontierPoint(devices, float(values[at])))
@@ -229,7 +227,7 @@ def _schedule(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...]) -> Sc
 
 
 def limits_of(schedule: Schedule) -> tuple[PipelineLimit, ...]:
-    """What takes time in a pipeline, longest first: the first one is what to improve first."""
+    """What takes time in a pipeline, longest first: improve the first one first."""
     limits = [PipelineLimit("transfer", -1, schedule.input_seconds)]
     for index, stage in enumerate(schedule.stages):
         limits.append(PipelineLimit("compute", index, stage.compute_seconds))
@@ -253,12 +251,12 @@ def why_not(job: PipelineJob) -> InfeasibleError:
     classes = host_classes(job)
     kinds = [next(kind for kind in job.types if kind.name == members[0].type) for members in classes]
     largest = max(kinds, key=lambda kind: kind.mem_mb)
-    room = capacity_bytes(job, largest)
+    capacity = capacity_bytes(job, largest)
     kept_free = f", of which {job.headroom:.0%} stays free" if job.headroom else ""
     for layer in range(job.model.layers):
-        # A layer may fit better inside a longer stage, where less crosses the cuts.
+        # A layer may need less inside a longer stage, where less crosses the cuts.
         least = float(need[: layer + 1, layer + 1 :].min())
-        if not least < room:
+        if not least < capacity:
             return InfeasibleError(
                 f"layer {layer + 1} fits on no device: it needs {least / MIB:.1f} MB with its buffers, and the largest "
                 f"type, {largest.name}, has {largest.mem_mb:g} MB{kept_free}",

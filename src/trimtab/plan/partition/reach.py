@@ -1,9 +1,9 @@
-"""The least bottleneck, exactly: bisection over its possible values, with a reachability test for each.
+"""The exact minimum bottleneck: bisection over its possible values, with a reachability test for each.
 
-A bottleneck is the time of some stage or some transfer, so there are finitely many candidates. For one of them a stage
-or transfer is allowed or not, and what is left to ask is which vectors of used devices reach which cut. Such a set is
-one big integer with a bit for every vector: adding a device of a class is a shift, and joining sets is an `or`. Nothing
-is rounded: the answer is one of the candidates.
+A bottleneck is the time of some stage or transfer, so there are finitely many candidates. A candidate allows a stage or
+transfer or not; then the question is which vectors of used devices reach which cut. Such a set is one big integer with
+a bit for every vector: adding a device of a class is a shift, a union is an `or`. Nothing is rounded: the answer is one
+of the candidates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trimtab.plan.partition.space import Bools, Floats, PartitionSpace
 
 @dataclass(frozen=True)
 class DeviceVectors:
-    """How vectors of used devices are numbered: one digit for each class, and what may still grow.
+    """Numbering of vectors of used devices: one digit for each class.
 
     `growing[t]` has the bits of the vectors to which a device of class t can be added.
     """
@@ -31,18 +31,17 @@ class DeviceVectors:
 
 
 def vectors_of(space: PartitionSpace) -> DeviceVectors:
-    """The numbering for a space."""
     strides, size = [], 1
     for count in space.counts:
         strides.append(size)
         size *= count + 1
     grids = np.ix_(*[np.arange(count + 1, dtype=np.int16) for count in reversed(space.counts)])
     totals = sum(grids, np.zeros((), dtype=np.int16)).reshape(-1)
-    room = totals < space.most_devices
+    below_max = totals < space.max_devices
     growing = []
     for t, count in enumerate(space.counts):
         digit = np.broadcast_to(grids[len(space.counts) - 1 - t], [c + 1 for c in reversed(space.counts)]).reshape(-1)
-        growing.append(_to_bits(room & (digit < count)))
+        growing.append(_to_bits(below_max & (digit < count)))
     return DeviceVectors(tuple(strides), size, tuple(growing), totals, (1 << size) - 1)
 
 
@@ -57,7 +56,7 @@ def flags_of(bits: int, size: int) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class AllowedCuts:
-    """What a bottleneck allows: for each class and cut the cuts at which a stage that ends there may have begun."""
+    """What a bottleneck allows: for each class and cut the cuts at which a stage that ends there may begin."""
 
     starts: list[list[list[int]]]
     senders: list[list[list[int]]]
@@ -66,7 +65,7 @@ class AllowedCuts:
 
 
 def allowed(space: PartitionSpace, bottleneck: float) -> AllowedCuts:
-    """Stages and transfers that take no longer than this."""
+    """Stages and transfers within the bottleneck."""
     starts = []
     for t in range(space.classes):
         ends, begins = np.nonzero((space.fits[t] & (space.seconds[t] <= bottleneck)).T)
@@ -129,14 +128,14 @@ def completable(space: PartitionSpace, vectors: DeviceVectors, may: AllowedCuts)
 
 
 def candidates(space: PartitionSpace) -> Floats:
-    """Every value that a bottleneck can have, in order."""
+    """All possible bottlenecks, ascending."""
     inner = space.cut[1 : space.layers].reshape(-1)
     values = np.concatenate([space.seconds[space.fits], inner, space.enter, space.leave])
     return np.unique(values[np.isfinite(values)])
 
 
 def least_bottleneck(space: PartitionSpace, vectors: DeviceVectors) -> float | None:
-    """The least bottleneck of any schedule, or `None` if there is no schedule at all."""
+    """The minimum bottleneck of any schedule; None if there is no schedule."""
     values = candidates(space)
     low, high = 0, len(values)
     while low < high:

@@ -1,8 +1,7 @@
-"""A pipeline job as arrays: what every stage would cost on every class of hosts, where it fits, what every cut costs.
+"""A pipeline job as arrays: cost and fit of every stage on every class of hosts, cost of every cut.
 
-A class is a set of hosts that no schedule could tell apart: equal profiles, memory and links. Searches work on counts
-of classes and on cuts: cut j lies after layer j, a stage is the pair of cuts (a, b) and holds layers a+1 to b. Nothing
-is chosen here.
+A class is a set of interchangeable hosts: equal profiles, memory and links. Searches work on counts of classes and on
+cuts: cut j lies after layer j, a stage is the pair of cuts (a, b) and holds layers a+1 to b. Chooses nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ Ints = npt.NDArray[np.int64]
 
 MIB = float(2**20)
 TIE = 1e-9
-"""Values that differ by less than this, relatively, are equal."""
+"""Relative tolerance of equal values."""
 
 UNLIMITED = float(np.finfo(np.float64).max)
-"""A bottleneck that allows everything which ever ends; what never ends is infinite."""
+"""A bottleneck that allows everything finite."""
 
 
 @dataclass(frozen=True)
 class ClassLinks:
-    """What joins classes: megabits a second and seconds of latency. Rows send, columns receive."""
+    """Links between classes: Mbit/s and latency in seconds. Rows send, columns receive."""
 
     mbps: Floats
     latency: Floats
@@ -38,8 +37,8 @@ class ClassLinks:
 class PartitionSpace:
     """The arrays of a job for given classes of hosts.
 
-    `seconds[t, a, b]` computing, `fits[t, a, b]` whether it may be used (memory; only a < b), `cut[j, u, v]` sending
-    over cut j from class u to class v, `enter[t]` and `leave[t]` the two ends.
+    `seconds[t, a, b]` compute time, `fits[t, a, b]` whether the stage is allowed (memory; only a < b), `cut[j, u, v]`
+    transfer over cut j from class u to class v, `enter[t]` and `leave[t]` the two ends.
     """
 
     layers: int
@@ -49,16 +48,15 @@ class PartitionSpace:
     cut: Floats
     enter: Floats
     leave: Floats
-    most_devices: int
+    max_devices: int
 
     @property
     def classes(self) -> int:
-        """How many classes of hosts there are."""
         return len(self.counts)
 
 
 def stage_bytes(job: PipelineJob) -> Floats:
-    """Memory that a stage (a, b) needs, in bytes; infinite where a >= b or a cut is not allowed."""
+    """Memory of a stage (a, b) in bytes; infinite where a >= b or a cut is not allowed."""
     layers = job.model.layers
     crossing = crossing_bytes(job)
     held = np.concatenate(([0.0], np.cumsum(np.asarray(job.model.mem_mb, dtype=np.float64)))) * MIB
@@ -85,7 +83,7 @@ def capacity_bytes(job: PipelineJob, kind: DeviceType) -> float:
 
 
 def transfer_seconds(crossing: float, mbps: float, latency: float) -> float:
-    """What sending so many bytes takes. Nothing needs no link; over no bandwidth nothing else ever arrives."""
+    """Transfer time. Zero bytes need no link; without bandwidth nothing else arrives."""
     if crossing == 0:
         return 0.0
     return latency + crossing / (mbps * MIB / 8) if mbps > 0 else np.inf
@@ -97,7 +95,7 @@ def link_table(job: PipelineJob) -> dict[tuple[str, str], HostLink]:
 
 
 def join_of(job: PipelineJob, links: dict[tuple[str, str], HostLink], a: Host, b: Host) -> tuple[float, float]:
-    """Megabits a second and latency between two hosts: the stated link, or the slower of their types."""
+    """Mbit/s and latency between two hosts: the stated link, or the slower of their types."""
     link = links.get((a.name, b.name))
     by_type = min(job.type_of(a.name).bw_mbps, job.type_of(b.name).bw_mbps)
     if link is None:
@@ -106,11 +104,11 @@ def join_of(job: PipelineJob, links: dict[tuple[str, str], HostLink], a: Host, b
 
 
 def host_classes(job: PipelineJob) -> list[list[Host]]:
-    """The hosts that can hold layers, in classes that no schedule could tell apart; hosts in file order.
+    """The hosts that can hold layers, in classes of interchangeable hosts; hosts in file order.
 
-    A first stage on the source's class may as well stand on the source itself, where it need not be sent its input; a
-    last stage on the sink's class likewise. Only where both are of one class can one schedule not always have both:
-    then they stand alone.
+    A first stage on the source's class may as well be on the source itself, which needs no input transfer; likewise a
+    last stage on the sink's class. Only where both are in one class a schedule cannot always have both: then each is a
+    class of its own.
     """
     classes = _classes(job, ())
     ends = [name for name in (job.source, job.sink) if name is not None]
@@ -120,9 +118,10 @@ def host_classes(job: PipelineJob) -> list[list[Host]]:
 
 
 def _classes(job: PipelineJob, alone: tuple[str, ...]) -> list[list[Host]]:
-    """Classes of hosts, with some hosts in classes of their own.
+    """Classes of hosts, with the hosts in `alone` in classes of their own.
 
-    Comparing with a class's first member is enough: exchanging it with each of the others makes every exchange.
+    Comparing with the first member of a class is enough: exchanging it with each of the others generates every
+    exchange.
     """
     kinds = {kind.name: kind for kind in job.types}
     links = link_table(job)
@@ -163,20 +162,20 @@ def _interchangeable(job: PipelineJob, links: dict[tuple[str, str], HostLink], a
 
 
 def space_of(job: PipelineJob, classes: list[list[Host]]) -> PartitionSpace:
-    """The arrays of a job, with the joins that the first two members of its classes show."""
+    """The arrays of a job, with the links of the first two members of its classes."""
     links = link_table(job)
     size = len(classes)
     joins = ClassLinks(np.zeros((size, size)), np.zeros((size, size)))
     for u, senders in enumerate(classes):
         for v, receivers in enumerate(classes):
-            # A class of one never sends to itself; what stands there is not used.
+            # A class of one host never sends to itself; that entry is not used.
             receiver = receivers[-1] if u == v else receivers[0]
             joins.mbps[u, v], joins.latency[u, v] = join_of(job, links, senders[0], receiver)
     return arrays(job, classes, joins)
 
 
 def arrays(job: PipelineJob, classes: list[list[Host]], joins: ClassLinks) -> PartitionSpace:
-    """The arrays of a job for classes that are joined like this."""
+    """The arrays of a job for classes with these links."""
     layers, size = job.model.layers, len(classes)
     kinds = {kind.name: kind for kind in job.types}
     by_class = [kinds[members[0].type] for members in classes]
@@ -186,7 +185,7 @@ def arrays(job: PipelineJob, classes: list[list[Host]], joins: ClassLinks) -> Pa
     fits = np.zeros((size, layers + 1, layers + 1), dtype=np.bool_)
     for t, kind in enumerate(by_class):
         elapsed = np.concatenate(([0.0], np.cumsum(np.asarray(kind.time_s, dtype=np.float64))))
-        # Differences of running sums may come out as -1e-17 where layers take no time.
+        # Differences of running sums may be -1e-17 where layers take no time.
         seconds[t] = np.maximum(elapsed[None, :] - elapsed[:, None], 0.0)
         fits[t] = need < capacity_bytes(job, kind)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -199,7 +198,7 @@ def arrays(job: PipelineJob, classes: list[list[Host]], joins: ClassLinks) -> Pa
 
 
 def _end(job: PipelineJob, classes: list[list[Host]], name: str | None, crossing: float) -> Floats:
-    """What the first or last stage on each class takes from the source or to the sink."""
+    """Transfer time of the first or last stage on each class from the source or to the sink."""
     if name is None:
         return np.zeros(len(classes))
     links = link_table(job)

@@ -1,7 +1,7 @@
-"""The ground that a search covers: boxes of group sizes, and the simulation of plans in them.
+"""Boxes of group sizes for the search, and the simulation of plans in them.
 
-Sizes of a group are handled as indices into its table. A plan is (grouping, index of each group's size); a box is a
-grouping with the least and the most index of each group. Nothing here decides which box is worth opening.
+Sizes of a group are indices into its table. A plan is (grouping, size index of each group); a box is a grouping with
+the minimum and maximum index of each group. Nothing here decides which box is worth opening.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trimtab.plan.placement.simulate import Floats, GroupingShapes
 from trimtab.plan.placement.space import Grouping, GroupTable, PlanSpace
 
 SMALL = 96
-"""A box of so many plans is simulated whole instead of being split further."""
+"""Boxes of up to this many plans are simulated whole instead of split."""
 
 ROWS = 512
 CELLS = 500_000
@@ -29,12 +29,12 @@ At = tuple[int, Indices]
 """A plan: a grouping, and the index of each group's size."""
 
 Box = tuple[int, Indices, Indices]
-"""A grouping, and for each of its groups the least and the most index of its size."""
+"""A grouping, and for each of its groups the minimum and maximum index of its size."""
 
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A plan as the search knows it: sizes and configurations of the groups of a grouping."""
+    """A plan of the search: sizes and configurations of the groups of a grouping."""
 
     grouping: Grouping
     sizes: tuple[int, ...]
@@ -51,21 +51,21 @@ class SearchGround:
         self.tables = list({id(table): table for g in groupings for table in g.tables}.values())
         number = {id(table): index for index, table in enumerate(self.tables)}
         self.members = [[number[id(table)] for table in g.tables] for g in groupings]
-        """For each grouping, the numbers of its groups' tables."""
+        """For each grouping, the table indices of its groups."""
         self._head, self._tail = space.simulator.heads_and_tails(space.fastest)
         self.bounds = [self._least_seconds(table) for table in self.tables]
-        """For each table and size, a lower bound on any plan that has such a group of that size."""
+        """For each table and size, a lower bound on any plan with such a group of that size."""
         self.considered = 0
         self.effort = 0
         units = space.simulator.units
-        self.effort_a_plan = units * len(space.order) + 2_000  # the second part is what a plan costs at the least
+        self.effort_a_plan = units * len(space.order) + 2_000  # 2,000: overhead per plan
         self._rows = max(1, min(ROWS, CELLS // units))
         self._base = space.cpu_row
         self._shapes: GroupingShapes | None = None
         self._row_of: dict[int, int] = {}
 
     def _least_seconds(self, table: GroupTable) -> Floats:
-        """For each size, a lower bound on any plan that has such a group of that size."""
+        """For each size, a lower bound on any plan with such a group of that size."""
         workflow = self.space.job.workflow
         head, tail = self._head, self._tail
         sync = 0.0
@@ -78,37 +78,36 @@ class SearchGround:
         for first, a in enumerate(table.members):
             spent = np.zeros(len(table.sizes))
             for last, b in enumerate(table.members[first:], first):
-                # Around the clock every switch counts; within one iteration the first may hide behind its inputs.
+                # With staleness every switch counts; within one iteration the first may overlap with its inputs.
                 spent = spent + table.times[:, last] + (switch[b] if last > first or workflow.staleness else 0.0)
                 bound = np.maximum(bound, head[a] + spent + tail[b])
         return bound + sync
 
     def least_sizes(self, ceiling: float) -> list[int]:
-        """For each table the index of the least size that may stay within the ceiling (its length where none does)."""
+        """For each table the index of the smallest size that may meet the ceiling (its length where none does)."""
         return [int(np.count_nonzero(bound > ceiling)) for bound in self.bounds]
 
     def whole(self, g: int) -> Box:
-        """The box of all sizes of a grouping."""
         sizes = [len(table.sizes) - 1 for table in self.groupings[g].tables]
         return g, tuple(0 for _ in sizes), tuple(sizes)
 
     def tightened(self, g: int, low: Indices, high: Indices) -> Box | None:
-        """The box without sizes that the others' least sizes leave no GPUs for; None where nothing is left."""
+        """The box without sizes for which the others' minimum sizes leave no GPUs; None where nothing is left."""
         tables = self.groupings[g].tables
         if any(a > b for a, b in zip(low, high, strict=True)):
             return None
-        room = dict(self.space.budgets)
+        left_gpus = dict(self.space.budgets)
         for table, a in zip(tables, low, strict=True):
-            room[table.kind] -= table.sizes[a]
-        if any(left < 0 for left in room.values()):
+            left_gpus[table.kind] -= table.sizes[a]
+        if any(left < 0 for left in left_gpus.values()):
             return None
         return (
             g,
             low,
             tuple(
                 b
-                if table.sizes[b] - table.sizes[a] <= room[table.kind]
-                else bisect_right(table.sizes, table.sizes[a] + room[table.kind]) - 1
+                if table.sizes[b] - table.sizes[a] <= left_gpus[table.kind]
+                else bisect_right(table.sizes, table.sizes[a] + left_gpus[table.kind]) - 1
                 for table, a, b in zip(tables, low, high, strict=True)
             ),
         )
@@ -121,7 +120,7 @@ class SearchGround:
         return all(need[kind] <= budget for kind, budget in self.space.budgets.items())
 
     def lower_halves(self, boxes: Sequence[Box]) -> list[list[tuple[float, int]]]:
-        """For each box and each side of it that can be halved: (bound of the lower half, side)."""
+        """For each box and each side that can be halved: (bound of the lower half, side)."""
         asked: list[tuple[int, int]] = []
         corners: list[At] = []
         for number, (g, low, high) in enumerate(boxes):
@@ -142,7 +141,7 @@ class SearchGround:
         return upper, (g, low, (*high[:side], middle - 1, *high[side + 1 :]))
 
     def points(self, g: int, low: Indices, high: Indices) -> list[Indices] | None:
-        """The plans of a box of which none is smaller in every group than another; None where there are too many."""
+        """The maximal plans of a box: none is smaller in every group than another; None where there are too many."""
         tables = self.groupings[g].tables
         widths = [b - a + 1 for a, b in zip(low, high, strict=True)]
         free = list(range(len(low)))
@@ -157,39 +156,38 @@ class SearchGround:
                 return None
         points = []
         for some in itertools.product(*(range(low[j], high[j] + 1) for j in free)):
-            room = dict(self.space.budgets)
+            left_gpus = dict(self.space.budgets)
             for j, at in zip(free, some, strict=True):
-                room[tables[j].kind] -= tables[j].sizes[at]
-            if any(left < 0 for left in room.values()):
+                left_gpus[tables[j].kind] -= tables[j].sizes[at]
+            if any(left < 0 for left in left_gpus.values()):
                 continue
             if rest < 0:
                 points.append(some)
                 continue
-            most = min(high[rest], bisect_right(tables[rest].sizes, room[tables[rest].kind]) - 1)
-            if most >= low[rest]:
-                points.append((*some[:rest], most, *some[rest:]))
+            top = min(high[rest], bisect_right(tables[rest].sizes, left_gpus[tables[rest].kind]) - 1)
+            if top >= low[rest]:
+                points.append((*some[:rest], top, *some[rest:]))
         return points
 
     def inside(self, box: Box) -> At:
-        """One plan of a box, its room shared out in proportion."""
+        """A plan inside a box, with the GPUs shared out in proportion."""
         g, low, high = box
         tables = self.groupings[g].tables
         share = {}
         for kind, budget in self.space.budgets.items():
-            least = sum(t.sizes[a] for t, a in zip(tables, low, strict=True) if t.kind == kind)
-            most = sum(t.sizes[b] for t, b in zip(tables, high, strict=True) if t.kind == kind)
-            share[kind] = min(1.0, (budget - least) / (most - least)) if most > least else 1.0
+            min_gpus = sum(t.sizes[a] for t, a in zip(tables, low, strict=True) if t.kind == kind)
+            max_gpus = sum(t.sizes[b] for t, b in zip(tables, high, strict=True) if t.kind == kind)
+            share[kind] = min(1.0, (budget - min_gpus) / (max_gpus - min_gpus)) if max_gpus > min_gpus else 1.0
         return g, tuple(
             max(a, bisect_right(t.sizes, t.sizes[a] + share[t.kind] * (t.sizes[b] - t.sizes[a])) - 1)
             for t, a, b in zip(tables, low, high, strict=True)
         )
 
     def gpus(self, g: int, at: Indices) -> int:
-        """How many GPUs a plan takes."""
         return sum(table.sizes[index] for table, index in zip(self.groupings[g].tables, at, strict=True))
 
     def simulate(self, plans: Sequence[At]) -> Floats:
-        """Seconds of plans when every member of a group has its least time: exact, or a bound where contested."""
+        """Seconds of plans when every member has its minimum time: exact, or a bound where contested."""
         self.considered += len(plans)
         self.effort += len(plans) * self.effort_a_plan
         missing = [g for g in dict.fromkeys(g for g, _ in plans) if g not in self._row_of]
@@ -222,7 +220,7 @@ class SearchGround:
         return self.simulate([(g, high) for g, _, high in boxes])
 
     def settled(self, g: int, at: Indices, seconds: float) -> FoundPlan | None:
-        """A plan with its configurations: the fastest combination where memory makes the members choose."""
+        """A plan with its configurations: the fastest combination where memory forces a choice."""
         grouping = self.groupings[g]
         sizes = tuple(table.sizes[index] for table, index in zip(grouping.tables, at, strict=True))
         if not self.space.node_fit(grouping, sizes):

@@ -1,8 +1,8 @@
-"""What the chosen plan is compared with, and how sure the choice is.
+"""Compares the chosen plan with others, and rates how certain the choice is.
 
-Runners-up (all shared, best all separate, best mixed, the user's own placement) are each the best of their class with
-the reason why they lose; near ties are other groupings within the noise; sensitivity says how far each cost may be
-off before some plan is faster than the chosen one by more than the noise.
+Runners-up (all shared, all separate, mixed, the user's own placement) are the best of their class, with the reason why
+they lose; near ties are other groupings within the noise; sensitivity is how far each cost may be off before another
+plan is faster by more than the noise.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trimtab.plan.placement.timeline import to_plan
 
 STEPS_UP = tuple(1 + 0.05 * step for step in range(1, 21))
 STEPS_DOWN = tuple(1 - 0.05 * step for step in range(1, 11))
-MOST_NEAR_TIES = 5
+MAX_NEAR_TIES = 5
 MANY_GROUPINGS = 1_000
 
 
 def time_text(seconds: float) -> str:
-    """A time of a plan: milliseconds where it is under a second."""
+    """A plan time: milliseconds below one second."""
     return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.1f} s"
 
 
 def runners_up(space: PlanSpace, best: FoundPlan) -> tuple[Alternative, ...]:
-    """The best plan of each class to which the chosen one does not belong, and why it loses."""
+    """The best plan of each class that does not contain the chosen one, and why it loses."""
     everything = space.groupings()
     chosen = to_plan(space, best)
     count = len(space.on_gpu)
@@ -61,19 +61,19 @@ def runners_up(space: PlanSpace, best: FoundPlan) -> tuple[Alternative, ...]:
 
 
 def why_it_loses(plan: Plan, best: Plan) -> str:
-    """One sentence on where the time of a plan goes that the best plan does not spend."""
+    """Where a plan spends time that the best plan does not."""
     if plan.iteration_seconds <= best.iteration_seconds * (1 + 1e-9):
         return "as fast, but not simpler"
     busiest = max(plan.groups, key=lambda group: _busy(plan, group.components))
     busy = _busy(plan, busiest.components)
     waits = plan.iteration_seconds - busy - plan.sync_seconds
-    who = " and ".join(busiest.components) if len(busiest.components) < 3 else ", ".join(busiest.components)
+    names = " and ".join(busiest.components) if len(busiest.components) < 3 else ", ".join(busiest.components)
     gpus = len(busiest.gpus)
     parts = []
     if len(plan.groups) == 1:
         parts.append(f"one after another on {gpus} GPUs: {time_text(busy)}")
     else:
-        parts.append(f"{who} on {gpus} GPUs {'takes' if len(busiest.components) == 1 else 'take'} {time_text(busy)}")
+        parts.append(f"{names} on {gpus} GPUs {'takes' if len(busiest.components) == 1 else 'take'} {time_text(busy)}")
     switches = sum(c.switch_seconds for c in plan.components if c.name in busiest.components)
     if switches > 0.01 * plan.iteration_seconds:
         parts[-1] += f" ({time_text(switches)} of it switching)"
@@ -105,7 +105,7 @@ def near_ties(space: PlanSpace, best: FoundPlan, noise: float) -> tuple[Plan, ..
     remaining = [g for g in space.groupings() if g.cells != best.grouping.cells]
     ceiling = best.seconds * (1 + noise)
     ties: list[FoundPlan] = []
-    while remaining and len(ties) < MOST_NEAR_TIES:
+    while remaining and len(ties) < MAX_NEAR_TIES:
         outcome = search(space, remaining, beat=ceiling)
         if outcome.best is None:
             break
@@ -147,7 +147,7 @@ def _first_change(
             if becomes := better(factor):
                 return round(factor, 2), becomes
         return None, None
-    # With thousands of groupings each step costs a tenth of a second: the first one is found by bisection.
+    # With thousands of groupings each step costs 0.1 s: bisect.
     becomes = better(steps[-1])
     if becomes is None:
         return None, None
@@ -162,7 +162,7 @@ def _first_change(
 
 
 def plan_times(space: PlanSpace, found: FoundPlan) -> Floats:
-    """The time of every component under a plan, in workflow order."""
+    """Component times under a plan, in workflow order."""
     times = space.cpu_row
     for table, options in zip(found.grouping.tables, found.options, strict=True):
         for i, option in zip(table.members, options, strict=True):
@@ -171,7 +171,9 @@ def plan_times(space: PlanSpace, found: FoundPlan) -> Floats:
 
 
 def current_plan(space: PlanSpace, current: CurrentPlacement, best: FoundPlan) -> Alternative:
-    """The user's placement, checked and predicted; InputError where GPUs do not exist, or overlap and may not."""
+    """The user's placement, checked and predicted; InputError for GPUs that do not exist, or overlap without
+    permission.
+    """
     label = "your placement"
     plan = predicted(space, current)
     if isinstance(plan, str):
@@ -183,7 +185,7 @@ def current_plan(space: PlanSpace, current: CurrentPlacement, best: FoundPlan) -
 
 
 def predicted(space: PlanSpace, current: CurrentPlacement) -> Plan | str:
-    """What a placement takes at the costs of this space, whatever its rules; or why it cannot be."""
+    """The plan of a placement at the costs of this space, ignoring its rules; or why it is impossible."""
     check_current(space, current)
     sets: dict[tuple[int, ...], list[int]] = {}
     for i in space.on_gpu:
@@ -217,7 +219,7 @@ def predicted(space: PlanSpace, current: CurrentPlacement) -> Plan | str:
 
 
 def check_current(space: PlanSpace, current: CurrentPlacement) -> None:
-    """Raise InputError where a placement names GPUs that do not exist, or shares some of its GPUs and may not."""
+    """Raises InputError for GPUs that do not exist, or partial sharing without permission."""
     total = space.job.cluster.gpus
     placed = list(current.ranks.items())
     for name, ranks in placed:

@@ -1,9 +1,9 @@
-"""What a component costs on so many GPUs, from the points where it was measured.
+"""Cost of a component on so many GPUs, from its measured points.
 
-Measured points are kept. Between two of them time is linear in 1/gpus; below the smallest, and with a single point,
-the part above the stated floor is inversely proportional to the GPUs; above the largest, the line in 1/gpus through
-the last two goes on, but never promises more than perfect scaling from the last one. Whatever lies outside the
-measured range is marked as extrapolated.
+Measured points are exact. Between two of them time is linear in 1/gpus; below the smallest, and with a single point,
+the part above the stated floor is inversely proportional to the GPUs; above the largest, the line in 1/gpus through the
+last two continues, but never beyond perfect scaling from the last one. Values outside the measured range are marked as
+extrapolated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEMORY_TOLERANCE_GB = 1e-9
 def seconds_at(points: Points, floor_seconds: float, gpus: int, doubling: float = 1.0) -> float:
     """Predicted seconds for all batches on so many GPUs. `points` ascend in GPUs.
 
-    `doubling` is the share of a perfect speed-up that twice the GPUs give; it counts where there is one point only.
+    `doubling` is the share of a perfect speed-up that twice the GPUs give; used with a single point only.
     """
     first_gpus, first_seconds = points[0]
     last_gpus, last_seconds = points[-1]
@@ -40,7 +40,6 @@ def seconds_at(points: Points, floor_seconds: float, gpus: int, doubling: float 
 
 
 def is_extrapolated(points: Points, gpus: int) -> bool:
-    """Whether so many GPUs lie outside what was measured."""
     return not points[0][0] <= gpus <= points[-1][0]
 
 
@@ -51,7 +50,7 @@ def _line(g0: int, s0: float, g1: int, s1: float, gpus: int) -> float:
 
 @dataclass(frozen=True)
 class CostOption:
-    """One way to run a component inside a group: a variant on a count of GPUs, with its cost and memory per GPU."""
+    """A way to run a component inside a group: a variant on a number of GPUs, with its time and memory per GPU."""
 
     variant: int
     gpus: int
@@ -61,7 +60,6 @@ class CostOption:
     host_gb: float
 
     def no_worse_than(self, other: CostOption) -> bool:
-        """Whether it is at least as good as another in every respect."""
         return (
             self.seconds <= other.seconds
             and self.active_gb <= other.active_gb
@@ -70,26 +68,26 @@ class CostOption:
         )
 
 
-def ways_to_run(component: Component, cluster: Cluster, kind: str, most_gpus: int) -> tuple[CostOption, ...]:
-    """Every way to run a component on up to so many GPUs of a kind, in order of count, then variant.
+def ways_to_run(component: Component, cluster: Cluster, kind: str, max_gpus: int) -> tuple[CostOption, ...]:
+    """All ways to run a component on up to `max_gpus` GPUs of a kind, ordered by GPUs, then variant.
 
-    Counts whose active part alone exceeds the GPU's memory are left out.
+    Counts whose active memory exceeds a GPU are left out.
     """
     limit = cluster.gpu_memory_gb(kind)
     found = [
         option
         for index, variant in enumerate(component.variants)
-        for option in _variant_options(index, variant, kind, most_gpus)
+        for option in _variant_options(index, variant, kind, max_gpus)
         if limit is None or fits(option.active_gb, limit)
     ]
     return tuple(sorted(found, key=lambda option: (option.gpus, option.variant)))
 
 
-def _variant_options(index: int, variant: Variant, kind: str, most_gpus: int) -> list[CostOption]:
+def _variant_options(index: int, variant: Variant, kind: str, max_gpus: int) -> list[CostOption]:
     points = variant.points(kind)
     if not points:
         return []
-    counts = range(variant.multiple_of, most_gpus + 1, variant.multiple_of) if variant.gpus is None else variant.gpus
+    counts = range(variant.multiple_of, max_gpus + 1, variant.multiple_of) if variant.gpus is None else variant.gpus
     active, resident = variant.memory.active, variant.memory.resident
     return [
         CostOption(
@@ -101,10 +99,9 @@ def _variant_options(index: int, variant: Variant, kind: str, most_gpus: int) ->
             host_gb=variant.host_memory_gb,
         )
         for gpus in counts
-        if gpus <= most_gpus and variant.allows(gpus)
+        if gpus <= max_gpus and variant.allows(gpus)
     ]
 
 
 def fits(need_gb: float, limit_gb: float) -> bool:
-    """Whether memory fits."""
     return need_gb <= limit_gb + MEMORY_TOLERANCE_GB

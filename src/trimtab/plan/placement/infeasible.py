@@ -1,4 +1,4 @@
-"""Why something cannot be placed: which constraint ruled out what. It explains; it decides nothing."""
+"""Explains why no placement exists: which constraint ruled out what. Decides nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trimtab.plan.placement.space import GroupMembers, PlanSpace
 
 
 def why_infeasible(space: PlanSpace) -> InfeasibleError:
-    """Why no plan exists: the first component that can run nowhere, or what keeps them apart and together."""
+    """The first component that can run nowhere, or what prevents separate and shared placements."""
     for i in space.on_gpu:
         if not any(space.ways[i, kind].options for kind in space.budgets):
             return _why_nowhere(space, i)
@@ -22,16 +22,16 @@ def why_infeasible(space: PlanSpace) -> InfeasibleError:
 
 def why_not_apart(space: PlanSpace) -> str:
     """The GPUs that the components need when each has its own."""
-    least = {space.order[i].name: min(space.ways[i, kind].least for kind in space.budgets) for i in space.on_gpu}
-    each = ", ".join(f"{name} {gpus}" for name, gpus in least.items())
-    return f"needs at least {sum(least.values())} GPUs ({each})"
+    min_gpus = {space.order[i].name: min(space.ways[i, kind].min_gpus for kind in space.budgets) for i in space.on_gpu}
+    listed = ", ".join(f"{name} {gpus}" for name, gpus in min_gpus.items())
+    return f"needs at least {sum(min_gpus.values())} GPUs ({listed})"
 
 
 def why_not_together(space: PlanSpace, members: GroupMembers) -> str:
-    """Why components cannot share GPUs, for the largest group there can be."""
-    for kind, most in space.budgets.items():
+    """Why components cannot share GPUs, for the largest possible group."""
+    for kind, budget in space.budgets.items():
         gpu_limit, host_limit = space.limits[kind]
-        fronts = [space.ways[i, kind].front(most) for i in members]
+        fronts = [space.ways[i, kind].front(budget) for i in members]
         if not all(fronts):
             continue
         lean = [min(front, key=lambda option: option.resident_gb) for front in fronts]
@@ -61,10 +61,10 @@ def _why_nowhere(space: PlanSpace, i: int) -> InfeasibleError:
         )
     needs = [
         (variant.memory.active.at(gpus), gpus)
-        for kind, most in space.budgets.items()
+        for kind, budget in space.budgets.items()
         for variant in component.variants
         if variant.points(kind)
-        for gpus in range(1, most + 1)
+        for gpus in range(1, budget + 1)
         if variant.allows(gpus)
     ]
     if not needs:
@@ -74,7 +74,7 @@ def _why_nowhere(space: PlanSpace, i: int) -> InfeasibleError:
         )
         return InfeasibleError(
             f"no GPU count is allowed for {component.name}: it asks for {asked}, the cluster has "
-            + ", ".join(f"{most} {kind}".strip() for kind, most in space.budgets.items()),
+            + ", ".join(f"{budget} {kind}".strip() for kind, budget in space.budgets.items()),
             where=f"{where}.gpus",
             hint="allow a smaller count, or plan for a larger cluster",
         )

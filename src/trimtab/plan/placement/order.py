@@ -1,13 +1,12 @@
-"""What may run next under a plan: which component may take which batch now, given what is done.
+"""Execution order of a plan: which component may take which batch now, given what is done.
 
-A small state machine with no clock. `ready()` names the acts that may begin, `begin` and `end` tell it what was made of
-them. Whoever drives it decides where an act runs and how long that takes: one after another in a process, side by side
-on a cluster, or nowhere at all (`play` with stated times, which gives exactly the times of
-`plan/placement/simulate.py`: the same gates, written from the side of what waits).
+A small state machine without a clock. `ready()` lists the actions that may begin; `begin` and `end` record them. The
+caller decides where an action runs and how long it takes: in a process, on a cluster, or nowhere (`play` with stated
+times gives exactly the times of `plan/placement/simulate.py`).
 
 What must never happen: a batch begun before its inputs, two components at work on the same GPUs, an iteration of the
-component that receives weights begun on weights older than `staleness` allows, or an iteration ended twice. `check()`
-holds what can be checked of that.
+weight target begun on weights older than `staleness` allows, or an iteration ended twice. `check()` asserts what can be
+checked of that.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trimtab.plan.placement.simulate import completed
 
 @dataclass(frozen=True)
 class GpuTurn:
-    """The GPUs of a group go to one of its components; `offload` are those that have to leave them first."""
+    """The GPUs of a group go to one of its components; those in `offload` must leave them first."""
 
     component: str
     iteration: int
@@ -35,7 +34,7 @@ class GpuTurn:
 
 @dataclass(frozen=True)
 class BatchStep:
-    """One component takes one batch."""
+    """A component takes a batch."""
 
     component: str
     iteration: int
@@ -44,7 +43,7 @@ class BatchStep:
 
 @dataclass(frozen=True)
 class WeightSyncStep:
-    """The weights that a component has after an iteration go to the one that receives them."""
+    """The weights of the source after an iteration go to the target."""
 
     source: str
     target: str
@@ -56,43 +55,49 @@ PlanAction = GpuTurn | BatchStep | WeightSyncStep
 
 @dataclass
 class _ComponentProgress:
-    """One component: where it stands in the plan, and how far it is. Batches count from the first iteration on."""
+    """Place of a component in the plan, and its progress. Batches count from the first iteration."""
 
     name: str
     parents: tuple[str, ...]
     chunk: int  # batches it takes from its inputs at a time
-    before: str | None  # who has its GPUs before it in the same iteration
-    last: str  # the last of its group, itself where it is alone
-    shares: bool  # whether others use its GPUs too
-    same_engine: bool  # as the one that had the GPUs before it: then nobody has to leave them
+    before: str | None  # the component before it on its GPUs in the same iteration
+    last: str  # the last of its group; itself if alone
+    shares: bool  # its GPUs with others
+    same_engine: bool  # as the component before it on the GPUs: no offload needed
     begun: int = 0
     ended: int = 0
     turns: int = 0  # iterations for which it has had its GPUs
     turning: bool = False
-    loaded: bool = True  # never false where it does not share
+    loaded: bool = True  # always true where it does not share
 
 
 class ExecutionOrder:
-    """Runs iterations `first` to `last` (`None`: until told to stop) of a workflow under one plan.
+    """Runs iterations `first` to `last` (`None`: until `stop_after`) of a workflow under one plan.
 
-    Components that share GPUs have to be off them at the beginning, all others on theirs. Before `first` everything
-    counts as done, the weight sync too.
+    Components that share GPUs must be offloaded at the beginning, all others loaded. Everything before `first` counts
+    as done, including the weight sync.
 
-    With staleness a component without inputs that receives no weights could run ahead for ever; `most_open` iterations
-    are in the works at most. One more than there are components costs nothing: whatever circle of waits goes through
-    that limit holds every component's time once at most, and the period is at least each of these.
+    With staleness a component without inputs that receives no weights could run ahead without limit, so at most
+    `max_open_iterations` iterations are open. The default, one more than there are components, costs no time: a cycle
+    of waits through that limit contains each component's time at most once, and the period is at least each of these.
     """
 
     def __init__(
-        self, workflow: Workflow, plan: Plan, *, first: int = 1, last: int | None = None, most_open: int | None = None
+        self,
+        workflow: Workflow,
+        plan: Plan,
+        *,
+        first: int = 1,
+        last: int | None = None,
+        max_open_iterations: int | None = None,
     ) -> None:
         self.batches = workflow.batches
         self.first = first
         self.last = last
         enough = max(len(workflow.components), workflow.staleness) + 1
-        self.most_open = enough if most_open is None else most_open
+        self.max_open_iterations = enough if max_open_iterations is None else max_open_iterations
         self._staleness = workflow.staleness
-        self._roles = _roles(workflow, plan)
+        self._progress = _progress(workflow, plan)
         self._members = {name: group.components for group in plan.groups for name in group.components}
         sync = workflow.weight_sync
         self._source = sync.source if sync else None
@@ -102,167 +107,167 @@ class ExecutionOrder:
 
     @property
     def finished(self) -> int:
-        """The last iteration that is over, its sync included; `first` - 1 before any is."""
-        done = min(role.ended for role in self._roles.values()) // self.batches
+        """The last completed iteration, including its sync; `first` - 1 before any is."""
+        done = min(progress.ended for progress in self._progress.values()) // self.batches
         return self.first - 1 + (done if self._source is None else min(done, self._synced))
 
     @property
     def idle(self) -> bool:
-        """Whether nothing has begun that has not ended."""
-        return not self._syncing and not any(r.turning or r.begun > r.ended for r in self._roles.values())
+        return not self._syncing and not any(r.turning or r.begun > r.ended for r in self._progress.values())
 
     @property
     def over(self) -> bool:
-        """Whether all that was asked for is done."""
         return self.last is not None and self.finished >= self.last and self.idle
 
     @property
     def loaded(self) -> frozenset[str]:
-        """The components that are on their GPUs now."""
-        return frozenset(role.name for role in self._roles.values() if role.loaded)
+        return frozenset(progress.name for progress in self._progress.values() if progress.loaded)
 
     def ended_by(self, component: str) -> int:
         """The last iteration of which a component has ended all batches."""
-        return self.first - 1 + self._roles[component].ended // self.batches
+        return self.first - 1 + self._progress[component].ended // self.batches
 
     def is_idle(self, component: str) -> bool:
-        """Whether a component does nothing now."""
-        role = self._roles[component]
+        progress = self._progress[component]
         syncs = self._syncing and component in (self._source, self._target)
-        return role.begun == role.ended and not role.turning and not syncs
+        return progress.begun == progress.ended and not progress.turning and not syncs
 
     def is_between(self, component: str) -> bool:
-        """Whether a component is in the midst of no iteration: the next batch that it begins is a first one."""
-        role = self._roles[component]
-        return role.begun == role.ended and role.begun % self.batches == 0
+        """Whether the next batch of the component is the first of an iteration."""
+        progress = self._progress[component]
+        return progress.begun == progress.ended and progress.begun % self.batches == 0
 
     def stop_after(self, iteration: int) -> int:
-        """Begin no iteration after this one, or after those that somebody has begun; gives the one that is then last.
+        """Begin no iteration after this one, or after those already begun; returns the last one.
 
-        Every component comes to the same iteration, so that a plan can change, or a run end, with nothing half done.
+        Every component reaches the same iteration, so that a plan can change, or a run end, with nothing half done.
         """
-        furthest = max(-(-r.begun // self.batches) for r in self._roles.values()) + self.first - 1
+        furthest = max(-(-r.begun // self.batches) for r in self._progress.values()) + self.first - 1
         last = max(iteration, furthest)
         self.last = last if self.last is None else min(self.last, last)
         return self.last
 
     def ready(self) -> tuple[PlanAction, ...]:
-        """What may begin now: always the same for the same past, components in workflow order."""
-        acts: list[PlanAction] = []
-        for role in self._roles.values():
-            act = self._next(role)
-            if act is not None:
-                acts.append(act)
+        """Actions that may begin now, deterministic, components in workflow order."""
+        actions: list[PlanAction] = []
+        for progress in self._progress.values():
+            action = self._next(progress)
+            if action is not None:
+                actions.append(action)
         if self._source is not None and self._target is not None and not self._syncing and self._may_sync():
-            acts.append(WeightSyncStep(self._source, self._target, self.first + self._synced))
-        return tuple(acts)
+            actions.append(WeightSyncStep(self._source, self._target, self.first + self._synced))
+        return tuple(actions)
 
-    def begin(self, act: PlanAction) -> None:
-        """An act has begun. Raises ValueError where it may not."""
-        if act not in self.ready():
-            raise ValueError(f"{act} may not begin now")
-        if isinstance(act, WeightSyncStep):
+    def begin(self, action: PlanAction) -> None:
+        """Raises ValueError where the action may not begin."""
+        if action not in self.ready():
+            raise ValueError(f"{action} may not begin now")
+        if isinstance(action, WeightSyncStep):
             self._syncing = True
-        elif isinstance(act, GpuTurn):
-            self._roles[act.component].turning = True
-            for name in act.offload:
-                self._roles[name].loaded = False
+        elif isinstance(action, GpuTurn):
+            self._progress[action.component].turning = True
+            for name in action.offload:
+                self._progress[name].loaded = False
         else:
-            self._roles[act.component].begun += 1
+            self._progress[action.component].begun += 1
 
-    def end(self, act: PlanAction) -> None:
-        """An act has ended. Raises ValueError where it had not begun."""
-        if isinstance(act, WeightSyncStep):
-            if not self._syncing or act.iteration != self.first + self._synced:
-                raise ValueError(f"{act} had not begun")
+    def end(self, action: PlanAction) -> None:
+        """Raises ValueError where the action had not begun."""
+        if isinstance(action, WeightSyncStep):
+            if not self._syncing or action.iteration != self.first + self._synced:
+                raise ValueError(f"{action} had not begun")
             self._synced += 1
             self._syncing = False
             return
-        role = self._roles[act.component]
-        if isinstance(act, GpuTurn):
-            if not role.turning or act.iteration != self.first + role.turns:
-                raise ValueError(f"{act} had not begun")
-            role.turns += 1
-            role.turning = False
-            role.loaded = True
+        progress = self._progress[action.component]
+        if isinstance(action, GpuTurn):
+            if not progress.turning or action.iteration != self.first + progress.turns:
+                raise ValueError(f"{action} had not begun")
+            progress.turns += 1
+            progress.turning = False
+            progress.loaded = True
             return
-        number = (act.iteration - self.first) * self.batches + act.batch
-        if role.begun != number + 1 or role.ended != number:
-            raise ValueError(f"{act} had not begun")
-        role.ended += 1
+        number = (action.iteration - self.first) * self.batches + action.batch
+        if progress.begun != number + 1 or progress.ended != number:
+            raise ValueError(f"{action} had not begun")
+        progress.ended += 1
 
     def check(self) -> None:
-        """Raise AssertionError where what must never happen has happened."""
-        for role in self._roles.values():
-            assert role.ended <= role.begun <= role.ended + 1, f"{role.name} does two batches at once"
-            assert role.loaded or role.begun == role.ended, f"{role.name} works without its GPUs"
-            for parent in role.parents:
-                assert role.begun <= self._roles[parent].ended, f"{role.name} took what {parent} has not made"
+        """Raises AssertionError where an invariant is violated."""
+        for progress in self._progress.values():
+            assert progress.ended <= progress.begun <= progress.ended + 1, f"{progress.name} does two batches at once"
+            assert progress.loaded or progress.begun == progress.ended, f"{progress.name} works without its GPUs"
+            for parent in progress.parents:
+                assert progress.begun <= self._progress[parent].ended, (
+                    f"{progress.name} took what {parent} has not made"
+                )
         for members in set(self._members.values()):
-            at_work = [n for n in members if self._roles[n].turning or self._roles[n].begun > self._roles[n].ended]
+            at_work = [
+                n for n in members if self._progress[n].turning or self._progress[n].begun > self._progress[n].ended
+            ]
             assert len(at_work) <= 1, f"{' and '.join(at_work)} are at work on the same GPUs"
         if self._target is not None:
-            begun = -(-self._roles[self._target].begun // self.batches)
+            begun = -(-self._progress[self._target].begun // self.batches)
             assert begun <= self._synced + 1 + self._staleness, f"{self._target} works with weights that are too old"
 
-    def _next(self, role: _ComponentProgress) -> PlanAction | None:
-        """What a component does next, if it may begin now."""
-        if role.turning or role.begun > role.ended:
+    def _next(self, progress: _ComponentProgress) -> PlanAction | None:
+        if progress.turning or progress.begun > progress.ended:
             return None
-        at, batch = divmod(role.begun, self.batches)
+        at, batch = divmod(progress.begun, self.batches)
         iteration = self.first + at
         if batch == 0:
-            if (self.last is not None and iteration > self.last) or not self._open(role, at):
+            if (self.last is not None and iteration > self.last) or not self._open(progress, at):
                 return None
-            if role.shares and role.turns == at and self._has_to_turn(role):
-                return GpuTurn(role.name, iteration, self._to_offload(role))
-            if not self._weights_allow(role, at):
+            if progress.shares and progress.turns == at and self._has_to_turn(progress):
+                return GpuTurn(progress.name, iteration, self._to_offload(progress))
+            if not self._weights_allow(progress, at):
                 return None
-        needed = at * self.batches + min((batch // role.chunk + 1) * role.chunk, self.batches)
-        if any(self._roles[parent].ended < needed for parent in role.parents):
+        needed = at * self.batches + min((batch // progress.chunk + 1) * progress.chunk, self.batches)
+        if any(self._progress[parent].ended < needed for parent in progress.parents):
             return None
-        return BatchStep(role.name, iteration, batch)
+        return BatchStep(progress.name, iteration, batch)
 
-    def _open(self, role: _ComponentProgress, at: int) -> bool:
-        """Whether earlier iterations, and whoever has its GPUs before it, let a component into its iteration."""
-        allowed = self.most_open if self._staleness else 1
+    def _open(self, progress: _ComponentProgress, at: int) -> bool:
+        """Whether earlier iterations, and the component before it on its GPUs, let it begin."""
+        allowed = self.max_open_iterations if self._staleness else 1
         if at - (self.finished - self.first + 1) >= allowed:
             return False
-        if role.before is not None:
-            return self._roles[role.before].ended >= (at + 1) * self.batches
-        return self._roles[role.last].ended >= at * self.batches
+        if progress.before is not None:
+            return self._progress[progress.before].ended >= (at + 1) * self.batches
+        return self._progress[progress.last].ended >= at * self.batches
 
-    def _weights_allow(self, role: _ComponentProgress, at: int) -> bool:
-        if role.name == self._source and self._synced < at:
+    def _weights_allow(self, progress: _ComponentProgress, at: int) -> bool:
+        if progress.name == self._source and self._synced < at:
             return False
-        return role.name != self._target or self._synced >= at - self._staleness
+        return progress.name != self._target or self._synced >= at - self._staleness
 
-    def _has_to_turn(self, role: _ComponentProgress) -> bool:
-        return not role.loaded or not role.same_engine
+    def _has_to_turn(self, progress: _ComponentProgress) -> bool:
+        return not progress.loaded or not progress.same_engine
 
-    def _to_offload(self, role: _ComponentProgress) -> tuple[str, ...]:
-        if role.same_engine:
+    def _to_offload(self, progress: _ComponentProgress) -> tuple[str, ...]:
+        if progress.same_engine:
             return ()
-        return tuple(name for name in self._members[role.name] if name != role.name and self._roles[name].loaded)
+        return tuple(
+            name for name in self._members[progress.name] if name != progress.name and self._progress[name].loaded
+        )
 
     def _may_sync(self) -> bool:
-        """On-policy the weights go when all of the iteration is over, else when the source is through with it."""
+        """On-policy the sync runs after the whole iteration, else after the source."""
         assert self._source is not None
         wanted = (self._synced + 1) * self.batches
         if self._staleness:
-            return self._roles[self._source].ended >= wanted
-        return all(role.ended >= wanted for role in self._roles.values())
+            return self._progress[self._source].ended >= wanted
+        return all(progress.ended >= wanted for progress in self._progress.values())
 
 
-def _roles(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
-    """The components of a workflow, in its order, each with its place in the plan."""
+def _progress(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
     members = {name: group.components for group in plan.groups for name in group.components}
-    roles = {}
+    progress_by_name = {}
     for component in workflow.in_order():
         group = members.get(component.name, (component.name,))
         at = group.index(component.name)
         previous = workflow.component(group[at - 1])
-        roles[component.name] = _ComponentProgress(
+        progress_by_name[component.name] = _ComponentProgress(
             name=component.name,
             parents=component.after,
             chunk=min(component.granularity or workflow.batches, workflow.batches),
@@ -272,14 +277,14 @@ def _roles(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
             same_engine=component.engine is not None and component.engine == previous.engine,
             loaded=len(group) == 1,
         )
-    return roles
+    return progress_by_name
 
 
 @dataclass(frozen=True)
 class PlayedAction:
-    """An act that is over, and when it was."""
+    """A completed action, with its times."""
 
-    act: PlanAction
+    action: PlanAction
     start_s: float
     end_s: float
 
@@ -287,45 +292,45 @@ class PlayedAction:
 def play(
     order: ExecutionOrder, perform: Callable[[PlanAction, float], float], start_s: float = 0.0
 ) -> Iterator[PlayedAction]:
-    """Carry out all acts of an order, one after another, as if they ran side by side; gives each when it ends.
+    """Execute all actions of an order in simulated parallel time; yields each when it ends.
 
-    `perform` does an act that begins at a time and says how many seconds that takes. Acts are performed in the order
-    in which they begin, so whatever one of them needs has been performed before it.
+    `perform` executes an action that begins at a time and returns its seconds. Actions are performed in the order in
+    which they begin, so their inputs exist.
     """
     now = start_s
     numbers = count()
     running: list[tuple[float, int, float, PlanAction]] = []
     while True:
-        while acts := order.ready():
-            for act in acts:
-                order.begin(act)
-                heapq.heappush(running, (now + perform(act, now), next(numbers), now, act))
+        while actions := order.ready():
+            for action in actions:
+                order.begin(action)
+                heapq.heappush(running, (now + perform(action, now), next(numbers), now, action))
         if not running:
             return
         now = running[0][0]
         while running and running[0][0] <= now:
-            end_s, _, began_s, act = heapq.heappop(running)
-            order.end(act)
-            yield PlayedAction(act, began_s, end_s)
+            end_s, _, began_s, action = heapq.heappop(running)
+            order.end(action)
+            yield PlayedAction(action, began_s, end_s)
 
 
 def batch_seconds(component: Component, batches: int, seconds: float) -> tuple[float, ...]:
-    """What each batch of a component takes that takes so long for all of them."""
+    """Seconds of each batch of a component, from the seconds of all."""
     shares = completed(component.completion, np.arange(batches + 1) / batches)
-    return tuple(float(one) for one in np.diff(shares) * seconds)
+    return tuple(float(share) for share in np.diff(shares) * seconds)
 
 
 def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[PlanAction], float]:
-    """What every act takes by the plan's own figures."""
+    """Seconds of every action by the plan's own figures."""
     switches = {placed.name: placed.switch_seconds for placed in plan.components}
     steps = {
         placed.name: batch_seconds(workflow.component(placed.name), workflow.batches, placed.seconds)
         for placed in plan.components
     }
 
-    def seconds(act: PlanAction) -> float:
-        if isinstance(act, WeightSyncStep):
+    def seconds(action: PlanAction) -> float:
+        if isinstance(action, WeightSyncStep):
             return plan.sync_seconds
-        return switches[act.component] if isinstance(act, GpuTurn) else steps[act.component][act.batch]
+        return switches[action.component] if isinstance(action, GpuTurn) else steps[action.component][action.batch]
 
     return seconds

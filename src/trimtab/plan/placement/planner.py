@@ -1,6 +1,6 @@
-"""The placement planner's one door: a job in, an explained answer out.
+"""Entry point of the placement planner: which GPUs each component gets, with an explanation.
 
-It decides which GPUs each component gets. It never leaves the rules of a framework, and it says what those rules cost.
+Stays within the rules of a framework, and reports what those rules cost.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 
 NOISE = 0.05
-"""Plans closer than this are not told apart by real runs."""
+"""Real runs do not distinguish plans closer than this."""
 
 
 def best_plan(job: PlacementJob, rules: FrameworkRules | None = None) -> tuple[PlanSpace, SearchOutcome]:
-    """The best plan and its proof, and nothing else: what the search itself costs."""
+    """The best plan and its proof only: the cost of the search itself."""
     check_workflow(job.workflow)
     check_cluster(job)
     space = PlanSpace(job, rules)
@@ -40,9 +40,9 @@ def explain(
     noise: float = NOISE,
     with_sensitivity: bool = True,
 ) -> PlacementAnswer:
-    """The answer around a best plan: runners-up, near ties, sensitivity, what was assumed.
+    """The answer around a best plan: runners-up, near ties, sensitivity, assumptions.
 
-    A plan that is slower than the placement in the file is never the answer: that placement is, then.
+    If the best plan is slower than the placement in the file, that placement is the answer.
     """
     found = outcome.best
     assert found is not None
@@ -64,7 +64,7 @@ def explain(
         anything = search(free, beat=best.iteration_seconds * (1 - 1e-9)).best
         unrestricted = to_plan(free, anything) if anything else None
         if unrestricted is not None and unrestricted.describe() == best.describe():
-            unrestricted = None  # the same placement, on which some component leaves GPUs unused
+            unrestricted = None  # the same placement, with some GPUs of a component unused
     scaling = scaling_of(space, best, current)
     return PlacementAnswer(
         best=best,
@@ -78,7 +78,7 @@ def explain(
             *((scaling_text(scaling),) if scaling else ()),
             *notes,
             *assumptions,
-            # A dialect says itself what it assumes of streaming.
+            # A dialect states its own assumptions on streaming.
             *_assumptions(space, best, with_streaming=not assumptions),
         ),
         unrestricted=unrestricted,
@@ -91,13 +91,13 @@ def explain(
 def plan_placement(
     job: PlacementJob, rules: FrameworkRules | None = None, *, current: CurrentPlacement | None = None
 ) -> PlacementAnswer:
-    """Where every component of a job should go, with everything that explains it."""
+    """The best placement of every component of a job, explained."""
     space, outcome = best_plan(job, rules)
     return explain(space, outcome, current=current)
 
 
 def check_cluster(job: PlacementJob) -> None:
-    """Raise where the cluster has no GPUs at all, or too few CPUs for any plan."""
+    """Raises where the cluster has no GPUs, or too few CPUs for any plan."""
     cluster = job.cluster
     if cluster.gpus == 0:
         raise InputError(
@@ -113,24 +113,26 @@ def check_cluster(job: PlacementJob) -> None:
 
 
 def _assumptions(space: PlanSpace, plan: Plan, with_streaming: bool) -> tuple[str, ...]:
-    """What the prediction rests on beyond what was measured and stated."""
-    said = []
+    """What the prediction assumes beyond measured and stated figures."""
+    notes = []
     outside = [c.name for c in plan.components if c.extrapolated]
     if outside:
-        said.append(f"extrapolated beyond what was measured: {', '.join(outside)}; measure there before you rely on it")
+        notes.append(
+            f"extrapolated beyond what was measured: {', '.join(outside)}; measure there before you rely on it"
+        )
     cluster, components = space.job.cluster, space.job.workflow.components
     stated = any(v.memory.active.at(1) > 0 for c in components for v in c.variants)
     if stated and any(cluster.gpu_memory_gb(kind) is None for kind in space.budgets):
-        said.append("GPU memory of the cluster is not stated (gpu_memory_gb): memory was not checked")
+        notes.append("GPU memory of the cluster is not stated (gpu_memory_gb): memory was not checked")
     elif not stated:
-        said.append("no component states memory_gb: memory was not checked")
+        notes.append("no component states memory_gb: memory was not checked")
     parked = any(v.host_memory_gb for c in components for v in c.variants)
     if parked and any(cluster.host_memory_gb_per_gpu(kind) is None for kind in space.budgets):
-        said.append("host memory of the nodes is not stated (host_memory_gb): parked components were not checked")
+        notes.append("host memory of the nodes is not stated (host_memory_gb): parked components were not checked")
     streaming = [c.name for c in components if c.after and c.granularity is not None]
     whole = [c.name for c in components if c.after and c.granularity is None]
     if with_streaming and space.job.workflow.batches > 1 and streaming:
-        said.append(f"streaming (started before all inputs are there): {', '.join(streaming)}")
+        notes.append(f"streaming (started before all inputs are there): {', '.join(streaming)}")
     if with_streaming and whole and streaming:
-        said.append(f"not streaming (started with all inputs there): {', '.join(whole)}")
-    return tuple(said)
+        notes.append(f"not streaming (started with all inputs there): {', '.join(whole)}")
+    return tuple(notes)

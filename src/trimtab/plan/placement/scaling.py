@@ -1,8 +1,8 @@
-"""What a plan rests on where components were measured on one number of GPUs only.
+"""Tests a plan where components were measured on a single number of GPUs.
 
-One point says nothing of how a component scales. The plan is then made twice: as if it scaled perfectly, and as if each
-doubling of GPUs gave 80 % of a perfect speed-up. Where the two differ neither is proven, and the measurement that
-decides is named. A stated `floor_seconds` is a statement on scaling: such a component is taken at its word.
+One point does not show how a component scales. The plan is then made twice: with perfect scaling, and with 80 % of a
+perfect speed-up for each doubling of GPUs. Where the two differ neither is proven, and the deciding measurement is
+named. A stated `floor_seconds` is a statement on scaling: such a component is taken as stated.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 
 DOUBLING = 0.8
-"""The share of a perfect speed-up that twice the GPUs are taken to give, where nothing was measured."""
+"""Assumed share of a perfect speed-up for twice the GPUs, where nothing was measured."""
 
 
 def measured_once(job: PlacementJob) -> tuple[str, ...]:
-    """The components of which nothing tells how they scale, though they could run on several numbers of GPUs."""
+    """Components of unknown scaling that could run on several numbers of GPUs."""
     return tuple(
         component.name
         for component in job.workflow.components
@@ -41,7 +41,7 @@ def _measured_once(variant: Variant, job: PlacementJob) -> bool:
 
 
 def with_doubling(job: PlacementJob, names: Collection[str], doubling: float = DOUBLING) -> PlacementJob:
-    """The job with these components scaling so, where one point was measured."""
+    """The job with this scaling for components with one measured point."""
     components = tuple(
         replace(c, variants=tuple(v if v.floor_seconds else replace(v, doubling=doubling) for v in c.variants))
         if c.name in names
@@ -52,7 +52,7 @@ def with_doubling(job: PlacementJob, names: Collection[str], doubling: float = D
 
 
 def scaling_of(space: PlanSpace, best: Plan, current: CurrentPlacement | None) -> ScalingCaveat | None:
-    """What becomes of the best plan if more GPUs help less; None where that is known of every component."""
+    """The best plan under worse scaling; None where the scaling of all components is known."""
     names = measured_once(space.job)
     if not names:
         return None
@@ -69,7 +69,7 @@ def scaling_of(space: PlanSpace, best: Plan, current: CurrentPlacement | None) -
 
 
 def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...]) -> tuple[str, int] | None:
-    """The component whose scaling tells the two plans apart most, and on how many GPUs it is to be measured."""
+    """The component whose scaling decides between the two plans, and on how many GPUs to measure it."""
     lead = _seconds(space, other) - _seconds(space, best)
     shifts: dict[str, float] = {}
     for name in names:
@@ -78,7 +78,7 @@ def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...])
     unsure = [name for name in names if best.placed(name).extrapolated or other.placed(name).extrapolated]
     if not unsure:
         return None
-    name = max(unsure, key=lambda each: shifts[each])
+    name = max(unsure, key=shifts.__getitem__)
     points = [point for v in space.job.workflow.component(name).variants for point in v.seconds.values()]
     measured = points[0][0][0]
     counts = [len(plan.placed(name).gpus) for plan in (other, best) if plan.placed(name).extrapolated]
@@ -86,7 +86,7 @@ def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...])
 
 
 def _seconds(space: PlanSpace, plan: Plan) -> float:
-    """What a plan takes at the costs of a space."""
+    """Iteration time of a plan at the costs of a space."""
     ranks = {name: group.gpus for group in plan.groups for name in group.components}
     found = predicted(space, CurrentPlacement(ranks, "the plan"))
     assert isinstance(found, Plan), found
@@ -94,17 +94,16 @@ def _seconds(space: PlanSpace, plan: Plan) -> float:
 
 
 def scaling_text(scaling: ScalingCaveat) -> str:
-    """The assumption in a sentence."""
-    one = f"perfect scaling: {', '.join(scaling.components)} was measured on one number of GPUs only"
+    assumed = f"perfect scaling: {', '.join(scaling.components)} was measured on one number of GPUs only"
     if len(scaling.components) > 1:
-        one = one.replace(" was measured", " were each measured")
+        assumed = assumed.replace(" was measured", " were each measured")
     if scaling.plan is None:
         return (
-            f"{one}; the plan is the same if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up "
-            f"(then {time_text(scaling.chosen_seconds)})"
+            f"{assumed}; the plan is the same if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect "
+            f"speed-up (then {time_text(scaling.chosen_seconds)})"
         )
     return (
-        f"{one}; if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up this plan takes "
+        f"{assumed}; if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up this plan takes "
         f"{time_text(scaling.chosen_seconds)}, and {scaling.plan.describe()} takes "
         f"{time_text(scaling.plan.iteration_seconds)}"
         + (f"; measure {scaling.measure[0]} on {scaling.measure[1]} GPUs: that decides" if scaling.measure else "")

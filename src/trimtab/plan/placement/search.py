@@ -1,13 +1,13 @@
-"""The exact search for the best placement.
+"""Exact search for the best placement.
 
-Time never grows with a group's GPUs, so a box of group sizes is bounded from below by its upper corner. The search
-keeps boxes of every grouping in one queue, takes the most promising first, splits them, and ends when none can beat
-the best plan found: that is the proof. Two cheaper bounds keep the queue short: the work of a group on so many GPUs,
-with what must come before and after it, tells the least size it needs to beat the best plan; and groupings whose
-least sizes together exceed the cluster are never opened.
+Time never grows with the GPUs of a group, so a box of group sizes is bounded from below by its upper corner. The search
+keeps boxes of all groupings in one queue, best bound first, splits them, and ends when none can beat the best plan
+found: that is the proof. Two cheaper bounds keep the queue short: the work of a group on so many GPUs, with what must
+come before and after it, gives the minimum size it needs to beat the best plan; and groupings whose minimum sizes
+together exceed the cluster are never opened.
 
-Among equally fast plans the one with fewer groups is chosen, then fewer GPUs, then file order. Nothing here is random
-and nothing looks at a clock: the same job gives the same answer, also when `limit` stops the search early.
+Among equally fast plans the one with fewer groups is chosen, then fewer GPUs, then file order. No randomness and no
+clock: the same job gives the same answer, also when `limit` stops the search early.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import numpy as np
 from trimtab.plan.placement.boxes import ROWS, At, Box, FoundPlan, Indices, SearchGround
 from trimtab.plan.placement.simulate import Floats
 from trimtab.plan.placement.space import Grouping, PlanSpace
-from trimtab.plan.placement.ties import simplest
 
 TIE = 1e-9
 """Plans whose times differ by less than this, relatively, are equally fast."""
@@ -35,15 +34,15 @@ BATCH = 64
 """Boxes opened at once: enough to keep the simulation vectorised, few enough to stay near best-first order."""
 
 EFFORT = 2_000_000_000
-"""(plan, component, batch) triples after which a search gives up the proof: some twenty seconds."""
+"""(plan, component, batch) triples after which a search stops without a proof: about twenty seconds."""
 
 LEVELS = 48
-"""Steps of the scale on which groupings are first compared."""
+"""Steps of the time scale on which groupings are first compared."""
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """The best plan, a proven lower bound on every plan, and how many were simulated."""
+    """The best plan, a proven lower bound on every plan, and the number of simulated plans."""
 
     best: FoundPlan | None
     lower_bound: float
@@ -51,7 +50,6 @@ class SearchOutcome:
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing can be better."""
         return self.best is not None and self.lower_bound >= self.best.seconds * (1 - TIE)
 
 
@@ -63,18 +61,18 @@ def search(
     limit: int = EFFORT,
     settle_ties: bool = True,
 ) -> SearchOutcome:
-    """The best plan among the groupings (all of the space unless given), if any is faster than `beat` seconds.
+    """The best plan among the groupings (default: all of the space), if any is faster than `beat` seconds.
 
-    `limit` is the effort after which the search gives up the proof and says how far it got.
+    `limit` is the effort after which the search stops without a proof and returns its bound.
     """
     asked = list(space.groupings() if groupings is None else groupings)
     ground = SearchGround(space, [grouping for grouping in asked if not grouping.spans])
-    hunt = _BoxSearch(ground, beat, limit)
-    lower_bound = hunt.run()
-    best = hunt.best
+    box_search = _BoxSearch(ground, beat, limit)
+    lower_bound = box_search.run()
+    best = box_search.best
     if best is not None and settle_ties:
         ceiling = best.seconds * (1 + TIE)
-        best = simplest(ground, [box for bound, box in hunt.tied if bound <= ceiling], ceiling, 2 * limit) or best
+        best = simplest(ground, [box for bound, box in box_search.tied if bound <= ceiling], ceiling, 2 * limit) or best
     considered = ground.considered
     if spanning := [grouping for grouping in asked if grouping.spans]:
         over = SearchGround(space, spanning)
@@ -84,9 +82,9 @@ def search(
 
 
 def best_spanning(ground: SearchGround, beat: float) -> FoundPlan | None:
-    """The best plan with a group over the others, if any is faster: every split of the GPUs below it is tried.
+    """The best plan with a group over the others, if any is faster: all splits of the GPUs below it are tried.
 
-    More GPUs never make a plan worse, so the group above has as many as help it, and the last one below what is left.
+    More GPUs never make a plan worse, so the group above gets as many as help it, and the last one below the rest.
     """
     plans: list[At] = []
     for g, grouping in enumerate(ground.groupings):
@@ -103,28 +101,28 @@ def best_spanning(ground: SearchGround, beat: float) -> FoundPlan | None:
 
 
 class _BoxSearch:
-    """One search: the queue of boxes, the best plan so far, and the least sizes that it implies."""
+    """One search: the queue of boxes, the best plan so far, and the minimum sizes that it implies."""
 
     def __init__(self, ground: SearchGround, beat: float, limit: int) -> None:
         self.ground = ground
         self.limit = limit
         self.best: FoundPlan | None = None
         self.tied: list[tuple[float, Box]] = []
-        """Boxes with nothing better than the best, in which there may be plans as fast, and their bounds."""
+        """Boxes that hold nothing better than the best, but maybe plans as fast, with their bounds."""
         self._beat = beat
 
     @property
     def ceiling(self) -> float:
-        """What a plan must stay below to be better than what is known."""
+        """A plan must be faster than this to be better."""
         return min(self._beat, self.best.seconds if self.best else np.inf)
 
     @property
     def hopeless(self) -> float:
-        """The bound from which on a box holds nothing better, and nothing as fast either."""
+        """A box with a bound above this holds nothing better, and nothing as fast either."""
         return self.best.seconds * (1 + TIE) if self.best and self.best.seconds < self._beat else self.ceiling
 
     def run(self) -> float:
-        """Find the best plan; the proven lower bound on every plan."""
+        """Find the best plan; returns the proven lower bound on every plan."""
         ground = self.ground
         alive = self._survey(list(range(len(ground.groupings))))
         alive = self._survey(alive)
@@ -150,12 +148,12 @@ class _BoxSearch:
             self._try([ground.inside(box) for box in opened])
             boxes = self._finish_small(self._raised(self._branch(self._drop_settled(opened))))
         if ground.space.truncated and self.best:
-            # Where configurations were left out only the bound of every group at its largest is sure.
+            # Where configurations were left out, only the bound with every group at its largest holds.
             floor = min(floor, float(min(ground.corners([ground.whole(g) for g in alive]), default=np.inf)))
         return min(floor, self.ceiling)
 
     def _raised(self, boxes: list[Box]) -> list[Box]:
-        """The boxes without sizes that are hopeless by themselves or leave too little for the others."""
+        """The boxes without sizes that are too small, or leave too little for the other groups."""
         least = self.ground.least_sizes(self.hopeless)
         raised = []
         for g, low, high in boxes:
@@ -207,30 +205,33 @@ class _BoxSearch:
             tables = before.grouping.tables
             at = [table.sizes.index(size) for table, size in zip(tables, before.sizes, strict=True)]
             moves: list[Indices] = []
-            for giver, taker in itertools.permutations(range(len(at)), 2):
-                if tables[giver].kind != tables[taker].kind:
+            for donor, receiver in itertools.permutations(range(len(at)), 2):
+                if tables[donor].kind != tables[receiver].kind:
                     continue
                 for step in (1, 2, 4, 8, 16, 32, 64, 128):
                     to = list(at)
-                    to[giver] -= step
-                    if to[giver] < 0:
+                    to[donor] -= step
+                    if to[donor] < 0:
                         break
-                    room = (
-                        before.sizes[taker] + before.sizes[giver] - tables[giver].sizes[to[giver]] + self._idle(before)
+                    available = (
+                        before.sizes[receiver]
+                        + before.sizes[donor]
+                        - tables[donor].sizes[to[donor]]
+                        + self._idle(before)
                     )
-                    to[taker] = bisect_right(tables[taker].sizes, room) - 1
+                    to[receiver] = bisect_right(tables[receiver].sizes, available) - 1
                     moves.append(tuple(to))
             self._try([(g, move) for move in dict.fromkeys(moves)])
             if self.best is before:
                 return
 
     def _idle(self, found: FoundPlan) -> int:
-        """GPUs that a plan leaves unused, where there is one kind of them."""
+        """Unused GPUs of a plan, where there is a single kind."""
         budgets = self.ground.space.budgets
         return sum(budgets.values()) - sum(found.sizes) if len(budgets) == 1 else 0
 
     def _drop_settled(self, boxes: list[Box]) -> list[Box]:
-        """The boxes without those whose corner is a plan itself: nothing in them beats it, and it has been tried."""
+        """Drop boxes whose corner is itself a plan: it is the best of the box, and was tried."""
         if self.ground.space.even_nodes:
             return boxes
         left = []
@@ -242,10 +243,10 @@ class _BoxSearch:
         return left
 
     def _branch(self, boxes: list[Box]) -> list[Box]:
-        """Smaller boxes that hold every plan of these that can still beat the best.
+        """Smaller boxes that contain every plan that can still beat the best.
 
-        The lower half of each side is bounded first. Sides whose lower half is hopeless are all cut at once; only
-        where none is, the box is split in two, across the side whose lower half promises least.
+        The lower half of each side is bounded first. All sides whose lower half is hopeless are cut at once; if there
+        is none, the box is split across the side with the worst lower half.
         """
         smaller: list[Box] = []
         for box, sides in zip(boxes, self.ground.lower_halves(boxes), strict=True):
@@ -259,7 +260,7 @@ class _BoxSearch:
         return smaller
 
     def _finish_small(self, boxes: list[Box]) -> list[Box]:
-        """Simulate every plan that matters of small boxes; the other boxes are returned."""
+        """Simulate every relevant plan of small boxes; returns the other boxes."""
         large: list[Box] = []
         plans: list[At] = []
         small: list[tuple[Box, slice]] = []
@@ -287,3 +288,71 @@ class _BoxSearch:
                 if found is not None and found.seconds < self.ceiling:
                     self.best = found
         return results
+
+
+# ---- ties ------------------------------------------------------------------------------------------------------------
+
+
+def simplest(ground: SearchGround, tied: Iterable[Box], ceiling: float, limit: int) -> FoundPlan | None:
+    """The simplest plan within a time; None where the boxes hold none, or the effort is spent."""
+    winner: FoundPlan | None = None
+    for groups, g, low, high in sorted((len(low), g, low, high) for g, low, high in tied):
+        if winner is not None and groups > len(winner.sizes):
+            break
+        found = _fewest_gpus(ground, (g, low, high), ceiling, sum(winner.sizes) - 1 if winner else None, limit)
+        winner = found or winner
+    return winner
+
+
+def _fewest_gpus(ground: SearchGround, box: Box, ceiling: float, most: int | None, limit: int) -> FoundPlan | None:
+    """The plan of a box with the fewest GPUs (at most `most`) within a time."""
+    queue: list[tuple[int, Box]] = [(ground.gpus(box[0], box[1]), box)]
+    while queue and ground.effort < limit:
+        gpus, (g, low, high) = heapq.heappop(queue)
+        if most is not None and gpus > most:
+            return None
+        shaved = _shaved(ground, (g, low, high), ceiling)
+        if shaved is None:
+            continue
+        if shaved[1] != low:
+            heapq.heappush(queue, (ground.gpus(g, shaved[1]), shaved))
+            continue
+        (seconds,) = ground.simulate([(g, low)])
+        if seconds <= ceiling:
+            found = ground.settled(g, low, float(seconds))
+            if found is not None and found.seconds <= ceiling:
+                return found
+        widths = [b - a for a, b in zip(shaved[1], shaved[2], strict=True)]
+        if not any(widths):
+            continue
+        for half in ground.halved(shaved, max(range(len(widths)), key=widths.__getitem__)):
+            tight = ground.tightened(*half)
+            if tight:
+                heapq.heappush(queue, (ground.gpus(g, tight[1]), tight))
+    return None
+
+
+def _shaved(ground: SearchGround, box: Box, ceiling: float) -> Box | None:
+    """The box with each group's minimum size raised to what it needs when the others have their maximum."""
+    while True:
+        g, low, high = box
+        (corner,) = ground.corners([box])
+        if corner > ceiling:
+            return None
+        lows, highs = list(low), list(high)
+        while sides := [j for j in range(len(low)) if lows[j] < highs[j]]:
+            middles = {j: (lows[j] + highs[j]) // 2 for j in sides}
+            results = ground.simulate([(g, _with(high, j, middles[j])) for j in sides])
+            for j, seconds in zip(sides, results, strict=True):
+                if seconds <= ceiling:
+                    highs[j] = middles[j]
+                else:
+                    lows[j] = middles[j] + 1
+        smaller = ground.tightened(g, tuple(lows), high)
+        if smaller is None or smaller == box:
+            return smaller
+        box = smaller
+
+
+def _with(at: Indices, side: int, index: int) -> Indices:
+    return (*at[:side], index, *at[side + 1 :])

@@ -1,11 +1,11 @@
-"""One iteration under a plan, by simulation: the one judge of time for the search, the charts and the live run.
+"""Simulates an iteration under a plan: the only time model, used by the search, the charts and the live run.
 
 The iteration is a (max,+) recurrence: batch b of a component ends at C[b+1] + max over b' <= b of (ready[b'] - C[b']),
-where C is the component's own cumulative time and `ready` what its inputs and its GPUs allow. It is computed for many
+where C is the component's own cumulative time and `ready` is given by its inputs and its GPUs. It is computed for many
 plans at once. Batches are merged as far as every granularity allows, which changes no result.
 
-With staleness the iterations overlap; they form a (max,+)-linear system whose steady period is the largest mean weight
-of a cycle through the gates that one iteration opens for a later one.
+With staleness iterations overlap; they form a (max,+)-linear system whose steady period is the maximum cycle mean over
+the gates between iterations.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ NEVER = -np.inf
 
 @dataclass(frozen=True)
 class GroupingShape:
-    """How components share GPUs, in workflow order: all that the simulation needs to know of a grouping.
+    """How components share GPUs, in workflow order: all that the simulation needs of a grouping.
 
-    `before[i]` are the components right before i on any of its GPUs in the same iteration; `after[i]` those that end
-    the iteration before on GPUs on which i comes first (itself where it is alone); `switch[i]` what it pays before its
-    first batch; `sync` the weight sync's seconds.
+    `before[i]`: components right before i on any of its GPUs in the same iteration; `after[i]`: components that end the
+    previous iteration on GPUs where i comes first (itself if it is alone); `switch[i]`: its seconds before the first
+    batch; `sync`: seconds of the weight sync.
     """
 
     before: tuple[tuple[int, ...], ...]
@@ -41,7 +41,8 @@ class GroupingShape:
 
 
 def shape_of(order: tuple[Component, ...], workflow: Workflow, cells: Iterable[tuple[int, ...]]) -> GroupingShape:
-    """The shape of a placement: each cell holds who takes turns on the same GPUs, as positions in `order`, ascending.
+    """The shape of a placement: each cell holds the components that take turns on the same GPUs, as positions in
+    `order`.
 
     The cells of groups that share no GPUs are the groups. CPU components are in none.
     """
@@ -73,7 +74,7 @@ def shape_of(order: tuple[Component, ...], workflow: Workflow, cells: Iterable[t
 
 
 def cells_of(groups: Iterable[tuple[Iterable[int], Iterable[int]]]) -> tuple[tuple[int, ...], ...]:
-    """Who takes turns on the same GPUs, from (components, GPUs) that may share some of their GPUs."""
+    """Components that take turns on the same GPUs, from (components, GPUs) pairs that may overlap."""
     on: dict[int, list[int]] = {}
     for members, gpus in groups:
         for gpu in gpus:
@@ -83,9 +84,9 @@ def cells_of(groups: Iterable[tuple[Iterable[int], Iterable[int]]]) -> tuple[tup
 
 @dataclass(frozen=True)
 class GroupingShapes:
-    """Shapes of many plans as arrays, one row a plan; `before` and `after` are plans x components x some.
+    """Shapes of many plans as arrays, one row a plan; `before` and `after` are plans x components x width.
 
-    Column n (a component that never ends) stands for none.
+    Column n (a component that never ends) is the padding.
     """
 
     before: Ints
@@ -95,7 +96,6 @@ class GroupingShapes:
 
     @staticmethod
     def stack(shapes: list[GroupingShape]) -> GroupingShapes:
-        """One row for each shape."""
         return GroupingShapes(
             before=_padded([shape.before for shape in shapes]),
             after=_padded([shape.after for shape in shapes]),
@@ -104,11 +104,9 @@ class GroupingShapes:
         )
 
     def take(self, rows: Ints) -> GroupingShapes:
-        """The shapes of some rows, repeated as often as they are named."""
         return GroupingShapes(self.before[rows], self.after[rows], self.switch[rows], self.sync[rows])
 
     def joined(self, other: GroupingShapes) -> GroupingShapes:
-        """These shapes and then the others."""
         return GroupingShapes(
             _joined(self.before, other.before),
             _joined(self.after, other.after),
@@ -125,19 +123,19 @@ def _padded(of_plans: list[tuple[tuple[int, ...], ...]]) -> Ints:
     )
 
 
-def _joined(one: Ints, other: Ints) -> Ints:
-    width = max(one.shape[2], other.shape[2])
-    wide = [np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=a.shape[1]) for a in (one, other)]
+def _joined(first: Ints, other: Ints) -> Ints:
+    width = max(first.shape[2], other.shape[2])
+    wide = [np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=a.shape[1]) for a in (first, other)]
     return np.concatenate(wide)
 
 
 @dataclass(frozen=True)
 class _ComponentStep:
-    """What the recurrence needs of one component.
+    """Precomputed recurrence data of a component.
 
-    Its inputs come in chunks; `inputs_at[k]` are, for parent k, the columns of that parent's ends that its chunks wait
-    for. `begin` is the share of its time done before each chunk; `ends` the share done after each batch that
-    somebody asks for, and `chunk` the chunk that batch belongs to (`None`: one to one).
+    Its inputs come in chunks; `inputs_at[k]`: for parent k, the columns of its ends that the chunks wait for. `begin`:
+    the share of its time done before each chunk; `ends`: the share done after each batch that is read; `chunk`: the
+    chunk of that batch (`None`: one to one).
     """
 
     parents: tuple[int, ...]
@@ -149,7 +147,7 @@ class _ComponentStep:
 
 @dataclass
 class Simulator:
-    """Predicts iteration times of one workflow under many plans."""
+    """Predicts iteration times of a workflow under many plans."""
 
     workflow: Workflow
     order: tuple[Component, ...] = field(init=False)
@@ -159,7 +157,7 @@ class Simulator:
         self.order = self.workflow.in_order()
         batches = self.workflow.batches
         chunks = [min(c.granularity or batches, batches) for c in self.order if c.after]
-        # Nothing is decided between multiples of the common divisor: such runs of batches count as one unit.
+        # Granularities only matter at multiples of the common divisor: such runs of batches are one unit.
         self._unit = gcd(batches, *chunks) if chunks else batches
         self.units = batches // self._unit
         self._index = {component.name: i for i, component in enumerate(self.order)}
@@ -212,15 +210,15 @@ class Simulator:
         return np.stack([trace[:, -1] for trace in traces], axis=1)
 
     def _period(self, times: Floats, shapes: GroupingShapes) -> Floats:
-        """The steady period: the largest cycle mean over the gates between iterations.
+        """The steady period: the maximum cycle mean over the gates between iterations.
 
-        Gate i is the moment before which component i cannot start for reasons of earlier iterations. Opening one gate
-        alone, at 0, shows how it delays every end of the iteration; each end then opens gates of later iterations:
-        the last on some GPUs opens the gate of the first there an iteration later (plus its switch), and the source of
+        Gate i is the time before which component i cannot start because of earlier iterations. Opening one gate alone,
+        at 0, shows how it delays every end of the iteration; each end then opens gates of later iterations: the last
+        component on some GPUs opens the gate of the first there an iteration later (plus its switch), and the source of
         the sync, plus the sync, opens its own next gate and the target's gate `staleness` + 1 iterations later.
         """
         plans, count = times.shape
-        # A lag of k + 1 iterations is a chain of k resting places, each one iteration apart.
+        # A lag of k + 1 iterations is a chain of k extra nodes, each one iteration apart.
         size = count + self.workflow.staleness
         weight = np.full((plans, size, size), NEVER)
         rows = np.arange(plans)[:, None]
@@ -240,7 +238,7 @@ class Simulator:
         return max_cycle_mean(weight)
 
     def trace(self, times: Floats, shape: GroupingShape, iterations: int = 1) -> list[list[Floats]]:
-        """Ends of every unit of one plan, for each iteration and component: what a timeline is drawn from."""
+        """Ends of every unit of one plan, for each iteration and component, for timelines."""
         shapes = GroupingShapes.stack([shape])
         steps = self._make_steps(every_unit=True)
         lag = self.workflow.staleness + 1
@@ -260,7 +258,7 @@ class Simulator:
         return runs
 
     def heads_and_tails(self, fastest: Floats) -> tuple[Floats, Floats]:
-        """The least time before a component can start, and from its end to the end of the iteration."""
+        """The minimum time before a component can start, and from its end to the end of the iteration."""
         count = len(self.order)
         head, tail = np.zeros(count), np.zeros(count)
         units = self.units
@@ -277,20 +275,22 @@ class Simulator:
         return head, tail
 
     def unit_seconds(self, component: int, seconds: float) -> Floats:
-        """Computing time of each unit of a component that takes so long for all."""
+        """Computing time of each unit of a component."""
         shares = completed(self.order[component].completion, np.arange(self.units + 1) / self.units)
         return np.diff(shares) * seconds
 
 
 def _traces(steps: list[_ComponentStep], times: Floats, shapes: GroupingShapes, gates: Floats) -> list[Floats]:
-    """For each component the ends of its batches (those that somebody asks for), plans x batches."""
+    """For each component the ends of the batches that are read, plans x batches."""
     plans, count = times.shape
     rows = np.arange(plans)
-    one = shapes.before.shape[2] == 1
+    single = shapes.before.shape[2] == 1
     finished = np.full((plans, count + 1), NEVER)
     traces: list[Floats] = []
     for i, step in enumerate(steps):
-        before = finished[rows, shapes.before[:, i, 0]] if one else finished[rows[:, None], shapes.before[:, i]].max(1)
+        before = (
+            finished[rows, shapes.before[:, i, 0]] if single else finished[rows[:, None], shapes.before[:, i]].max(1)
+        )
         free = np.maximum(before + shapes.switch[:, i], gates[:, i])
         own = times[:, i, None]
         offset = free[:, None]
@@ -317,7 +317,7 @@ def completed(points: tuple[tuple[float, float], ...], shares: Floats) -> Floats
 
 
 def max_cycle_mean(weight: Floats) -> Floats:
-    """The largest mean weight of a cycle, for each matrix [from, to] of a stack (Karp's theorem)."""
+    """The maximum cycle mean of each matrix [from, to] of a stack (Karp)."""
     plans, size, _ = weight.shape
     best: Floats = np.zeros((size + 1, plans, size))
     for length in range(1, size + 1):

@@ -1,9 +1,9 @@
-"""The space of plans: which components may share GPUs, on how many, and what each then costs.
+"""The space of plans: which components may share GPUs, on how many, and the resulting costs.
 
-A grouping gives every GPU component a group and every group a kind of GPU; a plan adds a size to each group. For a
-group of components this module tabulates the sizes worth trying and the times of its members on each: time never
-grows with size, because a member may use fewer GPUs than its group has. Where memory lets the members not all run in
-their fastest way at once, a size has several configurations, none better than another in every member's time.
+A grouping gives every GPU component a group and every group a kind of GPU; a plan adds a size to each group. This
+module tabulates the sizes of a group worth trying and its members' times on each: time never grows with size, because a
+member may use fewer GPUs than its group has. Where memory does not let all members run in their fastest way at once, a
+size has several configurations, none better than another in every member's time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MAX_CONFIGURATIONS = 2_000
 
 @dataclass(frozen=True)
 class GroupTable:
-    """The sizes of a group that are worth trying, ascending, and its members' times on each.
+    """Sizes of a group worth trying, ascending, and its members' times on each.
 
-    `times[s, k]` is the least time of member k on `sizes[s]`. Where memory forbids that all have theirs at once, the
-    size stands in `contested`, with the configurations that they can have.
+    `times[s, k]` is the minimum time of member k on `sizes[s]`. Where memory does not allow all minima at once, the
+    size is in `contested`, with its possible configurations.
     """
 
     members: GroupMembers
@@ -44,7 +44,6 @@ class GroupTable:
     contested: Mapping[int, tuple[tuple[CostOption, ...], ...]]
 
     def scaled(self, component: int, factor: float) -> GroupTable:
-        """The same table with one member's times multiplied."""
         column = self.members.index(component)
         times = self.times.copy()
         times[:, column] *= factor
@@ -59,16 +58,15 @@ class GroupTable:
 
     @cached_property
     def columns(self) -> Ints:
-        """The members as an index into a row of times."""
         return np.array(self.members, dtype=np.intp)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """A partition of the GPU components into groups with a kind each; groups stand in file order of their first.
+    """A partition of the GPU components into groups with a kind each, in file order of their first component.
 
-    With `spans` the last group lies over the GPUs of all the others. `turns` says who takes turns on the same GPUs
-    where groups share some in another way.
+    With `spans` the last group lies over the GPUs of all the others. `turns` lists components that take turns on the
+    same GPUs where groups overlap in another way.
     """
 
     tables: tuple[GroupTable, ...]
@@ -77,12 +75,11 @@ class Grouping:
 
     @property
     def groups(self) -> tuple[GroupMembers, ...]:
-        """The members of each group."""
         return tuple(table.members for table in self.tables)
 
     @property
     def cells(self) -> tuple[GroupMembers, ...]:
-        """Who takes turns on the same GPUs."""
+        """Components that take turns on the same GPUs."""
         if self.turns is not None:
             return self.turns
         if not self.spans:
@@ -92,41 +89,40 @@ class Grouping:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of GPU of each group."""
         return tuple(table.kind for table in self.tables)
 
 
 @dataclass
 class PlanSpace:
-    """All plans for a job, inside the rules of a framework where there are any."""
+    """All plans for a job, within the rules of a framework if given."""
 
     job: PlacementJob
     rules: FrameworkRules | None = None
     truncated: bool = field(default=False, init=False)
-    """Whether some configurations were left out because there were too many: then nothing is proven optimal."""
+    """Too many configurations, some were left out: nothing is proven optimal."""
 
     def __post_init__(self) -> None:
         self.simulator = Simulator(self.job.workflow)
         self.order = self.simulator.order
         self.budgets = {kind: len(self.job.cluster.ranks(kind)) for kind in self.job.cluster.kinds}
         position = {component.name: i for i, component in enumerate(self.order)}
-        # GPU components in file order: the order in which groups and ties are told apart.
+        # GPU components in file order, which orders groups and ties.
         self.on_gpu: GroupMembers = tuple(position[c.name] for c in self.job.workflow.components if not c.on_cpu)
         self.cpu_times = {i: c.cpu_seconds for i, c in enumerate(self.order) if c.cpu_seconds is not None}
         self.ways = {
-            (i, kind): ComponentOptions(ways_to_run(self.order[i], self.job.cluster, kind, most), most)
+            (i, kind): ComponentOptions(ways_to_run(self.order[i], self.job.cluster, kind, budget), budget)
             for i in self.on_gpu
-            for kind, most in self.budgets.items()
+            for kind, budget in self.budgets.items()
         }
         self.fastest = np.array(
             [
                 self.cpu_times[i]
                 if i in self.cpu_times
-                else min(self.ways[i, kind].seconds[most] for kind, most in self.budgets.items())
+                else min(self.ways[i, kind].seconds[budget] for kind, budget in self.budgets.items())
                 for i in range(len(self.order))
             ]
         )
-        """The least time of each component in any plan at all."""
+        """The minimum time of each component in any plan."""
         cluster = self.job.cluster
         self.limits = {k: (cluster.gpu_memory_gb(k), cluster.host_memory_gb_per_gpu(k)) for k in self.budgets}
         self._groupings: tuple[Grouping, ...] | None = None
@@ -139,11 +135,11 @@ class PlanSpace:
 
     @property
     def even_nodes(self) -> bool:
-        """Whether each group must have the same number of GPUs on each of its nodes."""
+        """Whether each group needs the same number of GPUs on each of its nodes."""
         return self.rules is not None and self.rules.even_nodes
 
     def groupings(self) -> tuple[Grouping, ...]:
-        """Every grouping that has at least one size for each of its groups within the cluster."""
+        """All groupings with at least one size for each group within the cluster."""
         if self._groupings is None:
             self._groupings = tuple(
                 grouping
@@ -159,7 +155,7 @@ class PlanSpace:
         kinds: tuple[str, ...],
         sizes: tuple[tuple[int, ...] | None, ...] | None = None,
     ) -> Grouping | None:
-        """One grouping, or None where a group has no size or the least sizes together exceed the cluster."""
+        """A grouping; None where a group has no size, or the minimum sizes exceed the cluster."""
         tables = []
         need = dict.fromkeys(self.budgets, 0)
         for index, (members, kind) in enumerate(zip(groups, kinds, strict=True)):
@@ -168,12 +164,12 @@ class PlanSpace:
                 return None
             need[kind] += table.sizes[0]
             tables.append(table)
-        if any(need[kind] > most for kind, most in self.budgets.items()):
+        if any(need[kind] > budget for kind, budget in self.budgets.items()):
             return None
         return Grouping(tuple(tables))
 
     def _spanning(self) -> Iterator[Grouping]:
-        """Groupings with a group over the others. Whether they fit in memory is not judged: then there are none."""
+        """Groupings with a group over the others; none where memory limits exist, since their fit is not modelled."""
         if self.rules is None or any(limit is not None for limits in self.limits.values() for limit in limits):
             return
         position = {component.name: i for i, component in enumerate(self.order)}
@@ -187,7 +183,6 @@ class PlanSpace:
                     yield Grouping((*below.tables, above), spans=True)
 
     def shape(self, grouping: Grouping) -> GroupingShape:
-        """What the simulation needs to know of a grouping."""
         return shape_of(self.order, self.job.workflow, grouping.cells)
 
     def _partitions(self) -> Iterator[tuple[tuple[GroupMembers, ...], tuple[tuple[int, ...] | None, ...] | None]]:
@@ -202,7 +197,7 @@ class PlanSpace:
             yield tuple(members for members, _ in groups), tuple(sizes for _, sizes in groups)
 
     def table(self, members: GroupMembers, kind: str, sizes: tuple[int, ...] | None = None) -> GroupTable | None:
-        """Sizes and times of a group on a kind of GPU, or None where it cannot run there at all."""
+        """Sizes and times of a group on a kind of GPU; None where it cannot run there."""
         key = (members, kind, sizes)
         if key not in self._tables:
             self._tables[key] = self._make_table(members, kind, sizes)
@@ -212,7 +207,7 @@ class PlanSpace:
         ways = [self.ways[i, kind] for i in members]
         if not all(way.options for way in ways):
             return None
-        sizes = np.arange(max(way.least for way in ways), self.budgets[kind] + 1)
+        sizes = np.arange(max(way.min_gpus for way in ways), self.budgets[kind] + 1)
         if only is not None or self.even_nodes:
             sizes = sizes[[self._size_allowed(members, int(g), kind, only) for g in sizes]]
         times = np.stack([way.seconds[sizes] for way in ways], axis=1)
@@ -222,14 +217,14 @@ class PlanSpace:
             found = self._configurations([way.front(int(sizes[row])) for way in ways], kind)
             if found:
                 fit[row] = True
-                if not self.truncated:  # otherwise the fastest ways remain, as a bound that holds in any case
+                if not self.truncated:  # otherwise the fastest ways remain, as a valid bound
                     times[row] = [min(c[k].seconds for c in found) for k in range(len(members))]
                 contested[int(sizes[row])] = found
         sizes, times = sizes[fit], times[fit]
         if not len(sizes):
             return None
         new = np.ones(len(sizes), dtype=bool)
-        # A larger size that gains nothing may still find nodes where a smaller one finds none.
+        # A larger size without a gain may still fit on nodes where a smaller one does not.
         if not self.even_nodes:
             new[1:] = (times[1:] != times[:-1]).any(axis=1)
         for at in range(1, len(sizes)):
@@ -238,7 +233,7 @@ class PlanSpace:
         return GroupTable(members, kind, tuple(int(g) for g in sizes[new]), times[new], contested)
 
     def _fastest_fit(self, ways: list[ComponentOptions], sizes: Ints, kind: str) -> NDArray[np.bool_]:
-        """For each size, whether all members fit in memory when each runs in its fastest way."""
+        """For each size, whether all members fit in memory in their fastest way."""
         fit = np.ones(len(sizes), dtype=bool)
         gpu_limit, host_limit = self.limits[kind]
         if gpu_limit is not None:
@@ -274,7 +269,7 @@ class PlanSpace:
         return np.array([self.cpu_times.get(i, 0.0) for i in range(len(self.order))])
 
     def configurations(self, table: GroupTable, gpus: int) -> tuple[tuple[CostOption, ...], ...]:
-        """What the members of a group can run at once on so many GPUs, none better than another in every time."""
+        """What the members of a group can run at once on so many GPUs; none better than another in every time."""
         found = table.contested.get(gpus)
         return found or (tuple(self.ways[i, table.kind].front(gpus)[0] for i in table.members),)
 
@@ -284,12 +279,12 @@ class PlanSpace:
         return not self.even_nodes or bool(self.splits(members, gpus, kind))
 
     def splits(self, members: GroupMembers, gpus: int, kind: str) -> tuple[EvenSplit, ...]:
-        """The ways in which a group of such a size can lie evenly on nodes."""
+        """The ways in which a group of this size can lie evenly on nodes."""
         blocks = {variant.multiple_of for i in members for variant in self.order[i].variants}
         return even_splits(gpus, self.nodes[kind], blocks)
 
     def _configurations(self, fronts: list[list[CostOption]], kind: str) -> tuple[tuple[CostOption, ...], ...]:
-        """Option tuples that fit in memory together, none better than another in every time."""
+        """Option tuples that fit in memory together; none better than another in every time."""
         limits = self.limits[kind]
         if all(len(front) == 1 for front in fronts):
             only = tuple(front[0] for front in fronts)
@@ -300,7 +295,7 @@ class PlanSpace:
             partial = [some for some in partial if _fit_together(some, limits)]
             if len(partial) > MAX_CONFIGURATIONS:
                 self.truncated = True
-                # The fastest, and the leanest, so that whatever is still to come finds room.
+                # The fastest, and the leanest, so that later members fit.
                 fast = sorted(partial, key=lambda some: sum(o.seconds for o in some))
                 lean = sorted(partial, key=_peak_gb)
                 partial = list(dict.fromkeys(fast[: MAX_CONFIGURATIONS // 2] + lean[: MAX_CONFIGURATIONS // 2]))
@@ -311,7 +306,7 @@ class PlanSpace:
         return tuple(kept)
 
     def scaled(self, component: int, factor: float) -> PlanSpace:
-        """The same space with one component's times multiplied. Cheap: what does not change is shared."""
+        """The same space with one component's times multiplied. Cheap: unchanged data is shared."""
         other = copy.copy(self)
         name = self.order[component].name
         workflow = self.job.workflow.scaled(name, factor)
@@ -334,38 +329,38 @@ class PlanSpace:
         return other
 
     def node_fit(self, grouping: Grouping, sizes: tuple[int, ...]) -> bool:
-        """Whether groups of these sizes can all lie evenly on nodes, where the rules ask for it."""
+        """Whether groups of these sizes can all lie evenly on nodes, where the rules require it."""
         if not self.even_nodes:
             return True
         key = (grouping.groups, grouping.kinds, sizes)
         if key not in self._fits:
-            self._fits[key] = all(self.lying(grouping, sizes, kind) is not None for kind in self.nodes)
+            self._fits[key] = all(self.node_layout(grouping, sizes, kind) is not None for kind in self.nodes)
         return self._fits[key]
 
-    def lying(self, grouping: Grouping, sizes: tuple[int, ...], kind: str) -> tuple[NodeSpread, ...] | None:
-        """Where the groups on a kind of GPU lie evenly on its nodes; None where they do not all fit."""
+    def node_layout(self, grouping: Grouping, sizes: tuple[int, ...], kind: str) -> tuple[NodeSpread, ...] | None:
+        """Even layout of the groups on a kind of GPU; None where they do not all fit."""
         groups = [(t, size) for t, size in zip(grouping.tables, sizes, strict=True) if t.kind == kind]
         return spread([self.splits(table.members, size, kind) for table, size in groups], self.nodes[kind])
 
 
 class ComponentOptions:
-    """All ways to run one component on a kind of GPU, by the size of its group.
+    """All ways to run a component on a kind of GPU, by the size of its group.
 
-    Arrays are indexed by size: the fastest way within that size and what it costs (infinite where there is none).
+    Arrays are indexed by size: the fastest way within that size and its cost (infinite where there is none).
     """
 
-    def __init__(self, ways: tuple[CostOption, ...], most: int) -> None:
+    def __init__(self, ways: tuple[CostOption, ...], max_gpus: int) -> None:
         self._options = ways
-        self._of: tuple[ComponentOptions, float] | None = None  # those that these are a multiple of
-        self._made: dict[int, list[CostOption]] = {}  # fronts of such
-        self.least = ways[0].gpus if ways else most + 1
+        self._of: tuple[ComponentOptions, float] | None = None  # the original, and the factor
+        self._made: dict[int, list[CostOption]] = {}  # scaled fronts, on demand
+        self.min_gpus = ways[0].gpus if ways else max_gpus + 1
         self._fronts: list[list[CostOption]] = [[]]
         waiting = iter(ways)
         option = next(waiting, None)
-        for gpus in range(1, most + 1):
+        for gpus in range(1, max_gpus + 1):
             front = self._fronts[-1]
             while option is not None and option.gpus <= gpus:
-                # An earlier option wins a draw: fewer GPUs, then file order.
+                # An earlier option wins a tie: fewer GPUs, then file order.
                 if not any(old.no_worse_than(option) for old in front):
                     front = [old for old in front if not option.no_worse_than(old)] + [option]
                     front.sort(key=lambda o: (o.seconds, o.gpus, o.variant))
@@ -378,7 +373,7 @@ class ComponentOptions:
         self.host = np.array([o.host_gb if o else 0.0 for o in fastest])
 
     def scaled(self, factor: float) -> ComponentOptions:
-        """The same ways, all of them slower or faster. Options are made when they are asked for: few ever are."""
+        """The same ways with scaled times. Options are created on demand."""
         other = copy.copy(self)
         other.seconds = self.seconds * factor
         other._of, other._made = (self, factor), {}
@@ -386,14 +381,14 @@ class ComponentOptions:
 
     @property
     def options(self) -> tuple[CostOption, ...]:
-        """All of them, in order of count, then variant."""
+        """All options, ordered by GPUs, then variant."""
         if self._of is None:
             return self._options
         before, factor = self._of
         return tuple(_slower(option, factor) for option in before.options)
 
     def front(self, gpus: int) -> list[CostOption]:
-        """The options within so many GPUs of which none is better than another in every respect, fastest first."""
+        """The Pareto front of options within so many GPUs, fastest first."""
         if self._of is None:
             return self._fronts[gpus]
         if gpus not in self._made:
@@ -407,12 +402,12 @@ def _slower(option: CostOption, factor: float) -> CostOption:
 
 
 def _peak_gb(some: tuple[CostOption, ...]) -> float:
-    """The most that any member needs on a GPU beside the others' residents."""
+    """The peak memory of any member on a GPU beside the others' residents."""
     return sum(o.resident_gb for o in some) + max(o.active_gb - o.resident_gb for o in some)
 
 
 def _fit_together(some: tuple[CostOption, ...], limits: tuple[float | None, float | None]) -> bool:
-    """Whether members of one group fit: each one's active part beside the others' residents, and parked on hosts."""
+    """Whether members of a group fit: active parts beside the others' residents, and parked ones on the host."""
     gpu_limit, host_limit = limits
     if gpu_limit is not None:
         resident = sum(option.resident_gb for option in some)
@@ -425,7 +420,7 @@ def _fit_together(some: tuple[CostOption, ...], limits: tuple[float | None, floa
 
 
 def set_partitions(items: GroupMembers) -> Iterator[list[list[int]]]:
-    """Every partition of the items; groups in order of their first item, fewest groups not first."""
+    """All partitions of the items; groups in order of their first item."""
     if not items:
         yield []
         return

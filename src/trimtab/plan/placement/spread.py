@@ -1,9 +1,8 @@
-"""Groups that lie evenly on nodes: the same number of GPUs on each of a group's nodes.
+"""Lays groups evenly on nodes: the same number of GPUs on each node of a group.
 
-Frameworks state a pool as `nodes x GPUs of each`, so 12 GPUs of two nodes of 8 are 2 x 6, and 12 as 8 + 4 cannot be
-said. A model-parallel block that fits on a node is never torn: its costs were not measured across nodes. `spread` is
-exact: where it finds no layout there is none. It prefers few nodes for each group, and nodes that other groups have
-left little of.
+Frameworks state a pool as `nodes x GPUs per node`, so 12 GPUs of two nodes of 8 are 2 x 6; 8 + 4 cannot be expressed. A
+model-parallel block that fits on a node is never split: its costs were not measured across nodes. `spread` is exact:
+where it finds no layout there is none. It prefers few nodes per group, and the fullest nodes.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ NodeSpread = tuple[tuple[int, int], ...]
 
 
 def even_splits(size: int, nodes: Sequence[int], blocks: Collection[int] = ()) -> tuple[EvenSplit, ...]:
-    """The ways to have so many GPUs with the same number on each node, fewest nodes first.
+    """The ways to place so many GPUs with the same number on each node, fewest nodes first.
 
-    `blocks` are GPUs that belong together: whole ones on each node, or parts where one is larger than any node.
+    `blocks` are GPUs that belong together: whole blocks on each node, or parts of a block that is larger than any node.
     """
     most = max(nodes, default=0)
 
@@ -36,7 +35,7 @@ def even_splits(size: int, nodes: Sequence[int], blocks: Collection[int] = ()) -
 
 
 def spread(splits: Sequence[Sequence[EvenSplit]], nodes: Sequence[int]) -> tuple[NodeSpread, ...] | None:
-    """Nodes for groups, each lying in one of its splits, the first preferred; None where they do not all fit."""
+    """Nodes for each group in one of its splits, the first preferred; None where they do not all fit."""
     hopeless: set[tuple[int, tuple[int, ...]]] = set()
 
     def place(group: int, free: tuple[int, ...]) -> tuple[NodeSpread, ...] | None:
@@ -58,12 +57,12 @@ def spread(splits: Sequence[Sequence[EvenSplit]], nodes: Sequence[int]) -> tuple
 
 
 def positions_of(groups: Sequence[NodeSpread], nodes: Sequence[int]) -> list[Sequence[int]]:
-    """The GPUs of groups, counted through the nodes; on each node they follow one another."""
+    """The GPU positions of groups, numbered across the nodes."""
     following = [sum(nodes[:node]) for node in range(len(nodes))]
     positions: list[Sequence[int]] = []
-    for lying in groups:
+    for node_layout in groups:
         mine: list[int] = []
-        for node, gpus in lying:
+        for node, gpus in node_layout:
             mine += range(following[node], following[node] + gpus)
             following[node] += gpus
         positions.append(mine)
@@ -71,7 +70,7 @@ def positions_of(groups: Sequence[NodeSpread], nodes: Sequence[int]) -> list[Seq
 
 
 def _choices(count: int, gpus: int, free: tuple[int, ...]) -> Iterator[frozenset[int]]:
-    """Ways to choose so many nodes with enough GPUs left; nodes with as many left are alike. Fullest nodes first."""
+    """Ways to choose nodes with enough free GPUs, fullest first; nodes with equal free GPUs are interchangeable."""
     levels = sorted((left, many) for left, many in Counter(free).items() if left >= gpus)
 
     def take(level: int, still: int) -> Iterator[tuple[int, ...]]:

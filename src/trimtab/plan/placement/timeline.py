@@ -1,21 +1,27 @@
-"""From what the search found to a plan that people can read: ranks, starts and ends, bars, idle shares."""
+"""Converts a plan of the search to a Plan: ranks, starts and ends, timeline bars, idle shares.
+
+Ranks of a group are contiguous, with model-parallel blocks inside nodes where possible: groups are ordered along the
+ranks, with idle GPUs between them where that keeps a block from straddling two nodes. Ties go to no gaps, then to file
+order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from trimtab.model.plan import ComponentGroup, PlacedComponent, PlacementMode, Plan, TimelineBar
 from trimtab.plan.placement.boxes import FoundPlan
 from trimtab.plan.placement.cost import CostOption, is_extrapolated
-from trimtab.plan.placement.ranks import RankStrip, lay_out
 from trimtab.plan.placement.simulate import Floats, GroupingShape
 from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.spread import positions_of
 
 SHOWN_PERIODS = 2
-"""With staleness a timeline shows so many periods of the steady state."""
+"""Periods of the steady state that a timeline shows with staleness."""
 
 
 def to_plan(space: PlanSpace, found: FoundPlan, ranks: tuple[tuple[int, ...], ...] | None = None) -> Plan:
@@ -36,7 +42,7 @@ def to_plan(space: PlanSpace, found: FoundPlan, ranks: tuple[tuple[int, ...], ..
         syncing = {
             i for i, c in enumerate(order) if c.name in (workflow.weight_sync.source, workflow.weight_sync.target)
         }
-    occupied: dict[int, float] = {}  # seconds in which each GPU does something
+    occupied: dict[int, float] = {}  # busy seconds of each GPU
     for table, here in zip(grouping.tables, ranks, strict=True):
         seconds = sum(float(times[m]) + shape.switch[m] for m in table.members)
         for rank in here:
@@ -109,7 +115,6 @@ def _share(value: float) -> float:
 
 
 def _ranks(space: PlanSpace, found: FoundPlan) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each group, kind by kind."""
     result: list[tuple[int, ...]] = [()] * len(found.sizes)
     side_by_side = range(len(found.sizes) - 1 if found.grouping.spans else len(found.sizes))
     for kind in space.nodes:
@@ -123,12 +128,12 @@ def _ranks(space: PlanSpace, found: FoundPlan) -> tuple[tuple[int, ...], ...]:
 
 
 def _positions(space: PlanSpace, found: FoundPlan, kind: str, mine: list[int]) -> list[Sequence[int]]:
-    """The GPUs of groups of one kind, counted through its nodes."""
+    """GPU positions of groups of one kind, numbered across its nodes."""
     nodes = space.nodes[kind]
     if space.even_nodes:
-        lying = space.lying(found.grouping, found.sizes, kind)
-        assert lying is not None, "the search gives only sizes that lie evenly on nodes"
-        return positions_of(lying, nodes)
+        node_layout = space.node_layout(found.grouping, found.sizes, kind)
+        assert node_layout is not None, "the search returns only sizes that lie evenly on nodes"
+        return positions_of(node_layout, nodes)
     strips = []
     for i in mine:
         members = zip(found.grouping.tables[i].members, found.options[i], strict=True)
@@ -141,7 +146,7 @@ def _positions(space: PlanSpace, found: FoundPlan, kind: str, mine: list[int]) -
 def _draw(
     space: PlanSpace, shape: GroupingShape, times: Floats, period: float
 ) -> tuple[list[tuple[float, float]], tuple[TimelineBar, ...], float]:
-    """Start and end of each component, the bars, and how many seconds they cover."""
+    """Start and end of each component, the bars, and the seconds they cover."""
     workflow, simulator = space.job.workflow, space.simulator
     units = [simulator.unit_seconds(i, float(t)) for i, t in enumerate(times)]
     if not workflow.staleness:
@@ -152,7 +157,7 @@ def _draw(
             last = max(end for _, end in spans)
             bars += _sync_bars(space, last, shape.sync)
         return spans, tuple(_in_order(bars)), period
-    # Long enough for the start-up to fade; what is shown is the middle of the steady state.
+    # Long enough for the warm-up to fade; the middle of the steady state is shown.
     iterations = 12 * (workflow.staleness + 1) + 4 * len(times)
     traces = simulator.trace(times, shape, iterations)
     shown_from = iterations - SHOWN_PERIODS - workflow.staleness - 2
@@ -182,7 +187,7 @@ def _span(ends: Floats, unit: Floats) -> tuple[float, float]:
 def _bars(
     space: PlanSpace, shape: GroupingShape, trace: list[Floats], units: list[Floats], previous: list[Floats] | None
 ) -> list[TimelineBar]:
-    """The stretches of one iteration in which each component computes or switches without a break."""
+    """The intervals of one iteration in which each component computes or switches without a break."""
     bars: list[TimelineBar] = []
     for i, (ends, unit) in enumerate(zip(trace, units, strict=True)):
         name = space.order[i].name
@@ -207,3 +212,71 @@ def _sync_bars(space: PlanSpace, at: float, seconds: float) -> list[TimelineBar]
 
 def _in_order(bars: list[TimelineBar]) -> list[TimelineBar]:
     return sorted(bars, key=lambda bar: (bar.start, bar.end, bar.component))
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankStrip:
+    """A group to lay out: its size, and the (block, gpus) of its members; a block should be on one node."""
+
+    size: int
+    blocks: tuple[tuple[int, int], ...]
+
+
+def lay_out(strips: tuple[RankStrip, ...], nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """First position of each strip on a line of nodes, with the fewest straddling blocks.
+
+    The sizes together fit on the line.
+    """
+    edges = [0]
+    for gpus in nodes:
+        edges.append(edges[-1] + gpus)
+    # state: (strips placed as bits, position reached) -> (straddles, gap, order, starts)
+    states: dict[tuple[int, int], tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {(0, 0): (0, 0, (), ())}
+    torn: dict[tuple[int, int], int] = {}
+    everything = (1 << len(strips)) - 1
+    sizes = sum(strip.size for strip in strips)
+    for _ in strips:
+        following: dict[tuple[int, int], tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {}
+        for (mask, position), (cost, gap, order, starts) in sorted(states.items()):
+            left = sizes - sum(strip.size for i, strip in enumerate(strips) if mask >> i & 1)
+            for i, strip in enumerate(strips):
+                if mask >> i & 1:
+                    continue
+                for start in _starts(position, strip, edges, edges[-1] - left):
+                    state = (mask | 1 << i, start + strip.size)
+                    if (i, start) not in torn:
+                        torn[i, start] = straddles(strip, start, edges)
+                    value = (cost + torn[i, start], gap + start - position, (*order, i), (*starts, start))
+                    if state not in following or value < following[state]:
+                        following[state] = value
+        states = following
+    _, _, order, starts = min(value for (mask, _), value in states.items() if mask == everything)
+    first = dict(zip(order, starts, strict=True))
+    return tuple(first[i] for i in range(len(strips)))
+
+
+def _starts(position: int, strip: RankStrip, edges: list[int], latest: int) -> list[int]:
+    """Positions worth trying: here, the next node, and the next multiple of its largest block in this node."""
+    node = next((edge for edge in edges if edge >= position), position)
+    here = max(edge for edge in edges if edge <= position)
+    block = max((block for block, _ in strip.blocks), default=1)
+    aligned = here + -(-(position - here) // block) * block
+    return sorted({start for start in (position, node, aligned) if position <= start <= latest})
+
+
+def straddles(strip: RankStrip, start: int, edges: list[int]) -> int:
+    """Blocks of a strip at that position that lie across more nodes than necessary."""
+    widest = max(b - a for a, b in pairwise(edges))
+    count = 0
+    for block, gpus in strip.blocks:
+        if block <= widest:
+            end = start + gpus // block * block
+            count += sum(1 for edge in edges if start < edge < end and (edge - start) % block)
+            continue
+        for first in range(start, start + gpus - block + 1, block):
+            crossed = sum(1 for edge in edges if first < edge < first + block)
+            count += crossed > (block - 1) // widest
+    return count

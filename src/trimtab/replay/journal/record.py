@@ -170,7 +170,7 @@ class _JournalReader:
         """Records what existed at the snapshot."""
         machine, settings = self._machine, self._record.settings
         settings += [(0.0, node) for node in machine.nodes.values()]
-        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.ledger.cordoned)]
+        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.capacity.cordoned)]
         self._pools.update(list(machine.pools))
         settings += [(0.0, e.PoolEnsured(pool.spec)) for pool in machine.pools.values()]
         settings += [(0.0, e.PoolDrained(name)) for name, pool in machine.pools.items() if pool.drained]
@@ -179,7 +179,7 @@ class _JournalReader:
         live = [task for task in machine.tasks.values() if task.state not in ENDED]
         places = {name: at for at, name in enumerate(machine.queue())}
         # A task that was about to end has no work left.
-        live = [task for task in live if task.after in (None, StopOutcome.evicted, StopOutcome.again)]
+        live = [task for task in live if task.outcome in (None, StopOutcome.evicted, StopOutcome.retry)]
         for task in sorted(live, key=lambda task: (places.get(task.id, -1), task.started_at or 0.0, task.seq)):
             self._record_existing(task)
         for instruction in machine.outstanding():
@@ -194,7 +194,7 @@ class _JournalReader:
             story.attempts.append(attempt)
             if task.state is TaskState.cancelling:
                 attempt.work_ended_s = 0.0
-                attempt.evicted, attempt.lost = task.after is StopOutcome.evicted, task.after is StopOutcome.again
+                attempt.evicted, attempt.lost = task.outcome is StopOutcome.evicted, task.outcome is StopOutcome.retry
 
     def process(self, number: int, now: float, event: Any, recorded: InstructionLines | None) -> None:
         record = self._record
@@ -250,8 +250,8 @@ class _JournalReader:
             return
         attempt.work_ended_s = self._now_s
         task = self._machine.tasks.get(instruction.task)
-        after = None if task is None else task.after
-        attempt.evicted, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.again
+        after = None if task is None else task.outcome
+        attempt.evicted, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.retry
         story.evictions += attempt.evicted
         story.losses += attempt.lost
         if isinstance(self._event, EndingEvent):
@@ -355,6 +355,9 @@ class _JournalReader:
             self._record.unrequested.append(f"{type(event).__name__} of {key[1]}")
 
 
+VERBS: dict[type, str] = {e.StartTask: "start", e.StopTask: "stop", e.ParkTask: "park", e.UnparkTask: "unpark"}
+
+
 def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
     try:
         machine = PoolMachine.load(snapshot)
@@ -369,7 +372,7 @@ def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
 
 def verb(instruction: e.PoolInstruction) -> str:
     """`start`, `stop`, `park` or `unpark`."""
-    return type(instruction).__name__.removesuffix("Task").lower()
+    return VERBS[type(instruction).__name__.removesuffix("Task").lower()
 
 
 def _instruction_key(instruction: e.PoolInstruction) -> tuple[str, str, int]:

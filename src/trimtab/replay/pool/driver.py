@@ -351,10 +351,10 @@ class PoolReplay:
             self._evictions += 1
             if task.began_s is not None:
                 saving = self._duration("save", instruction.task, instruction.attempt)
-                saved = task.work.spec.saves and saving <= instruction.save_s
+                saved = task.work.spec.saves and saving <= instruction.checkpoint_timeout_s
                 self._worked_until(task, now, kept=saved)
-                took = min(took, instruction.tell_s) + (
-                    min(saving, instruction.save_s) if task.work.spec.saves else 0.0
+                took = min(took, instruction.cancel_grace_s) + (
+                    min(saving, instruction.checkpoint_timeout_s) if task.work.spec.saves else 0.0
                 )
         self._agenda.put(now + took, e.TaskStopped(instruction.task, instruction.attempt, "returned", saved))
 

@@ -21,7 +21,7 @@ UNLIMITED_S = 1e9
 PREEMPTION_KEYS = tuple(
     item.name for item in fields(PreemptionPolicy) if item.name not in ("label_rules", "protected_pools", "cross_pool")
 )
-POOL_KEYS = ("patience_s", "patience_runs", "reuse", "return_preempts")
+POOL_KEYS = ("starvation_timeout_s", "starvation_runs", "reuse", "return_preempts")
 SWITCHES = ("same_pool", "reuse", "return_preempts")  # booleans; the others are numbers
 
 KNOWN = {

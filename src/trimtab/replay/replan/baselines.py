@@ -14,7 +14,7 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
-from trimtab.machines.replan.placed_plan import PlacedPlan, changes, near, seats, without
+from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, without
 from trimtab.model.run import DecisionNumbers, Migration, ReplanRules
 from trimtab.model.workflow import Cluster
 from trimtab.replay.replan.driver import ReplanOutcome, ReplanReplay
@@ -50,7 +50,7 @@ class KeptPlanPolicy:
         elif isinstance(event, e.RunResumed):
             self._done = event.iteration
             if self._moves.moving is not None:
-                self._moves.give_up("the run was resumed during the migration", now)
+                self._moves.fail("the run was resumed during the migration", now)
         elif isinstance(event, e.IterationDone):
             self._done = event.iteration.number
             if self._moves.moving is not None:
@@ -66,7 +66,7 @@ class KeptPlanPolicy:
             self._cluster, self._leaving = event.cluster, event.leaving
             moving = self._moves.moving
             if moving is not None and (moving.to.on(self._cluster) is None or moving.to.uses(self._leaving)):
-                self._moves.give_up("GPUs of the new plan are gone or will go", now)
+                self._moves.fail("GPUs of the new plan are gone or will go", now)
         if self._moves.moving is None and self._must_go():
             self._go(now)
         return list(self._out)
@@ -76,14 +76,14 @@ class KeptPlanPolicy:
 
     def _go(self, now: float) -> None:
         try:
-            to = near(self._plans.best(without(self._cluster, self._leaving), {}), self._sited)
+            to = on_current_gpus(self._plans.best(without(self._cluster, self._leaving), {}), self._sited)
         except (InfeasibleError, InputError) as error:
             self._out.append(
                 e.Notify(Reason(ReasonCode.no_plan, f"GPUs of the plan are gone or will go; {error.what}"))
             )
             return
         reason = Reason(ReasonCode.plan_gone, f"GPUs of the plan are gone or will go; {to.plan.describe()}")
-        alive = frozenset(seat for seat in seats(self._cluster) if seat[0] not in self._lost)
+        alive = frozenset(seat for seat in gpu_slots(self._cluster) if seat[0] not in self._lost)
         numbers = DecisionNumbers(new_iteration_s=to.plan.iteration_seconds)
         changed = changes(self._sited, to, alive)
         move = Migration(self._moves.begun + 1, self._sited.plan, to.plan, changed, reason, numbers, forced=True)
@@ -100,7 +100,7 @@ class KeptPlanPolicy:
         """Nothing to check beyond ReplanInvariants."""
 
     @property
-    def sited(self) -> PlacedPlan:
+    def placed_plan(self) -> PlacedPlan:
         return self._sited
 
     @property

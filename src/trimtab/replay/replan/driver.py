@@ -102,7 +102,7 @@ class ReplanReplay:
     ) -> None:
         self._decider, self._truth, self._reality = decider, truth, truth.reality
         self._nodes, self._agenda, self._before = nodes_of(truth.reality)
-        self._invariants = ReplanInvariants.of(decider.sited, rules)
+        self._invariants = ReplanInvariants.of(decider.placed_plan, rules)
         self._saved = _SavedState(truth.reality.save_every)
         self._next_stage: e.RunMigrationStage | e.RollBackMigration | None = None
         self._plan_lost = False  # processes of the current plan are lost: it must be left, even if the node comes back
@@ -117,7 +117,7 @@ class ReplanReplay:
     def run(self) -> ReplanOutcome:
         """Runs to the end. Raises InvariantError if an invariant is violated."""
         reality, invariants = self._reality, self._invariants
-        first = self._decider.sited.plan.describe()
+        first = self._decider.placed_plan.plan.describe()
         self._send_event(e.RunResumed(0, reality.iterations))
         finished = True
         while invariants.counted < reality.iterations:
@@ -141,7 +141,7 @@ class ReplanReplay:
             self._moves,
             {name: invariants.spent.get(name, 0.0) for name in (TRAINS, MOVES, AGAIN, WAITS)},
             first,
-            self._decider.sited.plan.describe(),
+            self._decider.placed_plan.plan.describe(),
             finished,
             invariants.void,
             invariants.decisions,
@@ -189,7 +189,7 @@ class ReplanReplay:
 
     @property
     def _plan_is_usable(self) -> bool:
-        return not self._plan_lost and self._decider.sited.on(self._nodes.cluster) is not None
+        return not self._plan_lost and self._decider.placed_plan.on(self._nodes.cluster) is not None
 
     def _change(self, happens: list[ScheduledNodeEvent]) -> bool:
         """Applies node events; True if the run lost GPUs it uses."""
@@ -204,7 +204,7 @@ class ReplanReplay:
         gone = tuple(before - set(self._nodes.there))
         lost = self._uses(gone)
         if lost:
-            self._plan_lost = self._plan_lost or self._decider.sited.uses(gone)
+            self._plan_lost = self._plan_lost or self._decider.placed_plan.uses(gone)
             self._restore()
         self._send_event(event)
         if self._decider.stopped is not None and event.why is e.ClusterChangeCause.joined:
@@ -216,7 +216,7 @@ class ReplanReplay:
     def _uses(self, nodes: tuple[str, ...]) -> bool:
         to = self._decider.moving_to
         placed = to is not None and self._invariants.stages > list(MigrationStage).index(MigrationStage.place)
-        return self._decider.sited.uses(nodes) or (placed and to is not None and to.uses(nodes))
+        return self._decider.placed_plan.uses(nodes) or (placed and to is not None and to.uses(nodes))
 
     def _restore(self) -> None:
         """Processes are lost: the run goes back to its last checkpoint."""
@@ -241,7 +241,7 @@ class ReplanReplay:
     def _iterate(self) -> None:
         number = self._invariants.counted + 1
         self._invariants.iteration_begins(number, self._nodes.cluster)
-        iteration = self._truth.measured(self._decider.sited.plan, number, self._pipeline_empty)
+        iteration = self._truth.measured(self._decider.placed_plan.plan, number, self._pipeline_empty)
         if not self._spend(iteration.wall_s, TRAINS):
             return
         self._walls.append(iteration.wall_s)
@@ -338,7 +338,7 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
     walls: list[float] = []
     moves: list[SimulatedMigration] = []
     waited = 0.0
-    now, sited, first = 0.0, None, ""
+    now, placed_plan, first = 0.0, None, ""
 
     def until(at: float) -> None:
         while (due := agenda.next_time()) is not None and due <= at:
@@ -355,12 +355,12 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
                 break
             waited, now = waited + due - now, due
             continue
-        if sited is not None and not best.same_as(sited):
+        if placed_plan is not None and not best.same_as(placed_plan):
             moves.append(SimulatedMigration(number - 1, "FREE", best.plan.describe(), False, True, 0.0))
-        sited, first = best, first or best.plan.describe()
+        placed_plan, first = best, first or best.plan.describe()
         walls.append(truth.seconds(best.plan, number, cold=number == 1))
         now += walls[-1]
-    last = sited.plan.describe() if sited is not None else ""
+    last = placed_plan.plan.describe() if placed_plan is not None else ""
     spent = {TRAINS: sum(walls), MOVES: 0.0, AGAIN: 0.0, WAITS: waited}
     return ReplanOutcome(now, walls, moves, spent, first, last, len(walls) == truth.reality.iterations)
 

@@ -45,7 +45,7 @@ class ReplanDecider(Protocol):
         """Raises AssertionError if its state is inconsistent."""
 
     @property
-    def sited(self) -> PlacedPlan:
+    def placed_plan(self) -> PlacedPlan:
         """The current plan."""
 
     @property
@@ -79,10 +79,10 @@ class ReplanInvariants:
     spent: dict[str, float] = field(default_factory=dict)  # seconds, by activity
 
     @classmethod
-    def of(cls, sited: PlacedPlan, rules: ReplanRules) -> ReplanInvariants:
+    def of(cls, placed_plan: PlacedPlan, rules: ReplanRules) -> ReplanInvariants:
         """The state at the start of a run."""
-        names = [component.name for component in sited.plan.components]
-        return cls(rules, {n: sited.seats_of(n) for n in names}, {n: sited.company(n) for n in names})
+        names = [component.name for component in placed_plan.plan.components]
+        return cls(rules, {n: placed_plan.slots_of(n) for n in names}, {n: placed_plan.group_of(n) for n in names})
 
     def iteration_begins(self, number: int, cluster: Cluster) -> None:
         """An iteration begins: every component is on existing GPUs, and no two groups share a GPU."""
@@ -157,9 +157,9 @@ class ReplanInvariants:
             raise InvariantError(f"nothing was decided after iteration {event.iteration.number}")
         if decider.iterations != self.counted:
             raise InvariantError(f"the policy counts {decider.iterations} iterations, but {self.counted} were run")
-        sited = decider.sited
+        placed_plan = decider.placed_plan
         for name, seats in self.seats.items():
-            if sited.seats_of(name) != seats or sited.company(name) != self.company[name]:
+            if placed_plan.slots_of(name) != seats or placed_plan.group_of(name) != self.company[name]:
                 raise InvariantError(f"the policy has {name} on other GPUs, but no migration has ended")
 
     def _check_instruction(self, instructions: e.ReplanInstruction) -> None:

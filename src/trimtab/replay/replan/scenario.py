@@ -309,7 +309,7 @@ def _job(
         file = path.parent / spec.job
         file = file / JOB if file.is_dir() else file
         loaded = load(file)
-        data: Mapping[str, Any] = yaml_text.read_mapping(file) if loaded.dialect == job_form.NAME else {}
+        data: Mapping[str, Any] = yaml_text.read_mapping(file) if loaded.file_format == job_form.NAME else {}
     else:
         file = Path(f"{path}: job")
         inline = dict(spec.job)

@@ -26,9 +26,9 @@ def as_documented(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, 
         kept[side] = (now if kept[side] is None else kept[side]) if beyond else None
     long = {side: kept[side] is not None and now - kept[side] >= config.min_stable_period for side in ("high", "low")}
     workers = sample.serving
-    if long["high"] and workers < sample.most and _cooled_down(kept["up"], config.scale_up_cooldown, now):
+    if long["high"] and workers < sample.max_workers and _cooled_down(kept["up"], config.scale_up_cooldown, now):
         workers, kept["up"] = workers + 1, now
-    elif long["low"] and workers > sample.least and _cooled_down(kept["down"], config.scale_down_cooldown, now):
+    elif long["low"] and workers > sample.min_workers and _cooled_down(kept["down"], config.scale_down_cooldown, now):
         workers, kept["down"] = workers - 1, now
     return _decided(state, sample, kept, workers, f"running load {ratio:.2f}")
 

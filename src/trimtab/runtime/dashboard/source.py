@@ -1,4 +1,4 @@
-"""What a dashboard shows, as its server sees it: whoever has something to show implements this."""
+"""Interface between the dashboard's server and what it shows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, Protocol
 
 
 class PageSource(Protocol):
-    """Called from one thread at a time, but not always the same. May take its time."""
+    """Called from one thread at a time, but not always the same. May block."""
 
     def look(self) -> Mapping[str, Any] | None:
-        """What has changed since the last look, as plain data that can be written as JSON; None where nothing did."""
+        """Changes since the last call, as data for JSON; None without any."""
 
     def whole(self) -> Mapping[str, Any]:
-        """All that the looks until now have told, for somebody who knows nothing yet."""
+        """The full state after all calls of `look`, for a new client."""
 
     def story(self, kind: str, name: str) -> Mapping[str, Any] | None:
-        """The story of a task, worker, node, component, move or mark; None where there is no such one."""
+        """The story of a task, worker, node, component, move or mark; None if it does not exist."""
 
     def files(self) -> Mapping[str, tuple[str, bytes]]:
-        """Everything that is served as it is: path, kind and content. The page itself is at `/`."""
+        """Static files: path, media type and content. The page itself is at `/`."""
 
     def change(self, what: str, facts: Mapping[str, Any]) -> str:
-        """Change something and say what came of it. Raises a TrimtabError; InputError for what it does not know."""
+        """Change something; returns a sentence. Raises a TrimtabError; InputError if `what` is unknown."""

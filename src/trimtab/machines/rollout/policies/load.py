@@ -1,6 +1,6 @@
-"""What a scaling policy is given and what it answers: the load at one time, a decision, and what is remembered.
+"""Input and output of scaling policies: load sample, decision, policy memory.
 
-Frozen facts, plain data. Time is in the sample, so that whoever decides needs no clock.
+Frozen plain data. The time is in the sample, so that a policy needs no clock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trimtab.model.elastic_config import ElasticConfig
 
 @dataclass(frozen=True)
 class Taker:
-    """Who could use workers that are given up."""
+    """A consumer that could use released workers."""
 
     name: str
-    workers: int  # how many it could use
-    use_s: float  # for how long; inf: for as long as they are given
+    workers: int  # that it could use
+    use_s: float  # for how long; inf: as long as it has them
 
     def __post_init__(self) -> None:
         check_whole(f"workers of taker {self.name}", self.workers, "takers")
@@ -34,7 +34,7 @@ class Taker:
 
 @dataclass(frozen=True)
 class SleepCosts:
-    """What it takes to give a worker up and have it back, as measured: means, None until measured."""
+    """Measured means of releasing a worker and getting it back; None until measured."""
 
     sleep_s: float | None = None
     wake_s: float | None = None
@@ -43,7 +43,7 @@ class SleepCosts:
 
 @dataclass(frozen=True)
 class LoadSample:
-    """The load at one time, in requests, and the workers that carry it."""
+    """The load at one time, in requests, and the workers."""
 
     now: float
     queued: int
@@ -52,46 +52,48 @@ class LoadSample:
     active: int
     starting: int
     draining_workers: int
-    ready_to_wake: int  # INACTIVE workers that can be had
-    capacity: int  # requests that one worker takes
-    least: int  # limits as they are now
-    most: int
+    ready_to_wake: int  # INACTIVE workers that are available
+    capacity: int  # requests per worker
+    min_workers: int  # current limits
+    max_workers: int
     takers: tuple[Taker, ...] = ()
     costs: SleepCosts = SleepCosts()
-    fresh: bool = True  # False: some of this could not be asked, or is old
-    idle: int = 0  # ACTIVE workers with no request at all
-    service_s: float | None = None  # what a request takes on a worker, lately; None until one was answered
+    fresh: bool = True  # False: some figures are missing or stale
+    idle: int = 0  # ACTIVE workers without requests
+    service_s: float | None = None  # recent mean service time of a request; None until measured
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
-            raise InputError(f"a worker takes at least one request, not {self.capacity}", where="the load sample")
-        if not 0 <= self.least <= self.most:
             raise InputError(
-                f"no number of workers is at least {self.least} and at most {self.most}", where="the load sample"
+                f"capacity is {self.capacity}: a worker takes at least one request", where="the load sample"
+            )
+        if not 0 <= self.min_workers <= self.max_workers:
+            raise InputError(
+                f"no number of workers is at least {self.min_workers} and at most {self.max_workers}",
+                where="the load sample",
             )
 
     @property
     def load(self) -> int:
-        """All requests that are not answered: whoever serves them now, the workers that remain will have to."""
+        """All unanswered requests: the remaining workers will have to serve them."""
         return self.queued + self.running + self.draining
 
     @property
     def serving(self) -> int:
-        """Workers that serve or will do so by themselves."""
+        """Workers that serve, or will without a further decision."""
         return self.active + self.starting
 
     @property
     def inside(self) -> int:
-        """The serving workers, or the nearest number of them that the limits allow."""
+        """The serving workers, clamped to the limits."""
         return self.within(self.serving)
 
     def within(self, workers: int) -> int:
-        """The nearest number of workers that the limits allow."""
-        return min(max(workers, self.least), self.most)
+        return min(max(workers, self.min_workers), self.max_workers)
 
     @property
     def ratio(self) -> float:
-        """Load as a share of what the serving workers take."""
+        """Load as a share of the capacity of the serving workers."""
         if self.serving == 0:
             return math.inf if self.load else 0.0
         return self.load / (self.serving * self.capacity)
@@ -99,18 +101,18 @@ class LoadSample:
 
 @dataclass(frozen=True)
 class Decision:
-    """How many workers should serve from now on, why, and what is expected of it."""
+    """The wanted worker count, its reason, and its expected effect."""
 
     workers: int  # ACTIVE and STARTING together
     reason: Reason
     expects: str
-    checked: str = ""  # what became of what an earlier decision expected, where that is known now
-    came_true: bool | None = None  # the same for programs; None: nothing was to be checked yet
+    checked: str = ""  # outcome of an earlier decision, once known
+    came_true: bool | None = None  # the same as a flag; None: not known yet
 
 
 @dataclass(frozen=True)
 class LoadSpan:
-    """A stretch of time with its load."""
+    """A time span with its load."""
 
     start: float
     end: float
@@ -120,33 +122,33 @@ class LoadSpan:
 
 @dataclass(frozen=True)
 class ExpectedEffect:
-    """What a decision expected: checked once its workers have come or gone, or when the next step is made."""
+    """Expected effect of a decision: checked once its workers have come or gone, or at the next step."""
 
     at: float
     workers: int
-    ratio: float  # of load to capacity: not more than this
-    step: int  # how many workers more (or, negative, fewer); 0: none
+    ratio: float  # upper limit of load to capacity
+    step: int  # workers added (negative: removed)
 
 
 @dataclass(frozen=True)
 class PolicyMemory:
-    """What a policy remembers from one look to the next. Plain data: it can be in a snapshot."""
+    """Policy memory between evaluations. Plain data: part of snapshots."""
 
     spans: tuple[LoadSpan, ...] = ()  # loads of the last `min_stable_period` and a little more, oldest first
-    last_at: float | None = None  # of the last look at which the load was known
+    last_at: float | None = None  # of the last evaluation with a known load
     last_load: float = 0.0
-    known_since: float | None = None  # no look since then failed or came late; None: the last one failed
-    over_since: float | None = None  # an overload began then, and goes on
+    known_since: float | None = None  # no evaluation since then failed or was late; None: the last one failed
+    over_since: float | None = None  # start of the current overload
     last_up: float | None = None
     last_down: float | None = None
-    expected: ExpectedEffect | None = None  # of the last decision, unless it has been checked
-    outcome: str = ""  # what became of the last step: told by the next one
-    kept: Any = None  # what other policies, and those of users, remember: plain data
+    expected: ExpectedEffect | None = None  # of the last decision, until checked
+    outcome: str = ""  # of the last step; reported with the next one
+    kept: Any = None  # memory of other policies, and of users' policies: plain data
 
 
 @dataclass(frozen=True)
 class PolicyState:
-    """Settings and memory: all that a policy knows besides the sample."""
+    """Settings and memory of a policy."""
 
     config: ElasticConfig
     memory: PolicyMemory = PolicyMemory()
@@ -156,5 +158,4 @@ ScalingPolicy = Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]
 
 
 def workers_text(count: int) -> str:
-    """So many workers, in words."""
     return f"{count} worker{'' if count == 1 else 's'}"

@@ -1,10 +1,10 @@
-"""How many rollout workers should serve: policies, which are plain functions of a state and a sample of the load.
+"""Scaling policies by name: plain functions of a state and a load sample that return a worker count.
 
-`consult(state, sample)` is the door; whoever carries decisions out calls it at every look at the load. It knows no
-clock: time is in the sample. What it must never do: ask for a number outside the sample's limits, raise because of a
-user's policy, or let such a policy's nonsense move a worker.
+`consult(state, sample)` is the entry point, called at every evaluation. No clock: the time is in the sample. What must
+never happen: a count outside the sample's limits, an exception of a user's policy that gets out, or a worker that moves
+because of an invalid decision.
 
-Policies are found by name in `policies`, where `register` puts them, or are given as a function in the settings.
+Policies are registered in `policies` by `register`, or are given as a function in the settings.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ policies: dict[str, ScalingPolicy] = {}  # by the name that `ElasticConfig.polic
 
 
 def register(name: str) -> Callable[[ScalingPolicy], ScalingPolicy]:
-    """Give a policy a name: `@register("mine")` above the function."""
+    """Register a policy: `@register("mine")` above the function."""
 
     def under(policy: ScalingPolicy) -> ScalingPolicy:
         if policies.setdefault(name, policy) is not policy:
@@ -65,7 +65,7 @@ def register(name: str) -> Callable[[ScalingPolicy], ScalingPolicy]:
 
 
 def policy_of(config: ElasticConfig) -> ScalingPolicy:
-    """The policy that the settings name or hold."""
+    """The policy that the settings name or contain."""
     if not isinstance(config.policy, str):
         return config.policy
     if config.policy not in policies:
@@ -76,20 +76,20 @@ def policy_of(config: ElasticConfig) -> ScalingPolicy:
 
 
 def begin(config: ElasticConfig) -> PolicyState:
-    """The state before the first look. Raises InputError where the settings name a policy that does not exist."""
+    """The initial state. Raises InputError for an unknown policy name."""
     policy_of(config)
     return PolicyState(config)
 
 
 def consult(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """What the policy of the settings decides; always within the limits, whatever the policy says.
+    """The decision of the configured policy, clamped to the limits.
 
-    A policy that raises or answers nonsense changes nothing: the workers stay as they are, and the reason says so.
+    A policy that raises or returns an invalid decision changes nothing: the workers stay, and the reason says so.
     """
     try:
         after, decision = policy_of(state.config)(state, sample)
         fault = _fault(after, decision)
-    except Exception as error:  # whatever a user's function may raise
+    except Exception as error:  # a user's function may raise anything
         fault = f"it raised {type(error).__name__}: {error}"
     if fault:
         reason = Reason(ReasonCode.policy_fault, f"{_name(state)}: {fault}; nothing is changed")
@@ -101,18 +101,17 @@ def consult(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decisi
 
 
 def dump(state: PolicyState) -> Any:
-    """The memory as plain data. Settings are not in it: they come from where they are set."""
+    """The memory as plain data, without the settings."""
     return encode(state.memory)
 
 
 def load(data: Any, config: ElasticConfig) -> PolicyState:
-    """A state that goes on from a dump."""
     return PolicyState(config, decode(PolicyMemory, data))
 
 
 def _fault(after: object, decision: object) -> str:
     if not isinstance(after, PolicyState) or not isinstance(decision, Decision):
-        return "it did not answer with a state and a decision"
+        return "it did not return a state and a decision"
     if isinstance(decision.workers, bool) or not isinstance(decision.workers, int) or decision.workers < 0:
         return f"{decision.workers!r} is no number of workers"
     if not isinstance(decision.reason, Reason) or not decision.reason.sentence:
@@ -126,14 +125,14 @@ def _name(state: PolicyState) -> str:
 
 
 def _limited(reason: Reason, wanted: int, sample: LoadSample) -> Reason:
-    limit = f"at least {sample.least}" if wanted < sample.least else f"at most {sample.most}"
+    limit = f"at least {sample.min_workers}" if wanted < sample.min_workers else f"at most {sample.max_workers}"
     return Reason(ReasonCode.limits, f"{reason.sentence}; {workers_text(wanted)} were wanted, {limit} are allowed")
 
 
 @register("static")
 def static(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """All workers that can be had, up to the most, whatever the load."""
-    workers = sample.most
+    """All available workers up to the maximum, whatever the load."""
+    workers = sample.max_workers
     code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.limits
     reason = Reason(code, f"the policy is static: all {workers_text(workers)}, whatever the load")
     return state, Decision(workers, reason, f"{workers_text(workers)} serve")

@@ -1,12 +1,12 @@
-"""The policy `predictive`: learns how the load comes and goes, and has workers ready before they are needed.
+"""The policy `predictive`: learns the load pattern, and has workers ready before they are needed.
 
-Two kinds of load are told apart by themselves. In steps, all prompts come at once and the next come when the trainer
-has trained: workers that run empty in the tail of a step are let go, all but the least while it trains, and all are
-back before the next step. A stream has no end (`trimtab.machines.rollout.policies.stream`): as many workers as its
-last minutes needed.
+Two load patterns are told apart. In steps, all prompts arrive at once, and the next ones arrive after the training
+step: workers that run empty in the tail of a step are released, all but the minimum while it trains, and all are back
+before the next step. A stream has no end (`trimtab.machines.rollout.policies.stream`): as many workers as its last
+minutes needed.
 
-What it must never do: slow an answer of a step down by putting it together with others; let the prompts of a step find
-workers asleep because of a pause that it has not seen; give a worker up on a sample that is old or missing.
+What must never happen: an answer of a step is slowed down by packing it with others; prompts of a step find workers
+asleep because of a pause length that was never observed; a worker is released on a stale or missing sample.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ from trimtab.machines.rollout.policies.stream import StreamMemory
 from trimtab.machines.rollout.policies.threshold import for_takers
 
 WAKE_S, SLEEP_S = 10.0, 5.0  # assumed until measured
-WEIGHTS_S = 5.0  # to be up so long before a step, so that new weights find them
-MARGIN = 1.25  # waking is judged to take so much longer than measured
-BEGIN_S = 10.0  # the prompts of a step come within so long, or within two looks
+WEIGHTS_S = 5.0  # lead time before a step, for the weight sync
+MARGIN = 1.25  # safety factor on measured wake times
+BEGIN_S = 10.0  # the prompts of a step arrive within this time, or within two evaluations
 KEPT = 8  # steps and pauses
-SPREAD = 0.1  # of pauses, as a share: assumed before it is seen, and worth one of them afterwards
-SURE = 3.0  # standard deviations: a pause that is shorter than expected costs far more than workers that are early
-RISES = 5  # looks at which the load rose again, after a begin: it is a stream
-LONG = 3.0  # and, where steps were seen, that has lasted so many times as long as they do
+SPREAD = 0.1  # relative spread of pauses: the prior, with the weight of one observation
+SURE = 3.0  # standard deviations: a shorter pause than expected costs far more than early workers
+RISES = 5  # rises of the load after a begin that make it a stream ...
+LONG = 3.0  # ... if it lasts this many times as long as observed steps
 
 
 @dataclass(frozen=True)
 class LoadPattern:
-    """What is known of steps, and of now. Times are those of looks; None: never seen."""
+    """Observed steps and pauses. Times are those of evaluations; None: never observed."""
 
-    load: int = 0  # at the last look
-    begun: float | None = None  # of what is there now
+    load: int = 0  # at the last evaluation
+    begun: float | None = None  # of the current load
     ended: float | None = None  # of the last step
-    first: int = 0  # the greatest load while prompts came
+    first: int = 0  # the peak while prompts arrived
     rises: int = 0
-    late: bool = False  # in a step, more came after its begin
-    steps: tuple[float, ...] = ()  # how long they took, the latest last
+    late: bool = False  # more arrived after the begin of a step
+    steps: tuple[float, ...] = ()  # durations, the latest last
     pauses: tuple[float, ...] = ()  # between steps, the latest last
-    probed: bool = False  # somebody was sent to sleep to learn what that takes
-    idle: tuple[tuple[float, int], ...] = ()  # time, workers with nothing to do
-    rose: bool = False  # what is there now looks like a stream
-    streams: bool = False  # what was there before did
+    probed: bool = False  # a worker was put to sleep to measure it
+    idle: tuple[tuple[float, int], ...] = ()  # time, idle workers
+    rose: bool = False  # the current load looks like a stream
+    streams: bool = False  # the load before did
 
-    def look(self, sample: LoadSample, look_s: float, rent_s: float) -> LoadPattern:
-        """With this sample in it."""
+    def look(self, sample: LoadSample, interval_s: float, rent_s: float) -> LoadPattern:
         now, load = sample.now, sample.load
-        idle = (*(one for one in self.idle if one[0] >= now - rent_s - look_s), (now, sample.idle))
+        idle = (*(entry for entry in self.idle if entry[0] >= now - rent_s - interval_s), (now, sample.idle))
         known = replace(self, load=load, idle=idle)
         if load > 0 and self.load == 0:
             pauses = self.pauses
@@ -61,7 +60,7 @@ class LoadPattern:
                 pauses = (*pauses, now - self.ended)[-KEPT:]
             return replace(known, begun=now, ended=None, first=load, rises=0, late=False, pauses=pauses, rose=False)
         if load > 0 and self.begun is not None:
-            return known._goes_on(self.load, now, max(BEGIN_S, 2 * look_s))
+            return known._goes_on(self.load, now, max(BEGIN_S, 2 * interval_s))
         if self.load > 0 and self.begun is not None:  # it is over
             if self.rose:
                 return replace(known, begun=None, ended=None, pauses=(), steps=(), streams=True)
@@ -82,131 +81,135 @@ class LoadPattern:
 
     @property
     def stream(self) -> bool:
-        """Whether it is taken for a stream: it looks like one, or what was there before did."""
         return self.rose or self.streams
 
     def pause_s(self) -> float:
-        """The shortest that the next pause may be, by those that were seen."""
+        """Lower bound of the next pause, from the observed ones."""
         mean = fmean(self.pauses)
-        squares = sum((one - mean) ** 2 for one in self.pauses) + (SPREAD * mean) ** 2
+        squares = sum((pause_s - mean) ** 2 for pause_s in self.pauses) + (SPREAD * mean) ** 2
         return max(0.0, min(min(self.pauses), mean - SURE * math.sqrt(squares / len(self.pauses))))
 
     def left_s(self, now: float) -> float:
-        """Of the step that runs, at least, if it is as the last ones were."""
+        """Minimum remaining time of the current step, if it is like the last ones."""
         return max(0.0, self.begun + min(self.steps) - now) if self.begun is not None and self.steps else 0.0
 
-    def spare(self, now: float, rent_s: float, look_s: float) -> int:
-        """Workers that had nothing to do for as long as giving one up and having it back takes."""
-        seen = [idle for at, idle in self.idle if at >= now - rent_s - look_s]
+    def spare(self, now: float, rent_s: float, interval_s: float) -> int:
+        """Workers that were idle for at least as long as a release and return takes."""
+        seen = [idle for at, idle in self.idle if at >= now - rent_s - interval_s]
         whole = self.idle and self.idle[0][0] <= now - rent_s
         return min(seen) if seen and whole else 0
 
     def gave(self, count: int) -> LoadPattern:
-        """So many idle ones are let go."""
         return replace(self, idle=tuple((at, max(idle - count, 0)) for at, idle in self.idle))
 
 
 def predictive(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """All for a step's beginning, no idle one in its tail, the least while it trains, and all back in time."""
+    """All workers at the begin of a step, no idle one in its tail, the minimum while it trains, all back in time."""
     return _decide(state, sample, 0.0)
 
 
 def cost_aware(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """As `predictive`, but a worker goes only where it will be free for longer than that costs, as measured."""
+    """As `predictive`, but a worker is released only if it will be free for longer than that costs, as measured."""
     return _decide(state, sample, _rent_s(sample) + (sample.costs.drain_s or 0.0) + WEIGHTS_S)
 
 
 def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[PolicyState, Decision]:
-    """A worker of a step goes where it will be asleep for longer than `worth_s`."""
+    """A worker of a step is released only if it will be asleep for longer than `worth_s`."""
     config = state.config
-    rhythm, flow = _known(state.memory.kept)
+    pattern, stream_memory = _known(state.memory.kept)
     if sample.inside != sample.serving:
-        return _said(state, rhythm, flow, sample, sample.inside, ReasonCode.limits, "the limits ask for another number")
-    if not config.enable_elastic:
-        return _said(state, rhythm, flow, sample, sample.serving, ReasonCode.switched_off, "enable_elastic is off")
-    if not sample.fresh:
-        return _said(
-            state, rhythm, flow, sample, sample.serving, ReasonCode.load_unknown, "the load is not known for certain"
+        return _result(
+            state, pattern, stream_memory, sample, sample.inside, ReasonCode.limits, "the limits require another number"
         )
-    look_s, rent_s = config.monitoring_interval, _rent_s(sample)
-    rhythm, flow = rhythm.look(sample, look_s, rent_s), flow.look(sample)
-    if rhythm.stream:
-        workers, said = _in_stream(state, sample, flow)
+    if not config.enable_elastic:
+        return _result(
+            state, pattern, stream_memory, sample, sample.serving, ReasonCode.switched_off, "enable_elastic is off"
+        )
+    if not sample.fresh:
+        return _result(
+            state, pattern, stream_memory, sample, sample.serving, ReasonCode.load_unknown, "the load is not known"
+        )
+    interval_s, rent_s = config.monitoring_interval, _rent_s(sample)
+    pattern, stream_memory = pattern.look(sample, interval_s, rent_s), stream_memory.look(sample)
+    if pattern.stream:
+        workers, text = _in_stream(state, sample, stream_memory)
     elif sample.costs.wake_s is None:
-        workers, said = _probe(rhythm, sample)
-        rhythm = replace(rhythm, probed=rhythm.probed or workers < sample.serving)
+        workers, text = _probe(pattern, sample)
+        pattern = replace(pattern, probed=pattern.probed or workers < sample.serving)
     elif sample.load == 0:
-        workers, said = _between(rhythm, sample, look_s, worth_s)
+        workers, text = _between(pattern, sample, interval_s, worth_s)
     else:
-        workers, said = _in_step(rhythm, sample, look_s, worth_s)
+        workers, text = _in_step(pattern, sample, interval_s, worth_s)
     workers = sample.within(workers)
     code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.load_high
     if workers < sample.serving:
         code = ReasonCode.load_low
         if config.scale_down_requires_demand:
-            workers, reason = for_takers(sample, workers, said)
-            code, said = reason.code, reason.sentence
+            workers, reason = for_takers(sample, workers, text)
+            code, text = reason.code, reason.sentence
     if workers != sample.serving:
-        rhythm = rhythm.gave(max(sample.serving - workers, 0))
-        flow = flow.stepped(sample, workers) if rhythm.stream else flow
-        said = f"{said}: {sample.serving} to {workers_text(workers)}"
-    return _said(state, rhythm, flow, sample, workers, code, said)
+        pattern = pattern.gave(max(sample.serving - workers, 0))
+        stream_memory = stream_memory.stepped(sample, workers) if pattern.stream else stream_memory
+        text = f"{text}: {sample.serving} to {workers_text(workers)}"
+    return _result(state, pattern, stream_memory, sample, workers, code, text)
 
 
-def _in_stream(state: PolicyState, sample: LoadSample, flow: StreamMemory) -> tuple[int, str]:
-    needed = stream.up(flow, sample, MARGIN * (sample.costs.wake_s or WAKE_S) + state.config.monitoring_interval)
+def _in_stream(state: PolicyState, sample: LoadSample, stream_memory: StreamMemory) -> tuple[int, str]:
+    needed = stream.up(
+        stream_memory, sample, MARGIN * (sample.costs.wake_s or WAKE_S) + state.config.monitoring_interval
+    )
     if needed > sample.serving:
         return needed, f"{sample.load} requests, {sample.queued} of them wait, and it rises"
-    fewest = stream.down(flow, sample)
-    if fewest < sample.serving and not sample.queued and flow.may_down(sample.now, state.config):
+    fewest = stream.down(stream_memory, sample)
+    if fewest < sample.serving and not sample.queued and stream_memory.may_down(sample.now, state.config):
         return fewest, f"the load of the last {stream.REMEMBERED_S:g} s would fit"
-    return sample.serving, f"{sample.load} requests, as the last minutes asked for"
+    return sample.serving, f"{sample.load} requests, as many as the last minutes needed"
 
 
-def _probe(rhythm: LoadPattern, sample: LoadSample) -> tuple[int, str]:
-    """What a step may count on is not guessed: in its tail, somebody idle sleeps and is woken at once."""
-    if sample.draining_workers or (rhythm.probed and sample.serving >= sample.most):
+def _probe(pattern: LoadPattern, sample: LoadSample) -> tuple[int, str]:
+    """Measure instead of guess: in the tail of a step an idle worker sleeps and is woken at once."""
+    if sample.draining_workers or (pattern.probed and sample.serving >= sample.max_workers):
         return sample.serving, "how long waking takes is not known yet"
-    if sample.serving < sample.most:
-        return sample.most, "a worker sleeps that is to be awake"
+    if sample.serving < sample.max_workers:
+        return sample.max_workers, "a sleeping worker is needed"
     if not sample.idle or not sample.load or sample.queued:
         return sample.serving, "how long waking takes is not known yet"
-    return sample.serving - 1, "an idle worker sleeps and wakes once, so that it is known what that takes"
+    return sample.serving - 1, "an idle worker sleeps and wakes once to measure how long that takes"
 
 
-def _between(rhythm: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
-    if rhythm.ended is None:
-        return sample.serving, "nothing has been asked yet"
-    if not rhythm.pauses:
-        return sample.most, "how long it is until the next step is not known yet"
-    left_s = max(0.0, rhythm.ended + rhythm.pause_s() - sample.now)
-    free_s = left_s - _back_s(sample, look_s)
+def _between(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_s: float) -> tuple[int, str]:
+    if pattern.ended is None:
+        return sample.serving, "no request has arrived yet"
+    if not pattern.pauses:
+        return sample.max_workers, "how long it is until the next step is not known yet"
+    left_s = max(0.0, pattern.ended + pattern.pause_s() - sample.now)
+    free_s = left_s - _back_s(sample, interval_s)
     if free_s <= 0:
-        return sample.most, f"the next step is due in {left_s:.0f} s"
+        return sample.max_workers, f"the next step is due in {left_s:.0f} s"
     if free_s <= worth_s + _sleep_s(sample):
-        return sample.serving, f"the next step is due in {left_s:.0f} s, too soon to give anybody up"
-    return sample.least, f"nothing will be asked for {left_s:.0f} s"
+        return sample.serving, f"the next step is due in {left_s:.0f} s, too soon to release a worker"
+    return sample.min_workers, f"no request is expected for {left_s:.0f} s"
 
 
-def _in_step(rhythm: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
+def _in_step(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_s: float) -> tuple[int, str]:
     if sample.queued:
-        return sample.most, f"{sample.queued} requests of a step wait"
+        return sample.max_workers, f"{sample.queued} requests of a step wait"
     left = f"{sample.load} requests of a step are left"
     if not sample.idle:
-        return sample.serving, f"{left}, and nobody is idle"
-    if not rhythm.pauses:
+        return sample.serving, f"{left}, and no worker is idle"
+    if not pattern.pauses:
         return sample.serving, f"{left}, and how long it is until the next one is not known yet"
-    if rhythm.late and rhythm.spare(sample.now, _rent_s(sample), look_s) < sample.idle:
+    if pattern.late and pattern.spare(sample.now, _rent_s(sample), interval_s) < sample.idle:
         return sample.serving, f"{left}, and more may come"
-    # The step may end at any moment; whoever goes must be back when the next one begins.
-    pause_s = rhythm.pause_s() - _back_s(sample, look_s)
-    if pause_s <= 0 or rhythm.left_s(sample.now) + pause_s <= worth_s:
-        return sample.serving, f"{left}, and the next one comes too soon to give anybody up"
-    return sample.serving - sample.idle, f"{left}, and {sample.idle} have none of them"
+    # The step may end at any moment; released workers must be back when the next one begins.
+    pause_s = pattern.pause_s() - _back_s(sample, interval_s)
+    if pause_s <= 0 or pattern.left_s(sample.now) + pause_s <= worth_s:
+        return sample.serving, f"{left}, and the next one comes too soon to release a worker"
+    return sample.serving - sample.idle, f"{left}, and {workers_text(sample.idle)} are idle"
 
 
 def _rent_s(sample: LoadSample) -> float:
-    """What giving a worker up and having it back takes."""
+    """Time to release a worker and get it back."""
     return MARGIN * (_sleep_s(sample) + (sample.costs.wake_s or WAKE_S))
 
 
@@ -214,35 +217,35 @@ def _sleep_s(sample: LoadSample) -> float:
     return sample.costs.sleep_s or SLEEP_S
 
 
-def _back_s(sample: LoadSample, look_s: float) -> float:
-    """How long before they are needed workers are to be woken."""
-    return MARGIN * (sample.costs.wake_s or WAKE_S) + WEIGHTS_S + 2 * look_s
+def _back_s(sample: LoadSample, interval_s: float) -> float:
+    """How long before they are needed workers are woken."""
+    return MARGIN * (sample.costs.wake_s or WAKE_S) + WEIGHTS_S + 2 * interval_s
 
 
-# ---- what is remembered -----------------------------------------------------------------------------------------
+# ---- memory -----------------------------------------------------------------------------------------
 
 
 def _known(kept: Any) -> tuple[LoadPattern, StreamMemory]:
-    """As it was kept; what another policy or version has kept counts for nothing."""
+    """Decode the memory; that of another policy or version is ignored."""
     try:
-        rhythm, flow = kept["rhythm"], kept["stream"]
-        lists = {name: tuple(rhythm[name]) for name in ("steps", "pauses")}
-        pairs = tuple((at, idle) for at, idle in rhythm["idle"])
-        loads = tuple((at, load, workers) for at, load, workers in flow["loads"])
-        return LoadPattern(**{**rhythm, **lists, "idle": pairs}), StreamMemory(**{**flow, "loads": loads})
+        pattern, stream_memory = kept["pattern"], kept["stream"]
+        lists = {name: tuple(pattern[name]) for name in ("steps", "pauses")}
+        pairs = tuple((at, idle) for at, idle in pattern["idle"])
+        loads = tuple((at, load, workers) for at, load, workers in stream_memory["loads"])
+        return LoadPattern(**{**pattern, **lists, "idle": pairs}), StreamMemory(**{**stream_memory, "loads": loads})
     except (TypeError, KeyError, ValueError):
         return LoadPattern(), StreamMemory()
 
 
-def _said(
+def _result(
     state: PolicyState,
-    rhythm: LoadPattern,
-    flow: StreamMemory,
+    pattern: LoadPattern,
+    stream_memory: StreamMemory,
     sample: LoadSample,
     workers: int,
     code: ReasonCode,
-    said: str,
+    text: str,
 ) -> tuple[PolicyState, Decision]:
-    kept = {"rhythm": asdict(rhythm), "stream": asdict(flow)}
+    kept = {"pattern": asdict(pattern), "stream": asdict(stream_memory)}
     after = replace(state, memory=replace(state.memory, kept=kept))
-    return after, Decision(workers, Reason(code, said), f"{workers_text(workers)} serve")
+    return after, Decision(workers, Reason(code, text), f"{workers_text(workers)} serve")

@@ -1,9 +1,8 @@
-"""How many workers a stream of requests needs: load that comes and goes, and is never over.
+"""Worker count for a stream of requests: load that rises and falls, and never ends.
 
-Called by policies for load that does not come in steps. It remembers the loads of the last minutes and asks: with how
-many workers would they have fitted, all but a few? Fewer workers are slower workers, so that more requests are there at
-a time. Up is judged by the last looks and by where the load is going until a worker could be awake; down by all that is
-remembered.
+Used by policies for load that does not arrive in steps. It keeps the loads of the last minutes and computes with how
+many workers nearly all of them would have fitted; fewer workers are slower workers, so more requests are in flight. Up
+is judged by the last evaluations and the trend until a worker could be awake; down by all loads kept.
 
 What must never happen: a step down that the loads of the last minutes would have filled again.
 """
@@ -16,28 +15,27 @@ from dataclasses import dataclass, replace
 from trimtab.machines.rollout.policies.load import LoadSample
 from trimtab.model.elastic_config import ElasticConfig
 
-REMEMBERED_S = 180.0  # loads of so long decide whether a worker is spare
-BINS = 60  # of what is remembered; of each the greatest load
-WAIT_S = 1.0  # in the queue, that nobody minds
-MOST_OVER = 0.25  # and at most such a share of the load waits
-FITTED = 0.9  # of those times it must have fitted
-RISING_S = 60.0  # the load's way up is taken from so long
-QUICK_LOOKS = 3  # looks whose mean decides on a step up
+REMEMBERED_S = 180.0  # history that decides whether a worker is spare
+BINS = 60  # of the history; each keeps its peak
+WAIT_S = 1.0  # tolerable queueing time
+MAX_WAITING_SHARE = 0.25  # at most this share of the load waits
+FITTED = 0.9  # share of the history that must have fitted
+RISING_S = 60.0  # window of the upward trend
+QUICK_EVALUATIONS = 3  # evaluations whose mean decides on a step up
 
 
 @dataclass(frozen=True)
 class StreamMemory:
-    """What is remembered of a stream. Plain numbers, so that it can be in a snapshot."""
+    """Load history of a stream. Plain numbers: part of snapshots."""
 
-    loads: tuple[tuple[float, int, int], ...] = ()  # time, requests that were not answered, workers that served
-    since: float | None = None  # the first look of all
+    loads: tuple[tuple[float, int, int], ...] = ()  # time, unanswered requests, serving workers
+    since: float | None = None  # the first evaluation
     up_at: float | None = None  # of the last step up
     down_at: float | None = None
 
     def look(self, sample: LoadSample) -> StreamMemory:
-        """With this sample in it."""
         now, load, workers = sample.now, sample.load, max(sample.active, 1)
-        loads = [one for one in self.loads if one[0] > now - REMEMBERED_S]
+        loads = [entry for entry in self.loads if entry[0] > now - REMEMBERED_S]
         if loads and now - loads[-1][0] < REMEMBERED_S / BINS * 0.99 and loads[-1][2] == workers:
             loads[-1] = (loads[-1][0], max(loads[-1][1], load), workers)
         else:
@@ -45,11 +43,9 @@ class StreamMemory:
         return replace(self, loads=tuple(loads), since=now if self.since is None else self.since)
 
     def stepped(self, sample: LoadSample, workers: int) -> StreamMemory:
-        """So many are to serve from now on."""
         return replace(self, up_at=sample.now) if workers > sample.serving else replace(self, down_at=sample.now)
 
     def may_down(self, now: float, config: ElasticConfig) -> bool:
-        """Whether the last steps, and the first look, were long enough ago."""
         waits = (
             (self.since, config.min_stable_period),
             (self.down_at, config.min_stable_period),
@@ -59,46 +55,48 @@ class StreamMemory:
 
 
 def on(capacity: int, load: float, was: int, workers: int) -> float:
-    """The load that `was` workers had, had there been so many workers."""
+    """The load that `was` workers had, converted to another number of workers."""
     if load <= 0 or was == workers:
         return load
-    # A full worker is taken to be half as fast as an empty one; then 1/load is linear in 1/workers.
+    # Model: a full worker is half as fast as an empty one; then 1/load is linear in 1/workers.
     inverse = 1 / load - (1 / workers - 1 / was) / capacity
     return 1 / inverse if inverse > 0 else math.inf
 
 
-def room(sample: LoadSample, workers: int) -> float:
-    """The load that so many workers take, with nobody waiting for longer than is tolerated."""
+def max_load_of(sample: LoadSample, workers: int) -> float:
+    """The load that so many workers take with a tolerable queueing time."""
     each_s = sample.service_s
-    return workers * sample.capacity * (1 + (min(WAIT_S / each_s, MOST_OVER) if each_s else 0.0))
+    return workers * sample.capacity * (1 + (min(WAIT_S / each_s, MAX_WAITING_SHARE) if each_s else 0.0))
 
 
 def up(stream: StreamMemory, sample: LoadSample, ahead_s: float) -> int:
-    """The workers that the load of now, and where it is going, asks for; never fewer than serve."""
-    latest = stream.loads[-QUICK_LOOKS:]
+    """Workers needed for the current load and its trend; never fewer than serve."""
+    latest = stream.loads[-QUICK_EVALUATIONS:]
     now = sample.now
     level = sum(load for _, load, _ in latest) / len(latest)
-    earlier = next(one for one in stream.loads if one[0] > now - RISING_S or one is stream.loads[-1])
+    earlier = next(entry for entry in stream.loads if entry[0] > now - RISING_S or entry is stream.loads[-1])
     rising = 0.0
     if earlier[0] < latest[0][0]:
         at, load, there = earlier
         rising = max(0.0, (level - on(sample.capacity, load, there, max(sample.active, 1))) / (now - at))
     expected = min(level, sample.load) + rising * ahead_s
     workers, active = max(sample.serving, 1), max(sample.active, 1)
-    while workers < sample.most and on(sample.capacity, expected, active, workers) > room(sample, workers):
+    while workers < sample.max_workers and on(sample.capacity, expected, active, workers) > max_load_of(
+        sample, workers
+    ):
         workers += 1
     return max(workers, sample.serving)
 
 
 def down(stream: StreamMemory, sample: LoadSample) -> int:
-    """The fewest workers on which the loads of the last minutes would have fitted, all but a few."""
+    """The fewest workers on which nearly all loads of the last minutes would have fitted."""
     known_s = sample.now - (stream.since if stream.since is not None else sample.now)
-    # What is known of less than that time may be the beginning of more: twice the load, at first.
+    # A short history may be the begin of a rise: up to twice the load counts at first.
     caution = 1 + max(0.0, 1 - known_s / REMEMBERED_S)
-    workers = max(sample.least, math.ceil(sample.serving / 2))  # what is wrong about half of them can be made good
+    workers = max(sample.min_workers, math.ceil(sample.serving / 2))  # at most half of them at once
     while workers < sample.serving:
-        most = room(sample, workers)
-        over = sum(on(sample.capacity, caution * load, there, workers) > most for _, load, there in stream.loads)
+        max_load = max_load_of(sample, workers)
+        over = sum(on(sample.capacity, caution * load, there, workers) > max_load for _, load, there in stream.loads)
         if over <= (1 - FITTED) * len(stream.loads):
             break
         workers += 1

@@ -1,15 +1,15 @@
-"""The policy `threshold`: as many workers as keep the load between two shares of capacity, moved as seldom as possible.
+"""The policy `threshold`: keeps the load between two shares of capacity, with as few steps as possible.
 
-What it must never do: give a worker up on a sample that is old or missing, or one whose load would not fit the others;
-move workers back and forth while the load stays the same.
+What must never happen: a worker is released on a stale or missing sample, or while its load would not fit the others;
+workers move back and forth under a constant load.
 
 The step that must not exist is down to a number from which the same load would ask for a step up. So both directions
-aim at one number, the fewest workers whose load stays at the middle of the two thresholds: after a step of either kind
-the load is neither above the upper threshold nor does it fit one worker fewer.
+aim at one number, the fewest workers whose load stays at the middle of the two thresholds: after a step the load is
+neither above the upper threshold nor does it fit one worker fewer.
 
-Down is judged by the greatest load of the last `min_stable_period`, seen without a gap. Up is judged by an overload
-that began so long ago and has not ended; a lull ends it only if the mean of that period is below the threshold too, so
-overload in bursts counts and a single spike does not.
+Down is judged by the peak load of the last `min_stable_period`, observed without a gap. Up is judged by an overload
+that began that long ago and has not ended; a lull ends it only if the mean of that period is below the threshold too,
+so overload in bursts counts and a single spike does not.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from trimtab.machines.rollout.policies.load import (
 )
 from trimtab.model.elastic_config import ElasticConfig
 
-SPANS_KEPT = 32  # of load history: older ones are joined, so that frequent looks do not make it grow
-GAP_INTERVALS = 2.5  # looks further apart than so many intervals: what was between is not known
-SPIKE_CAP = 2.0  # in a mean, a load counts for at most so many times the threshold
+SPANS_KEPT = 32  # of load history: older ones are merged, so that it stays bounded
+GAP_INTERVALS = 2.5  # evaluations further apart than this many intervals leave a gap
+SPIKE_CAP = 2.0  # in a mean, a load counts for at most this multiple of the threshold
 ASSUMED_SWITCH_S = 60.0  # sleep plus wake, until they have been measured
 ROUNDING = 1e-9
 
 
 def threshold(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """As many workers as keep the load between the two thresholds of the settings, moved as seldom as possible."""
+    """As many workers as keep the load between the two thresholds, with as few steps as possible."""
     memory = _look(state, sample)
     memory, checked, came_true = _check(memory, sample)
     workers, reason = _decide(state.config, memory, sample)
     step = workers - sample.serving
     if step:
         memory, checked, came_true, reason = _stepped(memory, sample, checked, came_true, reason)
-    # A step's expectation is not given up for that of a look at which nothing was done.
+    # The expectation of a step is kept until checked.
     expected = memory.expected or _expectation(state.config, sample, workers)
     memory = replace(memory, expected=expected)
     return replace(state, memory=memory), Decision(workers, reason, _expects(expected), checked, came_true)
 
 
 def _decide(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tuple[int, Reason]:
-    """How many workers, and why. Limits come first, then what is not known, then the load."""
+    """Worker count and reason. Limits come first, then unknown load, then the load."""
     serving, inside = sample.serving, sample.inside
     if inside != serving:
-        limit = f"at least {sample.least}" if inside > serving else f"at most {sample.most}"
-        return inside, Reason(ReasonCode.limits, f"{workers_text(serving)} serve, {limit} are to: {inside}")
+        limit = f"at least {sample.min_workers}" if inside > serving else f"at most {sample.max_workers}"
+        return inside, Reason(ReasonCode.limits, f"{workers_text(serving)} serve, {limit} must: {inside}")
     if not config.enable_elastic:
         return serving, Reason(ReasonCode.switched_off, f"enable_elastic is off: {workers_text(serving)} stay")
     if not sample.fresh:
         return serving, Reason(
-            ReasonCode.load_unknown, f"the load is not known for certain: {workers_text(serving)} stay until it is"
+            ReasonCode.load_unknown, f"the load is not known: {workers_text(serving)} stay until it is"
         )
     if sample.ratio > config.scale_up_threshold:
         return _up(config, memory, sample)
@@ -80,9 +80,10 @@ def _up(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tupl
     above = f"{_load(sample)} is above {config.scale_up_threshold:g}"
     if workers == serving:
         return serving, Reason(
-            ReasonCode.limits, f"{above}, {workers_text(needed)} would be right, but at most {sample.most} are allowed"
+            ReasonCode.limits,
+            f"{above}, {workers_text(needed)} are needed, but at most {sample.max_workers} are allowed",
         )
-    if serving == 0:  # requests wait and nobody serves them: there is nothing to be careful about
+    if serving == 0:  # requests wait and no worker serves: no stability period needed
         return workers, Reason(ReasonCode.load_high, f"{_load(sample)}: 0 to {workers_text(workers)}")
     since = now if memory.over_since is None else memory.over_since
     if now - since < config.min_stable_period - ROUNDING:
@@ -92,11 +93,11 @@ def _up(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tupl
     left_s = _left_s(memory.last_up, config.scale_up_cooldown, now)
     if left_s > 0:
         return serving, Reason(
-            ReasonCode.not_yet, f"{above}; the last step up was too short a time ago, the next in {left_s:.3g} s"
+            ReasonCode.not_yet, f"{above}; cooldown after the last step up, the next in {left_s:.3g} s"
         )
-    short = "" if workers == needed else f" ({needed} would be right)"
+    short = "" if workers == needed else f" ({needed} are needed)"
     back = min(sample.draining_workers, workers - serving)
-    called = f", {back} of them called back while they drain" if back else ""
+    called = f", {back} of them called back from draining" if back else ""
     return workers, Reason(ReasonCode.load_high, f"{above}: {serving} to {workers_text(workers)}{short}{called}")
 
 
@@ -106,15 +107,15 @@ def _down(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tu
     peak = max([float(sample.load), *(span.peak for span in window)])
     needed = sample.within(_needed(config, sample, peak))
     below = f"{_load(sample)} is below {config.scale_down_threshold:g}"
-    if serving <= sample.least:
-        return serving, Reason(ReasonCode.limits, f"{below}, but at least {sample.least} are to serve")
+    if serving <= sample.min_workers:
+        return serving, Reason(ReasonCode.limits, f"{below}, but at least {sample.min_workers} must serve")
     if sample.within(_needed(config, sample, sample.load)) >= serving:
         return serving, Reason(
-            ReasonCode.load_fits, f"{below}, but would be above {config.fit_share:.3g} on one worker less"
+            ReasonCode.load_fits, f"{below}, but would be above {config.fit_share:.3g} on one worker fewer"
         )
     known_s = 0.0 if memory.known_since is None else now - memory.known_since
     if known_s < config.min_stable_period - ROUNDING or needed >= serving:
-        was = f"known for {known_s:.3g} s" if needed < serving else f"but was {peak:g} requests not long ago"
+        was = f"known for {known_s:.3g} s" if needed < serving else f"but the peak was {peak:g} requests"
         return serving, Reason(ReasonCode.not_yet, f"{below}, {was}; it must be so for {config.min_stable_period:g} s")
     left_s = max(
         _left_s(memory.last_down, config.scale_down_cooldown, now),
@@ -122,7 +123,7 @@ def _down(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tu
     )
     if left_s > 0:
         return serving, Reason(
-            ReasonCode.not_yet, f"{below}; the last step was too short a time ago, the next down in {left_s:.3g} s"
+            ReasonCode.not_yet, f"{below}; cooldown after the last step, the next down in {left_s:.3g} s"
         )
     if config.scale_down_requires_demand:
         return for_takers(sample, needed, below)
@@ -130,18 +131,20 @@ def _down(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tu
 
 
 def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason]:
-    """Give up no more than somebody can use for longer than it takes to give up and have back."""
+    """Release no more workers than takers can use for longer than a release and return takes."""
     sleep_s, wake_s = sample.costs.sleep_s, sample.costs.wake_s
     measured = sleep_s is not None and wake_s is not None
     switch_s = (sleep_s or 0.0) + (wake_s or 0.0) if measured else ASSUMED_SWITCH_S
     takes = f"sleep and wake take {switch_s:.3g} s" + ("" if measured else " (assumed: not measured yet)")
-    wanting = [one for one in sample.takers if one.workers > 0 and one.use_s > switch_s]
+    wanting = [taker for taker in sample.takers if taker.workers > 0 and taker.use_s > switch_s]
     if not wanting:
-        who = ", ".join(f"{one.name} only for {one.use_s:.3g} s" for one in sample.takers if one.workers > 0)
-        return sample.serving, Reason(ReasonCode.no_taker, f"{below}, but nobody needs a worker ({who or takes})")
-    spare = min(sample.serving - needed, sum(one.workers for one in wanting))
-    given = spare if measured else min(spare, 1)  # one is enough to measure what it takes
-    names = ", ".join(f"{one.name} ({one.use_s:.3g} s)" for one in sorted(wanting, key=lambda one: -one.use_s))
+        listed = ", ".join(f"{taker.name} only for {taker.use_s:.3g} s" for taker in sample.takers if taker.workers > 0)
+        return sample.serving, Reason(ReasonCode.no_taker, f"{below}, but no taker needs a worker ({listed or takes})")
+    spare = min(sample.serving - needed, sum(taker.workers for taker in wanting))
+    given = spare if measured else min(spare, 1)  # one is enough to measure it
+    names = ", ".join(
+        f"{taker.name} ({taker.use_s:.3g} s)" for taker in sorted(wanting, key=lambda taker: -taker.use_s)
+    )
     workers = sample.serving - given
     return workers, Reason(
         ReasonCode.load_low, f"{below}: {sample.serving} to {workers_text(workers)}, for {names}; {takes}"
@@ -149,7 +152,7 @@ def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason
 
 
 def _needed(config: ElasticConfig, sample: LoadSample, load: float) -> int:
-    """The fewest workers on which a load is no greater a share of capacity than steps aim at."""
+    """The fewest workers on which the load is at most the target share of capacity."""
     return math.ceil(load / (sample.capacity * config.fit_share) - ROUNDING)
 
 
@@ -158,14 +161,13 @@ def _left_s(last: float | None, cooldown_s: float, now: float) -> float:
     return left if left > ROUNDING else 0.0
 
 
-# ---- what is remembered ----------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------------
 
 
 def _look(state: PolicyState, sample: LoadSample) -> PolicyMemory:
-    """The memory with this sample in it."""
     memory, config, now = state.memory, state.config, sample.now
     if not sample.fresh:
-        # Evidence of little load starts anew; an overload may go on, if the next look is not too late.
+        # The evidence of low load restarts; an overload may go on, if the next evaluation is in time.
         return replace(memory, known_since=None)
     gap_s = math.inf if memory.last_at is None else now - memory.last_at
     late = not 0 <= gap_s <= GAP_INTERVALS * config.monitoring_interval
@@ -190,7 +192,7 @@ def _look(state: PolicyState, sample: LoadSample) -> PolicyMemory:
 def _over_since(
     config: ElasticConfig, over_since: float | None, spans: tuple[LoadSpan, ...], sample: LoadSample
 ) -> float | None:
-    """When the overload that goes on now began; None: there is none."""
+    """Start of the current overload; None: there is none."""
     if sample.ratio > config.scale_up_threshold:
         return sample.now if over_since is None else over_since
     limit = config.scale_up_threshold * sample.serving * sample.capacity
@@ -199,12 +201,12 @@ def _over_since(
 
 
 def _window(spans: tuple[LoadSpan, ...], start: float) -> tuple[LoadSpan, ...]:
-    """The spans after a time; one that began before it is cut there."""
+    """Spans after a time; the first is clipped there."""
     return tuple(replace(span, start=max(span.start, start)) for span in spans if span.end > start)
 
 
 def _joined(spans: tuple[LoadSpan, ...], period_s: float) -> tuple[LoadSpan, ...]:
-    """Spans so that there are few: the last is joined to the one before while both are short."""
+    """Bounds the number of spans: merges the last two while both are short."""
     if len(spans) < 2:
         return spans
     before, last = spans[-2], spans[-1]
@@ -217,27 +219,27 @@ def _joined(spans: tuple[LoadSpan, ...], period_s: float) -> tuple[LoadSpan, ...
 
 
 def _mean(spans: tuple[LoadSpan, ...], cap: float) -> float:
-    """The mean load over time, where no load counts for more than the cap."""
+    """Mean load over time, each load capped."""
     whole = sum(span.end - span.start for span in spans)
     if whole <= 0:
         return 0.0
     return sum(min(span.mean, cap) * (span.end - span.start) for span in spans) / whole
 
 
-# ---- what is expected ------------------------------------------------------------------------------------------------
+# ---- expectations ----------------------------------------------------------------------------------------------
 
 
 def _stepped(
     memory: PolicyMemory, sample: LoadSample, checked: str, came_true: bool | None, reason: Reason
 ) -> tuple[PolicyMemory, str, bool | None, Reason]:
-    """The memory after a step, and the reason with what became of the step before."""
+    """Memory after a step, and the reason with the outcome of the step before."""
     if memory.expected is not None and memory.expected.step:
-        came_true, checked = _verdict(memory.expected, sample)
+        came_true, checked = _outcome(memory.expected, sample)
         memory = replace(memory, outcome=checked)
     if memory.outcome:
         reason = Reason(reason.code, f"{reason.sentence}; {memory.outcome}")
     memory = replace(memory, expected=None, outcome="", over_since=None)
-    if reason.code is ReasonCode.load_high:  # a step for the limits' sake leaves the cooldowns alone
+    if reason.code is ReasonCode.load_high:  # a step for the limits does not start a cooldown
         memory = replace(memory, last_up=sample.now)
     elif reason.code is ReasonCode.load_low:
         memory = replace(memory, last_down=sample.now)
@@ -245,12 +247,14 @@ def _stepped(
 
 
 def _expectation(config: ElasticConfig, sample: LoadSample, workers: int) -> ExpectedEffect:
-    most = max(_share(sample, workers), config.fit_share if workers != sample.serving else config.scale_up_threshold)
-    return ExpectedEffect(sample.now, workers, most, workers - sample.serving)
+    max_ratio = max(
+        _share(sample, workers), config.fit_share if workers != sample.serving else config.scale_up_threshold
+    )
+    return ExpectedEffect(sample.now, workers, max_ratio, workers - sample.serving)
 
 
 def _share(sample: LoadSample, workers: int) -> float:
-    """The load as a share of what so many workers take; where there are none, of what one takes."""
+    """Load as a share of the capacity of so many workers, at least one."""
     return sample.load / (max(workers, 1) * sample.capacity)
 
 
@@ -259,7 +263,7 @@ def _expects(expected: ExpectedEffect) -> str:
 
 
 def _check(memory: PolicyMemory, sample: LoadSample) -> tuple[PolicyMemory, str, bool | None]:
-    """What became of the last decision, if it can be said now: a step's workers take a while to come and go."""
+    """Outcome of the last decision, once its workers have come or gone."""
     expected = memory.expected
     if expected is None or not sample.fresh:
         return memory, "", None
@@ -267,11 +271,11 @@ def _check(memory: PolicyMemory, sample: LoadSample) -> tuple[PolicyMemory, str,
         return memory, "", None
     if expected.step < 0 and sample.draining_workers and sample.serving <= expected.workers:
         return memory, "", None
-    came_true, said = _verdict(expected, sample)
-    return replace(memory, expected=None, outcome=said if expected.step else memory.outcome), said, came_true
+    came_true, text = _outcome(expected, sample)
+    return replace(memory, expected=None, outcome=text if expected.step else memory.outcome), text, came_true
 
 
-def _verdict(expected: ExpectedEffect, sample: LoadSample) -> tuple[bool, str]:
+def _outcome(expected: ExpectedEffect, sample: LoadSample) -> tuple[bool, str]:
     share = _share(sample, sample.serving)
     true = sample.serving == expected.workers and share <= expected.ratio + ROUNDING
     what = "the last step" if expected.step else "what was expected"
