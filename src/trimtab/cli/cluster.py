@@ -271,7 +271,9 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
     _warn_all(allocation.sweep(ledger))
     cluster = allocation.select_cluster(ledger, address, os.environ)
     if cluster.head_here and not cluster.live_nodes:
-        raise UnreachableError(f"no cluster runs at {cluster.address}; {allocation.end_note(cluster)}", hint=allocation.START_ONE)
+        raise UnreachableError(
+            f"no cluster runs at {cluster.address}; {allocation.end_note(cluster)}", hint=allocation.START_ONE
+        )
     data = _status_now(ledger, cluster)
     answer(data, form, lambda: cluster_text.print_status(data))
 

@@ -38,9 +38,7 @@ def simulate(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="Parallel runs.")] = 1,
     sweep: Annotated[
         str | None,
-        typer.Option(
-            "--sweep", help="Sweep a setting: starvation_timeout_s=60,600,3600 or same_pool_gap=1..5."
-        ),
+        typer.Option("--sweep", help="Sweep a setting: starvation_timeout_s=60,600,3600 or same_pool_gap=1..5."),
     ] = None,
     form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
     html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with plots.")] = None,

@@ -150,9 +150,7 @@ def _watch_text(reader: GcsReader, every_s: float, at_most_s: float) -> bool:
         else:
             for snapshot, found in _diagnoses(reader, every_s, at_most_s):
                 never = found.never > 0
-                seen = [
-                    (f.cause, f.never, f.count, [each.id for each in f.workloads]) for f in found.findings
-                ]
+                seen = [(f.cause, f.never, f.count, [each.id for each in f.workloads]) for f in found.findings]
                 if seen != before:
                     out.print(f"-- {clock(snapshot.at)}", markup=False)
                     why_text.print_why(snapshot, found)

@@ -264,8 +264,8 @@ class ServedEngines:
             engines_on_slots(
                 self._pool, self._session, group.pool, command,
                 resources={name: amount for name, amount in resources.items() if amount}, workers=group.count,
-                per_node=group.per_node, max_workers=self._settings.rules.max_workers, name=group.name, limit=group.limit,
-                size=group.size, priority=group.priority,
+                per_node=group.per_node, max_workers=self._settings.rules.max_workers, name=group.name,
+                limit=group.limit, size=group.size, priority=group.priority,
             )  # fmt: skip
         except InputError as error:
             error.where = group.where

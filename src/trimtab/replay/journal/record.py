@@ -355,9 +355,6 @@ class _JournalReader:
             self._record.unrequested.append(f"{type(event).__name__} of {key[1]}")
 
 
-VERBS: dict[type, str] = {e.StartTask: "start", e.StopTask: "stop", e.ParkTask: "park", e.UnparkTask: "unpark"}
-
-
 def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
     try:
         machine = PoolMachine.load(snapshot)
@@ -372,7 +369,7 @@ def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
 
 def verb(instruction: e.PoolInstruction) -> str:
     """`start`, `stop`, `park` or `unpark`."""
-    return VERBS[type(instruction).__name__.removesuffix("Task").lower()
+    return type(instruction).__name__.removesuffix("Task").lower()
 
 
 def _instruction_key(instruction: e.PoolInstruction) -> tuple[str, str, int]:

@@ -19,7 +19,7 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PreemptionPolicy
 from trimtab.replay.common.churn import ChurnEvent
-from trimtab.replay.journal.record import VERBS, GivenInstruction, SettingEvent, verb
+from trimtab.replay.journal.record import GivenInstruction, SettingEvent, verb
 from trimtab.replay.journal.world import COUNTED, JournalWorld, base_name
 from trimtab.replay.pool.clairvoyant import Clairvoyant
 from trimtab.replay.pool.driver import (

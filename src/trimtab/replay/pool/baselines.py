@@ -205,15 +205,9 @@ class BaselineScheduler:
 
     def stop(self, job: BaselineJob, reason: Reason, checkpoint_timeout_s: float = 0.0) -> None:
         job.state = "stopping"
-        grace_s = TELL_S if save_s else 0.0
+        grace_s = CANCEL_GRACE_S if checkpoint_timeout_s else 0.0
         self.out.append(
-            e.StopTask(
-                job.spec.id,
-                job.attempt,
-                reason,
-                CANCEL_GRACE_S if checkpoint_timeout_s else 0.0,
-                checkpoint_timeout_s=checkpoint_timeout_s,
-            )
+            e.StopTask(job.spec.id, job.attempt, reason, grace_s, checkpoint_timeout_s=checkpoint_timeout_s)
         )
 
     def _work_done(self, job: BaselineJob) -> None:
