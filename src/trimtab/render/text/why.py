@@ -172,7 +172,6 @@ def print_would_fit(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit)
             if group_fit.group.gpus
             else str(total([request.amounts for request in group_fit.group.requests]))
         )
-        )
         if group_fit.group.block > 1:
             requests += f", {group_fit.group.block} of them on one node"
         now = f"fits on {_names(group_fit.nodes)}" if group_fit.now else f"lacks {group_fit.lacks_now}"

@@ -65,9 +65,9 @@ def _neutral_directory() -> Iterator[str]:
 
 def main(settings_json: str) -> None:
     """Connect, create the controller on the head node, and exit."""
+    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    import ray
     from trimtab.runtime.controller.actor import Controller
 
     wanted: dict[str, Any] = json.loads(settings_json)

@@ -318,7 +318,9 @@ class InstructionExecutor:
         if all(ready):
             self._report_started(start, members, "found running after a controller restart")
             return
-        stopping = StopTask(start.task, start.attempt, self._context.machine.tasks[start.task].reason, cancel_grace_s=0.0)
+        stopping = StopTask(
+            start.task, start.attempt, self._context.machine.tasks[start.task].reason, cancel_grace_s=0.0
+        )
         await asyncio.gather(*(self._stop_member(member, stopping) for member in members))
         self.running.pop(start.task, None)
         self._died_starting.pop((start.task, start.attempt), None)

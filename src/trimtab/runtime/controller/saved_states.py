@@ -85,7 +85,7 @@ class SavedStates:
     ) -> tuple[bool, list[str]]:
         """Store what the workers of a stopped task saved; whether all of it is saved, and notes."""
         record = self._context.machine.tasks.get(stop.task)
-        if not stop.save_s or record is None:
+        if not stop.checkpoint_timeout_s or record is None:
             return False, []
         states = {
             member.rank: SavedMemberState(member.node, saved_state_name(member), outcome.state)

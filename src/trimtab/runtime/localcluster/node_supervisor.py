@@ -26,7 +26,7 @@ from trimtab.runtime.procs.processes import ProcessIdentity, command, kill_famil
 
 POLL_S = 0.2
 ATTEMPTS = 3
-TOO_BUSY = "Ray's agent did not come up in the 15 s that Ray gives it: own parts 15 s to come up, which a busy machine is too busy"
+TOO_BUSY = "Ray's agent did not come up in the 15 s that Ray gives it: this machine is too busy"
 GRACE_S = 5.0  # for Ray to end in order
 CRASH_S = 3.0  # after a crash of one of its processes `ray start` ends within this
 IP = "TRIMTAB_NODE_IP"

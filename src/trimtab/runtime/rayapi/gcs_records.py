@@ -243,7 +243,9 @@ def actors_waiting(
     left = Counter(requests)
     marked = []
     for actor in sorted(waiting, key=lambda actor: -(actor.since or now)):  # the oldest leave the queue first
-        shape = DemandShape(ResourceNeeds(actor.requests[0].amounts, actor.group, actor.bundle), actor.requests[0].labels)
+        shape = DemandShape(
+            ResourceNeeds(actor.requests[0].amounts, actor.group, actor.bundle), actor.requests[0].labels
+        )
         queued = left[shape] > 0 or len(requests) >= MAX_SHAPES or actor.stage is not PendingStage.resources
         if actor.stage is PendingStage.resources:
             left[shape] -= 1
@@ -375,7 +377,8 @@ def tasks_waiting(
         if workload.kind is WorkloadKind.actor and workload.stage is PendingStage.resources and workload.queued:
             left[
                 DemandShape(
-                    ResourceNeeds(workload.requests[0].amounts, workload.group, workload.bundle), workload.requests[0].labels
+                    ResourceNeeds(workload.requests[0].amounts, workload.group, workload.bundle),
+                    workload.requests[0].labels,
                 )
             ] -= 1
     alike: dict[tuple[DemandShape, str, str], list[RayTaskRecord]] = {}

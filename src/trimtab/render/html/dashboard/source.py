@@ -130,7 +130,9 @@ class DashboardSource:
         if self.board is None or self._folder is None:
             return False
         components = {worker.group for worker in self.board.workers.values() if "/" not in worker.group}
-        changed = [self.board.load(component, read_load(load_path(self._folder, component))) for component in components]
+        changed = [
+            self.board.load(component, read_load(load_path(self._folder, component))) for component in components
+        ]
         return any(changed)
 
     def files(self) -> Mapping[str, tuple[str, bytes]]:

@@ -15,7 +15,14 @@ from trimtab.runtime.rollout.launch.launcher import EngineCommand
 T = TypeVar("T")
 MIN_MONITOR_S = RANGES["monitoring_interval"][0]
 
-RUN_RULES = ("min_workers", "max_workers", "capacity", "version", "ownership", "classes")  # set by the run, not by the job file
+RUN_RULES = (
+    "min_workers",
+    "max_workers",
+    "capacity",
+    "version",
+    "ownership",
+    "classes",
+)  # set by the run, not by the job file
 
 
 @dataclass(frozen=True)
@@ -89,8 +96,8 @@ class EngineSettings:
         usual = {"monitor_s": 1.0, "drain_s": float(self.notice_s), "back_off_s": 0.5, "retries": 20}
         return RolloutRules(
             **{**usual, **given},
-            least=min_workers,
-            most=max_workers,
+            min_workers=min_workers,
+            max_workers=max_workers,
             capacity=self.capacity,
             ownership=Ownership(refit=owner),
         )

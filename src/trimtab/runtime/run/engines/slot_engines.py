@@ -19,10 +19,8 @@ from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, LauncherCallbacks, Started
-from trimtab.runtime.rollout.launch.slot_record import WorkerSlot
 from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
-from trimtab.runtime.rollout.launch.slots import SlotLauncher
-from trimtab.runtime.rollout.launch.slots import WorkerSlot as SlotPlace
+from trimtab.runtime.rollout.launch.slots import SlotLauncher, WorkerSlot
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineReply, EngineThread, engine_class
 from trimtab.runtime.run.engines.object_engine import ThreadedEngine, WeightsAt, no_refit_error, started
