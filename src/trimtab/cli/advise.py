@@ -110,8 +110,8 @@ def advise(
     shows = dashboard or port is not None
     _check_call(follow, once, restart_hook, shows, {"--every": every, "--silent": silent, "--hook-s": hook_s})
     if at_most is not None:
-        _checked(at_most, "--at-most", 0.0)
-    _checked(restart_s, "--restart-s", 0.0)
+        check_seconds(at_most, "--at-most", 0.0)
+    check_seconds(restart_s, "--restart-s", 0.0)
     if warmup < 0:
         raise InputError("--warmup cannot be negative")
     gain = share(least_gain, "--least-gain")
@@ -347,9 +347,9 @@ def _check_call(
             hint="use --once --folder DIR, then `trimtab dashboard DIR`",
         )
     for option, value in seconds.items():
-        _checked(value, option, SHORTEST_S)
+        check_seconds(value, option, SHORTEST_S)
 
 
-def _checked(seconds: float, option: str, min_s: float) -> None:
+def check_seconds(seconds: float, option: str, min_s: float) -> None:
     if not min_s <= seconds < float("inf"):
         raise InputError(f"{option} must be at least {min_s:g} s, not {seconds:g}", where=f"command line: {option}")

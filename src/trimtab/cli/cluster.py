@@ -299,9 +299,6 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
     _end_nodes(ledger, cluster, cluster.live_nodes, STOPPED, form)
 
 
-# ---- helpers ------------------------------------------------------------------------------------------------------
-
-
 def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     """Shows the cluster until it ends or is interrupted, then cleans up."""
     from trimtab.render.live import cluster as cluster_live

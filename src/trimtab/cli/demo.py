@@ -11,6 +11,7 @@ import typer
 from trimtab.cli import plan as plan_commands
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+app.command("plan")(plan_commands.demo)
 
 
 class Language(str, enum.Enum):
@@ -41,14 +42,6 @@ def demo(
         from trimtab.demos.run import run_demo
 
         raise typer.Exit(run_demo(folder))
-
-
-@app.command()
-def plan(
-    folder: Annotated[Path, typer.Option("--folder", help="Folder for the report.")] = Path("out"),
-) -> None:
-    """Plan the bundled example and write its report."""
-    plan_commands.demo(folder)
 
 
 @app.command()

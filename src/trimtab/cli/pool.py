@@ -1,9 +1,8 @@
 """`trimtab status`, `explain` and `pool`: what runs, what waits and why.
 
 They connect to a running controller and start neither a cluster nor a controller; without one they fail with a hint.
-Only `pool drain` and `pool free` change anything. Output is built in `render.text.pool`;
-heavy imports happen inside the functions, so
-that the command line starts quickly.
+Only `pool drain` and `pool free` change anything. Output is built in `render.text.pool`; heavy imports happen inside
+the functions, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -149,10 +148,10 @@ def drain(
 @app.command()
 def free(
     address: AddressOption = None,
-    name: Annotated[str, typer.Option("--name", "-n", help="The controller.")] = DEFAULT_NAME,
+    name: Annotated[str, typer.Option("--name", "-n", help="Name of the controller.")] = DEFAULT_NAME,
     form: FormatOption = Format.text,
 ) -> None:
-    """End what a controller left that is dead or refuses its journal: its processes, actors and placement groups.
+    """Remove the actors and placement groups of a controller that is dead or refuses its journal.
 
     Example:
 

@@ -66,9 +66,6 @@ def simulate(
         kind.print_answer(selected, runs, advice)
 
 
-# ---- kinds of scenarios -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ScenarioKind:
     """A kind of scenario: how it is read, run, swept and shown. The results differ by kind."""

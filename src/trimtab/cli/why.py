@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.cli.advise import check_seconds
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.render.output import Format, answer, out
 
@@ -67,8 +68,8 @@ def why(
     if would_fit is None and (overrides or profile is not None):
         raise InputError("overrides and --profile need --would-fit", hint="trimtab why --would-fit job.yaml KEY=VALUE")
     if watch is not None:
-        _checked(watch, "--watch", SHORTEST_S)
-        _checked(at_most, "--at-most", 0.0)
+        check_seconds(watch, "--watch", SHORTEST_S)
+        check_seconds(at_most, "--at-most", 0.0)
     if would_fit is not None:
         if watch is not None:
             raise InputError("--watch and --would-fit exclude each other", where="command line")
@@ -187,8 +188,3 @@ def _would_fit(job: Path, overrides: list[str], profile: Path | None, address: s
         lambda: why_text.print_would_fit(snapshot, job.name, plan.describe(), found),
     )
     return not found.ever
-
-
-def _checked(seconds: float, option: str, min_s: float) -> None:
-    if not min_s <= seconds < float("inf"):
-        raise InputError(f"{option} must be at least {min_s:g} s, not {seconds:g}", where=f"command line: {option}")

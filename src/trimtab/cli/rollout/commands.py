@@ -232,9 +232,6 @@ def doctor(
         raise typer.Exit(InfeasibleError.exit_status)
 
 
-# ---- helpers ------------------------------------------------------------------------------------------------------
-
-
 def _diagnose_gateway(client: GatewayClient) -> tuple[RolloutFinding, ...]:
     from trimtab.machines.diagnose.rollout import examine
     from trimtab.runtime.localcluster import gpus

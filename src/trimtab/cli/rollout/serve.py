@@ -262,19 +262,11 @@ class ServedEngines:
         resources = {"gpu": group.gpus, "cpu": group.cpus, "memory": (group.memory_gb or 0.0) * 1e9}
         try:
             engines_on_slots(
-                self._pool,
-                self._session,
-                group.pool,
-                command,
-                resources={name: amount for name, amount in resources.items() if amount},
-                workers=group.count,
-                per_node=group.per_node,
-                max_workers=self._settings.rules.max_workers,
-                name=group.name,
-                limit=group.limit,
-                size=group.size,
-                priority=group.priority,
-            )
+                self._pool, self._session, group.pool, command,
+                resources={name: amount for name, amount in resources.items() if amount}, workers=group.count,
+                per_node=group.per_node, max_workers=self._settings.rules.max_workers, name=group.name,
+                limit=group.limit, size=group.size, priority=group.priority,
+            )  # fmt: skip
         except InputError as error:
             error.where = group.where
             raise

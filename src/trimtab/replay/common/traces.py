@@ -93,9 +93,6 @@ def requests(path: Path, limit: int | None = None) -> list[RequestRow]:
     return _some(found, path)
 
 
-# ---- rows --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TraceRow:
     """A row of a trace, by column."""

@@ -32,17 +32,6 @@ SettingEvent = (
     | e.NodeDrained
     | e.NodeLost
 )
-SETTINGS = (
-    e.PoolEnsured,
-    e.QuotaSet,
-    e.PoolDrained,
-    e.PoolDropped,
-    e.PolicySet,
-    e.NodeJoined,
-    e.NodeCordoned,
-    e.NodeDrained,
-    e.NodeLost,
-)
 OTHER_EVENTS = (
     e.CompleteRequested,
     e.CancelRequested,
@@ -265,7 +254,7 @@ class _JournalReader:
         attempt.evicted, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.retry
         story.evictions += attempt.evicted
         story.losses += attempt.lost
-        if isinstance(self._event, (e.TaskEnded, e.CompleteRequested, e.CancelRequested)):
+        if isinstance(self._event, EndingEvent):
             story.ending = self._event
         elif isinstance(self._event, e.PoolDropped):
             story.ending = e.CancelRequested(instruction.task, keep_slot=False)
@@ -281,7 +270,7 @@ class _JournalReader:
             event = e.PoolEnsured(replace(event.spec, name=self._pool(event.spec.name)))
         elif isinstance(event, (e.QuotaSet, e.PoolDrained, e.PoolDropped)):
             event = replace(event, pool=self._pool(event.pool))
-        if isinstance(event, SETTINGS):
+        if isinstance(event, SettingEvent):
             self._record.settings.append((self._now_s, event))
 
     def _pool(self, name: str) -> str:

@@ -108,9 +108,6 @@ def world_of(record: JournalRecord) -> JournalWorld:
     )
 
 
-# ---- lengths ------------------------------------------------------------------------------------------------------
-
-
 def length_s(story: TaskStory, end_s: float) -> float | None:
     """Length of a task's work; None if unknown."""
     began = [attempt for attempt in story.attempts if attempt.started_s is not None]
@@ -153,9 +150,6 @@ def _tasks(many: int) -> str:
     return f"{many:,} task" if many == 1 else f"{many:,} tasks"
 
 
-# ---- amounts ------------------------------------------------------------------------------------------------------
-
-
 def _units(specs: Sequence[TaskSpec]) -> CountedUnit:
     bundles = [bundle for spec in specs for bundle in spec.size]
     names = Counter(name for bundle in bundles for name, _ in bundle)
@@ -185,9 +179,6 @@ def _spec(story: TaskStory, units: CountedUnit) -> TaskSpec:
 def _pool(spec: PoolSpec, units: CountedUnit) -> PoolSpec:
     reserved = tuple(units.counted(bundle) for bundle in spec.reserved)
     return replace(spec, quota=units.counted(spec.quota), reserved=reserved, wait_s=UNLIMITED_S, client=None)
-
-
-# ---- settings and nodes -------------------------------------------------------------------------------------------
 
 
 def _settings(record: JournalRecord, units: CountedUnit) -> Iterable[tuple[float, SettingEvent]]:
@@ -244,9 +235,6 @@ def _protecting(policy: PreemptionPolicy, names: Sequence[str]) -> PreemptionPol
     return replace(policy, protected_pools=spared) if policy.protected_pools else policy
 
 
-# ---- times --------------------------------------------------------------------------------------------------------
-
-
 def _times(stories: Sequence[TaskStory], record: JournalRecord) -> tuple[MeasuredDurations, PoolTimes]:
     """Measured durations, and the distributions for operations that were not measured."""
     took: MeasuredDurations = {}
@@ -298,9 +286,6 @@ def _stopped(stories: Sequence[TaskStory]) -> list[RecordedAttempt]:
 
 def _drawn(measured: Sequence[float], usual: Distribution) -> Distribution:
     return Distribution(values=tuple(sorted(round(seconds, 4) for seconds in measured))) if measured else usual
-
-
-# ---- text ---------------------------------------------------------------------------------------------------------
 
 
 def _classes(stories: Sequence[TaskStory]) -> dict[str, str]:

@@ -164,8 +164,6 @@ class BaselineScheduler:
                 f"{node}: free GPUs do not add up"
             )
 
-    # ---- differs by policy ----
-
     def enqueue(self, job: BaselineJob) -> None:
         raise NotImplementedError
 
@@ -182,8 +180,6 @@ class BaselineScheduler:
     def reserved(self, node: str) -> int:
         """GPUs that are neither free nor held by a job."""
         return 0
-
-    # ---- transitions ----
 
     def assign(self, job: BaselineJob, nodes: tuple[str, ...]) -> None:
         """Assigns free nodes to the job and creates its placement group."""
@@ -209,14 +205,9 @@ class BaselineScheduler:
 
     def stop(self, job: BaselineJob, reason: Reason, checkpoint_timeout_s: float = 0.0) -> None:
         job.state = "stopping"
+        grace_s = CANCEL_GRACE_S if checkpoint_timeout_s else 0.0
         self.out.append(
-            e.StopTask(
-                job.spec.id,
-                job.attempt,
-                reason,
-                CANCEL_GRACE_S if checkpoint_timeout_s else 0.0,
-                checkpoint_timeout_s=checkpoint_timeout_s,
-            )
+            e.StopTask(job.spec.id, job.attempt, reason, grace_s, checkpoint_timeout_s=checkpoint_timeout_s)
         )
 
     def _work_done(self, job: BaselineJob) -> None:

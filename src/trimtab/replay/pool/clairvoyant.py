@@ -71,8 +71,6 @@ class Clairvoyant:
             self._curves.used_gpus.append(self._gpus - self._free)
             self._next_bin = now + self._window_s / BINS
 
-    # ---- nodes ----
-
     def _node(self, what: ChurnEvent) -> None:
         self._count_capacity()
         if what.what == "joined" and what.node not in self._nodes:
@@ -88,8 +86,6 @@ class Clairvoyant:
         end = min(self._agenda.now, self._window_s)
         self._capacity += self._gpus * max(0.0, end - min(self._since, self._window_s))
         self._since = self._agenda.now
-
-    # ---- jobs ----
 
     def _wait(self, number: int) -> None:
         task = self._tasks[number]

@@ -101,9 +101,6 @@ def spread(values: Iterable[float]) -> tuple[float, float]:
     return fmean(known), stdev(known) if len(known) > 1 else 0.0
 
 
-# ---- over seeds ---------------------------------------------------------------------------------------------------
-
-
 OF_CLASS = tuple(item.name for item in fields(ClassFigures) if item.name != "tasks")
 OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")
 

@@ -49,16 +49,12 @@ class PoolInvariants:
     done: int = 0
     looks: int = 0  # checks made
 
-    # ---- nodes ----
-
     def node_joined(self, node: str, gpus: float) -> None:
         self.nodes[node] = _Node(round(gpus * GRAIN))
 
     def node_lost(self, node: str) -> None:
         """A node is lost. Its groups and processes hold nothing of a later node of that name."""
         self.nodes.pop(node, None)
-
-    # ---- groups ----
 
     def group_creating(self, instruction: CreatePlacementGroup) -> None:
         """A placement group was requested: from now on it may exist."""
@@ -89,8 +85,6 @@ class PoolInvariants:
         group = self.groups.get(name)
         if group is not None and group.processes:
             raise InvariantError(f"group {name} is removed under a process")
-
-    # ---- tasks ----
 
     def task_submitted(self, task: str) -> None:
         if task in self.attempts:

@@ -41,8 +41,6 @@ class LeastAttained(BaselineScheduler):
         self._claims: dict[str, _PendingClaim] = {}  # by preempted job
         self._reserved: dict[str, int] = {}
 
-    # ---- BaselineScheduler ----
-
     def next_deadline(self) -> float | None:
         """Time of the next demotion to the second level."""
         while self._demotions:
@@ -101,8 +99,6 @@ class LeastAttained(BaselineScheduler):
                 heapq.heappush(heads, (level, queue[0], key))
             else:
                 del self._queues[key]
-
-    # ---- preemption ----
 
     def _set_second_level(self, job: BaselineJob, second: bool) -> None:
         for node, size in zip(job.nodes, job.sizes, strict=False):

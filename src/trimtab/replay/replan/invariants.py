@@ -84,8 +84,6 @@ class ReplanInvariants:
         names = [component.name for component in placed_plan.plan.components]
         return cls(rules, {n: placed_plan.slots_of(n) for n in names}, {n: placed_plan.group_of(n) for n in names})
 
-    # ---- events ----
-
     def iteration_begins(self, number: int, cluster: Cluster) -> None:
         """An iteration begins: every component is on existing GPUs, and no two groups share a GPU."""
         self.looks += 1
@@ -146,8 +144,6 @@ class ReplanInvariants:
         if seconds < 0:
             raise InvariantError(f"{doing} took {seconds:g} s")
         self.spent[doing] = self.spent.get(doing, 0.0) + seconds
-
-    # ---- instructions ----
 
     def check_instructions(
         self, event: e.ReplanEvent, instructions: Sequence[e.ReplanInstruction], decider: ReplanDecider
@@ -210,8 +206,6 @@ class ReplanInvariants:
             raise InvariantError(f"migration {move.id} does not pay: {move.reason.sentence}")
         if self.moved_at is not None and self.counted - self.moved_at < self.rules.dwell_iterations:
             raise InvariantError(f"migration {move.id} begins {self.counted - self.moved_at} iterations after the last")
-
-    # ---- at the end ----
 
     def check_totals(self, now: float, iterations: int, finished: bool) -> None:
         """Every iteration was counted once, and all time is accounted for."""

@@ -155,9 +155,6 @@ class MigrationTimes:
         return times + ([f"a stage fails in {self.fails:.0%} of the migrations"] if self.fails else [])
 
 
-# ---- nodes --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ScheduledNodeEvent:
     """A change of a node's state, at a time or before an iteration."""
@@ -212,9 +209,6 @@ class SimulatedNodes:
         )
         deadline = min(self.leaving.values(), default=None)
         return ClusterChanged(self.cluster, why, tuple(name for name in self.there if name in self.leaving), deadline)
-
-
-# ---- true costs ---------------------------------------------------------------------------------------------------
 
 
 SYNTHETIC = SyntheticNoise()

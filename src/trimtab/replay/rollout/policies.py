@@ -52,9 +52,6 @@ def ray_serve(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Deci
     return _decided(state, sample, kept, workers, f"{mean:.0f} ongoing requests, {workers_text(wanted)} wanted")
 
 
-# ---- helpers ----------------------------------------------------------------------------------------------------
-
-
 def _memory(state: PolicyState, **first: Any) -> dict[str, Any]:
     return {**first, **(state.memory.kept or {})}
 

@@ -93,9 +93,6 @@ class RolloutScenario:
         return [self.fleet.text(), load, "a woken engine has an empty cache and needs the weights first"]
 
 
-# ---- file ---------------------------------------------------------------------------------------------------------
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | dict) else value
 
