@@ -54,10 +54,15 @@ def dashboard(
 
         trimtab dashboard runs/grpo-1 --address auto --port 9000
     """
-    with served(source_of(folder, address, name), port, token_file=token_file) as server:
+    with (
+        _stop_event() as stopped,
+        served(source_of(folder, address, name), port, token_file=token_file) as server,
+    ):
         out.print(server.announcement, markup=False)
         err.print(f"{server.token_source}; Ctrl-C stops the dashboard", markup=False)
-        _until_interrupted()
+        with contextlib.suppress(KeyboardInterrupt):
+            while not stopped.wait(0.5):
+                pass
 
 
 def source_of(folder: Path | None, address: str | None, name: str | None) -> DashboardSource:
@@ -112,15 +117,13 @@ def beside(say: Callable[[str], None], port: int | None = None, *, changes: bool
     return shown
 
 
-def _until_interrupted() -> None:
-    """Waits for Ctrl-C or SIGTERM."""
-    ended = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+@contextmanager
+def _stop_event() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, from before the link is printed: a caller may stop the server as soon as it reads it."""
+    stopped = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     try:
-        while not ended.wait(0.5):
-            pass
-    except KeyboardInterrupt:
-        pass
+        yield stopped
     finally:
         signal.signal(signal.SIGTERM, before)
 
