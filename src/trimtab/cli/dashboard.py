@@ -119,7 +119,7 @@ def beside(say: Callable[[str], None], port: int | None = None, *, changes: bool
 
 @contextmanager
 def _stop_event() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets: in place before the link is printed, as a caller may stop the server once it reads it."""
+    """An event that SIGTERM sets. In place before the link is printed: its reader may stop the server at once."""
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     try:
