@@ -65,9 +65,9 @@ def _neutral_place() -> Iterator[str]:
 
 def main(asked: str) -> None:
     """Runs in a process of its own: connect, make the controller on the head node, leave when it is there."""
+    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    import ray
     from trimtab.runtime.controller.actor import Controller
 
     wanted: dict[str, Any] = json.loads(asked)
