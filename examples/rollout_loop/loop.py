@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 import ray
+
 from trimtab.rollout import Completion, RolloutPool, RolloutRules, SamplingParams, WorkerSpec
 from trimtab.runtime.engines.actor import ActorEngine
 

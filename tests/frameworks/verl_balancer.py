@@ -11,12 +11,11 @@ import sys
 from collections import Counter
 from uuid import uuid4
 
+import ray
 from omegaconf import OmegaConf
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import RequestLoadBalancer, get_router_handle
-
-import ray
 
 CONFIG = OmegaConf.create(
     {"actor_rollout_ref": {"rollout": {"name": "vllm", "full_determinism": False, "response_length": 8}}}
