@@ -20,7 +20,7 @@ test: lint
 	@$(MAKE) --no-print-directory -j 2 types tests
 
 lint: setup
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/python tools/house.py
 
 types: setup
 	@$(BIN)/mypy

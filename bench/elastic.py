@@ -52,9 +52,9 @@ def main() -> None:
 
 
 def measured() -> tuple[list[float], list[float], Bench]:
+    import ray
     from ray.cluster_utils import Cluster
 
-    import ray
     from trimtab.demos.elastic_training import ElasticTrainer
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.elastic.group import ElasticGroup
@@ -116,7 +116,7 @@ class Bench:
         node = self._nodes.pop(0)
         self._group.step(timeout=WAIT_S)
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        pids = [one for raylet in raylets for one in (raylet, *(each.pid for each in processes.below(raylet)))]
+        pids = [one for raylet in raylets for one in (raylet, *(each.pid for each in processes.descendants(raylet)))]
         began, wall = time.monotonic(), time.time()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -136,7 +136,7 @@ class Bench:
         there = [processes.process(member.pid) for member in members]
         began = time.monotonic()
         self._session.drain_node(node.node_id, DEADLINE_S, "bench")
-        while any(one.lives for one in there):
+        while any(one.alive for one in there):
             self._group.step(timeout=WAIT_S)
         self.drains.append(time.monotonic() - began)
         stepped(self._group, len(self._nodes) + 1)

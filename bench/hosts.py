@@ -53,6 +53,7 @@ class Torch:
 
 def main() -> None:
     import ray
+
     from trimtab.runtime.client.session import connect
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -1,6 +1,6 @@
 """Does re-planning pay, and how long does a decision take?
 
-Drifting workloads in emulated time, run as `trimtab simulate` runs them (`trimtab.replay.loop_*`): an iteration takes
+Drifting workloads in emulated time, run as `trimtab simulate` runs them (`trimtab.replay.replan`): an iteration takes
 what the planner's simulation says of the TRUE costs under the plan in place, times noise; the loop sees only what it
 could measure. Against it: the first plan kept (moved only when its GPUs go), the best plan in hindsight of those that
 fit from beginning to end, and an oracle that knows the true costs and re-plans for free before every iteration. Noise

@@ -25,7 +25,7 @@ from trimtab.replay.common.timing import Distribution
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.driver import PoolReality, PoolReplay
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
-from trimtab.replay.pool.workload import TaskGenerator, WorkloadTask, works
+from trimtab.replay.pool.workload import TaskGenerator, WorkloadTask, workload
 from trimtab.replay.rollout.driver import RolloutReplay, SimulatedFleet
 from trimtab.replay.rollout.workload import PROFILES
 
@@ -114,13 +114,13 @@ def measure(what: str) -> None:
     rows, source = table()
     part = rows[:NAIVE_JOBS]
     if what == "whole":
-        found = replayed(works(rows, seed=1, node_gpus=PER_NODE), NODES)
+        found = replayed(workload(rows, seed=1, node_gpus=PER_NODE), NODES)
     elif what == "few":
-        found = replayed(works(rows, seed=1, node_gpus=PER_NODE), FEW_NODES)
+        found = replayed(workload(rows, seed=1, node_gpus=PER_NODE), FEW_NODES)
     elif what == "tight":
-        found = replayed(works(rows[:TIGHT_JOBS], seed=1, node_gpus=PER_NODE), TIGHT_NODES)
+        found = replayed(workload(rows[:TIGHT_JOBS], seed=1, node_gpus=PER_NODE), TIGHT_NODES)
     elif what in ("part", "naive"):
-        asked = works(part, seed=1, node_gpus=PER_NODE)
+        asked = workload(part, seed=1, node_gpus=PER_NODE)
         found = replayed(asked, NODES) if what == "part" else naive(asked, NODES)
     elif what == "rollouts":
         found = rollouts()
@@ -128,7 +128,7 @@ def measure(what: str) -> None:
         nodes = int(what)
         # As many jobs for each node at a time, whatever the size.
         rate = nodes / 100
-        asked = works(rows[40_000 : 40_000 + GROWTH_JOBS], seed=1, node_gpus=PER_NODE, rate=rate)
+        asked = workload(rows[40_000 : 40_000 + GROWTH_JOBS], seed=1, node_gpus=PER_NODE, rate=rate)
         begin = asked[0].submit_s
         found = replayed([replace(one, submit_s=one.submit_s - begin) for one in asked], nodes)
     mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -32,7 +32,7 @@ class Driver:
     """A machine, and somebody who carries everything out at once."""
 
     def __init__(self) -> None:
-        rules = RolloutRules(least=1, most=WORKERS, classes=CLASSES, monitor_s=1e6, stall_s=1e6)
+        rules = RolloutRules(min_workers=1, max_workers=WORKERS, classes=CLASSES, monitor_s=1e6, stall_s=1e6)
         self.machine = RolloutMachine(rules)
         self.now = 0.0
         self.asked = 0

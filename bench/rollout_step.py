@@ -174,8 +174,8 @@ class World:
     def __init__(self, elastic: ElasticConfig, held: bool) -> None:
         self.held = held
         rules = RolloutRules(
-            least=elastic.min_workers,
-            most=ENGINES,
+            min_workers=elastic.min_workers,
+            max_workers=ENGINES,
             capacity=elastic.requests_per_worker_capacity,
             monitor_s=elastic.monitoring_interval,
             drain_s=elastic.drain_timeout,

@@ -402,6 +402,7 @@ def say(line: str) -> None:
 def a_session() -> Iterator[tuple[Any, Any]]:
     """A local Ray with logical GPUs, and a session on it."""
     import ray
+
     from trimtab.runtime.client.session import connect
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

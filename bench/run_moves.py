@@ -201,8 +201,8 @@ def run_virtual(world: Truth, mode: ReplanMode, folder: Path) -> Ran:
     class Slow(LocalRun):
         """Moves take time."""
 
-        def _moving(self, *arguments: Any) -> Any:
-            moving = super()._moving(*arguments)
+        def _make_migration(self, *arguments: Any) -> Any:
+            moving = super()._make_migration(*arguments)
             do = moving.do
 
             def lasting(stage: MigrationStage) -> None:

@@ -13,9 +13,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis.internal.conjecture import providers
 from playwright.sync_api import Browser, sync_playwright
 
 from faults import Faults
+from lean_ray import make_lean
 from pages import ARGUMENTS
 
 # Files that have a Ray of their own, the longest first. They mostly wait, so one of them runs beside two that compute.
@@ -60,6 +62,12 @@ ON_RAY = (
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Whoever starts us in the background has Ctrl-C ignored, and so would every child that a test sends it to.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+make_lean()
+
+# What hypothesis draws depends on the test alone, not on the constants of every module imported so far.
+assert callable(providers._get_local_constants)
+providers._get_local_constants = providers.Constants  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON at the end")
     given = parser.parse_args()
     try:
-        end = LocalRun(_job(given), given.folder, resume=given.resume, told=_told).run()
+        end = LocalRun(_job(given), given.folder, resume=given.resume, on_iteration=_on_iteration).run()
     except TrimtabError as error:
         print(error, file=sys.stderr)
         return error.exit_status
@@ -80,7 +80,7 @@ def _job(given: argparse.Namespace) -> RunJob:
     )
 
 
-def _told(iteration: Iteration, metrics: Metrics) -> None:
+def _on_iteration(iteration: Iteration, metrics: Metrics) -> None:
     reward, rollout = metrics["reward"], metrics["rollout"]
     times = ", ".join(f"{one.component} {1e3 * one.busy_s:.0f}" for one in iteration.components)
     bar = "#" * round(40 * max(0.0, reward["reward"] or 0.0))

@@ -110,7 +110,7 @@ async def loop(steps: int, lose_one_at: int | None, folder: Path) -> None:
     np.save(path, table)
     kind = ray.remote(num_cpus=0)(TableEngine)
     engines = {name: kind.remote(path) for name in ("one", "two")}
-    async with RolloutPool(RolloutRules(most=2), look_s=0.2) as pool:
+    async with RolloutPool(RolloutRules(max_workers=2), look_s=0.2) as pool:
         for name, handle in engines.items():
             await pool.add_engine(ActorEngine(name, handle), WorkerSpec(name, limit=64), version=0)
         for step in range(1, steps + 1):

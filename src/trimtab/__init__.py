@@ -1,9 +1,9 @@
 """trimtab keeps an RL post-training run in trim.
 
-From Python: `trimtab.load` reads a job file of any dialect, `trimtab.plan_placement` plans it,
-`trimtab.profile.component` times the components of anybody's loop, and `trimtab.connect` has pools on a Ray cluster
-(`SimpleScheduler` is another way to them); `trimtab.ElasticGroup` has a member wherever there is room, and
-`trimtab.Job` is a job that runs. All of them are imported when first used.
+`trimtab.load` reads a job file of any framework, `trimtab.plan_placement` plans it, `trimtab.profile.component` times
+the components of any loop, `trimtab.connect` gives pools on a Ray cluster (`SimpleScheduler` is another interface to
+them), `trimtab.ElasticGroup` runs as many members as fit, and `trimtab.Job` runs a job. All of them are imported when
+first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `trimtab` command. `--version` answers before anything large is imported."""
+"""The `trimtab` command. `--version` is handled before any large import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 
 
 def main() -> None:
-    """Run the command line."""
     if sys.argv[1:] in (["--version"], ["-V"]):
         from trimtab import __version__
 
@@ -16,7 +15,7 @@ def main() -> None:
     from trimtab.cli.app import run
 
     status = run()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and done: another Ctrl-C must not change the status
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is over: another Ctrl-C must not change the status
     sys.exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Rollout engines for a trainer: `RolloutPool` and what goes with it.
+"""The public API for rollout engines: `RolloutPool` and the types it uses.
 
 from trimtab.rollout import RolloutPool, SamplingParams
 """
@@ -75,7 +75,7 @@ __all__ = [
 ]
 
 
-_HOMES = {  # what needs Ray, or the libraries of the extra `serve`, is imported when first used
+_LAZY = {  # these need Ray or the libraries of the extra `serve`: imported on first use
     "EngineRollout": "trimtab.runtime.run.engines.component",
     "Gateway": "trimtab.runtime.gateway.server",
     "GatewaySettings": "trimtab.runtime.gateway.settings",
@@ -85,6 +85,6 @@ _HOMES = {  # what needs Ray, or the libraries of the extra `serve`, is imported
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'trimtab.rollout' has no attribute {name!r}")

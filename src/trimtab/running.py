@@ -9,8 +9,8 @@
         cluster=8, batches=4, weight_sync=("trainer", "rollout"), run={"iterations": 80},
     )
 
-A job made of classes comes down to the same form as a file, and is kept in the run's folder as one: so classes have to
-be where Python can import them, and settings are plain data. What is wrong is refused before anything is begun.
+A job made of classes is converted to the form of a job file and kept in the run folder as one: classes must be
+importable, and settings plain data. Faults are reported before anything starts.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ from trimtab.runtime.run.local_run import LocalRun, RunEnd
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
 
-RUNS = Path("runs")
-"""Where folders of runs go that are not named."""
+RUNS = Path("runs")  # default parent of run folders
 
 OnEvent = Callable[[str, dict[str, Any]], None]
+# A context beside the run: entered when its folder and its session on Ray exist, left before they go.
 Beside = Callable[[Path, "Session | None"], contextlib.AbstractContextManager[object]]
-"""What goes on beside a run: begun when its folder and its session on Ray are there, ended before they go."""
 
 
 class Job:
-    """A job to run: its components, what they run on, and for how long.
+    """A job to run: its components, their cluster, and for how long.
 
     `components` maps names to classes, or to sections as in a job file, where `use` may be a class. `cluster` is a
     section of a job file, or a number of GPUs on one node; `weight_sync` a section or (from, to); `run` the section of
-    that name. Jobs of files are made by `Job.load`.
+    that name. `Job.load` reads a job file.
     """
 
     _runner: LocalRun | None = None  # while it runs
@@ -92,7 +91,7 @@ class Job:
         seed: int | None = None,
         mode: str | None = None,
     ) -> Job:
-        """The job of a file, with another length, seed or mode of the loop where they are given."""
+        """The job of a file, with other iterations, seed or mode where given."""
         return cls._of(load_run(Path(path), iterations=iterations, seed=seed, mode=mode), _name_of(Path(path)))
 
     @classmethod
@@ -104,9 +103,9 @@ class Job:
         seed: int | None = None,
         mode: str | None = None,
     ) -> Job:
-        """The job that the folder of a run is of."""
+        """The job of a run folder."""
         kept = Path(folder) / JOB
-        read_run(Path(folder))  # refuses what is no run
+        read_run(Path(folder))  # raises where it is no run folder
         if not kept.is_file():
             raise InputError("the folder does not say which job it is of", where=str(kept), hint="name the job file")
         return cls._of(
@@ -120,9 +119,9 @@ class Job:
         return job
 
     def plan(self, gpus: Mapping[str, Sequence[int]] | None = None) -> Plan:
-        """The best plan under the stated costs, or the one that has the components on these GPUs (global ranks).
+        """The best plan under the stated costs, or the plan with the components on these GPUs (global ranks).
 
-        InputError where costs are not stated: running measures them. InfeasibleError where it cannot be.
+        InputError where costs are not stated: running measures them. InfeasibleError where the plan is impossible.
         """
         if self.run_job.unmeasured:
             names = " and ".join(sorted(self.run_job.unmeasured))
@@ -132,9 +131,9 @@ class Job:
         if gpus is None:
             return to_plan(space, outcome.best)
         where = f"{self.run_job.name}: the plan that is given"
-        strange = set(gpus) - set(self.run_job.job.workflow.names)
-        if strange:
-            raise InputError(f"there is no component named {min(strange)}", where=where)
+        unknown = set(gpus) - set(self.run_job.job.workflow.names)
+        if unknown:
+            raise InputError(f"there is no component named {min(unknown)}", where=where)
         placement = CurrentPlacement({name: tuple(ranks) for name, ranks in gpus.items()}, where)
         placed = current_plan(space, placement, outcome.best)
         if placed.plan is None:
@@ -152,15 +151,15 @@ class Job:
         on_event: OnEvent | None = None,
         beside: Beside | None = None,
     ) -> RunEnd:
-        """Run it to its end, and say how it ended; raises TrimtabError only for what is wrong before it has begun.
+        """Run the job to its end and return how it ended; raises TrimtabError only for faults before it starts.
 
-        With `local` all of it runs in this process, without Ray; else on the Ray that this process is connected to,
-        the one at `address` or RAY_ADDRESS, or one of its own that ends with the run. `folder` is `runs/NAME-N`
-        where none is named; with `resume` the run in it goes on. `on_event` hears of everything that goes into
-        `events.jsonl`, and before that of `starting`, with the folder and a sentence on where it runs. `beside` is a
-        context from then to the end, as `trimtab run --dashboard` has one.
+        With `local` everything runs in this process, without Ray; else on the Ray that this process is connected to,
+        the one at `address` or RAY_ADDRESS, or a new one that ends with the run. `folder` defaults to `runs/NAME-N`;
+        with `resume` the run in it continues. `on_event` receives everything that goes into `events.jsonl`, and first
+        `starting`, with the folder and where it runs. `beside` is a context manager from then to the end, as `trimtab
+        run --dashboard` uses.
         """
-        tell = on_event or (lambda event, facts: None)
+        emit = on_event or (lambda event, facts: None)
         self.check(away=not local and bool(address))
         is_new = True
         if resume:
@@ -172,20 +171,20 @@ class Job:
         else:
             path = new_folder(RUNS, self.name)
         try:
-            with self._made(local, address, path, resume, plan, tell, beside) as self._runner:
+            with self._runner_context(local, address, path, resume, plan, emit, beside) as self._runner:
                 return self._runner.run()
         finally:
             self._runner = None
             if is_new:
                 discard_unused(path)
 
-    def stop(self, why: str = "somebody asked for it") -> None:
-        """End the run after the iteration under way, with its state saved. From any thread."""
+    def stop(self, why: str = "requested by the caller") -> None:
+        """End the run after the current iteration, with its state saved. Thread-safe."""
         self._running().stop(why)
 
-    def ask(self, why: str = "somebody asked") -> None:
-        """Ask whether the plan is still right: the answer is an event `decided`. From any thread."""
-        self._running().ask(why)
+    def ask(self, why: str = "requested by the caller") -> None:
+        """Check now whether the plan is still right: the result is an event `decided`. Thread-safe."""
+        self._running().request_replan(why)
 
     def _running(self) -> LocalRun:
         if self._runner is None:
@@ -193,9 +192,9 @@ class Job:
         return self._runner
 
     def check(self, *, away: bool = False) -> None:
-        """Raise InputError where a component's class is not there, or cannot be made with its settings.
+        """Raise InputError where a component's class is missing, or cannot be created with its settings.
 
-        With `away` modules are not looked for here: they are on the machines of a cluster.
+        With `away` modules are not looked up here: they are on the machines of a cluster.
         """
         for name, part in self.run_job.parts.items():
             if part.use is not None and not away:
@@ -212,38 +211,38 @@ class Job:
         return path
 
     @contextlib.contextmanager
-    def _made(
+    def _runner_context(
         self,
         local: bool,
         address: str | None,
         path: Path,
         resume: bool,
         plan: Plan | None,
-        tell: OnEvent,
+        emit: OnEvent,
         beside: Beside | None,
     ) -> Iterator[LocalRun]:
-        also = beside or (lambda folder, session: contextlib.nullcontext())
+        context = beside or (lambda folder, session: contextlib.nullcontext())
         if local:
-            tell("starting", {"folder": str(path), "on": "this process, without Ray"})
-            with also(path, None):
-                yield LocalRun(self.run_job, path, plan=plan, resume=resume, on_event=tell)
+            emit("starting", {"folder": str(path), "on": "this process, without Ray"})
+            with context(path, None):
+                yield LocalRun(self.run_job, path, plan=plan, resume=resume, on_event=emit)
             return
         from trimtab.runtime.rayapi.embedded import session_for
         from trimtab.runtime.run.ray_run import ClusterRun
 
         with session_for(self.run_job.job.cluster, address) as (session, how):
-            tell("starting", {"folder": str(path), "on": how})
-            with also(path, session):
-                yield ClusterRun(self.run_job, path.resolve(), session, plan=plan, resume=resume, on_event=tell)
+            emit("starting", {"folder": str(path), "on": how})
+            with context(path, session):
+                yield ClusterRun(self.run_job, path.resolve(), session, plan=plan, resume=resume, on_event=emit)
 
 
 def _name_of(path: Path) -> str:
-    """What runs of a file are called: a file named job.yaml is known by its folder."""
+    """Name of the runs of a file; job.yaml is named after its folder."""
     return path.stem if path.stem != "job" else path.resolve().parent.name
 
 
 def _section(component: str, given: Any) -> tuple[dict[str, Any], Path | None]:
-    """A component as a job file has it, and the folder of its module where Python does not look there by itself."""
+    """A component as a job file has it, and the folder of its module where it is not on the import path."""
     section = dict(given) if isinstance(given, Mapping) else {"use": given}
     use = section.get("use")
     if use is None or isinstance(use, str):
@@ -256,7 +255,7 @@ def _section(component: str, given: Any) -> tuple[dict[str, Any], Path | None]:
         )
     if "<locals>" in use.__qualname__:
         raise InputError(
-            f"{use.__qualname__} is made inside of a function, where nobody else can import it",
+            f"{use.__qualname__} is defined inside a function and cannot be imported by other processes",
             where=where,
             hint="define it at the top of its module",
         )
@@ -264,8 +263,10 @@ def _section(component: str, given: Any) -> tuple[dict[str, Any], Path | None]:
     if module == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is None:
-            raise InputError(f"{use.__qualname__} is in no file, so nobody else can import it", where=where)
-        # As with processes of multiprocessing: the script is imported again, so what it does stands under
+            raise InputError(
+                f"{use.__qualname__} is defined in no file and cannot be imported by other processes", where=where
+            )
+        # As with multiprocessing the script is imported again, so its actions must be under
         # `if __name__ == "__main__":`.
         module, folder = Path(file).stem, Path(os.path.abspath(file)).parent
     return {**section, "use": f"{module}:{use.__qualname__}"}, folder

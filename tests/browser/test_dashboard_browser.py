@@ -15,7 +15,7 @@ import run_report_samples as samples
 from dashboard_pages import TOKEN, Growing, serving
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 from trimtab.render.notebook import report
-from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run import control_files
 
 NAMELESS = """() => [...document.querySelectorAll("button, input, a, [role], section, dialog, table")].filter((one) => {
   const label = one.getAttribute("aria-label") || one.textContent.trim();
@@ -157,32 +157,32 @@ def test_a_server_that_is_restarted_finds_its_page_again(opened: Any, run: Growi
 
 def test_a_change_is_asked_for_with_the_token_and_refused_without(opened: Any, run: Growing) -> None:
     def heard() -> int:
-        return len(asks.taken(run.folder, asks.RUN))
+        return len(control_files.take_requests(run.folder, control_files.RUN))
 
     with serving(run.folder) as server:
         page = opened(server.url)
-        page.get_by_role("button", name="Is the plan still right?").click()
+        page.get_by_role("button", name="Replan").click()
         page.get_by_role("textbox", name="Token").fill("not the token of this one")
-        page.get_by_role("button", name="Ask", exact=True).click()
+        page.get_by_role("button", name="Apply", exact=True).click()
         expect(page.locator("#notes")).to_contain_text("a token is needed")
         assert heard() == 0
-        page.get_by_role("button", name="Is the plan still right?").click()
+        page.get_by_role("button", name="Replan").click()
         page.get_by_role("textbox", name="Token").fill(TOKEN)
         page.keyboard.press("Enter")
-        expect(page.locator("#notes")).to_contain_text("asked: the next decision")
+        expect(page.locator("#notes")).to_contain_text("requested: the next decision")
         assert heard() == 1
         # The token is known now, and it is asked all the same whether it is meant.
-        page.get_by_role("button", name="Is the plan still right?").click()
+        page.get_by_role("button", name="Replan").click()
         expect(page.get_by_role("textbox", name="Token")).to_be_hidden()
-        page.get_by_role("button", name="Leave it").click()
+        page.get_by_role("button", name="Cancel").click()
         page.locator("#p-workers").get_by_role("button", name="rollout w0").click()
         page.get_by_role("button", name="Drain this worker").click()
         dialog = page.get_by_role("dialog", name="Drain this worker")
         expect(dialog).to_contain_text("Worker rollout w0 gets nothing new")
-        dialog.get_by_role("button", name="Ask", exact=True).click()
-        expect(page.locator("#notes")).to_contain_text("asked: worker rollout w0 serves nothing new")
+        dialog.get_by_role("button", name="Apply", exact=True).click()
+        expect(page.locator("#notes")).to_contain_text("requested: worker rollout w0 takes no new requests")
         assert heard() == 0
-        asked = asks.taken(run.folder, asks.of_workers("rollout"))
+        asked = control_files.take_requests(run.folder, control_files.workers_queue("rollout"))
         assert [(one["ask"], one["worker"]) for one in asked] == [("drain", "w0")]
         assert [found for found in page.evaluate(CONTRASTS) if found[0] < 4.5] == []
 
@@ -196,7 +196,7 @@ def test_a_story_that_is_read_goes_on_while_it_is(opened: Any, run: Growing) -> 
         expect(story).not_to_contain_text("its slot is taken")
         run.preempt()
         expect(story).to_contain_text("its slot is taken")
-        expect(story.get_by_role("button", name="Have this worker serve again")).to_be_visible()
+        expect(story.get_by_role("button", name="Resume this worker")).to_be_visible()
 
 
 def test_what_workers_have_to_do_is_shown_as_it_changes(opened: Any, run: Growing) -> None:
@@ -308,7 +308,7 @@ def test_a_tab_that_nobody_looks_at_holds_no_connection(opened: Any, run: Growin
     with serving(run.folder) as server:
         page = opened(server.url)
         page.evaluate(hide, True)
-        expect(page.locator("#link")).to_contain_text("resting")
+        expect(page.locator("#link")).to_contain_text("paused")
         assert server.app is not None
         end = time.monotonic() + 20
         while server.app.feed.clients:

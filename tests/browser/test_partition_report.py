@@ -80,10 +80,10 @@ def test_in_the_steady_state_every_stage_is_busy_for_its_share() -> None:
 def test_a_microbatch_is_on_a_later_stage_only_after_the_one_before() -> None:
     rows = [row for row in steady_chart(vit()).rows if row.shaded]
     for earlier, later in pairwise(rows):
-        began = {stretch.key: stretch.start for stretch in later.stretches if stretch.start > 0}
-        for stretch in earlier.stretches:
-            if stretch.key in began:
-                assert began[stretch.key] >= stretch.end - 1e-9
+        began = {bar.key: bar.start for bar in later.bars if bar.start > 0}
+        for bar in earlier.bars:
+            if bar.key in began:
+                assert began[bar.key] >= bar.end - 1e-9
 
 
 def test_every_stage_has_a_box() -> None:

@@ -37,7 +37,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     loop = loop.replace("iterations: 60", "iterations: 30").replace("seeds: [1, 2, 3]", "seeds: [1, 2]")
     made = {}
     for kind, text, more in (
-        ("pools", POOLS, ["--sweep", "patience_runs=0,5"]),
+        ("pools", POOLS, ["--sweep", "starvation_runs=0,5"]),
         ("rollouts", ROLLOUTS, []),
         ("loop", loop, []),
     ):

@@ -231,7 +231,7 @@ def test_whatever_the_pointer_is_over_is_named(opened: Any) -> None:
     assert "iteration" in tip.inner_text()
     assert "alpha, GPU 2" in tip.inner_text()
     page.mouse.move(*page.evaluate(where, [2, 0, 0.05]))
-    assert "idle, or not there" in tip.inner_text()
+    assert "idle or absent" in tip.inner_text()
     page.mouse.move(5, 5)
     assert not tip.is_visible()
 

@@ -126,7 +126,7 @@ def play(fleet: Fleet, count: int, act: Callable[[Scene], Awaitable[None]], **ru
     servers = fleet.up(count)
 
     async def whole() -> None:
-        judged = RolloutRules(least=1, version=fleet.version, **rules)
+        judged = RolloutRules(min_workers=1, version=fleet.version, **rules)
         async with RolloutPool(judged, deadlines=DEADLINES) as pool:
             scene = Scene(pool, servers)
             pool.add_listener(scene)

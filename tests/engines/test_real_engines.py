@@ -163,7 +163,7 @@ def test_a_pause_of_somebody_else_is_seen_and_its_abort_told_apart(server: Proce
                 assert ended.finish is FinishReason.aborted_elsewhere
                 assert len(ended.ids) > 0
             assert (await adapter.ready()).paused
-            with pytest.raises(EnginePausedError, match="somebody else"):
+            with pytest.raises(EnginePausedError, match="another client"):
                 await answer(adapter, greedy("a", PROMPT, 2))
             await other.resume()
             assert (await adapter.ready()).up

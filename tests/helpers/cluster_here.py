@@ -95,7 +95,7 @@ class Place:
 
     def node(self, name: str) -> NodeRecord:
         """A node that stands."""
-        [found] = [one for one in self.cluster().standing if one.name == name]
+        [found] = [one for one in self.cluster().live_nodes if one.name == name]
         return found
 
     def cause(self, name: str) -> str:
@@ -113,15 +113,15 @@ class Place:
         ]
 
     def family(self, name: str) -> list[ProcessIdentity]:
-        """All processes of a node, its keeper last."""
+        """All processes of a node, its supervisor last."""
         node = self.node(name)
-        assert node.keeper is not None
-        return [*family(node.keeper, node.mark), node.keeper]
+        assert node.supervisor is not None
+        return [*family(node.supervisor, node.mark), node.supervisor]
 
     def close(self) -> None:
         """End what is left, and remove the directory."""
         for cluster in self.ledger.read().values():
-            if cluster.standing:
+            if cluster.live_nodes:
                 self.run("stop", "--address", cluster.address)
         left = self.processes()
         shutil.rmtree(self.directory, ignore_errors=True)

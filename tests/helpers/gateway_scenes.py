@@ -22,7 +22,8 @@ TOKEN = "a-token-of-the-tests"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 PROMPT = [5, 6, 7, 8]
 QUICK = RolloutRules(
-    least=1, most=8, drain_s=2.0, abort_s=3.0, stall_s=15.0, suspect_s=0.5, lost_s=2.0, back_off_s=0.05, probe_s=3.0,
+    min_workers=1, max_workers=8, drain_s=2.0, abort_s=3.0, stall_s=15.0, suspect_s=0.5, lost_s=2.0,
+    back_off_s=0.05, probe_s=3.0,
     monitor_s=0.1,
 )  # fmt: skip
 # The servers share our event loop, which may stand still for a second on a busy machine: none is silent by that.

@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ray.cluster_utils import Cluster
-
 import ray
 from ray import cloudpickle
+from ray.cluster_utils import Cluster
+
 from storm import below, kill
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
@@ -33,7 +33,7 @@ from trimtab.model.pool import PlacementStrategy, TaskSpec
 from trimtab.replay.common.churn import ChurnEvent
 from trimtab.replay.common.timing import Distribution, PoolTimes
 from trimtab.replay.journal.record import JournalRecord, read_record
-from trimtab.replay.journal.replay import UNCHANGED, JournalRun, ReplayAgreement, agreement, recorded, run_other
+from trimtab.replay.journal.replay import UNCHANGED, JournalRun, ReplayAgreement, agreement, recorded, run_alternative
 from trimtab.replay.journal.world import JournalWorld
 from trimtab.replay.pool.driver import PoolReality, PoolReplay
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
@@ -120,9 +120,9 @@ def apart_s(one: Scene) -> float:
         if isinstance(event, (e.TaskSubmitted, e.TaskEnded)):
             happens.append(now)
 
-    works = [WorkloadTask(spec_of(step), step.at_s, step.work_s, step.gpus, "tasks") for step in one.steps]
+    workload = [WorkloadTask(spec_of(step), step.at_s, step.work_s, step.gpus, "tasks") for step in one.steps]
     churn = () if one.joins_s is None else (ChurnEvent(one.joins_s + JOINING_S, "n2", "joined"),)
-    PoolReplay(machine, works, PoolReality(("n0", "n1"), GPUS, USUAL, churn), first=first, heard=heard).run()
+    PoolReplay(machine, workload, PoolReality(("n0", "n1"), GPUS, USUAL, churn), first=first, on_event=heard).run()
     return min(b - a for a, b in pairwise(happens))
 
 
@@ -240,7 +240,7 @@ def play(one: Scene, node: Joining, journal: Path) -> JournalRecord:
             task.result(timeout=120.0)
         until(lambda: not set(session.status()["tasks"]) - {"done"}, "all tasks are done")
         found = read_journal(journal)
-        return read_record(found.snapshot, found.events, found.told, found.last_time)
+        return read_record(found.snapshot, found.events, found.instructions, found.last_time)
     finally:
         session.shutdown()
 
@@ -259,19 +259,19 @@ def as_planned(world: JournalWorld, one: Scene, *, medians: bool) -> JournalWorl
     With `medians` deeds take what they took in the middle, and tasks come when they were to come, after the first.
     """
     steps = {step.id: step for step in one.steps}
-    first_s = world.works[0].submit_s - one.steps[0].at_s
-    works = tuple(
+    first_s = world.workload[0].submit_s - one.steps[0].at_s
+    workload = tuple(
         replace(
             work,
             work_s=steps[work.spec.id].work_s,
             submit_s=first_s + steps[work.spec.id].at_s if medians else work.submit_s,
         )
-        for work in world.works
+        for work in world.workload
     )
     if not medians:
-        return replace(world, works=works)
+        return replace(world, workload=workload)
     times = PoolTimes(*(Distribution(_middle(getattr(world.times, f"{name}_s"))) for name in _DEEDS))
-    return replace(world, works=works, took={}, times=times)
+    return replace(world, workload=workload, took={}, times=times)
 
 
 _DEEDS = ("bind", "start", "stop", "save", "load")
@@ -284,7 +284,7 @@ def _middle(one: Distribution) -> float:
 def simulated(world: JournalWorld, one: Scene, *, medians: bool = False) -> tuple[JournalRun, ReplayAgreement]:
     """The scenario in a replay, and how near it comes to what was."""
     planned = as_planned(world, one, medians=medians)
-    run = run_other(planned, UNCHANGED)
+    run = run_alternative(planned, UNCHANGED)
     return run, agreement(world, recorded(world), run)
 
 
@@ -293,11 +293,11 @@ def starts_and_stops(run: JournalRun) -> list[tuple[float, str]]:
     many: Counter[str] = Counter()
     found = []
     for each in run.given:
-        if isinstance(each.one, e.StartTask):
+        if isinstance(each.instruction, e.StartTask):
             many[each.task] += 1
-            nodes = ", ".join(place.node for place in each.one.places)
+            nodes = ", ".join(place.node for place in each.instruction.places)
             found.append((each.at_s, f"start {many[each.task]} of {each.task} on {nodes}"))
-        elif isinstance(each.one, e.StopTask):
+        elif isinstance(each.instruction, e.StopTask):
             found.append((each.at_s, f"stop {many[each.task]} of {each.task}"))
     return found
 

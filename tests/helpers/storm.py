@@ -1,4 +1,4 @@
-"""A storm over a real cluster: processes of tasks, controllers and whole nodes are killed while tasks run.
+"""A storm over a real cluster: tasks, controllers and nodes are killed and the disk is full at times while tasks run.
 
 `Storm` keeps a cluster of nodes on this machine, kills by a seeded plan, and has lost nodes replaced. A node is lost as
 a machine is: every process of it at once. Whatever it kills it has started itself.
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from disks import full
 from faults import Faults
 
 # Ray then notices a killed node in a second or two instead of a quarter of a minute.
@@ -72,6 +73,14 @@ class Storm:
                 self.faults.put("task frozen")
                 time.sleep(self.random.uniform(0.05, 0.5))
                 os.kill(frozen, signal.SIGCONT)
+
+    def fill_disk(self, disk: Path, names: Iterable[str]) -> None:
+        """Leave no room on the controller's disk for a moment, and kill the process of a task meanwhile."""
+        with full(disk):
+            self.faults.put("disk full")
+            time.sleep(self.random.uniform(0.1, 0.5))
+            self.kill_host(names)
+            time.sleep(self.random.uniform(0.1, 0.5))
 
     def kill_controller(self, pid: int) -> None:
         """Kill the controller."""

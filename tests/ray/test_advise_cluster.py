@@ -12,8 +12,8 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.advise.cluster import ClusterWatch, _look, busy_in
-from trimtab.runtime.procs.gpu_utilization import gpus_here
+from trimtab.runtime.advise.cluster import ClusterWatch, _sample, busy_in
+from trimtab.runtime.procs.nvml import local_gpu_utilization
 from trimtab.runtime.rayapi.gcs_snapshot import find
 from waiting import until
 
@@ -55,7 +55,7 @@ def test_how_busy_gpus_are_is_read_from_a_nodes_figures() -> None:
 
 
 def test_gpus_of_this_machine_are_shares_where_there_are_any() -> None:
-    assert all(0 <= one <= 1 for one in gpus_here())
+    assert all(0 <= one <= 1 for one in local_gpu_utilization())
 
 
 class _Figures(http.server.BaseHTTPRequestHandler):
@@ -81,7 +81,7 @@ def test_nodes_are_asked_for_their_figures_and_one_that_does_not_answer_is_shown
         def exports(self) -> dict[str, str]:
             return {"a": f"http://127.0.0.1:{server.server_port}/metrics", "b": "http://127.0.0.1:9/metrics"}
 
-    found = _look(cast(Any, View()))
+    found = _sample(cast(Any, View()))
     server.shutdown()
     server.server_close()
     thread.join(5)
@@ -108,7 +108,7 @@ class _Driver:
 
 
 def test_the_driver_is_asked_for_each_gpu_and_one_that_cannot_tell_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.runtime.procs.gpu_utilization.driver", _Driver)
-    assert gpus_here() == (0.4, 0.8)
-    monkeypatch.setattr("trimtab.runtime.procs.gpu_utilization.driver", lambda: _Driver(fails=1))
-    assert gpus_here() == ()
+    monkeypatch.setattr("trimtab.runtime.procs.nvml.driver", _Driver)
+    assert local_gpu_utilization() == (0.4, 0.8)
+    monkeypatch.setattr("trimtab.runtime.procs.nvml.driver", lambda: _Driver(fails=1))
+    assert local_gpu_utilization() == ()

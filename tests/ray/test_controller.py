@@ -25,16 +25,12 @@ from trimtab.core.reasons import ReasonCode
 from trimtab.machines.pool.events import PoolTick
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Pool, Session, Task, connect
-from trimtab.runtime.client.task_errors import (
-    TaskCancelledError,
-    TaskFailedError,
-    TaskInterruptedError,
-    TaskTimeoutError,
-)
+from trimtab.runtime.client.task import TaskCancelledError, TaskFailedError, TaskInterruptedError, TaskTimeoutError
 from trimtab.runtime.controller.controller_loop import COMPACT_EVERY
 from trimtab.runtime.rayapi.connect import connected
-from trimtab.runtime.store.journal import Journal, read_journal
-from trimtab.runtime.workers.node_agent import NodeAgent, warden_name
+from trimtab.runtime.store.journal import VERSION, Journal, read_journal
+from trimtab.runtime.workers.node_agent import NodeAgent
+from trimtab.runtime.workers.node_agent_client import node_agent_name
 from waiting import until
 
 CPU = {"cpu": 1}
@@ -311,7 +307,7 @@ def test_wrong_asks_come_back_as_input_errors(session: Session, pool: Pool) -> N
         pool.submit(Counter, resources=CPU, priority=float("nan"))
     with pytest.raises(InputError, match="prioritty is no setting"):
         pool.submit(Counter, resources=CPU, prioritty=1.0)
-    with pytest.raises(InputError, match="memory is not to be given"):
+    with pytest.raises(InputError, match="memory cannot be set"):
         pool.submit(Counter, resources=CPU, ray_options={"memory": 2})
     with pytest.raises(InputError, match="plain data"):
         pool.submit(Counter, resources=CPU, ray_options={"runtime_env": {"x": lock}})
@@ -374,7 +370,7 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(pool: Pool) -> Non
         task.wait("done", timeout=30)
 
 
-@pytest.mark.parametrize("shared_dir", [False, True])
+@pytest.mark.parametrize("shared_dir", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_evicted_task_returns_with_its_state(tmp_path: Path, shared_dir: bool) -> None:
     with own_session(state_dir=str(tmp_path / "states") if shared_dir else None) as session:
         session.preemption(cancel_timeout_s=2.0, save_timeout_s=10.0)
@@ -448,6 +444,7 @@ def test_killed_while_a_task_starts_the_task_is_made_once(tmp_path: Path) -> Non
         assert task.seen.attempt == 1
 
 
+@pytest.mark.long
 def test_what_died_while_the_controller_was_away_is_started_again(tmp_path: Path) -> None:
     with own_session() as session:
         pool = session.pool("p", {"cpu": 2})
@@ -491,6 +488,7 @@ def test_a_new_controller_on_an_old_journal_goes_on_where_the_last_one_stopped(t
 # ---- the journal ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_journal_that_is_gone_is_said_and_what_runs_is_taken_up_again(tmp_path: Path, cluster: Any) -> None:
     journal = tmp_path / "journal"
     with own_session(journal_dir=str(journal)) as session:
@@ -558,6 +556,49 @@ def test_a_journal_of_a_newer_version_is_refused_at_connect(tmp_path: Path) -> N
     connect(name=name, journal_dir=str(tmp_path / "fresh")).shutdown()
 
 
+def test_a_journal_of_an_older_version_is_refused_with_what_still_runs_and_how_to_free_it(
+    tmp_path: Path, cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.util import list_named_actors, placement_group_table
+
+    def alive() -> list[str]:
+        named = [one["name"] for one in list_named_actors(all_namespaces=True)]
+        groups = [one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
+        return sorted(one for one in (*named, *groups) if one.startswith(f"trimtab:{name}:"))
+
+    name = f"older-{uuid.uuid4().hex[:6]}"
+    first = connect(name=name, journal_dir=str(tmp_path))
+    task = first.pool("p", {"cpu": 2}).submit(Counter, resources=CPU)
+    pid = task.call("pid")
+    assert run(["pool", "free", "--name", name]) == 2
+    assert f"the controller {name} is running" in capsys.readouterr().err
+    first.ask("shutdown", False, 10.0)  # the controller alone
+    first._controller.end()
+    until(lambda: not any(one.endswith(":controller") for one in alive()))
+    [segment] = tmp_path.glob("journal-*.jsonl")
+    old = segment.read_text().replace(f'"version":{VERSION}', f'"version":{VERSION - 1}', 1)
+    segment.write_text(old)
+    left = alive()
+    assert {one.split(":")[2] for one in left} >= {"node-agent", "host", "p"}
+    with pytest.raises(InputError, match=f"format {VERSION - 1}, older than {VERSION}") as refused:
+        connect(name=name, journal_dir=str(tmp_path))
+    assert refused.value.where == str(segment)
+    assert all(one in refused.value.what for one in left)
+    assert f"`trimtab pool free --name {name}`" in str(refused.value.hint)
+    assert segment.read_text() == old
+    until(lambda: alive() == left)  # nothing was started, and the controller that was made is gone
+    assert exists(pid)
+    assert run(["pool", "free", "--name", name, "--format", "json"]) == 0
+    ended = json.loads(capsys.readouterr().out)
+    assert sorted((*ended["actors"], *ended["placement_groups"])) == left
+    until(lambda: not alive())
+    assert not exists(pid)
+    with pytest.raises(InputError, match="older") as refused:
+        connect(name=name, journal_dir=str(tmp_path))
+    assert "alive" not in refused.value.what
+    connect(name=name, journal_dir=str(tmp_path / "new")).shutdown()
+
+
 @pytest.mark.long
 def test_two_controllers_do_not_share_a_journal(tmp_path: Path) -> None:
     with own_session(journal_dir=str(tmp_path)) as session:
@@ -591,6 +632,7 @@ def client(session: Session, work: str, cluster: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_two_client_processes_use_one_controller_at_once(cluster: Any) -> None:
     work = (
         "tasks = [pool.submit(Own, resources={'cpu': 1}, run='square', run_args=(n,)) for n in range(6)]\n"
@@ -716,7 +758,7 @@ def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_statu
     name, node = f"odd-{uuid.uuid4().hex[:6]}", cluster.nodes()[0]["NodeID"]
     place = NodeAffinitySchedulingStrategy(node, soft=False)
     cluster.remote(Odd).options(
-        name=warden_name(name, node), namespace="trimtab", lifetime="detached", num_cpus=0, max_concurrency=100,
+        name=node_agent_name(name, node), namespace="trimtab", lifetime="detached", num_cpus=0, max_concurrency=100,
         scheduling_strategy=place,
     ).remote(name, node)  # fmt: skip
     session = connect(name=name)

@@ -38,18 +38,18 @@ def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytes
     )
 
     class Members:
-        plan = types.SimpleNamespace(talents=frozenset(), notice_s=0.0)
+        spec = types.SimpleNamespace(member_methods=frozenset(), notice_s=0.0)
         session = types.SimpleNamespace(client="c", status=lambda: {"time": 0.0})
         pool = types.SimpleNamespace(name="p")
 
         def __init__(self) -> None:
             self.tasks: dict[str, Any] = {}
-            self.lines: dict[str, Any] = {}
+            self.clients: dict[str, Any] = {}
 
         async def submit(self, member: str) -> None:
             submitted.set()
 
-        async def asked(self, *_: Any) -> None:
+        async def ask_controller(self, *_: Any) -> None:
             pass
 
         async def end_all(self, within_s: float) -> None:
@@ -65,7 +65,7 @@ def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytes
             await asyncio.Event().wait()
         return told.pop(0)
 
-    monkeypatch.setattr(GroupController, "_news", news)
+    monkeypatch.setattr(GroupController, "_poll_controller", news)
     group = GroupController(ElasticSpec("g", Resources.of(cpu=1)), cast(MemberTasks, Members()), lambda happening: None)
     group.start()
     try:
@@ -88,7 +88,7 @@ async def test_the_machine_is_woken_at_its_deadlines_after_a_tick_on_which_it_fa
         again.set()
         return []
 
-    monkeypatch.setattr(driver_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(driver_module, "TICK_RETRY_S", 0.01)
     driver = ControllerLoop("c", tmp_path, None, None)
     driver._clock = MonotonicWallClock(0.0)
     due = driver.now()
@@ -96,7 +96,7 @@ async def test_the_machine_is_woken_at_its_deadlines_after_a_tick_on_which_it_fa
     machine = types.SimpleNamespace(handle=handle, next_deadline=deadline, tasks={}, warm_targets=dict)
     driver.machine = cast(PoolMachine, machine)
     driver.journal = cast(Journal, types.SimpleNamespace(append=lambda *_: None, since_snapshot=0))
-    driver.meter = cast(PoolMetrics, types.SimpleNamespace(heard=lambda _: None))
+    driver.pool_metrics = cast(PoolMetrics, types.SimpleNamespace(observe=lambda _: None))
     driver._wake_soon()
     await asyncio.wait_for(again.wait(), 60)
     assert ticks == [PoolTick()] * 3
@@ -107,15 +107,15 @@ async def test_a_controller_that_could_not_come_up_tries_again_by_itself(monkeyp
     tried, up = [], asyncio.Event()
 
     class Slow(Controller):
-        async def _come_up(self) -> None:
+        async def _start(self) -> None:
             tried.append(1)
             if len(tried) < 3:
                 raise UnreachableError("Ray does not answer yet")
-            self._driver = cast(ControllerLoop, None)
-            self._is_there = True
+            self._loop = cast(ControllerLoop, None)
+            self._started = True
             up.set()
 
-    monkeypatch.setattr(controller_module, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(controller_module, "START_RETRY_S", 0.01)
     Slow("c", None, None)
     await asyncio.wait_for(up.wait(), 60)
     assert len(tried) == 3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dashboard_pages import TOKEN
-from trimtab.cli.pool import looking
+from trimtab.cli.pool import controller_session
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.dashboard.server import DashboardServer
@@ -34,7 +34,7 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture
 def server(session: Session) -> Iterator[DashboardServer]:
-    source = DashboardSource(None, lambda: looking(None, "shown"))
+    source = DashboardSource(None, lambda: controller_session(None, "shown"))
     with DashboardServer(source, 0, environment={"TRIMTAB_DASHBOARD_TOKEN": TOKEN}) as server:
         yield server
     source.close()

@@ -131,9 +131,10 @@ def confirm(page: Page, wanted: str) -> None:
     dialog = page.get_by_role("dialog", name=wanted)
     if dialog.get_by_role("textbox").is_visible():
         dialog.get_by_role("textbox").fill(TOKEN)
-    dialog.get_by_role("button", name="Ask", exact=True).click()
+    dialog.get_by_role("button", name="Apply", exact=True).click()
 
 
+@pytest.mark.long
 def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_and_asked_for_changes(
     browser: Browser, ray: EmbeddedRay, tmp_path: Path
 ) -> None:
@@ -150,7 +151,7 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
     try:
         url = run.url()
         page.goto(url)
-        expect(page.locator("header .lede")).to_have_text("It runs.")
+        expect(page.locator("header .lede")).to_have_text("Running.")
         page.evaluate("window.opened = 'once'")
         workers, moves, nodes = (page.locator(f"#p-{name} tbody tr") for name in ("workers", "moves", "nodes"))
         expect(workers).to_have_count(2)
@@ -174,10 +175,10 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
 
         # A worker is drained by hand, and serves again.
         asked(page, "worker", "rollout-1", "Drain this worker")
-        expect(page.locator("#notes")).to_contain_text("asked: worker rollout-1 serves nothing new")
+        expect(page.locator("#notes")).to_contain_text("requested: worker rollout-1 takes no new requests")
         expect(state(page, "rollout-1")).to_have_text("inactive")
         assert "asked on the dashboard" in told(page, "worker", "rollout-1")
-        asked(page, "worker", "rollout-1", "Have this worker serve again")
+        asked(page, "worker", "rollout-1", "Resume this worker")
         expect(state(page, "rollout-1")).to_have_text("active")
 
         # A node joins, and the run moves onto it.
@@ -188,11 +189,11 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
         assert page.evaluate("trimtabTimeline.first.nodes.map((one) => one.name)") == ["node0", "node1"]
 
         # Whether the plan is still right, and a node that is emptied.
-        page.get_by_role("button", name="Is the plan still right?").click()
-        confirm(page, "Is the plan still right?")
+        page.get_by_role("button", name="Replan").click()
+        confirm(page, "Replan")
         expect(page.locator("#p-events")).to_contain_text("is the plan still right? (asked on the dashboard)")
-        asked(page, "node", "node1", "Empty this node")
-        expect(page.locator("#notes")).to_contain_text("node node1 is being emptied")
+        asked(page, "node", "node1", "Drain this node")
+        expect(page.locator("#notes")).to_contain_text("node node1 is draining")
         expect(moves.filter(has_text="node1").first).to_contain_text("arrived")
 
         # The server ends with the run; the page finds the next one by itself.
@@ -201,7 +202,7 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
         expect(page.locator("header .lede")).to_contain_text("Stopped")
         again = Command("dashboard", folder, "--port", url.rpartition(":")[2].rstrip("/"))
         expect(page.locator("#link")).to_have_text("live")
-        expect(page.get_by_role("button", name="Is the plan still right?")).to_be_hidden()
+        expect(page.get_by_role("button", name="Replan")).to_be_hidden()
         assert page.evaluate("window.opened") == "once"
         assert faults == []
     finally:

@@ -23,7 +23,7 @@ def blocks(page: Path) -> list[str]:
 
 
 # These start clusters and engines, and what they show is tested by its own name too.
-LONG = re.compile(r"trimtab demo|try_it\.sh|trimtab cluster start|engines\.yaml")
+LONG = re.compile(r"trimtab demo|try_it\.sh|trimtab cluster start|engines\.yaml|profile layers|partition .*--run")
 
 
 def commands() -> list[Any]:
@@ -70,3 +70,17 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_walks_name_files_that_are_there() -> None:
+    """A path from the package's root, or the name of a file beside the one named before."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    folder, missing = ROOT, []
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        package = ROOT / "src" / "trimtab"
+        found = [path for path in (package / name, ROOT / name, folder / name) if path.exists()]
+        if not found:
+            missing.append(name)
+        elif "/" in name:
+            folder = found[0].parent
+    assert missing == []

@@ -11,10 +11,10 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-
 import ray
-from engine_answers import answer, greedy, run
 from ray import cloudpickle
+
+from engine_answers import answer, greedy, run
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.actor import ActorEngine
 from trimtab.runtime.engines.engine import (
@@ -161,7 +161,7 @@ def test_an_actor_with_two_methods_is_an_engine(cluster: None) -> None:
         handle = actor(Plain)
         engine = ActorEngine("one", handle)
         assert isinstance(engine, Engine)
-        assert engine.verbs == frozenset()
+        assert engine.capabilities == frozenset()
         assert (await engine.ready()).up
         got = await answer(engine, greedy("a", PROMPT, 5))
         assert (got.ids, got.finish) == (expected(5), FinishReason.length)
@@ -193,7 +193,7 @@ def test_an_actor_with_all_methods_has_all_verbs(cluster: None) -> None:
     async def scene() -> None:
         handle = actor(Full)
         engine = ActorEngine("one", handle)
-        assert engine.verbs == frozenset(EngineCapability)
+        assert engine.capabilities == frozenset(EngineCapability)
         begun = asyncio.Event()
         task = asyncio.create_task(answer(engine, greedy("a", PROMPT, LONG), lambda _: begun.set()))
         await begun.wait()

@@ -18,7 +18,7 @@ import pytest
 
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, connect
-from trimtab.runtime.client.task_errors import TaskFailedError
+from trimtab.runtime.client.task import TaskFailedError
 from trimtab.runtime.rayapi.connect import connected
 
 WAIT_S = 240.0
@@ -122,7 +122,11 @@ def controller(cluster: Any) -> Iterator[str]:
     connect(name=name).shutdown()
 
 
-@pytest.mark.parametrize("brought", [True, False], ids=["as working_dir", "beside its script"])
+@pytest.mark.parametrize(
+    "brought",
+    [True, pytest.param(False, marks=pytest.mark.long)],
+    ids=["as working_dir", "beside its script"],
+)
 def test_each_client_s_tasks_run_its_own_code_with_its_own_variables(
     tmp_path: Path, cluster: Any, controller: str, brought: bool
 ) -> None:

@@ -116,7 +116,7 @@ def test_a_pod_is_drained_before_it_goes_and_has_the_time_for_it() -> None:
 
 
 def test_with_autoscaling_pods_come_and_go_within_limits() -> None:
-    data = written(cluster(32), autoscale=True, least=1, most=9)
+    data = written(cluster(32), autoscale=True, min_replicas=1, max_replicas=9)
     assert data["spec"]["autoscalerOptions"]["version"] == "v2"
     group, _ = worker(data)
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (1, 4, 9)
@@ -154,8 +154,8 @@ def test_labels_of_ones_own_replace_those_by_kind_and_tokens_are_asked_for() -> 
         ({"name": "a" * 60}, "cannot be the name"),
         ({"name": "on"}, "true or false"),
         ({"image": "two words"}, "no container image"),
-        ({"least": 1}, "go with --autoscale"),
-        ({"autoscale": True, "least": 5, "most": 4}, "do not go together"),
+        ({"min_replicas": 1}, "go with --autoscale"),
+        ({"autoscale": True, "min_replicas": 5, "max_replicas": 4}, "do not go together"),
         ({"drain_s": 0}, "--drain must be at least 1"),
     ],
 )
@@ -165,8 +165,8 @@ def test_a_manifest_that_kubernetes_would_refuse_is_not_written(options: dict[st
 
 
 def test_limits_for_unlike_groups_are_refused() -> None:
-    with pytest.raises(InputError, match="would be of which"):
-        written(UNLIKE, autoscale=True, most=5)
+    with pytest.raises(InputError, match="are ambiguous"):
+        written(UNLIKE, autoscale=True, max_replicas=5)
 
 
 # ---- Slurm --------------------------------------------------------------------------------------------------------
@@ -200,11 +200,11 @@ def test_a_script_is_clean_shell_whatever_the_command(command: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"name": "a\n#SBATCH --uid=0"}, "cannot stand in a line"),
-        ({"name": "a", "partition": "gpu --wrap"}, "cannot stand in a line"),
+        ({"name": "a\n#SBATCH --uid=0"}, "not allowed in an #SBATCH line"),
+        ({"name": "a", "partition": "gpu --wrap"}, "not allowed in an #SBATCH line"),
         ({"name": "a", "time": "soon"}, "no time limit"),
         ({"name": "a", "warn_s": 20}, "too short for a drain"),
-        ({"name": "a", "least": 9}, "the job has 2 nodes"),
+        ({"name": "a", "min_nodes": 9}, "the job has 2 nodes"),
     ],
 )
 def test_what_slurm_would_misread_is_refused(options: dict[str, Any], said: str) -> None:
@@ -213,7 +213,7 @@ def test_what_slurm_would_misread_is_refused(options: dict[str, Any], said: str)
 
 
 def test_unlike_nodes_are_refused_for_slurm() -> None:
-    with pytest.raises(InputError, match="are unlike"):
+    with pytest.raises(InputError, match="nodes differ"):
         script(UNLIKE, BatchOptions("a"))
 
 
@@ -380,7 +380,7 @@ def test_on_a_real_ray_the_worker_is_drained_and_the_command_goes_on(tmp_path: P
 
 
 def test_enough_nodes_are_enough(tmp_path: Path) -> None:
-    options = BatchOptions("a", ("echo", "ran"), join_s=1, least=1)
+    options = BatchOptions("a", ("echo", "ran"), join_s=1, min_nodes=1)
     with Machine(tmp_path, "localhost").runs(options, free_port()) as process:
         out, _ = process.communicate(timeout=DEADLINE)
         assert (process.returncode, out) == (0, "ran\n")
@@ -408,7 +408,7 @@ def test_an_export_goes_to_standard_output_or_to_a_file_that_is_not_there(
     target.write_text("mine")
     status, _, err = call(capsys, "slurm", str(JOB), "-o", str(target))
     assert status == 2
-    assert "is there already" in err
+    assert "exists" in err
     assert target.read_text() == "mine"
     assert call(capsys, "slurm", str(JOB), "-o", str(target), "--force")[0] == 0
     assert "command=(sleep infinity)" in target.read_text()

@@ -29,8 +29,9 @@ from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams
 from waiting import until_async
 
 RULES = RolloutRules(
-    least=1, most=8, drain_s=0.5, abort_s=2.0, stall_s=20.0, suspect_s=10.0, lost_s=60.0, back_off_s=0.01, probe_s=1.0,
-    load_fresh_s=5.0, retries=1000, deadly=1000, faults=1000,
+    min_workers=1, max_workers=8, drain_s=0.5, abort_s=2.0, stall_s=20.0, suspect_s=10.0, lost_s=60.0,
+    back_off_s=0.01, probe_s=1.0,
+    load_fresh_s=5.0, retries=1000, poison_count=1000, faults=1000,
 )  # fmt: skip
 
 

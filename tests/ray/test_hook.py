@@ -189,7 +189,7 @@ def test_a_body_that_makes_no_sense_is_refused_with_what_is_expected(
 
 
 def test_a_body_that_is_too_large_is_refused_unread(served: Served, world: World) -> None:
-    assert served.ask("POST", "/nodes/w1/drain", b" " * (hook.LARGEST_BODY + 1))[0] == 413
+    assert served.ask("POST", "/nodes/w1/drain", b" " * (hook.MAX_BODY_BYTES + 1))[0] == 413
     assert world.asked == []
 
 
@@ -300,9 +300,8 @@ def test_a_short_token_and_a_port_in_use_are_said() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head and two workers."""
-    from ray.cluster_utils import Cluster
-
     import ray
+    from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

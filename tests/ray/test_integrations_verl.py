@@ -20,11 +20,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-
 import ray
+from ray import cloudpickle
+
 from engine_answers import run
 from engine_servers import LlamaServer, servers
-from ray import cloudpickle
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.integrations.verl import NO_SERVER, Balancer, BalancerSettings, LoadBalancer
 

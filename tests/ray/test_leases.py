@@ -31,7 +31,7 @@ class Scene:
         self.leases = ClientLeases(lambda: self.now)
 
     def client(self, process: ClientProcess | None = HERE, lease_s: float = 60.0) -> str:
-        self.leases.heard("client")
+        self.leases.touch("client")
         assert self.leases.renew("client", lease_s, process)
         return "client"
 
@@ -49,7 +49,7 @@ def test_a_silent_client_that_its_node_sees_alive_is_never_given_up() -> None:
     scene = Scene()
     client = scene.client()
     scene.now += 86_400
-    assert not scene.leases.looked(client, True)
+    assert not scene.leases.is_dead(client, True)
     [row] = scene.leases.status()
     assert (row["client"], row["alive"], row["silent_s"]) == (client, True, 86_400)
 
@@ -58,16 +58,16 @@ def test_a_client_that_its_node_sees_dead_is_given_up_at_once() -> None:
     scene = Scene()
     client = scene.client()
     scene.now += 10.1
-    assert scene.leases.looked(client, False)
+    assert scene.leases.is_dead(client, False)
 
 
 def test_where_nothing_is_known_of_a_client_its_lease_counts() -> None:
     scene = Scene()
     client = scene.client(process=None, lease_s=30.0)
     scene.now += 30.0
-    assert not scene.leases.looked(client, None)
+    assert not scene.leases.is_dead(client, None)
     scene.now += 0.1
-    assert scene.leases.looked(client, None)
+    assert scene.leases.is_dead(client, None)
 
 
 def test_a_client_that_was_heard_of_while_its_node_was_asked_is_not_given_up() -> None:
@@ -76,14 +76,14 @@ def test_a_client_that_was_heard_of_while_its_node_was_asked_is_not_given_up() -
     scene.now += 61
     assert client in scene.leases.silent()
     assert scene.leases.renew(client, 60.0, HERE)
-    assert not scene.leases.looked(client, False)
+    assert not scene.leases.is_dead(client, False)
 
 
 def test_a_client_of_before_a_restart_has_the_default_lease_until_it_renews() -> None:
     scene = Scene()
-    scene.leases.heard("client")
+    scene.leases.touch("client")
     scene.now += LEASE_S + 0.1
-    assert scene.leases.looked("client", None)
+    assert scene.leases.is_dead("client", None)
 
 
 def test_a_client_that_was_given_up_is_told_so() -> None:

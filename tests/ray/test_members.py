@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import ray
 from ray import cloudpickle
+
 from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
@@ -34,15 +34,9 @@ from trimtab.runtime.workers import task_workers as door
 from trimtab.runtime.workers import warm_pool as warm
 from trimtab.runtime.workers.environments import WarmWorkerKind
 from trimtab.runtime.workers.node_agent import NodeAgent
-from trimtab.runtime.workers.task_workers import (
-    ParkError,
-    PlacementGroupError,
-    TaskPayload,
-    TaskStartError,
-    TaskWorker,
-    TaskWorkerManager,
-    WorkerDiedError,
-)
+from trimtab.runtime.workers.placement_groups import PlacementGroupError
+from trimtab.runtime.workers.task_types import ParkError, TaskPayload, TaskStartError, TaskWorker, WorkerDiedError
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from trimtab.runtime.workers.worker_process import born, run_dir
 from waiting import until_async
 
@@ -91,7 +85,7 @@ class World:
         wanted = CreatePlacementGroup(
             name, "pool", bundles, (self.node,) * len(bundles), PlacementStrategy.strict_pack, time.monotonic() + wait_s
         )
-        await self.members.make_group(wanted, time.monotonic)
+        await self.members.create_group(wanted, time.monotonic)
         return [BundlePlacement(name, index, self.node) for index in range(len(bundles))]
 
     async def start(self, kind: Any, *args: Any, **asked: Any) -> TaskWorker:
@@ -201,8 +195,8 @@ class Worker:
     def facts(self) -> dict[str, Any]:
         here = threading.current_thread() is threading.main_thread()
         names = ("TASK", "POOL", "RANK", "WORLD_SIZE", "ATTEMPT")
-        seat = {name: os.environ[f"TRIMTAB_{name}"] for name in names}
-        return {"main": self.on_main and here, "seat": seat, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        identity = {name: os.environ[f"TRIMTAB_{name}"] for name in names}
+        return {"main": self.on_main and here, "seat": identity, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
     def work(self, seconds: float = 3600.0) -> str:
         until_then = time.monotonic() + seconds
@@ -370,7 +364,7 @@ def test_user_code_that_fails_at_the_start_is_fatal_and_says_what_happened(kind:
             await world.start(kind)
         assert caught.value.fatal
         assert caught.value.why == why
-        assert await world.members.seen() == []
+        assert await world.members.existing() == []
 
     world_of(story)
 
@@ -390,7 +384,7 @@ def test_a_constructor_that_hangs_is_ended_at_the_deadline() -> None:
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] > 0)
         with pytest.raises(TaskStartError, match="not constructed within"):
             await world.start(Hangs, timeout_s=0.3)
-        assert await world.members.seen() == []
+        assert await world.members.existing() == []
 
     world_of(story)
 
@@ -398,11 +392,15 @@ def test_a_constructor_that_hangs_is_ended_at_the_deadline() -> None:
 def test_a_gang_starts_whole_or_not_at_all() -> None:
     async def story(world: World) -> None:
         gang = await world.start_all(3, Worker)
-        seats = [(await world.call(member, "facts"))["seat"] for member in gang]
-        assert [(seat["RANK"], seat["WORLD_SIZE"]) for seat in seats] == [("0", "3"), ("1", "3"), ("2", "3")]
+        identities = [(await world.call(member, "facts"))["seat"] for member in gang]
+        assert [(identity["RANK"], identity["WORLD_SIZE"]) for identity in identities] == [
+            ("0", "3"),
+            ("1", "3"),
+            ("2", "3"),
+        ]
         with pytest.raises(TaskStartError, match="only two"):
             await world.start_all(3, OnlyTwo, task="broken")
-        assert {member.task for member in await world.members.seen()} == {"task"}
+        assert {member.task for member in await world.members.existing()} == {"task"}
 
     world_of(story)
 
@@ -641,11 +639,13 @@ def test_a_death_is_reported_once_and_a_warm_host_that_dies_is_replaced() -> Non
         await world.warm(1)
         member = await world.start(Worker)
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
-        warm = world.members._hosts._ready[world.node][0]
+        warm = world.members._warm_pool._ready[world.node][0]
         os.kill(warm.pid, signal.SIGKILL)
         os.kill(member.pid, signal.SIGKILL)
         await until_async(lambda: bool(world.deaths))
-        await until_async(lambda: [one.pid for one in world.members._hosts._ready[world.node]] not in ([], [warm.pid]))
+        await until_async(
+            lambda: [one.pid for one in world.members._warm_pool._ready[world.node]] not in ([], [warm.pid])
+        )
         assert [(one.pid, why) for one, why in world.deaths] == [
             (member.pid, f"process {member.pid} on node {world.node[:12]} died")
         ]
@@ -657,8 +657,8 @@ def test_a_death_is_reported_once_and_a_warm_host_that_dies_is_replaced() -> Non
 def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
     async def story(world: World) -> None:
         dies, stays = await world.start(Worker, task="dies"), await world.start(Worker, task="stays")
-        warden = world.members._wardens.facts[world.node]["pid"]
-        os.kill(warden, signal.SIGKILL)
+        agent = world.members._agents.facts[world.node]["pid"]
+        os.kill(agent, signal.SIGKILL)
         os.kill(dies.pid, signal.SIGKILL)
         await until_async(lambda: [member for member, _ in world.deaths] == [dies])
         assert (await world.members.stop(stays, 1.0, False, 1.0, None)).saved
@@ -671,7 +671,7 @@ def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
 def test_a_warden_that_hangs_is_replaced_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
         member = await world.start(Worker)
-        hangs = world.members._wardens.facts[world.node]["pid"]
+        hangs = world.members._agents.facts[world.node]["pid"]
         os.kill(hangs, signal.SIGSTOP)
         monkeypatch.setattr(door, "_END_S", 5.0)
         assert "did not answer" in (await world.members.stop(member, 0.0, False, 0.0, None)).note
@@ -686,7 +686,7 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
 ) -> None:
     async def story(world: World) -> None:
         monkeypatch.setattr(warm, "_START_WAIT_S", 0.0)
-        taking = asyncio.ensure_future(world.members._hosts.take(world.node, WarmWorkerKind()))
+        taking = asyncio.ensure_future(world.members._warm_pool.take(world.node, WarmWorkerKind()))
         await until_async(lambda: "did not start: TimeoutError" in caplog.text)
         monkeypatch.setattr(warm, "_START_WAIT_S", WAIT_S)
         host, was_ready = await asyncio.wait_for(taking, WAIT_S)
@@ -700,8 +700,8 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
 
 def test_deaths_are_heard_of_after_an_answer_of_the_node_s_agent_that_makes_no_sense() -> None:
     async def story(world: World) -> None:
-        agents, asked = world.members._wardens, []
-        ask = agents.ask
+        agents, asked = world.members._agents, []
+        ask = agents.request
 
         async def odd(node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
             if method == "deaths" and not asked:
@@ -709,7 +709,7 @@ def test_deaths_are_heard_of_after_an_answer_of_the_node_s_agent_that_makes_no_s
                 return None
             return await ask(node, method, *arguments, timeout_s=timeout_s)
 
-        agents.ask = odd  # type: ignore[method-assign]
+        agents.request = odd  # type: ignore[method-assign]
         first, second = await world.start(Worker, task="first"), await world.start(Worker, task="second")
         os.kill(first.pid, signal.SIGKILL)  # ends the question that is under way, and the next gets that answer
         await until_async(lambda: [member for member, _ in world.deaths] == [first])
@@ -875,7 +875,7 @@ def test_a_plain_actor_that_fails_at_the_start_says_why(kind: Any, why: str, fat
             await world.start(kind, plain="so", places=await world.group(CPU))
         assert caught.value.why.startswith(why)
         assert caught.value.fatal == fatal
-        assert await world.members.seen() == []
+        assert await world.members.existing() == []
 
     world_of(story)
 
@@ -905,7 +905,7 @@ def test_a_start_that_is_called_off_leaves_nothing(plain: str | None, tmp_path: 
         with pytest.raises(asyncio.CancelledError):
             await starting
         await until_async(lambda: not alive(int((tmp_path / "pid").read_text())))
-        assert await world.members.seen() == []
+        assert await world.members.existing() == []
         assert world.deaths == []
         again = await world.start(Worker, plain=plain, places=places)
         assert alive(again.pid)
@@ -932,12 +932,12 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
         kept = await world.start(Worker, 1, task="kept", entry="add")
         other = await world.start(Worker, task="other", plain="so", places=places)
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
-        return world.controller, kept, other, world.members._hosts._ready[world.node][0].pid
+        return world.controller, kept, other, world.members._warm_pool._ready[world.node][0].pid
 
     controller, kept, other, warm = own_world_of(before, leave=True)
 
     async def after(world: World) -> None:
-        assert sorted(await world.members.seen(), key=lambda member: member.task) == [kept, other]
+        assert sorted(await world.members.existing(), key=lambda member: member.task) == [kept, other]
         gone = replace(kept, task="gone", pid=other.pid, born=1.0)
         assert await world.members.sweep([kept, gone]) == 1
         assert not alive(other.pid)
@@ -945,7 +945,7 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
         assert pickle.loads((await world.members.outcome(kept)).value or b"") == 2
         assert set(await world.members.groups()) == {"g"}
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
-        assert world.members._hosts._ready[world.node][0].pid == warm
+        assert world.members._warm_pool._ready[world.node][0].pid == warm
         os.kill(kept.pid, signal.SIGKILL)
         await until_async(lambda: [member for member, _ in world.deaths] == [gone, kept])
 
@@ -963,7 +963,7 @@ def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None
     pid = int((tmp_path / "pid").read_text())
 
     async def after(world: World) -> None:
-        for member in await world.members.seen():
+        for member in await world.members.existing():
             assert not await world.members.ready(member, 0.2)
         assert await world.members.sweep([]) == 1
         await until_async(lambda: not alive(pid))
@@ -994,7 +994,7 @@ def test_controllers_of_different_names_do_not_disturb_each_other() -> None:
         await world.group(CPU)
         async with opened("another") as other:
             await other.start(Worker, task="theirs")
-            assert [one.task for one in await world.members.seen()] == ["task"]
+            assert [one.task for one in await world.members.existing()] == ["task"]
             assert await other.members.sweep([]) == 0
             assert await other.members.groups() == {}
         assert alive(member.pid)

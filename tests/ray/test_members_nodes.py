@@ -13,20 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.cluster_utils import Cluster
-
 import ray
 from ray import cloudpickle
+from ray.cluster_utils import Cluster
+
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement, PlacementStrategy
-from trimtab.runtime.workers.task_workers import (
-    PlacementGroupError,
-    TaskPayload,
-    TaskStartError,
-    TaskWorker,
-    TaskWorkerManager,
-)
+from trimtab.runtime.workers.placement_groups import PlacementGroupError
+from trimtab.runtime.workers.task_types import TaskPayload, TaskStartError, TaskWorker
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from waiting import until_async
 
 CPU = Resources.of(cpu=1)
@@ -77,11 +73,11 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
             (PlacementStrategy.strict_pack, (b, b)),
             (PlacementStrategy.strict_spread, (a, b)),
         ):
-            await members.make_group(group("g", strategy, *nodes), time.monotonic)
+            await members.create_group(group("g", strategy, *nodes), time.monotonic)
             assert (await members.groups())["g"].nodes == nodes
             await members.remove_group("g", "pool")
         with pytest.raises(PlacementGroupError):
-            await members.make_group(group("g", PlacementStrategy.pack, "f" * 56, wait_s=0.2), time.monotonic)
+            await members.create_group(group("g", PlacementStrategy.pack, "f" * 56, wait_s=0.2), time.monotonic)
         assert await members.groups() == {}
 
     async def start(members: TaskWorkerManager, task: str, *nodes: str) -> list[TaskWorker]:
@@ -90,7 +86,7 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
         return (await members.start(task, 1, "pool", places, [CPU] * len(nodes), payload, None, WAIT_S))[0]
 
     async def survives_the_loss(members: TaskWorkerManager) -> None:
-        await members.make_group(group("pair", PlacementStrategy.strict_spread, a, b), time.monotonic)
+        await members.create_group(group("pair", PlacementStrategy.strict_spread, a, b), time.monotonic)
         pair = await start(members, "pair", a, b)
         assert [await members.handle(member).call.remote("where") for member in pair] == [(a, "0"), (b, "1")]
         await asyncio.to_thread(cluster.remove_node, added[1])
@@ -102,7 +98,7 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
         with pytest.raises(TaskStartError, match="is gone") as caught:
             await start(members, "late", b)
         assert not caught.value.fatal
-        assert [member.node for member in await members.seen()] == [a]
+        assert [member.node for member in await members.existing()] == [a]
         await members.stop(pair[0], 1.0, False, 0.0, None)
         assert not Path(f"/proc/{pair[0].pid}").exists()
         await members.remove_group("pair", "pool")

@@ -66,7 +66,7 @@ class World:
 
     def hear(self, event: PoolEvent) -> None:
         todo = self.machine.handle(event, self.now)
-        self.meter.heard(event)
+        self.meter.observe(event)
         for one in todo:
             if isinstance(one, CreatePlacementGroup):
                 self.hear(PlacementGroupReady(one.group))

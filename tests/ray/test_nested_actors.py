@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import ray
 from ray import cloudpickle
+
 from trimtab.core.errors import InputError
 from trimtab.runtime.client.session import Pool, Session, Task, connect
 
@@ -188,6 +188,7 @@ def test_an_engine_s_workers_have_the_gpus_of_its_slot_also_on_a_full_cluster(
     assert sorted(used) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.long
 def test_an_engine_may_have_a_bundle_for_each_of_its_workers(session: Session, pool: Pool) -> None:
     task = pool.submit(Engine, (3,), resources=[{"cpu": 1, "gpu": 1}] * 3, one_process=True, id="wide")
     workers = task.call("workers", timeout=WAIT_S)

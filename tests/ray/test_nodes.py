@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-import ray
 import storm
-from ray import cloudpickle
 from storm import Work, below, is_process, kill, lives
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import ReasonCode
@@ -250,6 +250,7 @@ def test_what_is_on_a_draining_node_moves_with_its_state_and_the_node_goes(
     nodes.remove(other)
 
 
+@pytest.mark.long
 def test_a_drain_by_others_is_seen_and_outlasts_the_controller(nodes: Nodes, session: Session, pool: Pool) -> None:
     first = nodes.add()
     task = pool.submit(Seat, awaits_node=True, resources=UNIT)

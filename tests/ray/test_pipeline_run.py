@@ -18,7 +18,7 @@ from trimtab.cli.pipeline_run import run_answer, run_data, run_text
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.pipeline import layer_files
 from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, PipelineStage, Schedule
-from trimtab.profile import layers
+from trimtab.profile import block_chain, layers
 from trimtab.runtime.pipeline.runner import PipelineRun, run_pipeline
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, _pass_time
 from trimtab.runtime.rayapi.connect import answers, connected
@@ -42,11 +42,11 @@ def schedule(*stages: tuple[int, int, float, float]) -> Schedule:
     )
 
 
-def chain(factory: str, model_input: str, **where: str) -> tuple[layers.BlockChain, Any]:
+def chain(factory: str, model_input: str, **where: str) -> tuple[block_chain.BlockChain, Any]:
     settings = {"dtype": "torch.float32", "device": "cpu"}
     return (
-        layers.load_chain(f"{MODELS}:{factory}", **where, **settings),
-        layers.input_maker(model_input, batch_size=2, **settings),
+        block_chain.load_chain(f"{MODELS}:{factory}", **where, **settings),
+        block_chain.input_maker(model_input, batch_size=2, **settings),
     )
 
 
@@ -66,7 +66,7 @@ def as_planned(planned: Schedule, *model: Any, **settings: Any) -> PipelineRun:
 @pytest.mark.parametrize(
     ("factory", "model_input", "where"),
     [
-        ("pairs", f"{MODELS}:pair", {}),
+        pytest.param("pairs", f"{MODELS}:pair", {}, marks=pytest.mark.long),
         ("decoder_of_tuples", f"{MODELS}:tokens", {"blocks": "body.layers"}),
     ],
 )
@@ -81,9 +81,10 @@ def test_the_output_is_the_models_bit_for_bit(factory: str, model_input: str, wh
 @pytest.mark.parametrize(
     ("planned", "buffers"),
     [
-        (schedule((1, 1, 0.2, 0.05), (2, 2, 0.1, 0.02), (3, 4, 0.05, 0)), 1),  # the first computes longest
-        (schedule((1, 1, 0.05, 0.05), (2, 2, 0.1, 0.2), (3, 4, 0.1, 0)), 1),  # a transfer takes longest
-        (schedule((1, 1, 0.05, 0.05), (2, 2, 0.1, 0.1), (3, 4, 0.2, 0)), 2),  # the last computes longest
+        # The first computes longest, a transfer takes longest, the last computes longest.
+        pytest.param(schedule((1, 1, 0.2, 0.05), (2, 2, 0.1, 0.02), (3, 4, 0.05, 0)), 1, marks=pytest.mark.long),
+        (schedule((1, 1, 0.05, 0.05), (2, 2, 0.1, 0.2), (3, 4, 0.1, 0)), 1),
+        pytest.param(schedule((1, 1, 0.05, 0.05), (2, 2, 0.1, 0.1), (3, 4, 0.2, 0)), 2, marks=pytest.mark.long),
         (Schedule(schedule((1, 1, 0.05, 0.02), (2, 4, 0.05, 0.2)).stages, input_seconds=0.1), 2),  # source and sink
     ],
 )
@@ -170,8 +171,8 @@ def test_the_command_says_what_was_measured(capsys: pytest.CaptureFixture[str]) 
     run_text(replace(done, output="equal"))
     printed = capsys.readouterr().out
     assert "items/s measured" in printed
-    assert "bit for bit" in printed
-    with pytest.raises(InputError, match="which model"):
+    assert "bit-identical" in printed
+    with pytest.raises(InputError, match="the model to run"):
         run_answer(planned, emulate=False)
     with pytest.raises(UnreachableError, match="not the model's"):
         run_answer(
@@ -193,8 +194,9 @@ def test_results_that_differ_in_the_last_bits_are_close() -> None:
 
 def test_ctrl_c_leaves_no_process_behind() -> None:
     code = (
-        "from trimtab.model.pipeline import Schedule, Stage; from trimtab.runtime.pipeline.runner import run_pipeline\n"
-        "stages = tuple(Stage(f'h{i}', 't', i, i, 0.2, 0, 0, 0) for i in (1, 2))\n"
+        "from trimtab.model.pipeline import PipelineStage, Schedule\n"
+        "from trimtab.runtime.pipeline.runner import run_pipeline\n"
+        "stages = tuple(PipelineStage(f'h{i}', 't', i, i, 0.2, 0, 0, 0) for i in (1, 2))\n"
         "run_pipeline(Schedule(stages), emulate=True, microbatches=500, progress=lambda s: print(s, flush=True))"
     )
     child = subprocess.Popen(

@@ -174,7 +174,7 @@ def test_explain_says_why_a_group_is_not_larger(capsys: pytest.CaptureFixture[st
     waits = {"code": "NO_NODE", "sentence": "it asks 8 gpu, and no node is large enough"}
     members = [
         {"member": "t-0001", "task": "t-0001", "state": "working", "node": "ab" * 28, "rank": 0, "reason": waits},
-        {"member": "t-0002", "task": "t-0002", "state": "asked", "node": None, "rank": None, "reason": waits},
+        {"member": "t-0002", "task": "t-0002", "state": "pending", "node": None, "rank": None, "reason": waits},
     ]
     facts = {"state": "working", "reason": waits, "deadline": None, "pool": "rlhf", "unit": {"gpu": 8.0}, "size": 1}
     session.ask("publish", "group", "trainers", {**facts, "wanted": 2, "members": members}, session.client)
@@ -243,7 +243,7 @@ def test_a_drained_pool_starts_nothing_until_it_is_opened_again(
 ) -> None:
     pool = session.pool("closing", {"cpu": 1})
     status, out, _ = call(capsys, "pool", "drain", "closing")
-    assert (status, out) == (0, "pool closing starts nothing new: 0 in its slots, 0 waiting\n")
+    assert (status, out) == (0, "pool closing starts nothing new: 0 running, 0 waiting\n")
     task = pool.submit(Actor, resources={"cpu": 1}, id="newcomer")
     assert asked(capsys, "explain", "newcomer")["reason"]["code"] == "DRAINED"
     assert "closing (drained)" in call(capsys, "pool", "list")[1]
@@ -353,6 +353,7 @@ def keys_of(command: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", row[1]))
 
 
+@pytest.mark.long
 def test_the_python_of_the_page_runs_as_it_stands(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     for_all: dict[str, Any] = {"__name__": "page"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from disks import full, small_disk
 from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, Task, connect
-from trimtab.runtime.client.task_errors import TaskFailedError
+from trimtab.runtime.client.task import TaskFailedError
 from trimtab.runtime.rayapi.connect import connected
 
 CPU = {"cpu": 1}
@@ -39,30 +39,6 @@ def own_session(**settings: Any) -> Iterator[Session]:
         yield session
     finally:
         session.shutdown()
-
-
-@contextlib.contextmanager
-def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A file system of its own with so much room."""
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("a file system cannot be mounted here: it takes root")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", place], check=True)
-
-
-@contextlib.contextmanager
-def full(disk: Path) -> Iterator[None]:
-    """While this lasts, there is no room on the disk."""
-    ballast = disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
-    yield
-    ballast.unlink()
 
 
 def until(true: Callable[[], Any], timeout_s: float = LONG_S) -> Any:
@@ -131,7 +107,7 @@ class Stuck:
 # ---- the controller dies while a task saves ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saved", ["while it is away", "when it is back"])
+@pytest.mark.parametrize("saved", ["while it is away", pytest.param("when it is back", marks=pytest.mark.long)])
 def test_a_state_saved_for_a_controller_that_died_is_restored(tmp_path: Path, saved: str) -> None:
     with own_session() as session:
         session.preemption(cancel_timeout_s=60.0, save_timeout_s=60.0)
@@ -184,7 +160,7 @@ def test_a_submission_to_a_full_disk_says_what_is_full_and_what_to_do(tmp_path: 
         assert task.result(timeout=LONG_S) == "xxx"
 
 
-@pytest.mark.parametrize("shared_dir", [False, True])
+@pytest.mark.parametrize("shared_dir", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_state_saved_to_a_full_disk_is_not_lost(tmp_path: Path, shared_dir: bool) -> None:
     with (
         small_disk(tmp_path / "disk", "3m") as disk,
@@ -233,7 +209,7 @@ def test_a_state_that_only_its_node_has_outlives_the_controller(tmp_path: Path) 
 # ---- a start that hangs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_start_that_takes_too_long_ends_with_its_own_reason(plain: bool) -> None:
     with own_session() as session:
         pool = session.pool("p", {"cpu": 1})

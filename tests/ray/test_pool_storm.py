@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import storm as storms
+from disks import small_disk
 from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives
 from trimtab.core.errors import TrimtabError
 from trimtab.model.pool import ENDED, TaskState
@@ -40,9 +41,9 @@ def storm_over(nodes: int, seed: int) -> Iterator[Storm]:
     cloudpickle.unregister_pickle_by_value(storms)
 
 
-def rage(storm: Storm, session: Session, wanted: int, pause_s: float) -> None:
+def rage(storm: Storm, session: Session, disk: Path, wanted: int, pause_s: float) -> None:
     """Until so many faults were made: every thirteenth kills the controller, every fortieth a node, every seventh
-    freezes the process of a task, and the others kill one.
+    freezes the process of a task, every eleventh fills the controller's disk, and the others kill a task.
 
     While the controller is away, processes that it last named are killed too, and it finds that when it is back.
     """
@@ -63,7 +64,10 @@ def rage(storm: Storm, session: Session, wanted: int, pause_s: float) -> None:
                     storm.kill_host(running)
             else:
                 running = process_names(member.pid for seen in session.tasks() for member in seen.members)
-                (storm.freeze_host if number % 7 == 0 else storm.kill_host)(running)
+                if number % 11 == 0:
+                    storm.fill_disk(disk, running)
+                else:
+                    (storm.freeze_host if number % 7 == 0 else storm.kill_host)(running)
 
 
 def weather(
@@ -72,13 +76,16 @@ def weather(
     """So many faults while so many tasks run, each of which works for some seconds."""
     import ray
 
-    with connect(name=name) as session:
+    with (
+        small_disk(directory / "disk", "64m") as disk,
+        connect(name=name, journal_dir=str(disk / "journal")) as session,
+    ):
         pool = session.pool("p", quota={"cpu": len(storm.nodes) * CPUS}, warm_hosts=len(storm.nodes), wait_s=3_600.0)
         tasks = [f"t{at:03d}" for at in range(count)]
         for at, task in enumerate(tasks):
             settings = {"id": task, "run": "run", "restarts": -1, "priority": float(at % 3)}
             pool.submit(Work, (task, str(directory), seconds), resources={"cpu": 1}, **settings)
-        rage(storm, session, wanted, pause_s)
+        rage(storm, session, disk, wanted, pause_s)
         (directory / "calm").touch()
         for task in tasks:
             assert session.task(task).result(timeout=120.0) == f"result of {task}"
@@ -104,7 +111,7 @@ def weather(
 def test_sixty_faults_lose_and_double_nothing(tmp_path: Path) -> None:
     with storm_over(nodes=3, seed=7) as storm:
         weather(storm, tmp_path, "storm", 60, 40, seconds=6.0, pause_s=0.1)
-    assert {"task killed", "task frozen", "controller killed", "node killed"} == set(storm.faults.counts)
+    assert {"task killed", "task frozen", "controller killed", "node killed", "disk full"} == set(storm.faults.counts)
 
 
 @pytest.mark.long

@@ -77,7 +77,7 @@ def test_its_exit_status_tells_that_something_did_not_happen(
     assert main([]) == rlhf_demo.NOT_DONE
     said = capsys.readouterr().out
     assert "✗ total_preemptions = 0" in said
-    assert "1 checks did not hold" in said
+    assert "1 checks failed" in said
 
 
 def test_it_cleans_up_after_ctrl_c(small_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,9 +293,9 @@ def test_a_framework_file_is_read_again_for_its_new_number_of_nodes(
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--join", "many"], 2, "no number of nodes"),
+        (["--join", "many"], 2, "not a number of nodes"),
         (["--join", "1", "--leave", "node9"], 2, "did you mean node"),
-        (["--kind", "H100"], 2, "--kind is of nodes that join"),
+        (["--kind", "H100"], 2, "--kind needs --join"),
         (["--leave", "2"], 3, "no GPU would be left"),
         (["--address", "127.0.0.1:1"], 4, "nothing answers at 127.0.0.1:1"),
     ],

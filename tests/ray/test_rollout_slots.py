@@ -36,7 +36,7 @@ from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.procs.processes import table
 from trimtab.runtime.rollout.launch.demand import DemandWatch
-from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, places_on
+from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, engines_that_fit
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
 from trimtab.runtime.rollout.launch.start import engines_as_processes, engines_on_slots
 from waiting import until_async
@@ -46,7 +46,8 @@ MARK = f"slots-{uuid.uuid4().hex[:8]}"
 GPU = {"gpu": 1}
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0)
 RULES = RolloutRules(
-    least=1, most=4, capacity=4, monitor_s=0.2, drain_s=3.0, abort_s=1.0, stall_s=60.0, suspect_s=0.5, lost_s=5.0,
+    min_workers=1, max_workers=4, capacity=4, monitor_s=0.2, drain_s=3.0, abort_s=1.0, stall_s=60.0, suspect_s=0.5,
+    lost_s=5.0,
     back_off_s=0.2, probe_s=2.0, stop_s=30.0, retries=20,
 )  # fmt: skip
 
@@ -199,14 +200,14 @@ def test_an_engine_ends_with_the_process_that_holds_its_slot_and_comes_back_in_a
     async def play() -> None:
         async with engines(session, slots, workers=1) as (pool, launcher):
             await until_async(lambda: active(pool), "an engine")
-            [place] = launcher.places.values()
+            [place] = launcher.worker_slots.values()
             async with traffic(pool) as flow:
                 await flow.flows()
-                [engine], [host] = servers(), await asyncio.to_thread(lambda: place.line.task.members)
+                [engine], [host] = servers(), await asyncio.to_thread(lambda: place.member.task.members)
                 kill(host.pid)
                 await until_async(lambda: engine not in servers(), "its end")
                 await until_async(lambda: servers() and active(pool), "another engine, on a slot of its own")
-                assert list(launcher.places.values()) != [place]
+                assert list(launcher.worker_slots.values()) != [place]
                 await flow.flows()
         assert not servers()
         assert not [one for one in await asyncio.to_thread(slots.tasks) if one.state is TaskState.running]
@@ -252,17 +253,17 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
         first = await asyncio.to_thread(vip)
         await asyncio.to_thread(first.wait, "running", WAIT_S)
         async with engines(session, slots, workers=2) as (pool, launcher):
-            await until_async(lambda: len(active(pool)) == 1 and any(p.taken for p in launcher.places.values()))
-            [waits] = [place.worker for place in launcher.places.values() if place.taken]
+            await until_async(lambda: len(active(pool)) == 1 and any(p.taken for p in launcher.worker_slots.values()))
+            [waits] = [place.worker for place in launcher.worker_slots.values() if place.taken]
             view = next(one for one in pool.workers() if one.worker == waits)
             assert view.state in (WorkerState.inactive, WorkerState.lost)
             assert any("no room in pool gpus" in chapter.reason.sentence for chapter in pool.story(waits))
-            [place] = [one for one in launcher.places.values() if not one.taken]
+            [place] = [one for one in launcher.worker_slots.values() if not one.taken]
             async with traffic(pool) as flow:
                 [engine] = servers()
                 kill(engine)
                 await until_async(lambda: servers() not in ([], [engine]) and active(pool), "another engine")
-                assert launcher.places[place.worker] is place, "in the same slot"
+                assert launcher.worker_slots[place.worker] is place, "in the same slot"
                 await asyncio.to_thread(first.complete)
                 await until_async(lambda: len(active(pool)) == 2, "the second engine")
                 await flow.flows()
@@ -273,7 +274,7 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
                 await flow.flows()
             async with pool.refit(1) as refit:
                 await refit.load(str(tiny_gguf(shift=0.5)))
-            assert len(launcher.places) == 2, "the refit kept the slot"
+            assert len(launcher.worker_slots) == 2, "the refit kept the slot"
             await asyncio.to_thread(second.complete)
             await until_async(lambda: len(active(pool)) == 2, "its return")
             answers = await pool.generate([(5, 6, 7)] * 6, GREEDY)
@@ -284,11 +285,12 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
     run(play(), within_s=300)
 
 
+@pytest.mark.long
 def test_engines_follow_nodes_that_drain_and_join_and_are_lost(nodes: Nodes, session: Session, slots: Pool) -> None:
     async def play() -> None:
-        async with engines(session, slots, least=1, most=8) as (pool, launcher):
+        async with engines(session, slots, min_workers=1, max_workers=8) as (pool, launcher):
             await until_async(lambda: len(active(pool)) == 2, "an engine on every node")
-            where = {place.line.node: place.worker for place in launcher.places.values()}
+            where = {place.member.node: place.worker for place in launcher.worker_slots.values()}
             [going] = nodes.there
             leaver = where.pop(going.node_id)
             [stayer] = where.values()
@@ -323,7 +325,7 @@ class Ledger:
     """A rollout pool and a launcher that only take note."""
 
     unit: Resources = TWO_GPUS
-    places: dict[str, Any] = field(default_factory=dict)
+    worker_slots: dict[str, Any] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     background: Background = field(default_factory=Background)
@@ -350,30 +352,32 @@ def node(name: str, gpus: float, state: NodeState = NodeState.ready, **more: Any
 
 def test_a_node_has_places_for_what_is_left_of_it_and_none_before_it_may_be_used() -> None:
     unit = TWO_GPUS
-    assert places_on(node("a", 8), unit) == 4
-    assert places_on(node("a", 8), unit, per_node=1) == 1
-    assert places_on(node("a", 8, outside=Resources.of(gpu=3)), unit) == 2
-    assert places_on(node("a", 1), unit) == 0
-    assert places_on(node("a", 8, NodeState.suspect), unit) == 4, "silent for a moment"
+    assert engines_that_fit(node("a", 8), unit) == 4
+    assert engines_that_fit(node("a", 8), unit, per_node=1) == 1
+    assert engines_that_fit(node("a", 8, outside=Resources.of(gpu=3)), unit) == 2
+    assert engines_that_fit(node("a", 1), unit) == 0
+    assert engines_that_fit(node("a", 8, NodeState.suspect), unit) == 4, "silent for a moment"
     for state in (NodeState.held, NodeState.draining, NodeState.lost):
-        assert places_on(node("a", 8, state), unit) == 0
-    assert places_on(node("a", 8, told=False), unit) == 0
+        assert engines_that_fit(node("a", 8, state), unit) == 0
+    assert engines_that_fit(node("a", 8, announced=False), unit) == 0
 
 
 def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first() -> None:
     async def play() -> None:
         ledger = Ledger()
-        follower = EnginesPerNode(ledger, least=1, most=5)  # type: ignore[arg-type]
-        follower.hear([])
+        follower = EnginesPerNode(ledger, min_workers=1, max_workers=5)  # type: ignore[arg-type]
+        follower.update([])
         assert ledger.added == ["engine-1"], "the least, wherever they will be"
-        follower.hear([node("a", 4), node("b", 4)])
+        follower.update([node("a", 4), node("b", 4)])
         assert len(follower.workers) == 4
         for worker, where in zip(follower.workers, "aabb", strict=True):
-            ledger.places[worker] = SimpleNamespace(line=SimpleNamespace(there=True, node=where), node_goes=False)
-        follower.hear([node("a", 4, NodeState.draining), node("b", 4)])
+            ledger.worker_slots[worker] = SimpleNamespace(
+                member=SimpleNamespace(there=True, node=where), node_leaving=False
+            )
+        follower.update([node("a", 4, NodeState.draining), node("b", 4)])
         await asyncio.sleep(0)
         assert ledger.removed == ["engine-1", "engine-2"]
-        follower.hear([node("b", 4), node("c", 16)])
+        follower.update([node("b", 4), node("c", 16)])
         assert len(follower.workers) == 5
         assert ledger.added[-1] == "engine-7", "a name is not given twice"
 
@@ -396,21 +400,21 @@ def test_a_taker_is_who_waits_for_engines_alone_and_less_what_is_being_given_up_
         return explained[args[0]] if door == "explain" else {"pools": {"gpus": {"queue": ("t3", *explained)}}}
 
     def place(task: str, up: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(line=SimpleNamespace(task=SimpleNamespace(id=task)), up=up, taken=False)
+        return SimpleNamespace(member=SimpleNamespace(task=SimpleNamespace(id=task)), up=up, taken=False)
 
     async def play() -> None:
         states = {"w1": WorkerState.active, "w2": WorkerState.active, "w3": WorkerState.inactive}
         launcher = SimpleNamespace(
             ask=ask,
-            places={"w1": place("t1"), "w2": place("t2"), "w3": place("t3", up=False)},
+            worker_slots={"w1": place("t1"), "w2": place("t2"), "w3": place("t3", up=False)},
             pool=SimpleNamespace(workers=lambda: [SimpleNamespace(worker=w, state=s) for w, s in states.items()]),
         )
         takers = DemandWatch(launcher, use_s=60.0)  # type: ignore[arg-type]
-        assert await takers.found() == (rollout.Taker("one", 1, 60.0), rollout.Taker("two", 2, 60.0))
+        assert await takers.find() == (rollout.Taker("one", 1, 60.0), rollout.Taker("two", 2, 60.0))
         states["w2"] = WorkerState.draining
-        assert await takers.found() == (rollout.Taker("two", 2, 60.0),)
-        launcher.places["w2"].taken = True
-        assert len(await takers.found()) == 2, "what the slots' pool takes is for somebody else"
+        assert await takers.find() == (rollout.Taker("two", 2, 60.0),)
+        launcher.worker_slots["w2"].taken = True
+        assert len(await takers.find()) == 2, "what the slots' pool takes is for somebody else"
 
     run(play())
 

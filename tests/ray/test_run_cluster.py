@@ -82,6 +82,7 @@ def test_emulated_components_take_turns_and_work_side_by_side_as_the_plan_has_th
     assert session.tasks() == [] or all(one.state.value in ("done", "cancelled") for one in session.tasks())
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_its_folder(session: Session, tmp_path: Path) -> None:
     first = job(tmp_path, 4, use="run_parts:Noting")
     assert ClusterRun(first, tmp_path / "resumed", session).run().state == "done"

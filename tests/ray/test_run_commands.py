@@ -93,15 +93,15 @@ def test_a_job_without_costs_is_measured_planned_and_run_and_the_end_says_what_t
 ) -> None:
     assert run(["run", str(job_file(tmp_path, iterations=6)), "--local"]) == 0
     told = capsys.readouterr()
-    for words in ("6 iterations", "this process, without Ray", "costs are not stated", "plan (measured; from iteration",
+    for words in ("6 iterations", "this process, without Ray", "no costs are given", "plan (measured; from iteration",
                   "iteration 1 of 6", "iteration 6 of 6", "total "):  # fmt: skip
         assert words in told.err
-    for words in ("done: all 6 iterations are done", "folder: runs/small-1 (a state after iteration 6)",
-                  "go on:  trimtab run --resume runs/small-1 --local --iterations 12",
+    for words in ("done: all 6 iterations are done", "folder: runs/small-1 (checkpoint after iteration 6)",
+                  "resume: trimtab run --resume runs/small-1 --local --iterations 12",
                   "report: trimtab report runs/small-1", "trimtab plan --from-run runs/small-1"):  # fmt: skip
         assert words in told.out
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5, 6]
-    assert (tmp_path / "runs/small-1/job.yaml").read_text().startswith("# What this run was asked to do")
+    assert (tmp_path / "runs/small-1/job.yaml").read_text().startswith("# The job of this run")
 
 
 def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_plan_of_ones_own_is_run_as_it_is(tmp_path: Path, capsys: pytest.Captu
     assert "GPUs that do not exist: 9" in capsys.readouterr().err
     (tmp_path / "plan.json").write_text("{}")
     assert run(["run", str(path), "--local", "--plan", "plan.json"]) == 2
-    assert "this is no plan" in capsys.readouterr().err
+    assert "not a plan" in capsys.readouterr().err
     with pytest.raises(InfeasibleError, match="does not say where trainer goes"):
         trimtab.Job.load(path).plan({"rollout": [0]})
     with pytest.raises(InputError, match="no component named critic"):
@@ -177,7 +177,7 @@ def test_a_run_goes_on_from_its_folder_without_its_file(tmp_path: Path, capsys: 
     assert run(["run", "--resume", "runs/small-1", "--local"]) == 0
     assert "all 3 iterations are done already: --iterations N" in capsys.readouterr().out
     assert run(["run", "--resume", "runs/small-1", "--local", "--iterations", "7"]) == 0
-    assert "goes on after iteration 3" in capsys.readouterr().err
+    assert "continues after iteration 3" in capsys.readouterr().err
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5, 6, 7]
     assert ("load", "trainer", 6) in run_parts.LOG
     # The longer job is what the folder keeps from now on.
@@ -257,9 +257,9 @@ def test_what_is_wrong_in_a_file_is_refused_by_its_key_before_anything_is_made(
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], "which job to run is not said"),
+        ([], "JOB is missing"),
         (["there/is/none.yaml"], "there is no file there/is/none.yaml"),
-        (["small.yaml", "--local", "--address", "1.2.3.4:5"], "--local runs without Ray"),
+        (["small.yaml", "--local", "--address", "1.2.3.4:5"], "--local and --address exclude each other"),
         (["small.yaml", "--local", "--iterations", "0"], "iterations is a whole number of 1 or more"),
         (["--resume", "nowhere"], "there is no run in this folder"),
         (["--resume", "."], "there is no run in this folder"),
@@ -304,7 +304,7 @@ def test_more_nodes_than_one_machine_carries_are_refused(tmp_path: Path, capsys:
     ("how", "code", "what"),
     [
         ("raise", "RAISED", "the step of trainer raised RuntimeError: out of memory"),
-        ("exit", None, "the step of trainer wanted to end the process: SystemExit"),
+        ("exit", None, "the step of trainer tried to exit the process: SystemExit"),
         ("generator", None, "trainer returned a generator"),
         ("hang", "HUNG", "the step of trainer was not over after 2 s"),
     ],
@@ -319,7 +319,7 @@ def test_a_component_that_misbehaves_ends_the_run_with_status_4_and_the_folder_i
     told = capsys.readouterr()
     assert f"error: {what}" in told.err
     assert "failed: " in told.out
-    assert "go on:  trimtab run --resume runs/small-1 --local" in told.out
+    assert "resume: trimtab run --resume runs/small-1 --local" in told.out
     folder = tmp_path / "runs/small-1"
     assert numbers(folder) == [1, 2]
     assert read_run(folder).saved == 2
@@ -342,8 +342,8 @@ def test_a_disk_that_takes_no_more_events_is_said_and_ends_no_run(
     path = job_file(tmp_path, costs=", seconds: {1: 0.01}")
     assert run(["run", str(path), "--local"]) == 0
     told = capsys.readouterr().out
-    assert "not all of it is in the folder: events cannot be written: No space left on device" in told
-    assert "(a state after iteration 2)" in told
+    assert "the folder is incomplete: events cannot be written: No space left on device" in told
+    assert "(checkpoint after iteration 2)" in told
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert run(["run", "--resume", "runs/small-1", "--local", "-q"]) == 0
@@ -386,11 +386,11 @@ def test_ctrl_c_once_ends_the_run_after_its_iteration_and_says_how_to_go_on(tmp_
     with begun(str(path), "--local") as process:
         read_until(process, "iteration 1 of 500")
         process.send_signal(signal.SIGINT)
-        read_until(process, "it ends after the iteration under way")
+        read_until(process, "the run stops after the current iteration")
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "stopped: Ctrl-C" in out
-    assert "go on:  trimtab run --resume runs/small-1 --local" in out
+    assert "resume: trimtab run --resume runs/small-1 --local" in out
     folder = tmp_path / "runs/small-1"
     done = numbers(folder)
     assert done == list(range(1, done[-1] + 1))
@@ -404,7 +404,7 @@ def test_a_signal_asks_whether_the_plan_is_still_right(tmp_path: Path) -> None:
     with begun(str(path), "--local") as process:
         read_until(process, "iteration 1 of 300")
         process.send_signal(signal.SIGUSR1)
-        read_until(process, "asked whether the plan is still right")
+        read_until(process, "re-planning requested")
         read_until(process, "stays: ")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
@@ -415,13 +415,13 @@ def test_on_a_terminal_the_run_is_a_picture_that_says_what_ctrl_c_does(tmp_path:
     path = job_file(tmp_path, iterations=900, pause_s=0.02, costs=", seconds: {1: 0.01}")
     screen = Terminal(TRIMTAB, "run", str(path), "--local", cwd=tmp_path, around=dict(os.environ))
     try:
-        screen.expect("Ctrl-C ends it after this iteration, a second one at once")
+        screen.expect("Ctrl-C stops the run after this iteration, a second Ctrl-C at once")
         screen.expect(r"iteration \d+ of 900 [\s\S]*?plan: rollout 1 \| trainer 1 GPUs")
         screen.expect(r"trainer +1 +\d+ ms")
         screen.interrupt()
-        screen.expect("it ends after the iteration under way")
+        screen.expect("the run stops after the current iteration")
         assert screen.ended() == 130
-        assert "go on:  trimtab run --resume runs/small-1 --local" in screen.text
+        assert "resume: trimtab run --resume runs/small-1 --local" in screen.text
     finally:
         screen.close()
 
@@ -433,7 +433,7 @@ def test_ctrl_c_twice_ends_the_run_at_once(tmp_path: Path) -> None:
         read_until(process, "iteration 1 of 5")
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        read_until(process, "it ends after the iteration under way")
+        read_until(process, "the run stops after the current iteration")
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -471,6 +471,7 @@ def test_on_ray_a_job_is_run_and_one_that_asks_for_more_than_there_is_refused(
     assert sorted(one.name for one in (tmp_path / "runs").iterdir()) == ["small-1"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_here")
 def test_on_ray_a_component_whose_process_dies_comes_back_and_nothing_counts_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -490,7 +491,7 @@ def test_on_ray_a_component_whose_process_dies_comes_back_and_nothing_counts_twi
     assert run(["run", str(path)]) == 0
     told = capsys.readouterr()
     assert "trainer is lost: " in told.err
-    assert "on the way, losses: 1" in told.out
+    assert "during the run, losses: 1" in told.out
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5]
     assert read_run(tmp_path / "runs/small-1").metrics[5]["trainer"]["total"] == 9.5  # batches 9 and 10 of the run
 
@@ -519,7 +520,7 @@ def test_with_a_ray_of_its_own_nothing_is_left_behind_after_ctrl_c(tmp_path: Pat
         process.send_signal(signal.SIGINT)
         out, rest = process.communicate(timeout=120)
     assert process.returncode == 130, rest
-    assert "go on:  trimtab run --resume runs/small-1\n" in out
+    assert "resume: trimtab run --resume runs/small-1\n" in out
     assert family(None, mark) == []
     folder = tmp_path / "runs/small-1"
     assert read_run(folder).saved == numbers(folder)[-1]
@@ -545,6 +546,7 @@ def two_ctrl_c_while_it_starts(tmp_path: Path, after_s: float, gap_s: float) -> 
     assert family(None, mark) == [], (after_s, gap_s)
 
 
+@pytest.mark.long
 def test_two_ctrl_c_while_ray_starts_end_it_and_leave_nothing(tmp_path: Path) -> None:
     for after_s, gap_s in ((0.3, 0.3), (2.5, 0.02)):
         two_ctrl_c_while_it_starts(tmp_path, after_s, gap_s)
@@ -645,7 +647,7 @@ def test_what_nobody_else_could_import_or_keep_is_refused(tmp_path: Path) -> Non
         pass
 
     both = {"rollout": run_parts.Bare, "trainer": {"use": run_parts.Bare, "after": "rollout"}}
-    with pytest.raises(InputError, match="inside of a function"):
+    with pytest.raises(InputError, match="inside a function"):
         trimtab.Job({**both, "rollout": Inside})
     with pytest.raises(InputError, match="rollout is a Bare: a class is expected"):
         trimtab.Job({**both, "rollout": run_parts.Bare(None)})
@@ -676,29 +678,31 @@ def test_what_happens_to_a_run_is_said_in_words() -> None:
     advice = {"what": "advise", "code": "DRIFTED", "reason": "rollout grew", "numbers": numbers}
     plan = {"plan": "rollout 6 | trainer 2", "predicted_s": 15.0}
     said = [
-        *story.heard("resumed", {"after": 20, "void": 3}),
-        *story.heard("plan", {"why": "first", "iteration": 21, "plan": "rollout, trainer 8", "predicted_s": 20.0}),
-        *story.heard("decided", {"what": "stay", "code": "TOO_FEW", "reason": "1 of 8 iterations are measured"}),
-        *story.heard("decided", {**advice, "plan": plan}),
-        *story.heard("decided", {**advice, "plan": plan}),  # once is enough
-        *story.heard("move", {"move": 1, "state": "begun", "reason": "rollout grew", "numbers": numbers, "plan": plan}),
-        *story.heard("move", {"move": 1, "state": "stage", "stage": "save"}),
-        *story.heard("move", {"move": 1, "state": "rolling back", "stage": "load", "reason": "a disk is full"}),
-        *story.heard("move", {"move": 1, "state": "rolled back"}),
-        *story.heard("move", {"move": 2, "state": "arrived", "took_s": 2.0}),
-        *story.heard("move", {"move": 3, "state": "stuck", "reason": "there is no way back"}),
-        *story.heard("cluster", {"why": "joined", "nodes": [["a", 8, ""], ["b", 8, ""]], "leaving": ["a"]}),
-        *story.heard("range", {"component": "rollout", "least": 2, "most": 6}),
-        *story.heard("task", {"task": "eval", "what": "running", "reason": "room made by evicting others"}),
-        *story.heard("task", {"task": "eval", "what": "cancelling", "reason": "its work is done"}),
-        *story.heard("worker", {"component": "rollout", "worker": "w1", "state": "draining", "code": "TAKEN"}),
-        *story.heard("worker", {"component": "rollout", "worker": "w1", "state": "active", "code": "CURRENT"}),
-        *story.heard("lost", {"component": "trainer", "why": "its process is gone", "after": 20, "void": 0}),
-        *story.heard("told", {"code": "NO_PLAN", "reason": "nothing fits"}),
-        *story.heard("something new", {}),
+        *story.on_event("resumed", {"after": 20, "void": 3}),
+        *story.on_event("plan", {"why": "first", "iteration": 21, "plan": "rollout, trainer 8", "predicted_s": 20.0}),
+        *story.on_event("decided", {"what": "stay", "code": "TOO_FEW", "reason": "1 of 8 iterations are measured"}),
+        *story.on_event("decided", {**advice, "plan": plan}),
+        *story.on_event("decided", {**advice, "plan": plan}),  # once is enough
+        *story.on_event(
+            "move", {"move": 1, "state": "begun", "reason": "rollout grew", "numbers": numbers, "plan": plan}
+        ),
+        *story.on_event("move", {"move": 1, "state": "stage", "stage": "save"}),
+        *story.on_event("move", {"move": 1, "state": "rolling back", "stage": "load", "reason": "a disk is full"}),
+        *story.on_event("move", {"move": 1, "state": "rolled back"}),
+        *story.on_event("move", {"move": 2, "state": "arrived", "took_s": 2.0}),
+        *story.on_event("move", {"move": 3, "state": "stuck", "reason": "there is no way back"}),
+        *story.on_event("cluster", {"why": "joined", "nodes": [["a", 8, ""], ["b", 8, ""]], "leaving": ["a"]}),
+        *story.on_event("range", {"component": "rollout", "least": 2, "most": 6}),
+        *story.on_event("task", {"task": "eval", "what": "running", "reason": "room made by evicting others"}),
+        *story.on_event("task", {"task": "eval", "what": "cancelling", "reason": "its work is done"}),
+        *story.on_event("worker", {"component": "rollout", "worker": "w1", "state": "draining", "code": "TAKEN"}),
+        *story.on_event("worker", {"component": "rollout", "worker": "w1", "state": "active", "code": "CURRENT"}),
+        *story.on_event("lost", {"component": "trainer", "why": "its process is gone", "after": 20, "void": 0}),
+        *story.on_event("told", {"code": "NO_PLAN", "reason": "nothing fits"}),
+        *story.on_event("something new", {}),
     ]  # fmt: skip
     assert said == [
-        "goes on after iteration 20; 3 iterations after that had no state saved and will run again",
+        "continues after iteration 20; 3 iterations after that had no checkpoint and will run again",
         "plan: rollout, trainer 8 GPUs, 20.0 s an iteration",
         "would move to rollout 6 | trainer 2: rollout grew (25% less an iteration; the move costs 60.0 s, assumed)",
         "move 1 to rollout 6 | trainer 2: rollout grew (25% less an iteration; the move costs 60.0 s, assumed)",
@@ -706,8 +710,8 @@ def test_what_happens_to_a_run_is_said_in_words() -> None:
         "move 1 is rolled back: the plan before runs again",
         "move 2 is done after 2.0 s",
         "move 3 is stuck: there is no way back",
-        "nodes have changed (joined): 2 nodes with 16 GPUs now; a will go",
-        "rollout may have 2 to 6 GPUs",
+        "nodes changed (joined): 2 nodes with 16 GPUs now; a draining",
+        "rollout may use 2 to 6 GPUs",
         "task eval: running, room made by evicting others",
         "rollout: worker w1 is draining",
         "trainer is lost: its process is gone",

@@ -38,7 +38,7 @@ from trimtab.rollout import EngineRollout  # noqa: E402
 from trimtab.runtime.client.session import Pool, Session, connect  # noqa: E402
 from trimtab.runtime.procs.processes import table  # noqa: E402
 from trimtab.runtime.run.component import Batch, Place, Result  # noqa: E402
-from trimtab.runtime.run.engines.event_log import diary_of, read_diary  # noqa: E402
+from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log  # noqa: E402
 from trimtab.runtime.run.job import ComponentCode, RunJob  # noqa: E402
 from trimtab.runtime.run.job_file import load_run  # noqa: E402
 from trimtab.runtime.run.local_run import LocalRun, RunEnd  # noqa: E402
@@ -116,7 +116,7 @@ def test_answers_do_not_depend_on_how_many_engines_there_are() -> None:
 def test_a_run_with_engines_that_is_stopped_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:
     run = job(6, seed=5, **SMALL)
     whole = LocalRun(run, tmp_path / "whole").run()
-    stopped = LocalRun(run, tmp_path / "parts", told=lambda one, _: one.number == 3 and stopped.stop())
+    stopped = LocalRun(run, tmp_path / "parts", on_iteration=lambda one, _: one.number == 3 and stopped.stop())
     stopped.run()
     resumed = LocalRun(run, tmp_path / "parts", resume=True).run()
     assert resumed.state == "done"
@@ -174,11 +174,11 @@ def test_more_and_fewer_engines_while_nothing_is_lost(tmp_path: Path) -> None:
         until(lambda: len(active(rollout)) == 2, "the least")
     finally:
         rollout.close()
-    told, end = read_diary(diary_of(tmp_path, "rollout"))
-    assert [one["state"] for one in told if one["worker"] == "rollout-1"] == ["starting", "active", "left"]
-    assert {one["worker"] for one in told if one["state"] == "left"} == {"rollout-1", "rollout-2", "rollout-3"}
-    assert all(one["reason"] and one["code"] for one in told)
-    assert read_diary(diary_of(tmp_path, "rollout"), end) == ([], end)
+    lines, end = read_event_log(event_log_path(tmp_path, "rollout"))
+    assert [one["state"] for one in lines if one["worker"] == "rollout-1"] == ["starting", "active", "left"]
+    assert {one["worker"] for one in lines if one["state"] == "left"} == {"rollout-1", "rollout-2", "rollout-3"}
+    assert all(one["reason"] and one["code"] for one in lines)
+    assert read_event_log(event_log_path(tmp_path, "rollout"), end) == ([], end)
 
 
 def test_what_was_saved_is_what_engines_work_with_afterwards(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_with_elastic_settings_engines_that_nobody_needs_are_not_kept() -> None:
         ({"gpus_each": 0}, "gpus_each is 0"),
         ({"gateway": {"prt": 3}}, "unknown key prt"),
         ({"rules": {"drains_s": 3.0}}, "unknown key drains_s"),
-        ({"rules": {"most": 3}}, "the run's to set"),
+        ({"rules": {"max_workers": 3}}, "is set by the run"),
         ({"elastic": {"max_worker": 3}}, "unknown key max_worker"),
         ({"gpu_each": 2}, "unknown setting gpu_each"),
     ],
@@ -409,13 +409,13 @@ def test_no_answer_is_lost_or_changed_when_engines_die_are_evicted_added_and_rem
     assert right.metrics["workers"] == 2
     # Killed.
     step = Stepping(rollout)
-    victim = rollout.fleet.pids()["rollout-2"]
+    victim = rollout.engine_pool.pids()["rollout-2"]
     os.kill(victim, signal.SIGKILL)
     killed = step.end()
     assert same(killed, right)
     assert killed.metrics["resumed"] > 0
     until(lambda: len(active(rollout)) == 2, "its return")
-    assert rollout.fleet.pids()["rollout-2"] != victim
+    assert rollout.engine_pool.pids()["rollout-2"] != victim
     # Evicted by somebody of a higher priority, and back when that one is through.
     step = Stepping(rollout)
     taker = pool.submit(Taker, resources={"gpu": 3}, id="taker", priority=9.0, preemptible=False)
@@ -449,6 +449,7 @@ def test_no_answer_is_lost_or_changed_when_engines_die_are_evicted_added_and_rem
     assert same(step.end(), right)
 
 
+@pytest.mark.long
 def test_a_run_on_a_cluster_has_its_engines_on_slots_and_leaves_none(session: Session, tmp_path: Path) -> None:
     text = (ROOT / "examples" / "grpo" / "engines.yaml").read_text().replace("nodes: 2", "nodes: 1")
     path = tmp_path / "job.yaml"

@@ -157,6 +157,7 @@ def test_a_node_that_is_lost_leaves_the_run_a_smaller_plan_and_one_that_joins_a_
     assert "gone with node" in forced[-1]["reason"]
 
 
+@pytest.mark.long
 def test_a_node_that_is_lost_while_components_are_first_placed_leaves_the_run_a_smaller_plan(
     house: House, tmp_path: Path
 ) -> None:
@@ -246,6 +247,7 @@ class BreaksInTurn(MigrationExecutor):
         super().do(stage)
 
 
+@pytest.mark.long
 def test_moves_that_fail_at_each_of_their_stages_are_undone_one_after_another(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

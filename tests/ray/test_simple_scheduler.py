@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from trimtab import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
-from trimtab.compat.simple_scheduler.input import MB
-from trimtab.compat.simple_scheduler.preemption import PreemptionSettings
+from trimtab.compat.simple_scheduler.input import MB, PreemptionSettings
 from trimtab.core.errors import InputError
 from trimtab.runtime.rayapi.connect import import_ray
 from waiting import until
@@ -623,7 +622,7 @@ def test_a_pool_is_asked_for_again_only_as_it_is(scheduler: SimpleScheduler) -> 
         "success": True,
         "pool": "again",
         "created": False,
-        "reason": "it was there, with the same configuration",
+        "reason": "it exists, with the same configuration",
         "error": None,
     }
     assert scheduler.ensure_pool("again")["success"]  # no quota said: as it is

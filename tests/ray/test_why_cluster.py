@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import typer
+from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-import ray
-from ray import cloudpickle
 from trimtab.cli.why import why
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format
@@ -388,12 +388,12 @@ def test_something_else_that_listens_is_not_taken_for_a_cluster() -> None:
     ("options", "says"),
     [
         ({"address": "ray://head:10001"}, "Ray's client"),
-        ({"address": "local"}, "nothing to look at"),
+        ({"address": "local"}, "a new, empty one"),
         ({"address": "nonsense"}, "no address"),
-        ({"overrides": ["a=1"]}, "belong to --would-fit"),
+        ({"overrides": ["a=1"]}, "need --would-fit"),
         ({"watch": 0.0}, "--watch"),
         ({"watch": float("nan")}, "--watch"),
-        ({"watch": 1.0, "would_fit": Path("job.yaml")}, "do not go together"),
+        ({"watch": 1.0, "would_fit": Path("job.yaml")}, "exclude each other"),
     ],
 )
 def test_wrong_calls_are_refused(options: dict[str, Any], says: str) -> None:

@@ -199,7 +199,7 @@ class FleetWorld:
         policy, held_s, times = self.policy, 0.0, self.policy.free_losses + 1
         hold_s = policy.hold_s
         while held_s <= policy.forget_s and hold_s > 0:
-            held_s, hold_s, times = held_s + hold_s, min(policy.hold_most_s, hold_s * 2), times + 1
+            held_s, hold_s, times = held_s + hold_s, min(policy.max_hold_s, hold_s * 2), times + 1
         return times
 
     def _judge_views(self) -> None:
@@ -491,7 +491,7 @@ class FleetWorld:
         self.counts["starts"] += 1
         self.counts["replacements"] += one.reason.code is ReasonCode.replaced
 
-    def _judge_EndMember(self, one: g.StopMember, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
+    def _judge_StopMember(self, one: g.StopMember, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         member = self.members[one.member]
         closing = self.group.phase.value == "closed"
         at_work = self.step is not None and self.world is not None and one.member in self.world.members
@@ -515,13 +515,13 @@ class FleetWorld:
         self.interrupt = True
         self.counts["interrupts"] += 1
 
-    def _judge_Wait(self, one: g.WaitForMembers, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
+    def _judge_WaitForMembers(self, one: g.WaitForMembers, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         assert one.reason.code is ReasonCode.below_min
         assert one.deadline > self.now
         assert self.waits_for_step
         self.counts["waits"] += 1
 
-    def _judge_GiveUp(self, one: g.FailGroup, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
+    def _judge_FailGroup(self, one: g.FailGroup, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         assert self.ended is None
         assert one.reason.code in (ReasonCode.too_late, ReasonCode.start_failed, ReasonCode.cap), one
         self.ended = one
@@ -533,8 +533,8 @@ class FleetWorld:
         assert self.entering is None, "two worlds at once"
         assert world.epoch == len(self.worlds) + 1
         assert enter.deadline > self.now
-        assert world.size >= self.spec.least, "below the least"
-        limit = max(self.spec.least, self.group.asked or self.spec.most or 10**9)
+        assert world.size >= self.spec.min_members, "below the least"
+        limit = max(self.spec.min_members, self.group.requested or self.spec.max_members or 10**9)
         assert world.size <= limit, "more than the most"
         assert world.reason.sentence
         assert len(world.nodes) == world.size == len(set(world.members))
@@ -577,7 +577,7 @@ class FleetWorld:
         assert self.waits_for_step, "a step that nobody asked for"
         assert self.world is not None
         assert run.epoch == self.world.epoch, "a step in a world that was not entered"
-        assert self.world.size >= self.spec.least, "below the least, silently"
+        assert self.world.size >= self.spec.min_members, "below the least, silently"
         assert run.step == self.done + 1, "a step is left out, or counted twice"
         assert run.redo == (run.step in self.begun)
         for name in self.world.members:
@@ -671,7 +671,7 @@ class FleetWorld:
             if node.alive:
                 self.thaw(name)
                 self.tell_nodes(n.DrainCancelled(name))
-        for at in range(self.spec.least):
+        for at in range(self.spec.min_members):
             self.join(f"fresh{at}", facts(1))
         before = self.done
         for turn in range(300):

@@ -297,17 +297,17 @@ class World:
     def _on_PolicySet(self, event: news.PolicySet) -> None:  # noqa: N802
         self.policy = event.policy
 
-    def _on_Submitted(self, event: news.TaskSubmitted) -> None:  # noqa: N802
+    def _on_TaskSubmitted(self, event: news.TaskSubmitted) -> None:  # noqa: N802
         self.specs[event.spec.id] = event.spec
         self.ends.pop(event.spec.id, None)  # an id may be used again after its task has ended
 
-    def _on_CompleteAsked(self, event: news.CompleteRequested) -> None:  # noqa: N802
+    def _on_CompleteRequested(self, event: news.CompleteRequested) -> None:  # noqa: N802
         self._cause(event.task, ReasonCode.completed, ReasonCode.by_hand)
 
-    def _on_CancelAsked(self, event: news.CancelRequested) -> None:  # noqa: N802
+    def _on_CancelRequested(self, event: news.CancelRequested) -> None:  # noqa: N802
         self._cause(event.task, event.code)
 
-    def _on_EvictAsked(self, event: news.EvictRequested) -> None:  # noqa: N802
+    def _on_EvictRequested(self, event: news.EvictRequested) -> None:  # noqa: N802
         self._cause(event.task, ReasonCode.by_hand)
 
     def _on_NodeJoined(self, event: news.NodeJoined) -> None:  # noqa: N802
@@ -318,7 +318,7 @@ class World:
         if event.node in self.nodes:
             self.nodes[event.node].cordoned = event.on
 
-    def _on_NodeEmptied(self, event: news.NodeDrained) -> None:  # noqa: N802
+    def _on_NodeDrained(self, event: news.NodeDrained) -> None:  # noqa: N802
         if event.node not in self.nodes:
             return
         self.nodes[event.node].cordoned = True
@@ -342,17 +342,17 @@ class World:
                 self._cause(name, ReasonCode.node_lost, ReasonCode.gang_broken, ReasonCode.slot_lost)
         self._bury()
 
-    def _on_GroupMade(self, event: news.PlacementGroupReady) -> None:  # noqa: N802
+    def _on_PlacementGroupReady(self, event: news.PlacementGroupReady) -> None:  # noqa: N802
         if event.group in self.groups and self.groups[event.group].phase == "asked":
             self.groups[event.group].phase = "standing"
 
-    def _on_GroupFailed(self, event: news.PlacementGroupFailed) -> None:  # noqa: N802
+    def _on_PlacementGroupFailed(self, event: news.PlacementGroupFailed) -> None:  # noqa: N802
         self._forget_group(event.group, ("asked",))
 
-    def _on_GroupGone(self, event: news.PlacementGroupRemoved) -> None:  # noqa: N802
+    def _on_PlacementGroupRemoved(self, event: news.PlacementGroupRemoved) -> None:  # noqa: N802
         self._forget_group(event.group, ("removing",))
 
-    def _on_GroupLost(self, event: news.PlacementGroupLost) -> None:  # noqa: N802
+    def _on_PlacementGroupLost(self, event: news.PlacementGroupLost) -> None:  # noqa: N802
         if event.group in self.groups:
             self.groups[event.group].trusted = False
             self.groups[event.group].vanished = True
@@ -368,36 +368,36 @@ class World:
         run = self.runs.get(event.task)
         return run if run and run.start.attempt == event.attempt else None
 
-    def _on_Started(self, event: news.TaskStarted) -> None:  # noqa: N802
+    def _on_TaskStarted(self, event: news.TaskStarted) -> None:  # noqa: N802
         if (run := self._mine(event)) and run.mode == "starting":
             run.mode = "active"
 
-    def _on_StartFailed(self, event: news.TaskStartFailed) -> None:  # noqa: N802
+    def _on_TaskStartFailed(self, event: news.TaskStartFailed) -> None:  # noqa: N802
         if (run := self._mine(event)) and run.mode == "starting":
             run.alive.clear()
             self._bury()
 
-    def _on_Ended(self, event: news.TaskEnded) -> None:  # noqa: N802
+    def _on_TaskEnded(self, event: news.TaskEnded) -> None:  # noqa: N802
         if run := self._mine(event):
             run.entry = False
             self._cause(event.task, ReasonCode.completed if event.error is None else ReasonCode.raised)
 
-    def _on_Died(self, event: news.TaskDied) -> None:  # noqa: N802
+    def _on_TaskDied(self, event: news.TaskDied) -> None:  # noqa: N802
         if run := self._mine(event):
             run.alive.discard(min(run.alive, default=0))
             self._cause(event.task, ReasonCode.process_died, ReasonCode.gang_broken)
             self._bury()
 
-    def _on_Stopped(self, event: news.TaskStopped) -> None:  # noqa: N802
+    def _on_TaskStopped(self, event: news.TaskStopped) -> None:  # noqa: N802
         if run := self._mine(event):
             run.alive.clear()
             self._bury()
 
-    def _on_Parked(self, event: news.TaskParked) -> None:  # noqa: N802
+    def _on_TaskParked(self, event: news.TaskParked) -> None:  # noqa: N802
         if (run := self._mine(event)) and run.mode == "parking":
             run.mode = "parked"
 
-    def _on_Unparked(self, event: news.TaskUnparked) -> None:  # noqa: N802
+    def _on_TaskUnparked(self, event: news.TaskUnparked) -> None:  # noqa: N802
         if (run := self._mine(event)) and run.mode == "unparking":
             run.mode = "active"
 
@@ -509,7 +509,9 @@ class World:
         assert run.start.attempt == wanted.attempt, f"{wanted} is for another attempt than {run.start.attempt}"
         if run.stop is not None:
             taken = self.now - run.told_at
-            assert taken > run.stop.tell_s + run.stop.save_s, f"{wanted.task} is told to stop twice"
+            assert taken > run.stop.cancel_grace_s + run.stop.checkpoint_timeout_s, (
+                f"{wanted.task} is told to stop twice"
+            )
         run.stop, run.told_at = wanted, self.now
 
     def _book_park(self, wanted: ParkTask) -> None:
@@ -569,13 +571,15 @@ class World:
         victim = self.specs[stop.task]
         timing = self.policy or PreemptionPolicy()
         if self.runs[stop.task].mode == "starting":
-            assert (stop.tell_s, stop.save_s) == (0, 0), "what is not constructed has nothing to say"
+            assert (stop.cancel_grace_s, stop.checkpoint_timeout_s) == (0, 0), (
+                "what is not constructed has nothing to say"
+            )
         elif victim.notice_s is not None:
             assert stop.notice
-            assert stop.tell_s == victim.notice_s
+            assert stop.cancel_grace_s == victim.notice_s
         else:
             assert not stop.notice
-            assert stop.tell_s == timing.cancel_timeout_s
+            assert stop.cancel_grace_s == timing.cancel_timeout_s
 
     def _check_borrower(self, stop: StopTask, making: dict[str, Any]) -> None:
         victim = self.specs[stop.task]
@@ -609,7 +613,7 @@ class World:
         return any(
             one.state in IN_QUEUE
             and name != newcomer.id
-            and self.now - one.since >= self.pools[one.spec.pool].patience_s
+            and self.now - one.since >= self.pools[one.spec.pool].starvation_timeout_s
             for name, one in self.machine.tasks.items()
         )
 
@@ -803,8 +807,10 @@ class World:
                     and (one.task, one.attempt) == (wanted.task, wanted.attempt)
                 )
             ]
-            cancel = "not called" if wanted.tell_s == 0 else "returned" if how == "well" else "timed out"
-            return self.tell(news.TaskStopped(wanted.task, wanted.attempt, cancel, how == "well" and wanted.save_s > 0))
+            cancel = "not called" if wanted.cancel_grace_s == 0 else "returned" if how == "well" else "timed out"
+            return self.tell(
+                news.TaskStopped(wanted.task, wanted.attempt, cancel, how == "well" and wanted.checkpoint_timeout_s > 0)
+            )
         if isinstance(wanted, StartTask):
             whole = here and run is not None and len(run.alive) == len(wanted.places)
             if how == "well" and whole and self._places_stand(wanted):

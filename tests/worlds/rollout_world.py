@@ -106,7 +106,7 @@ class RolloutWorld:
         self.journal: list[tuple[float, Any, list[Any]]] = []
         self.counted: Counter[str] = Counter()
         self.numbers = 0
-        self.most = rules.most
+        self.most = rules.max_workers
         self.broken = False
 
     # ---- events ----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class RolloutWorld:
 
     # ---- instructions ----------------------------------------------------------------------------------------------
 
-    def _do_Send(self, send: e.SendRequest) -> None:  # noqa: N802
+    def _do_SendRequest(self, send: e.SendRequest) -> None:  # noqa: N802
         client, engine = self.clients[send.request], self.engines[send.worker]
         assert not client.answers or self._others_want(client), f"{send.request} was answered, and is sent"
         assert not client.passed_on, f"{send.request} was aborted by others, and is tried again"
@@ -220,7 +220,7 @@ class RolloutWorld:
     def _length(self, spec: RequestSpec) -> int:
         return min(spec.max_tokens, 1 + sum(spec.id.encode()) * 7 % 40)
 
-    def _do_AbortSent(self, abort: e.AbortAttempt) -> None:  # noqa: N802
+    def _do_AbortAttempt(self, abort: e.AbortAttempt) -> None:  # noqa: N802
         assert abort.deadline > self.now - 1
         running = self.engines[abort.worker].running.get((abort.request, abort.attempt))
         if running is not None:
@@ -228,7 +228,7 @@ class RolloutWorld:
             running.cut = True
             self.aborts.append(abort)
 
-    def _do_Answer(self, answer: e.AnswerRequest) -> None:  # noqa: N802
+    def _do_AnswerRequest(self, answer: e.AnswerRequest) -> None:  # noqa: N802
         client = self.clients[answer.request]
         assert not client.answers, f"{answer.request} is answered twice"
         assert answer.reason.sentence
@@ -244,13 +244,13 @@ class RolloutWorld:
             assert source.spec.spans or source.murky or len(answer.spans) == 1, "spans versions, and may not"
             self.counted["spanning"] += len(answer.spans) > 1
 
-    def _do_Refuse(self, refuse: e.RefuseRequest) -> None:  # noqa: N802
+    def _do_RefuseRequest(self, refuse: e.RefuseRequest) -> None:  # noqa: N802
         client = self.clients[refuse.request]
         assert not client.answers, f"{refuse.request} is answered twice"
         assert refuse.retry_after_s > 0
         client.answers.append(refuse)
 
-    def _do_Act(self, act: e.WorkerAction) -> None:  # noqa: N802
+    def _do_WorkerAction(self, act: e.WorkerAction) -> None:  # noqa: N802
         engine, own = self.engines[act.worker], self.rules.ownership
         state = next((one.state for one in self.machine.workers() if one.worker == act.worker), None)
         assert act.deadline > self.now - 1
@@ -298,7 +298,7 @@ class RolloutWorld:
             for engine in self.engines.values():
                 engine.paused = False
 
-    def _do_TellStep(self, step: e.AnnounceScaleStep) -> None:  # noqa: N802
+    def _do_AnnounceScaleStep(self, step: e.AnnounceScaleStep) -> None:  # noqa: N802
         one = step.step
         assert one.reason.sentence, "a step without a reason"
         assert one.expects, "a step that expects nothing"

@@ -43,8 +43,8 @@ def specs(draw: st.DrawFn) -> ElasticSpec:
     return ElasticSpec(
         "g",
         UNIT,
-        least=least,
-        most=draw(st.sampled_from([None, least, least + 1, least + 3])),
+        min_members=least,
+        max_members=draw(st.sampled_from([None, least, least + 1, least + 3])),
         wait_s=draw(st.sampled_from([50.0, 5_000.0, 5_000.0])),
         step_timeout_s=draw(st.sampled_from([30.0, 600.0])),
         health_every_s=draw(st.sampled_from([0.0, 5.0])),
@@ -219,7 +219,7 @@ class Fate(RuleBasedStateMachine):
             self.world.tell(g.ResizeRequested(size))
         except InputError:
             self.world.broken = False
-            assert size < self.world.spec.least or size > self.world.spec.most
+            assert size < self.world.spec.min_members or size > self.world.spec.max_members
 
     # ---- news, and time ----
 

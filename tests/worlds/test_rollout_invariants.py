@@ -34,7 +34,7 @@ from trimtab.model.rollout import (
 
 STEPS = 60
 RUNS = 150
-MOST_ENGINES = 9
+MAX_ENGINES = 9
 AT = st.integers(0, 1_000)  # which of those there are, modulo their number
 
 TROUBLES = (
@@ -61,8 +61,8 @@ own = st.sampled_from([Owner.trimtab, Owner.trimtab, Owner.trainer])
 def rules(draw: st.DrawFn) -> RolloutRules:
     least = draw(st.sampled_from([0, 1, 1, 2]))
     return RolloutRules(
-        least=least,
-        most=draw(st.sampled_from([least, least + 1, 4, 8, 8])) or 1,
+        min_workers=least,
+        max_workers=draw(st.sampled_from([least, least + 1, 4, 8, 8])) or 1,
         capacity=draw(st.sampled_from([2, 4])),
         classes=(
             RequestClass(queue_limit=draw(st.sampled_from([3, 1_000]))),
@@ -170,7 +170,7 @@ class Fate(RuleBasedStateMachine):
     def deliver(self):
         self.world.deliver()
 
-    @precondition(lambda self: len(self.world.engines) < MOST_ENGINES)
+    @precondition(lambda self: len(self.world.engines) < MAX_ENGINES)
     @rule(
         startable=st.booleans(),
         up=st.booleans(),
@@ -358,7 +358,7 @@ def test_a_constant_load_never_moves_workers_back_and_forth(load, engines, down,
         min_stable_period=0.0,
         monitoring_interval=1.0,
     )
-    world = RolloutWorld(RolloutRules(least=1, most=8, capacity=4, monitor_s=1.0), elastic)
+    world = RolloutWorld(RolloutRules(min_workers=1, max_workers=8, capacity=4, monitor_s=1.0), elastic)
     for _ in range(engines):
         world.add(startable=True, limit=4)
     for _ in range(8 - engines):

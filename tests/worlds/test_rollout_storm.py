@@ -29,7 +29,8 @@ from trimtab.runtime.gateway.settings import GatewaySettings
 
 SLOTS, TOKENS, ASKED = 6, 60, 2_000
 RULES = RolloutRules(
-    least=1, most=16, drain_s=0.6, abort_s=2.0, stall_s=6.0, suspect_s=0.6, lost_s=3.0, retries=40, back_off_s=0.2,
+    min_workers=1, max_workers=16, drain_s=0.6, abort_s=2.0, stall_s=6.0, suspect_s=0.6, lost_s=3.0, retries=40,
+    back_off_s=0.2,
     probe_s=2.0, load_fresh_s=2.0,
 )  # fmt: skip
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)

@@ -1,7 +1,7 @@
-"""`trimtab advise`: where the steps of somebody's run go, and what would be better. Looks, and changes nothing.
+"""`trimtab advise`: where the step time of a run goes, and how to improve it. Read-only.
 
-It follows the log of an unmodified run until Ctrl-C, or reads a finished one with `--once`. Only a command that the
-user gives is ever run. What it needs is imported when it runs, so that the command line starts quickly.
+Follows the log of an unmodified run until Ctrl-C, or reads a finished log with `--once`. The only command it ever runs
+is the user's `--restart-hook`. Heavy imports happen inside the functions, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -31,69 +31,70 @@ if TYPE_CHECKING:
 
     Show = Callable[[FollowFrame], None]
 
-SHORTEST_S = 0.05  # between two looks
+SHORTEST_S = 0.05  # between two reads of the log
 
 
 def advise(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration that the run was started with.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of the run.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides that the run was started with.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the run.")
     ] = None,
     follow: Annotated[
         list[Path] | None,
-        typer.Option("--follow", metavar="RUN", help="Its log, or the folder of its event files (may be repeated)."),
+        typer.Option("--follow", metavar="RUN", help="Log of the run, or folder of its event files (repeatable)."),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Read a finished log to its end and answer.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write a report, as one HTML file.")
-    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Read a finished log to its end, print the advice, and exit.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write an HTML report.")] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--folder", metavar="DIR", help="Where what is seen is kept.  [default: runs/advise-LOG-ID]"),
+        typer.Option("--folder", metavar="DIR", help="Folder for the observations.  [default: runs/advise-LOG-ID]"),
     ] = None,
-    dashboard: Annotated[
-        bool, typer.Option("--dashboard", help="Show it on a page on this machine while it is followed.")
-    ] = False,
-    port: Annotated[int | None, typer.Option("--port", help="Of the dashboard: 8270 unless said, or the next.")] = None,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Serve a local dashboard while following.")] = False,
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port of the dashboard.  [default: 8270, or the next free port]")
+    ] = None,
     engine: Annotated[
-        list[str] | None, typer.Option("--engine", metavar="URL", help="A rollout engine to ask (may be repeated).")
+        list[str] | None,
+        typer.Option("--engine", metavar="URL", help="Rollout engine to read metrics from (repeatable)."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option("--address", "-a", help="The run's Ray cluster (host:6379, or auto).")
+        str | None, typer.Option("--address", "-a", help="Ray cluster of the run (host:6379, or auto).")
     ] = None,
     restart_hook: Annotated[
-        str | None, typer.Option("--restart-hook", metavar="CMD", help="Run this at the next checkpoint, if it pays.")
+        str | None,
+        typer.Option("--restart-hook", metavar="CMD", help="Command to run at the next checkpoint, if a restart pays."),
     ] = None,
-    least_gain: Annotated[
-        str, typer.Option("--least-gain", help="With --restart-hook: the gain from which it pays.")
-    ] = "10%",
+    least_gain: Annotated[str, typer.Option("--least-gain", help="With --restart-hook: minimum gain.")] = "10%",
     restart_s: Annotated[
-        float, typer.Option("--restart-s", help="What a restart of the run costs, in seconds: the gain has to pay it.")
+        float, typer.Option("--restart-s", help="Cost of a restart in seconds; the gain must exceed it.")
     ] = 300.0,
     hook_s: Annotated[
-        float, typer.Option("--hook-s", help="With --restart-hook: how long the command may take.")
+        float, typer.Option("--hook-s", help="With --restart-hook: time limit of the command, in seconds.")
     ] = 600.0,
     framework: Annotated[
         str | None,
-        typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf; known from CONFIG if not given."),
+        typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf.  [default: detected from CONFIG]"),
     ] = None,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps to drop after every start of the run.")] = 2,
-    every: Annotated[float, typer.Option("--every", metavar="S", help="Look every so many seconds.")] = 2.0,
-    at_most: Annotated[float | None, typer.Option("--at-most", metavar="S", help="Stop after so many seconds.")] = None,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps to skip after every start of the run.")] = 2,
+    every: Annotated[float, typer.Option("--every", metavar="S", help="Seconds between two reads.")] = 2.0,
+    at_most: Annotated[float | None, typer.Option("--at-most", metavar="S", help="Stop after this time.")] = None,
     silent: Annotated[
-        float, typer.Option("--silent", metavar="S", help="Stop when the log has told no step for so long.")
+        float, typer.Option("--silent", metavar="S", help="Stop if the log shows no step for this time.")
     ] = 7200.0,
-    form: Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")] = Format.text,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
+    as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
 ) -> None:
-    """Where do the steps of this run go, and what should be changed? For any run of verl, RLinf, NeMo RL or OpenRLHF.
+    """Show where the step time of a run goes, and which placement would be faster.
 
-    The log is followed, costs that drift are told from noise, and a better placement that the framework can run is
-    said with its gain, its error band and the overrides to apply. Nothing of the run is touched. What is seen is kept
-    in a folder: the same advice is not given twice, and `trimtab dashboard DIR` and `trimtab report DIR` show it.
+    For runs of verl, RLinf, NeMo RL and OpenRLHF. Follows the log, separates cost drift from noise, and recommends a
+    better placement that the framework can run, with its gain, error band and overrides. The run is not changed.
+    Observations are kept in a folder: the same advice is given once, and `trimtab dashboard DIR` and
+    `trimtab report DIR` show it.
 
     Examples:
 
@@ -109,8 +110,8 @@ def advise(
     shows = dashboard or port is not None
     _check_call(follow, once, restart_hook, shows, {"--every": every, "--silent": silent, "--hook-s": hook_s})
     if at_most is not None:
-        _checked(at_most, "--at-most", 0.0)
-    _checked(restart_s, "--restart-s", 0.0)
+        check_seconds(at_most, "--at-most", 0.0)
+    check_seconds(restart_s, "--restart-s", 0.0)
     if warmup < 0:
         raise InputError("--warmup cannot be negative")
     gain = share(least_gain, "--least-gain")
@@ -127,14 +128,16 @@ def advise(
             if restart_hook is not None and record is not None:
                 from trimtab.runtime.advise.hook import RestartHook
 
-                follower.hook = RestartHook(restart_hook, str(config), hook_s, record.past.ran_for, record.hook_starts)
+                follower.hook = RestartHook(
+                    restart_hook, str(config), hook_s, record.past.ran_for, record.record_hook_start
+                )
             if once:
                 _answer_once(follower, form, output)
             else:
                 _follow(follower, form, output, shows, port)
 
 
-# ---- what is followed ----------------------------------------------------------------------------------------------
+# ---- follower ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -156,7 +159,7 @@ def _follower(
     from trimtab.runtime.advise.cluster import ClusterWatch
     from trimtab.runtime.advise.engines import EngineMetricsReader
     from trimtab.runtime.advise.follower import Follower
-    from trimtab.runtime.advise.tail import following
+    from trimtab.runtime.advise.tail import open_tail
 
     config = RunConfig(path, tuple(overrides))
     measured = None
@@ -164,10 +167,10 @@ def _follower(
         from trimtab.formats import profile_file
 
         measured = profile_file.read(profile)
-    asked = EngineMetricsReader(engines)
+    metrics = EngineMetricsReader(engines)
     rules = ReplanRules(mode=ReplanMode.advise, assumed_move_s=restart_s)
     with contextlib.ExitStack() as stack:
-        tail = stack.enter_context(following(follow))
+        tail = stack.enter_context(open_tail(follow))
         source = _framework(config, tail.files(), framework)
         cluster = None
         if address is not None:
@@ -175,11 +178,11 @@ def _follower(
 
             cluster = ClusterWatch(find(address), every_s=10.0)
             stack.callback(cluster.close)
-        yield Follower(tail, RunLog(source), AdviceTracker(source, config, measured, rules, warmup), asked, cluster)
+        yield Follower(tail, RunLog(source), AdviceTracker(source, config, measured, rules, warmup), metrics, cluster)
 
 
 def _framework(config: RunConfig, files: list[Path], named: str | None) -> LogFramework:
-    """Whose log it is: as named, as the configuration says, or as the log itself says. They must agree."""
+    """The framework of the log: as named, as in the configuration, or as detected. They must agree."""
     from trimtab.formats.logs import reader as logs
 
     stated = config.framework()
@@ -189,8 +192,8 @@ def _framework(config: RunConfig, files: list[Path], named: str | None) -> LogFr
         if stated is None and named is None:
             raise
         if "--lengths" in (error.hint or ""):
-            raise InputError(error.what, where=error.where, hint="these are answers, not timings") from None
-        found = None  # no step is in it yet
+            raise InputError(error.what, where=error.where, hint="this file has rollout answers, not timings") from None
+        found = None  # no step is logged yet
     if named is not None:
         chosen = logs.framework_named(named)
     elif stated is not None:
@@ -200,9 +203,9 @@ def _framework(config: RunConfig, files: list[Path], named: str | None) -> LogFr
         chosen = found
     if found is not None and found is not chosen:
         raise InputError(
-            f"the log is one of {found.name}, the configuration one of {chosen.name}",
+            f"the log is from {found.name}, the configuration from {chosen.name}",
             where=f"{config.path}, {files[0]}",
-            hint="give the configuration that this very run was started with",
+            hint="pass the configuration of this run",
         )
     return chosen
 
@@ -210,7 +213,7 @@ def _framework(config: RunConfig, files: list[Path], named: str | None) -> LogFr
 def _record(
     folder: Path | None, follow: list[Path], config: Path, overrides: list[str], *, needed: bool
 ) -> FollowRecord | None:
-    """The folder of what is seen. Without one that was asked for, the command looks and remembers nothing."""
+    """The folder of observations; None if the default folder cannot be used and is not needed."""
     from trimtab.runtime.advise.record import FollowRecord, default_folder
 
     try:
@@ -218,11 +221,11 @@ def _record(
     except InputError as fault:
         if folder is not None or needed:
             raise
-        warn(f"nothing is remembered of this run: {fault.what} ({fault.where})".replace("[", "\\["))
+        warn(f"observations are not kept: {fault.what} ({fault.where})".replace("[", "\\["))
         return None
 
 
-# ---- answers -------------------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------------------
 
 
 def _answer_once(follower: Follower, form: Format, output: Path | None) -> None:
@@ -230,13 +233,13 @@ def _answer_once(follower: Follower, form: Format, output: Path | None) -> None:
 
     frame = follower.once()
     if follower.record is not None:
-        follower.record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
+        follower.record.write_frame(frame, follower.advising, advise_text.as_data(frame, follower.history))
     _report(follower, frame, output)
     answer(advise_text.as_data(frame, follower.history), form, lambda: advise_text.print_text(frame, follower.history))
 
 
 def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, port: int | None) -> None:
-    """A live view on a terminal, elsewhere a line for everything that happens; in the end what is known."""
+    """Follows with a live view on a terminal, otherwise a line per event; prints the summary at the end."""
     from trimtab.cli.dashboard import beside
     from trimtab.render.live.cluster import signals_interrupt
     from trimtab.render.text import advise as advise_text
@@ -246,30 +249,31 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
     record = follower.record
     fault: str | None = None
 
-    def said(line: str) -> None:
+    def say(line: str) -> None:
         err.print(line, markup=False)
 
     try:
         with signals_interrupt(), contextlib.ExitStack() as stack:
             if record is not None:
-                said(f"what is seen is kept in {record.path}")
+                say(f"observations are kept in {record.path}")
                 if shows:
-                    stack.enter_context(beside(said, port, changes=False)(record.path, None))
+                    stack.enter_context(beside(say, port, changes=False)(record.path, None))
             show = stack.enter_context(_shown(form))
             for frame in follower.frames():
                 if record is not None:
-                    record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
+                    record.write_frame(frame, follower.advising, advise_text.as_data(frame, follower.history))
                     if record.fault is not None and record.fault != fault:
-                        said(f"{record.path}: {record.fault}")
+                        say(f"{record.path}: {record.fault}")
                     fault = record.fault
-                if frame.news or not reported:  # also at the very first: a file that cannot be written is told at once
+                # also at first: an output that cannot be written must be reported at once
+                if frame.news or not reported:
                     _report(follower, frame, output)
                     reported = True
                 show(frame)
     except KeyboardInterrupt:
         pass
     if follower.hook is not None and follower.hook.runs:
-        err.print("your command is still running; it is left to end by itself")
+        err.print("the restart hook is still running and is left running")
     if frame is None:
         return
     if record is not None:
@@ -285,7 +289,7 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
 
 @contextlib.contextmanager
 def _shown(form: Format) -> Iterator[Show]:
-    """What shows a frame: redraws a picture, prints lines for people, or lines for programs."""
+    """Yields a function that shows a frame: a live view, lines of text, or JSON/YAML lines."""
     from trimtab.render.text import advise as advise_text
 
     if form is not Format.text:
@@ -304,11 +308,11 @@ def _shown(form: Format) -> Iterator[Show]:
             yield lambda frame: live.update(advise_text.picture(frame), refresh=True)
     else:
 
-        def told(frame: FollowFrame) -> None:
+        def print_lines(frame: FollowFrame) -> None:
             for line in advise_text.lines(frame):
                 print(line, flush=True)
 
-        yield told
+        yield print_lines
 
 
 def _line(form: Format, data: dict[str, Any]) -> None:
@@ -333,19 +337,19 @@ def _check_call(
     follow: list[Path] | None, once: bool, hook: str | None, shows: bool, seconds: dict[str, float]
 ) -> None:
     if not follow:
-        raise InputError("which run? --follow names its log", hint="trimtab advise CONFIG --follow run.log")
+        raise InputError("--follow is missing: the log of the run", hint="trimtab advise CONFIG --follow run.log")
     if once and hook is not None:
-        raise InputError("--restart-hook is for a run that goes on, --once for one that is over", where="command line")
+        raise InputError("--restart-hook and --once exclude each other", where="command line")
     if once and shows:
         raise InputError(
-            "--dashboard is for a run that goes on, --once for one that is over",
+            "--dashboard and --once exclude each other",
             where="command line",
-            hint="--once --folder DIR keeps what is seen, and `trimtab dashboard DIR` shows it",
+            hint="use --once --folder DIR, then `trimtab dashboard DIR`",
         )
     for option, value in seconds.items():
-        _checked(value, option, SHORTEST_S)
+        check_seconds(value, option, SHORTEST_S)
 
 
-def _checked(seconds: float, option: str, least: float) -> None:
-    if not least <= seconds < float("inf"):
-        raise InputError(f"{option} takes at least {least:g} s, not {seconds:g}", where=f"command line: {option}")
+def check_seconds(seconds: float, option: str, min_s: float) -> None:
+    if not min_s <= seconds < float("inf"):
+        raise InputError(f"{option} must be at least {min_s:g} s, not {seconds:g}", where=f"command line: {option}")

@@ -1,6 +1,6 @@
-"""The command line: verbs, exit statuses, and how errors look.
+"""The command line: commands, exit statuses, and error output.
 
-Exit status: 0 done; 2 the input or the call is wrong; 3 nothing feasible exists; 4 a cluster or engine failed.
+Exit status: 0 success; 2 invalid input or call; 3 infeasible; 4 a cluster or engine failed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="trimtab",
-    help="Keeps RL post-training in trim: where every component goes, and why.",
+    help="Plans, schedules and runs RL post-training of large models on Ray.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -70,7 +70,7 @@ app.add_typer(rollout_commands.app, name="rollout")
 
 _debug = False
 
-# typer brings its own copy of click or uses the installed one: the base of its exceptions is found through one of them.
+# typer bundles click or uses the installed one: the base class of its exceptions is found through one of them.
 _WrongCall: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
@@ -92,23 +92,23 @@ def _common(
 
 
 def command() -> Any:
-    """All verbs, with help that shows what stands in brackets instead of taking it for markup."""
-    whole = get_command(app)
-    waiting: list[Any] = [whole]
-    while waiting:
-        one = waiting.pop()
-        one.help = escape(one.help or "")
-        for parameter in one.params:
+    """All commands; brackets in help texts are escaped, not parsed as markup."""
+    root = get_command(app)
+    stack: list[Any] = [root]
+    while stack:
+        item = stack.pop()
+        item.help = escape(item.help or "")
+        for parameter in item.params:
             if getattr(parameter, "help", None):
                 parameter.help = escape(parameter.help)
-        waiting += getattr(one, "commands", {}).values()
-    return whole
+        stack += getattr(item, "commands", {}).values()
+    return root
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run a command and give its exit status; errors are one to three lines on standard error."""
+    """Runs a command and returns its exit status; errors are one to three lines on stderr."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # half a character in the name of a file must not end in a traceback
+        if isinstance(stream, io.TextIOWrapper):  # an invalid character in a file name must not raise
             stream.reconfigure(errors="backslashreplace")
     try:
         status = command()(args=arguments, prog_name="trimtab", standalone_mode=False)
@@ -121,7 +121,7 @@ def run(arguments: list[str] | None = None) -> int:
         err.print("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (`trimtab plan ... | head`): nothing to say, and nowhere to say it.
+        # The reader closed the pipe (`trimtab plan ... | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -133,8 +133,8 @@ def run(arguments: list[str] | None = None) -> int:
             return INTERRUPTED
         if _debug:
             traceback.print_exc()
-        err.print(f"[red]error:[/] this is a fault in trimtab: {escape(type(error).__name__)}: {escape(str(error))}")
-        err.print("run it again with `trimtab --debug ...` and report what it prints")
+        err.print(f"[red]error:[/] internal error in trimtab: {escape(type(error).__name__)}: {escape(str(error))}")
+        err.print("run it again with `trimtab --debug ...` and report the output")
         return 1
     return status if isinstance(status, int) else 0
 

@@ -1,7 +1,7 @@
-"""`trimtab cluster advise`, `export` and `hook`: what is outside the cluster that comes and goes.
+"""`trimtab cluster advise`, `export` and `hook`: integration with what adds and removes nodes.
 
-`advise` and `export` read a job file and change nothing; `hook` listens for those who know first that a node will go.
-What they need is imported when they run, so that the command line starts quickly.
+`advise` and `export` read a job file and change nothing; `hook` listens for announced node terminations. Heavy imports
+happen inside the functions, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from trimtab.model.profile import Profile
     from trimtab.model.workflow import Cluster, Node
 
-export = typer.Typer(help="The job's cluster for KubeRay or Slurm.", no_args_is_help=True)
+export = typer.Typer(help="Export the job's cluster for KubeRay or Slurm.", no_args_is_help=True)
 
 JobArgument = Annotated[
-    Path, typer.Argument(help="A job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config.")
+    Path, typer.Argument(help="Job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config.")
 ]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file; else standard output.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Output file.  [default: standard output]")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")]
 
 NODES_KEY = {
     "rlinf": "cluster.num_nodes",
@@ -41,10 +41,10 @@ NODES_KEY = {
     "nemo_rl": "cluster.num_nodes",
     "openrlhf": "++trimtab.nodes",
 }
-"""Where a framework's config says how many nodes it has."""
+"""The key of a framework's config for the number of nodes."""
 
-USUAL_PORT = 8267
-USUAL_RAY = "2.60.0"
+DEFAULT_PORT = 8267
+DEFAULT_RAY = "2.60.0"
 
 
 # ---- advise -----------------------------------------------------------------------------------------------------
@@ -54,24 +54,24 @@ def advise(
     file: JobArgument,
     join: Annotated[
         str | None,
-        typer.Option("--join", metavar="N[xGPUS]", help="So many nodes join, like the others or of so many GPUs."),
+        typer.Option("--join", metavar="N[xGPUS]", help="N nodes join, like the others or with GPUS GPUs each."),
     ] = None,
     leave: Annotated[
         str | None,
-        typer.Option("--leave", metavar="N|NODE", help="So many nodes leave, the last ones; or the one named."),
+        typer.Option("--leave", metavar="N|NODE", help="The last N nodes leave, or the named node."),
     ] = None,
-    kind: Annotated[str | None, typer.Option("--kind", help="The kind of GPU of nodes that join.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="GPU kind of joining nodes.")] = None,
     profile: Annotated[
         Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
     ] = None,
-    noise: Annotated[str, typer.Option(help="Gains below this are not worth a change.")] = "5%",
+    noise: Annotated[str, typer.Option(help="Gains below this are ignored.")] = "5%",
     address: AddressOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Which role a node that joins or leaves is for: what each component should get then, and whether to stay.
+    """Recommend what each component should get when nodes join or leave, and whether to keep the current placement.
 
-    The job file says what the cluster was. With --join or --leave it says what it becomes, too; without, the nodes of
-    the living cluster do. Nothing is changed.
+    The job file describes the cluster before. --join and --leave describe the change; without them the nodes of the
+    running cluster count. Nothing is changed.
 
     Examples:
 
@@ -89,74 +89,74 @@ def advise(
     from trimtab.render.text import roles as outside_text
 
     if kind is not None and join is None:
-        raise InputError("--kind is of nodes that join", where="command line", hint="--join 1 --kind H100")
+        raise InputError("--kind needs --join", where="command line", hint="--join 1 --kind H100")
     noise_share = share(noise, "--noise")
     measured = profile_file.read(profile) if profile else None
     loaded = load(file, [], measured)
     cluster = loaded.job.cluster
     notes: tuple[str, ...] = ()
     if join is None and leave is None:
-        cluster, notes = roles.as_planned(_living(address, cluster), cluster)
+        cluster, notes = roles.as_planned(_running_nodes(address, cluster), cluster)
     if leave is not None:
         cluster = roles.without(cluster, int(leave) if leave.isdecimal() else leave)
     if join is not None:
-        cluster = roles.with_joined(cluster, *_joining(join), kind)
-    after = _on(loaded, cluster, measured)
+        cluster = roles.with_joined(cluster, *_parse_join(join), kind)
+    after = _on_cluster(loaded, cluster, measured)
     before = roles.PlanningContext(loaded.job, loaded.rules, loaded.current)
-    advice = roles.advise(before, _setting(after), noise=noise_share)
+    advice = roles.advise(before, _context(after), noise=noise_share)
     advice = replace(advice, notes=(*notes, *advice.notes))
     settings = None if advice.stay else after.settings(advice.after)
     data = outside_text.advice_data(advice, loaded.job.cluster, after.job.cluster, settings)
     answer(data, form, lambda: outside_text.print_advice(advice, loaded.job.cluster, after.job.cluster, settings))
 
 
-def _setting(loaded: LoadedJob) -> PlanningContext:
+def _context(loaded: LoadedJob) -> PlanningContext:
     from trimtab.machines.nodes.roles import PlanningContext
 
     return PlanningContext(loaded.job, loaded.rules)
 
 
-def _joining(text: str) -> tuple[int, int | None]:
+def _parse_join(text: str) -> tuple[int, int | None]:
     match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,4}))?", text.strip())
     if match is None:
         raise InputError(
-            f"{text!r} is no number of nodes", where="command line: --join", hint="2, or 2x8: of 8 GPUs each"
+            f"{text!r} is not a number of nodes", where="command line: --join", hint="2, or 2x8: of 8 GPUs each"
         )
     return int(match[1]), int(match[2]) if match[2] else None
 
 
-def _on(loaded: LoadedJob, cluster: Cluster, measured: Profile | None) -> LoadedJob:
-    """The same job on another cluster. A framework's file is read again: its rules go with its number of nodes."""
+def _on_cluster(loaded: LoadedJob, cluster: Cluster, measured: Profile | None) -> LoadedJob:
+    """The same job on another cluster. A framework's file is read again: its rules depend on its number of nodes."""
     from trimtab.formats import job
     from trimtab.formats.load import load
     from trimtab.model.workflow import ANY_KIND
 
-    if loaded.dialect == job.NAME:
+    if loaded.file_format == job.NAME:
         return replace(
             loaded,
             job=replace(loaded.job, cluster=cluster),
             settings=lambda plan: job.settings(plan, cluster),
         )
-    own_form = "unlike nodes can be told in trimtab's own form of a job file"
+    own_form = "for nodes of several kinds use trimtab's own form of a job file"
     kinds = {replace(node, name="") for node in (*loaded.job.cluster.nodes, *cluster.nodes)}
     if len({(node.gpus, node.gpu) for node in kinds}) > 1:
-        raise InputError(f"a config of {loaded.dialect} has nodes of one kind", where=str(loaded.path), hint=own_form)
-    key = NODES_KEY[loaded.dialect]
+        raise InputError(
+            f"a {loaded.file_format} config can only describe nodes of one kind", where=str(loaded.path), hint=own_form
+        )
+    key = NODES_KEY[loaded.file_format]
     overrides = [f"{key}={len(cluster.nodes)}"]
-    if loaded.dialect == "rlinf" and measured is None:
-        # Costs in an RLinf file are of all its GPUs unless it says of how many: of those from before, here.
+    if loaded.file_format == "rlinf" and measured is None:
+        # Costs in an RLinf file refer to all its GPUs unless it states their number: here to those from before.
         points = [v.points(ANY_KIND) for c in loaded.job.workflow.components for v in c.variants]
         overrides += [f"++profile_data.gpus={gpus}" for ((gpus, _),) in [p for p in points if len(p) == 1][:1]]
     again = load(loaded.path, overrides, measured)
     if again.job.cluster.gpus != cluster.gpus:
-        raise InputError(
-            f"{key} alone does not say how many nodes there are in all", where=str(loaded.path), hint=own_form
-        )
+        raise InputError(f"{key} alone does not set the total number of nodes", where=str(loaded.path), hint=own_form)
     if _costs(again) != _costs(loaded):
         raise InputError(
-            "the costs in this file are of all its GPUs, and would mean others on another cluster",
+            "the costs in this file refer to all its GPUs, and would change on another cluster",
             where=str(loaded.path),
-            hint="give measured costs with --profile",
+            hint="pass measured costs with --profile",
         )
     return again
 
@@ -165,8 +165,8 @@ def _costs(loaded: LoadedJob) -> list[Any]:
     return [[variant.seconds for variant in component.variants] for component in loaded.job.workflow.components]
 
 
-def _living(address: str | None, planned: Cluster) -> tuple[Node, ...]:
-    """The nodes of the cluster that runs, without those that will go."""
+def _running_nodes(address: str | None, planned: Cluster) -> tuple[Node, ...]:
+    """Nodes of the running cluster, without draining ones."""
     from trimtab.model.workflow import Node
     from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.rayapi.draining import draining
@@ -174,19 +174,19 @@ def _living(address: str | None, planned: Cluster) -> tuple[Node, ...]:
     link = RayConnection(address, start=False)
     try:
         going = draining(link.ray)
-        alive = [one for one in link.ray.nodes() if one.get("Alive") and one["NodeID"] not in going]
+        alive = [node for node in link.ray.nodes() if node.get("Alive") and node["NodeID"] not in going]
     finally:
         link.close()
     counts_cpus = any(node.cpus is not None for node in planned.nodes)
     prefix = "accelerator_type:"
     nodes = []
-    for one in alive:
-        has = one.get("Resources", {})
+    for node in alive:
+        has = node.get("Resources", {})
         kinds = [name.removeprefix(prefix) for name in has if name.startswith(prefix)]
         gpus = int(has.get("GPU", 0))
         nodes.append(
             Node(
-                name=f"{one.get('NodeName') or 'node'} ({one['NodeID'][:8]})",
+                name=f"{node.get('NodeName') or 'node'} ({node['NodeID'][:8]})",
                 gpus=gpus,
                 gpu=kinds[0] if gpus and kinds else "",
                 cpus=float(has.get("CPU", 0)) if counts_cpus else None,
@@ -194,7 +194,7 @@ def _living(address: str | None, planned: Cluster) -> tuple[Node, ...]:
         )
     if not any(node.gpus for node in nodes):
         raise UnreachableError(
-            "the living cluster has no GPUs that stay", hint="--join and --leave ask about the job file's own cluster"
+            "the running cluster has no GPU that is not draining", hint="--join and --leave use the job file's cluster"
         )
     return tuple(nodes)
 
@@ -207,20 +207,22 @@ def kuberay(
     file: JobArgument,
     output: OutputOption = None,
     force: ForceOption = False,
-    cluster_name: Annotated[str | None, typer.Option(help="Of the RayCluster; else the file's name.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Kubernetes' namespace.")] = None,
-    image: Annotated[str | None, typer.Option(help="Of all pods; it needs Ray and trimtab.")] = None,
-    autoscale: Annotated[bool, typer.Option("--autoscale", help="With Ray's autoscaler (v2).")] = False,
-    least: Annotated[int | None, typer.Option("--min", help="Worker pods at least, with --autoscale.")] = None,
-    most: Annotated[int | None, typer.Option("--max", help="Worker pods at most, with --autoscale.")] = None,
-    head_gpus: Annotated[int, typer.Option(help="GPUs of the head pod.")] = 0,
-    drain: Annotated[int, typer.Option(help="Seconds that a pod has to save and move before it goes.")] = 120,
-    selector: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Node labels instead of the one by GPU kind.")
+    cluster_name: Annotated[
+        str | None, typer.Option(help="Name of the RayCluster.  [default: the file's name]")
     ] = None,
-    token: Annotated[bool, typer.Option("--token", help="With Ray's token authentication.")] = False,
+    namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace.")] = None,
+    image: Annotated[str | None, typer.Option(help="Image of all pods, with Ray and trimtab.")] = None,
+    autoscale: Annotated[bool, typer.Option("--autoscale", help="Use Ray's autoscaler (v2).")] = False,
+    min_workers: Annotated[int | None, typer.Option("--min", help="Minimum of worker pods, with --autoscale.")] = None,
+    max_workers: Annotated[int | None, typer.Option("--max", help="Maximum of worker pods, with --autoscale.")] = None,
+    head_gpus: Annotated[int, typer.Option(help="GPUs of the head pod.")] = 0,
+    drain: Annotated[int, typer.Option(help="Termination grace period of a pod, in seconds.")] = 120,
+    selector: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Node labels instead of the GPU kind's.")
+    ] = None,
+    token: Annotated[bool, typer.Option("--token", help="Use Ray's token authentication.")] = False,
 ) -> None:
-    """A KubeRay RayCluster manifest for the job's cluster. Nothing is applied.
+    """Write a KubeRay RayCluster manifest for the job's cluster. Nothing is applied.
 
     Examples:
 
@@ -239,8 +241,8 @@ def kuberay(
         ray_version=version,
         namespace=namespace,
         autoscale=autoscale,
-        least=least,
-        most=most,
+        min_replicas=min_workers,
+        max_replicas=max_workers,
         head_gpus=head_gpus,
         drain_s=drain,
         selector=_labels(selector) if selector else None,
@@ -256,26 +258,28 @@ def kuberay(
 def slurm(
     file: JobArgument,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND", help="What to run on the cluster.")
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="Command to run on the cluster.")
     ] = None,
     output: OutputOption = None,
     force: ForceOption = False,
-    job_name: Annotated[str | None, typer.Option(help="Slurm's name of the job; else the file's.")] = None,
-    time: Annotated[str, typer.Option(help="The time limit.")] = "24:00:00",
-    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
+    job_name: Annotated[str | None, typer.Option(help="Slurm job name.  [default: the file's name]")] = None,
+    time: Annotated[str, typer.Option(help="Time limit.")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
     gpu_type: Annotated[
-        str | None, typer.Option(help="The GPUs as Slurm calls them; else the job's kind; '' for any.")
+        str | None, typer.Option(help="Slurm GPU type; '' for any.  [default: the job's GPU kind]")
     ] = None,
-    least: Annotated[int | None, typer.Option("--min", help="Start with so many nodes; else all.")] = None,
-    join_timeout: Annotated[int, typer.Option(help="Seconds that nodes have to join.")] = 300,
-    drain: Annotated[int, typer.Option(help="Seconds before the time limit at which nodes are drained.")] = 120,
-    port: Annotated[int, typer.Option(help="Of Ray's head.")] = 6379,
-    setup: Annotated[str, typer.Option(help="Lines of shell to run first, as they are.")] = "",
+    min_nodes: Annotated[
+        int | None, typer.Option("--min", help="Minimum of nodes to start with.  [default: all]")
+    ] = None,
+    join_timeout: Annotated[int, typer.Option(help="Timeout for nodes to join, in seconds.")] = 300,
+    drain: Annotated[int, typer.Option(help="Drain nodes this many seconds before the time limit.")] = 120,
+    port: Annotated[int, typer.Option(help="Port of the Ray head.")] = 6379,
+    setup: Annotated[str, typer.Option(help="Shell lines to run first.")] = "",
 ) -> None:
-    """A Slurm batch script for the job's cluster: Ray on every node, a command, a drain before the time limit.
+    """Write a Slurm batch script for the job's cluster: Ray on every node, a command, a drain before the time limit.
 
-    Without a command the cluster is there until the time limit. Nothing is submitted.
+    Without a command the cluster runs until the time limit. Nothing is submitted.
 
     Examples:
 
@@ -294,7 +298,7 @@ def slurm(
         partition=partition,
         account=account,
         gpu_type=gpu_type,
-        least=least,
+        min_nodes=min_nodes,
         join_s=join_timeout,
         warn_s=drain,
         port=port,
@@ -310,7 +314,7 @@ def _write(text: str, output: Path | None, force: bool) -> None:
         sys.stdout.write(text)
         return
     if output.is_file() and not force:
-        raise InputError(f"{output} is there already", where="command line: --output", hint="--force overwrites it")
+        raise InputError(f"{output} exists", where="command line: --output", hint="--force overwrites it")
     write_text(output, text)
     err.print(f"written to {output}", markup=False)
 
@@ -320,7 +324,7 @@ def _labels(texts: list[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z0-9./_-]+", key) or not re.fullmatch(r"[A-Za-z0-9._-]*", value):
-            raise InputError(f"{text!r} is no label", where="command line: --selector", hint="KEY=VALUE")
+            raise InputError(f"{text!r} is not a label", where="command line: --selector", hint="KEY=VALUE")
         labels[key] = value
     return labels
 
@@ -336,29 +340,29 @@ def _ray_version() -> str:
     try:
         return version("ray")
     except PackageNotFoundError:
-        return USUAL_RAY
+        return DEFAULT_RAY
 
 
 # ---- hook -------------------------------------------------------------------------------------------------------
 
 
 def hook(
-    port: Annotated[int, typer.Option(help="Where to listen; 0: any that is free.")] = USUAL_PORT,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = DEFAULT_PORT,
     host: Annotated[
-        str, typer.Option(help="Where to listen; others than loopback need the token to read, too.")
+        str, typer.Option(help="Address to listen on; beyond loopback, reading needs the token, too.")
     ] = "127.0.0.1",
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="A name by which callers know this machine (Host header).")
+        list[str] | None, typer.Option(help="Host name that callers use (Host header; repeatable).")
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="Where a token that is made here is written.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File for the generated token.")] = None,
     address: AddressOption = None,
     name: NameOption = None,
 ) -> None:
-    """An HTTP door for those who know first that a node will go: POST /nodes/NODE/drain, with a token.
+    """Serve an HTTP endpoint for announced node terminations: POST /nodes/NODE/drain, with a token.
 
-    The token is TRIMTAB_HOOK_TOKEN, or one that is made and written to a file that only you can read; it is never
-    printed. NODE is an id, its beginning, a node's name or its address. GET /desired and /metrics say how many workers
-    are wanted. Ends with Ctrl-C.
+    The token is TRIMTAB_HOOK_TOKEN, or a generated one in a file that only you can read; it is never printed. NODE is a
+    node id or its prefix, a node name or address. GET /desired and /metrics return the wanted number of workers. Ctrl-C
+    stops it.
 
     Examples:
 
@@ -371,18 +375,18 @@ def hook(
     from trimtab.runtime.http.listening import listening
     from trimtab.runtime.http.tokens import HOOK, token
 
-    served, doors_of = _import_hook()
+    server_module, make_calls = _import_hook()
     link = RayConnection(address, start=False)
     try:
-        doors = doors_of(link.ray, name)
+        calls = make_calls(link.ray, name)
         with (
-            listening(host, port) as door,
-            token(os.environ, HOOK, token_file, f"hook-{door.getsockname()[1]}") as (secret, told),
+            listening(host, port) as socket,
+            token(os.environ, HOOK, token_file, f"hook-{socket.getsockname()[1]}") as (secret, token_text),
         ):
-            server = served.NodeHookServer(
-                doors.drain, doors.look, token=secret, listening=door, names=tuple(allow_host or ())
+            server = server_module.NodeHookServer(
+                calls.drain, calls.look, token=secret, listening=socket, names=tuple(allow_host or ())
             )
-            for line in (f"listening on {server.url}", told, doors.how(), "Ctrl-C ends it"):
+            for line in (f"listening on {server.url}", token_text, calls.how(), "Ctrl-C stops it"):
                 err.print(line, markup=False)
             _until_ended(server.serve)
     finally:
@@ -392,17 +396,17 @@ def hook(
 
 def _import_hook() -> tuple[Any, Any]:
     try:
-        from trimtab.runtime.hook import server as served
+        from trimtab.runtime.hook import server as server_module
         from trimtab.runtime.hook.calls import NodeHookCalls
     except ImportError as fault:
         raise InputError(
             f"the hook needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
         ) from None
-    return served, NodeHookCalls
+    return server_module, NodeHookCalls
 
 
 def _until_ended(serve: Callable[[], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM; both end in order."""
+    """Serves until Ctrl-C or SIGTERM; both stop in order."""
 
     def ended(*_: object) -> None:
         raise KeyboardInterrupt
@@ -411,6 +415,6 @@ def _until_ended(serve: Callable[[], None]) -> None:
     try:
         serve()
     except KeyboardInterrupt:
-        pass  # the server has finished what was under way, and hands the signal on
+        pass  # the server has finished the calls under way and passes the signal on
     finally:
         signal.signal(signal.SIGTERM, before)

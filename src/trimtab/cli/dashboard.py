@@ -1,4 +1,4 @@
-"""`trimtab dashboard` and `trimtab top`: a run, or a cluster, to look at while it goes on."""
+"""`trimtab dashboard` and `trimtab top`: live views of a run or a cluster."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
     from trimtab.runtime.dashboard.server import DashboardServer
 
-FolderArgument = Annotated[
-    Path | None, typer.Argument(metavar="DIR", help="The folder of a run, whether it goes on or is over.")
-]
+FolderArgument = Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder of a running or finished run.")]
 AddressOption = Annotated[
-    str | None, typer.Option("--address", "-a", help="A Ray cluster, for pools, queue, nodes and evictions.")
+    str | None, typer.Option("--address", "-a", help="Ray cluster, for pools, queue, nodes and evictions.")
 ]
-NameOption = Annotated[str | None, typer.Option("--name", "-n", help="The controller, where a cluster has several.")]
+NameOption = Annotated[
+    str | None, typer.Option("--name", "-n", help="Name of the controller, if the cluster has several.")
+]
 
 
 def dashboard(
@@ -37,16 +37,16 @@ def dashboard(
     name: NameOption = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", "-p", help="Where to listen, 8270 unless said; if it is in use, the next one."),
+        typer.Option("--port", "-p", help="Port to listen on.  [default: 8270, or the next free port]"),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="Where the token is written that changes need.")
+        Path | None, typer.Option("--token-file", help="File for the token that changes require.")
     ] = None,
 ) -> None:
-    """One page on this machine that shows a run as it happens: timeline per GPU, costs, workers, moves, reward.
+    """Serve a local page that shows a run live: timeline per GPU, costs, workers, moves, reward.
 
-    Whoever opens the link can look, and change nothing: that needs the token. Ctrl-C ends it; the run goes on. From
-    another machine: `ssh -L 8270:127.0.0.1:8270 HOST`.
+    Viewing needs only the link; changes need the token. Ctrl-C stops the server; the run goes on. From another machine:
+    `ssh -L 8270:127.0.0.1:8270 HOST`.
 
     Examples:
 
@@ -54,30 +54,35 @@ def dashboard(
 
         trimtab dashboard runs/grpo-1 --address auto --port 9000
     """
-    with served(source_of(folder, address, name), port, token_file=token_file) as server:
-        out.print(server.said, markup=False)
-        err.print(f"{server.token_is}; Ctrl-C ends the dashboard", markup=False)
-        _until_interrupted()
+    with (
+        _stop_event() as stopped,
+        served(source_of(folder, address, name), port, token_file=token_file) as server,
+    ):
+        out.print(server.announcement, markup=False)
+        err.print(f"{server.token_source}; Ctrl-C stops the dashboard", markup=False)
+        with contextlib.suppress(KeyboardInterrupt):
+            while not stopped.wait(0.5):
+                pass
 
 
 def source_of(folder: Path | None, address: str | None, name: str | None) -> DashboardSource:
-    """Whatever was named to look at. InputError where nothing was."""
-    from trimtab.cli.pool import looking
+    """The data source of a dashboard. Raises InputError if neither a folder nor a cluster is named."""
+    from trimtab.cli.pool import controller_session
     from trimtab.render.html.dashboard.source import DashboardSource
 
     if folder is None and address is None and name is None:
         raise InputError(
-            "what to look at is not said", where="command line", hint="trimtab dashboard DIR, or --address of a cluster"
+            "name a run or a cluster", where="command line", hint="trimtab dashboard DIR, or --address of a cluster"
         )
     opens = None
     if address is not None or name is not None:
-        opens = lambda: looking(None if address == "auto" else address, name)  # noqa: E731
+        opens = lambda: controller_session(None if address == "auto" else address, name)  # noqa: E731
     return DashboardSource(folder, opens)
 
 
 @contextmanager
 def served(source: DashboardSource, port: int | None, *, token_file: Path | None = None) -> Iterator[DashboardServer]:
-    """A server for a source; both end with it. InputError where what it needs is not installed."""
+    """Serves a source; closes both at exit. Raises InputError if a dependency is missing."""
     try:
         from trimtab.runtime.dashboard.server import DashboardServer
     except ImportError as missing:
@@ -88,10 +93,10 @@ def served(source: DashboardSource, port: int | None, *, token_file: Path | None
         yield server
 
 
-def beside(said: Callable[[str], None], port: int | None = None, *, changes: bool = True) -> RunBeside:
-    """A dashboard for as long as a run goes on, in its process: `trimtab.Job.run(beside=...)` takes it.
+def beside(say: Callable[[str], None], port: int | None = None, *, changes: bool = True) -> RunBeside:
+    """Serves a dashboard in the process of a run, for as long as it runs: `trimtab.Job.run(beside=...)` takes it.
 
-    One that cannot start is a warning, and never the end of a run. Without `changes` nobody is told of a token.
+    A dashboard that cannot start is a warning and never ends a run. Without `changes` the token is not printed.
     """
 
     @contextmanager
@@ -104,23 +109,21 @@ def beside(said: Callable[[str], None], port: int | None = None, *, changes: boo
                 opens = None if session is None else lambda: contextlib.nullcontext(session)
                 server = ends.enter_context(served(DashboardSource(folder, opens), port))
             except (TrimtabError, OSError) as fault:
-                warn(f"no dashboard: {getattr(fault, 'what', fault)}".replace("[", "\\["))
+                warn(f"the dashboard could not start: {getattr(fault, 'what', fault)}".replace("[", "\\["))
             else:
-                said(f"{server.said}; {server.token_is}" if changes else server.said)
+                say(f"{server.announcement}; {server.token_source}" if changes else server.announcement)
             yield
 
     return shown
 
 
-def _until_interrupted() -> None:
-    """Wait for Ctrl-C, or for being asked to end."""
-    ended = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+@contextmanager
+def _stop_event() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets. In place before the link is printed: its reader may stop the server at once."""
+    stopped = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     try:
-        while not ended.wait(0.5):
-            pass
-    except KeyboardInterrupt:
-        pass
+        yield stopped
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -129,12 +132,12 @@ def top(
     folder: FolderArgument = None,
     address: AddressOption = None,
     name: NameOption = None,
-    every: Annotated[float, typer.Option("--every", help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Say how it stands now, and end.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
 ) -> None:
-    """The dashboard's essence in a terminal: iterations, components, workers, tasks, nodes and the latest events.
+    """Show a run or cluster in the terminal: iterations, components, workers, tasks, nodes, latest events.
 
-    On a terminal it is redrawn until Ctrl-C; elsewhere, and with --once, it is said once.
+    On a terminal it is updated until Ctrl-C; otherwise, and with --once, it is printed once.
 
     Examples:
 
@@ -142,7 +145,7 @@ def top(
 
         trimtab top runs/grpo-1 --once
     """
-    from trimtab.render.text.top import picture, plain
+    from trimtab.render.text.top import picture, print_once
 
     if not 0.1 <= every <= 3600:
         raise InputError(f"--every is {every:g}", where="command line", hint="seconds, 0.1 to 3600")
@@ -150,7 +153,7 @@ def top(
     with contextlib.closing(source):
         source.look()
         if once or not out.is_terminal:
-            plain(source)
+            print_once(source)
             return
         from rich.live import Live
 

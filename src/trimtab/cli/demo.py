@@ -1,4 +1,4 @@
-"""`trimtab demo`: a job planned, trained and moved; `plan`, `rlhf`, `elastic` show one side of it each."""
+"""`trimtab demo`: plans, trains and migrates a job; `plan`, `rlhf`, `elastic` show one aspect each."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import typer
 from trimtab.cli import plan as plan_commands
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+app.command("plan")(plan_commands.demo)
 
 
 class Language(str, enum.Enum):
-    """What the demo of pools speaks."""
+    """Language of the pool demo."""
 
     en = "en"
     zh = "zh"
 
 
 class Backend(str, enum.Enum):
-    """What the demo of elastic groups computes with."""
+    """Backend of the elastic demo."""
 
     auto = "auto"
     torch = "torch"
@@ -31,11 +32,11 @@ class Backend(str, enum.Enum):
 @app.callback()
 def demo(
     context: typer.Context,
-    folder: Annotated[Path, typer.Option("--folder", help="Where run and report go.")] = Path("out"),
+    folder: Annotated[Path, typer.Option("--folder", help="Folder for the run and its report.")] = Path("out"),
 ) -> None:
-    """Train a policy on a Ray of its own: plan, a node that joins, an evaluation that preempts, drift, moves, a report.
+    """Train a policy on a local Ray: plan, a joining node, a preempting evaluation, drift, migrations, a report.
 
-    `demo plan` plans the bundled example, `demo rlhf` shows pools on Ray, `demo elastic` elastic groups.
+    `demo plan` plans the bundled example, `demo rlhf` shows pools, `demo elastic` shows elastic groups.
     """
     if context.invoked_subcommand is None:
         from trimtab.demos.run import run_demo
@@ -44,22 +45,16 @@ def demo(
 
 
 @app.command()
-def plan(
-    folder: Annotated[Path, typer.Option("--folder", help="Where the report goes.")] = Path("out"),
-) -> None:
-    """Plan the bundled example and write its report."""
-    plan_commands.demo(folder)
-
-
-@app.command()
 def rlhf(
     lang: Annotated[Language, typer.Option("--lang", help="Language of the output.")] = Language.en,
     address: Annotated[
         str | None,
-        typer.Option("--address", "-a", help="A Ray cluster; else RAY_ADDRESS, one that runs here, or a local Ray."),
+        typer.Option(
+            "--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, a running local cluster, or a new one]"
+        ),
     ] = None,
 ) -> None:
-    """Rollout, reward and train in one pool on Ray, then two pools with preemption across them."""
+    """Run rollout, reward and train in one pool on Ray, then two pools with preemption across them."""
     from trimtab.demos.rlhf import run_demo
 
     raise typer.Exit(run_demo(lang.value, address))
@@ -68,10 +63,10 @@ def rlhf(
 @app.command()
 def elastic(
     backend: Annotated[
-        Backend, typer.Option("--backend", help="What computes: PyTorch where it is installed, else numpy.")
+        Backend, typer.Option("--backend", help="Compute backend; auto: PyTorch if installed, else numpy.")
     ] = Backend.auto,
 ) -> None:
-    """Train while nodes join, are killed and drained: on a Ray of several nodes of its own, about a minute."""
+    """Train while nodes join, are killed and drained, on a local Ray of several nodes; about a minute."""
     from trimtab.demos.elastic import run_demo
 
     raise typer.Exit(run_demo(backend.value))

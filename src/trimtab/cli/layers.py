@@ -1,7 +1,7 @@
-"""`trimtab profile layers`: measures a PyTorch model block by block, and keeps the figures for the partition planner.
+"""`trimtab profile layers`: measures a PyTorch model block by block, for the partition planner.
 
-Only words and tables are made here. What is measured is decided in `profile.layers`, what agrees with the files in
-`formats.layer_files`; both are imported when the command runs.
+This module parses options and prints tables. Measuring is in `profile.layers`, merging with the files in
+`formats.pipeline.layer_files`; both are imported when the command runs.
 """
 
 from __future__ import annotations
@@ -22,54 +22,51 @@ if TYPE_CHECKING:
 def layers(
     factory: Annotated[
         str | None,
-        typer.Argument(metavar="FACTORY", help="What builds the model: package.module:factory or file.py:factory."),
+        typer.Argument(metavar="FACTORY", help="Factory of the model: package.module:factory or file.py:factory."),
     ] = None,
     model_input: Annotated[
         str,
         typer.Option(
-            "--input", help="Shape without the batch (128,2048), or package.module:make_input (takes a batch)."
+            "--input",
+            help="Input shape without the batch (128,2048), or package.module:make_input (called with the batch size).",
         ),
     ] = "",
     blocks: Annotated[
-        str, typer.Option("--blocks", help="Where the row of blocks stands in the model, e.g. model.layers.")
+        str, typer.Option("--blocks", help="Path of the sequence of blocks in the model, e.g. model.layers.")
     ] = "",
     device_type: Annotated[
         str | None,
-        typer.Option("--type", help="The device type to keep the profile under; without it nothing is kept."),
+        typer.Option("--type", help="Device type to save the profile under; without it nothing is saved."),
     ] = None,
     model_name: Annotated[
         str | None,
-        typer.Option("--model-name", "-m", help="The model's name in the files; the factory's if not given."),
+        typer.Option("--model-name", "-m", help="Name of the model in the files.  [default: the factory's]"),
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Items in a microbatch.")] = 8,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Microbatch size.")] = 8,
     dtype: Annotated[str, typer.Option("--dtype", "-d", help="torch.float32, torch.bfloat16, ...")] = "torch.float32",
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:1.")] = "cpu",
-    repeats: Annotated[int, typer.Option("--repeats", help="Passes that count; their median is kept.")] = 5,
-    warmup: Annotated[int, typer.Option("--warmup", help="Passes before those, which do not count.")] = 2,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="CPU threads; torch's own number if not given.")
-    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Measured passes; the median counts.")] = 5,
+    warmup: Annotated[int, typer.Option("--warmup", help="Warm-up passes.")] = 2,
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads.  [default: torch's]")] = None,
     bw_mbps: Annotated[
-        float | None, typer.Option("--bw-mbps", help="Bandwidth of the device type; needed for a new one.")
+        float | None, typer.Option("--bw-mbps", help="Bandwidth of the device type; required for a new type.")
     ] = None,
     mem_mb: Annotated[
-        float | None, typer.Option("--mem-mb", help="Memory of the device type; 90 % of the device's if not given.")
+        float | None, typer.Option("--mem-mb", help="Memory of the device type.  [default: 90 % of the device's]")
     ] = None,
-    models_file: Annotated[Path, typer.Option("--models-file", "-M", help="Where models are kept.")] = Path(
-        "models.yml"
-    ),
-    types_file: Annotated[Path, typer.Option("--dev-types-file", "-T", help="Where device types are kept.")] = Path(
+    models_file: Annotated[Path, typer.Option("--models-file", "-M", help="Models file.")] = Path("models.yml"),
+    types_file: Annotated[Path, typer.Option("--dev-types-file", "-T", help="Device types file.")] = Path(
         "device_types.yml"
     ),
-    force: Annotated[bool, typer.Option("--force", help="Replace what contradicts this measurement.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace contradicting entries.")] = False,
     from_json: Annotated[
-        Path | None, typer.Option("--from-json", help="Keep a profile measured elsewhere; nothing is measured here.")
+        Path | None, typer.Option("--from-json", help="Save a profile measured elsewhere, without measuring.")
     ] = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")] = Format.text,
+    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
 ) -> None:
-    """Seconds, memory and what crosses each cut, block by block, of a PyTorch model that is a chain of blocks.
+    """Measure seconds, memory and transferred elements of each block of a PyTorch model.
 
-    With --type the figures are added to models.yml and device_types.yml, for `trimtab partition`.
+    With --type the figures are saved to models.yml and device_types.yml, for `trimtab partition`.
 
     Examples:
 
@@ -81,7 +78,7 @@ def layers(
 
     if (factory is None) == (from_json is None):
         raise InputError(
-            "name a model to measure, or a file measured elsewhere" + (", not both" if factory else ""),
+            "pass a model to measure, or --from-json" + (", not both" if factory else ""),
             hint="trimtab profile layers file.py:factory --input 128,2048, or --from-json FILE",
         )
     data: dict[str, Any]
@@ -174,7 +171,7 @@ def _text(data: Mapping[str, Any], merged: MergedFiles | None) -> None:
             f"{data['parameters_out'][index]:,}",
         )
     out.print(table)
-    out.print(f"the model takes {data['parameters_in']:,} elements for each item of the batch", markup=False)
+    out.print(f"model input: {data['parameters_in']:,} elements per batch item", markup=False)
     for note in data.get("notes") or ():
         out.print(f"- {note}", markup=False)
     if merged is not None:

@@ -1,7 +1,7 @@
 """`trimtab partition` and `sched-pipeline`: which layers go on which device.
 
-Both read the same files and ask the same planner. `sched-pipeline` keeps the flags, defaults and standard output of the
-public tool of that name, but an error never ends in status 0: what cannot be placed prints `[]` and ends in 3.
+Both read the same files and use the same planner. `sched-pipeline` has the flags, defaults and standard output of the
+public tool of that name, except that errors never exit with 0: an infeasible problem prints `[]` and exits with 3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODELS, TYPES, DEVICES = Path("models.yml"), Path("device_types.yml"), Path("dev
 
 
 class Goal(str, enum.Enum):
-    """What to minimise: the time between microbatches, or the time of one."""
+    """The objective: time between microbatches, or latency of a microbatch."""
 
     throughput = "throughput"
     latency = "latency"
@@ -42,59 +42,63 @@ class Goal(str, enum.Enum):
 
 def partition(
     dtype: Annotated[str, typer.Option("--dtype", "-d", help="PyTorch dtype of the profile.")] = "torch.float32",
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Items in a microbatch.")] = 8,
-    buffers_in: Annotated[int, typer.Option("--buffers-in", "-i", help="Microbatches queued before a stage.")] = 2,
-    buffers_out: Annotated[int, typer.Option("--buffers-out", "-o", help="Microbatches queued after a stage.")] = 2,
-    model_name: Annotated[str, typer.Option("--model-name", "-m", help="The model, as in the models file.")] = MODEL,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Microbatch size.")] = 8,
+    buffers_in: Annotated[
+        int, typer.Option("--buffers-in", "-i", help="Input buffers of a stage, in microbatches.")
+    ] = 2,
+    buffers_out: Annotated[
+        int, typer.Option("--buffers-out", "-o", help="Output buffers of a stage, in microbatches.")
+    ] = 2,
+    model_name: Annotated[str, typer.Option("--model-name", "-m", help="Model name in the models file.")] = MODEL,
     models_file: Annotated[Path, typer.Option("--models-file", "-M", help="Layers, memory and sizes.")] = MODELS,
     dev_types_file: Annotated[
         Path, typer.Option("--dev-types-file", "-T", help="Bandwidth, memory and profiles of device types.")
     ] = TYPES,
     dev_file: Annotated[Path, typer.Option("--dev-file", "-D", help="Hosts by device type.")] = DEVICES,
-    form: Annotated[Format, typer.Option("--format", "-f", help="How to answer.")] = Format.text,
+    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
     objective: Annotated[
-        Goal, typer.Option(help="Least time between microbatches, or least time of one.")
+        Goal, typer.Option(help="Minimise the time between microbatches, or the latency of a microbatch.")
     ] = Goal.throughput,
     headroom: Annotated[str, typer.Option(help="Share of every device's memory to keep free.")] = "0%",
     links: Annotated[
-        Path | None, typer.Option(help="Bandwidth and latency between hosts, where types do not say.")
+        Path | None, typer.Option(help="Bandwidth and latency between hosts; overrides the device types.")
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Host where the data start: sending them counts.")] = None,
-    sink: Annotated[str | None, typer.Option(help="Host where results must arrive: sending them counts.")] = None,
-    max_devices: Annotated[int | None, typer.Option(help="Use at most so many devices.")] = None,
+    source: Annotated[str | None, typer.Option(help="Source host of the data; its transfer counts.")] = None,
+    sink: Annotated[str | None, typer.Option(help="Destination host of the results; its transfer counts.")] = None,
+    max_devices: Annotated[int | None, typer.Option(help="Maximum number of devices.")] = None,
     cut_every: Annotated[
-        int, typer.Option(help="Cut only after a multiple of so many layers: those of one decoder block.")
+        int, typer.Option(help="Cut only after multiples of this number of layers (the layers of a decoder block).")
     ] = 1,
     frontier: Annotated[
-        bool, typer.Option("--frontier", help="Also the best bottleneck of 1, 2, ... devices.")
+        bool, typer.Option("--frontier", help="Also show the best bottleneck for 1, 2, ... devices.")
     ] = False,
-    emit: Annotated[SplitTarget | None, typer.Option(help="Print only the split, as this engine takes it.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a report with pictures, as one HTML file.")] = None,
+    emit: Annotated[SplitTarget | None, typer.Option(help="Print only the split, in this engine's form.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
     devices_from_ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local one)."),
+        typer.Option(
+            metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local cluster)."
+        ),
     ] = None,
-    run: Annotated[
-        bool, typer.Option("--run", help="Run the schedule with the model, as a pipeline of Ray actors.")
-    ] = False,
+    run: Annotated[bool, typer.Option("--run", help="Run the schedule with the model, as Ray actors.")] = False,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="Run it with stages that take the profiled times, on any machine.")
+        bool, typer.Option("--emulate", help="Run the schedule with emulated stages, on any machine.")
     ] = False,
     factory: Annotated[
-        str | None, typer.Option(help="What builds the model to run: package.module:factory or file.py:factory.")
+        str | None, typer.Option(help="Factory of the model to run: package.module:factory or file.py:factory.")
     ] = None,
-    blocks: Annotated[str, typer.Option(help="Path of the row of blocks inside the model.")] = "",
-    model_input: Annotated[str, typer.Option("--input", help="What makes its input, or a shape: 128,2048.")] = "",
-    microbatches: Annotated[int, typer.Option(min=1, help="How many microbatches to run.")] = 24,
-    stretch: Annotated[float | None, typer.Option(help="Make emulated times longer by this factor.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each stage.")] = 1,
-    address: Annotated[str | None, typer.Option(help="Ray cluster to run on; a local one is started if none.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which a run is given up.")] = None,
+    blocks: Annotated[str, typer.Option(help="Path of the sequence of blocks in the model.")] = "",
+    model_input: Annotated[str, typer.Option("--input", help="Input factory, or a shape: 128,2048.")] = "",
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches to run.")] = 24,
+    stretch: Annotated[float | None, typer.Option(help="Factor for emulated times.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to run on.  [default: a new local cluster]")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Timeout of a run in seconds.")] = None,
 ) -> None:
-    """Which layers go on which device? The pipeline with the best throughput on unlike devices, with the proof.
+    """Assign layers to heterogeneous devices: the pipeline with the best throughput, proven optimal.
 
-    Layers, device types with their measured times, and hosts come from three YAML files. The model is a forward pass:
-    gradients, optimiser state and the activations that training keeps are not counted.
+    Layers, device types with measured times, and hosts come from three YAML files. Only the forward pass is modelled:
+    gradients, optimiser state and training activations are not counted.
 
     Examples:
 
@@ -138,7 +142,7 @@ def partition(
         from trimtab.formats.pipeline.split import split_lines
 
         if cut_every == 1:
-            warn("the split counts profiled layers; where several make up a decoder block, give --cut-every")
+            warn("the split counts profiled layers; if a decoder block has several, pass --cut-every")
         sys.stdout.write(split_lines(found.schedule, emit, cut_every))
         return
     from trimtab.render.text.partition import as_data, print_text
@@ -173,7 +177,7 @@ def partition(
 def _plan(
     files: tuple[Path, Path, Path], request: PartitionRequest, links: Path | None, objective: Goal, frontier: bool
 ) -> tuple[PartitionAnswer, float]:
-    """Read, plan, and say what had to be said while reading."""
+    """Loads, plans, and prints the warnings of loading."""
     from trimtab.formats.pipeline.pipeedge import load
     from trimtab.plan.partition.planner import plan_partition
 
@@ -185,14 +189,14 @@ def _plan(
         try:
             found = plan_partition(loaded.job, objective.value, frontier=frontier)
         except TrimtabError as error:
-            # The planner knows no files.
+            # The planner does not know the files.
             error.where = error.where or f"{files[1]} and {files[2]}"
             raise
     return replace(found, warnings=loaded.warnings), time.perf_counter() - began
 
 
 def _ray_devices(address: str) -> dict[str, list[str]]:
-    """Hosts of a running Ray cluster by GPU kind; the driver leaves the cluster again."""
+    """Hosts of a running Ray cluster by GPU kind; disconnects afterwards."""
     from trimtab.runtime.rayapi.connect import connected
 
     with connected(address=address) as ray:
@@ -200,7 +204,7 @@ def _ray_devices(address: str) -> dict[str, list[str]]:
 
 
 def ray_hosts(nodes: Sequence[dict[str, object]]) -> dict[str, list[str]]:
-    """Devices of Ray's nodes by kind: each GPU of a node with several is `address/number`; others are CPU devices."""
+    """Devices of Ray nodes by kind: GPUs of a multi-GPU node are `address/number`, nodes without are CPU devices."""
     kinds: dict[str, list[str]] = {}
     for node in nodes:
         if not node.get("Alive"):
@@ -219,7 +223,7 @@ def ray_hosts(nodes: Sequence[dict[str, object]]) -> dict[str, list[str]]:
 
 
 def sched_pipeline(arguments: Sequence[str] | None = None) -> int:
-    """The `sched-pipeline` command: the public tool's flags and output. Gives the exit status."""
+    """The `sched-pipeline` command: flags and output of the public tool. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="sched-pipeline",
         description="Schedule the layers of a model on unlike devices for the best throughput; prints a YAML list.",

@@ -1,6 +1,6 @@
-"""What `trimtab partition --run` and `--emulate` do after planning: run the schedule, and say how it went.
+"""`trimtab partition --run` and `--emulate`: runs the planned schedule and prints the results.
 
-Only words and tables are made here; the running is done by `runtime.pipeline`, which is imported when it is needed.
+Running is in `runtime.pipeline`, which is imported when needed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def run_answer(
     threads: int = 1,
     timeout_s: float | None = None,
 ) -> PipelineRun:
-    """Run a planned schedule, with the model if one is named. Raises where the output is not the model's."""
+    """Runs a planned schedule. Raises UnreachableError if the output differs from that of the model."""
     from rich.markup import escape
 
     from trimtab.runtime.pipeline.runner import run_pipeline
 
     if factory is None and not emulate:
         raise InputError(
-            "which model is to be run?",
-            hint="--factory file.py:factory --input 128,2048 as for `trimtab profile layers`; or --emulate",
+            "--factory is missing: the model to run",
+            hint="--factory file.py:factory --input 128,2048, or --emulate",
         )
     with err.status("running") as status:
 
@@ -49,11 +49,13 @@ def run_answer(
 
         chain = make_input = None
         if factory is not None:
-            from trimtab.profile import layers
+            from trimtab.profile import block_chain
 
             progress(f"building {factory}")
-            chain = layers.load_chain(factory, blocks=blocks, dtype=dtype)
-            make_input = layers.input_maker(model_input, batch_size=planned.job.batch_size, dtype=dtype, device="cpu")
+            chain = block_chain.load_chain(factory, blocks=blocks, dtype=dtype)
+            make_input = block_chain.input_maker(
+                model_input, batch_size=planned.job.batch_size, dtype=dtype, device="cpu"
+            )
         done = run_pipeline(
             planned.schedule,
             chain,
@@ -72,14 +74,13 @@ def run_answer(
         )
     if done.output == "different":
         raise UnreachableError(
-            f"the pipeline's output is not the model's: they differ by up to {done.largest_difference:g}",
-            hint="a model with dropout or other randomness in its blocks cannot be compared",
+            f"the output of the pipeline differs from the model's by up to {done.largest_difference:g}",
+            hint="models with dropout or other randomness cannot be compared",
         )
     return done
 
 
 def run_data(run: PipelineRun) -> dict[str, Any]:
-    """The run for programs."""
     return {
         "emulated": run.emulated,
         "stretch": run.stretch,
@@ -108,11 +109,10 @@ def run_data(run: PipelineRun) -> dict[str, Any]:
 
 
 def run_text(run: PipelineRun) -> None:
-    """The run for people, on standard output."""
     from rich.table import Table
 
     how = "emulated" if run.emulated else "run"
-    slower = f", in time {run.stretch:.3g} times slower" if run.emulated and run.stretch != 1 else ""
+    slower = f", {run.stretch:.3g} times slower" if run.emulated and run.stretch != 1 else ""
     table = Table(title=f"{run.microbatches} microbatches of {run.batch_size}, {how}{slower}", title_justify="left")
     table.add_column("stage")
     table.add_column("layers", justify="right")
@@ -137,16 +137,16 @@ def run_text(run: PipelineRun) -> None:
     for stage in run.stages:
         if run.emulated and stage.compute_s > run.stretch * stage.planned_compute_s:
             out.print(
-                f"{stage.host} computes longer here than it is to emulate: a larger --stretch gives it the time",
+                f"{stage.host} computes longer than its emulated time: use a larger --stretch",
                 markup=False,
             )
-    said = {
-        "equal": "output: equal to the model run whole, bit for bit",
-        "close": f"output: the model's within its precision (largest difference {run.largest_difference:.3g})",
-        "different": f"output: NOT the model's (largest difference {run.largest_difference:.3g})",
+    texts = {
+        "equal": "output: bit-identical to the model's",
+        "close": f"output: equal to the model's within its precision (largest difference {run.largest_difference:.3g})",
+        "different": f"output: differs from the model's (largest difference {run.largest_difference:.3g})",
         "not compared": "output: no model was run",
     }
-    out.print(said[run.output], markup=False)
+    out.print(texts[run.output], markup=False)
 
 
 def _finite(value: float) -> float | None:

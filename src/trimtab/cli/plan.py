@@ -1,4 +1,4 @@
-"""`trimtab plan` and `trimtab demo`: read a job, plan it, show it, write it back."""
+"""`trimtab plan` and `trimtab demo plan`: reads a job, plans it, shows it, writes it back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLE = "grpo.yaml"
 
 
 class PlanFormat(str, enum.Enum):
-    """How a plan is written."""
+    """Output formats of a plan."""
 
     text = "text"
     json = "json"
@@ -39,7 +39,7 @@ class PlanFormat(str, enum.Enum):
 def plan(
     file: Annotated[
         Path | None,
-        typer.Argument(help="A job file: trimtab's own form, or a config of RLinf, verl, NeMo RL or OpenRLHF."),
+        typer.Argument(help="Job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
@@ -49,23 +49,23 @@ def plan(
     ] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option("--from-run", help="Costs as the run in this folder measured them; its own job without FILE."),
+        typer.Option("--from-run", help="Use the costs measured by the run in this folder; without FILE also its job."),
     ] = None,
-    form: Annotated[PlanFormat, typer.Option("--format", "-f", help="How to answer.")] = PlanFormat.text,
-    apply: Annotated[bool, typer.Option("--apply", help="Write the placement into FILE (a backup is kept).")] = False,
+    form: Annotated[PlanFormat, typer.Option("--format", "-f", help="Output format.")] = PlanFormat.text,
+    apply: Annotated[bool, typer.Option("--apply", help="Write the placement into FILE (keeps a backup).")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write FILE with the new placement to this file instead.")
+        Path | None, typer.Option("--output", "-o", help="Write FILE with the new placement to this file.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a report with timelines, as one HTML file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report with timelines.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the timeline of the plan as SVG.")] = None,
     noise: Annotated[
-        str, typer.Option(help="Differences that real runs do not show: near ties and sensitivity use it.")
+        str, typer.Option(help="Differences below this count as noise, for near ties and sensitivity.")
     ] = "5%",
     sensitivity: Annotated[
-        bool, typer.Option(help="Say how far each cost may be off before the choice changes.")
+        bool, typer.Option(help="Show how far each cost may be off before the choice changes.")
     ] = True,
 ) -> None:
-    """Where should every component go? The best placement under a job's measured costs, with the proof and the reasons.
+    """Find the best placement of every component under the job's measured costs, with proof and reasons.
 
     A job file in trimtab's own form:
 
@@ -96,7 +96,7 @@ def plan(
     noise_share = share(noise, "--noise")
     loaded, notes = _read(file, overrides or [], profile, from_run)
     file = loaded.path
-    log.debug("read %s as %s", file, loaded.dialect)
+    log.debug("read %s as %s", file, loaded.file_format)
     try:
         began = time.perf_counter()
         space, outcome = best_plan(loaded.job, loaded.rules)
@@ -112,9 +112,9 @@ def plan(
                 with_sensitivity=sensitivity,
             )
     except TrimtabError as error:
-        # The planner knows keys of trimtab's own form only; which file they stand in is known here.
+        # The planner knows keys of trimtab's own form only, not the file.
         if error.where is None or not error.where.startswith(str(file)):
-            own = loaded.dialect == "trimtab" and error.where is not None
+            own = loaded.file_format == "trimtab" and error.where is not None
             error.where = f"{file}: {error.where}" if own else str(file)
         raise
     settings = _settings(loaded, result)
@@ -129,12 +129,12 @@ def plan(
 def _read(
     file: Path | None, overrides: list[str], profile: Path | None, from_run: Path | None
 ) -> tuple[LoadedJob, tuple[str, ...]]:
-    """The job to plan, and what its costs rest on where a run measured them."""
+    """The job to plan, and notes on its costs if a run measured them."""
     if from_run is None:
         from trimtab.formats.load import load
 
         if file is None:
-            raise InputError("which job to plan is not said", where="command line", hint="trimtab plan FILE")
+            raise InputError("FILE is missing: the job to plan", where="command line", hint="trimtab plan FILE")
         measured = None
         if profile is not None:
             from trimtab.formats import profile_file
@@ -142,16 +142,16 @@ def _read(
             measured = profile_file.read(profile)
         return load(file, overrides, measured), ()
     if profile is not None:
-        raise InputError("costs come from --profile or from --from-run, not from both", where="command line")
+        raise InputError("--profile and --from-run exclude each other", where="command line")
     from trimtab.runtime.run.past_costs import load_from_run
 
-    if file is not None and "=" in str(file) and not file.exists():  # an override, and the job is the run's own
+    if file is not None and "=" in str(file) and not file.exists():  # FILE is an override, and the job is the run's
         file, overrides = None, [str(file), *overrides]
     return load_from_run(from_run, file, overrides)
 
 
 def _settings(loaded: LoadedJob, result: PlacementAnswer) -> PlanSettings:
-    """The plan in the file's own keys; nothing where the file has the better one."""
+    """The plan in the file's keys; empty if the file's placement is better."""
     from trimtab.formats.loaded import PlanSettings
 
     if not result.kept:
@@ -165,7 +165,7 @@ def _settings(loaded: LoadedJob, result: PlacementAnswer) -> PlanSettings:
 
 
 def _other_settings(loaded: LoadedJob, result: PlacementAnswer) -> PlanSettings | None:
-    """The plan for less than perfect scaling in the file's own keys, where there is one and the keys can say it."""
+    """The plan for imperfect scaling in the file's keys, if there is one and the keys can express it."""
     if result.scaling is None or result.scaling.plan is None:
         return None
     try:
@@ -190,7 +190,7 @@ def _show(
 
     other = _other_settings(loaded, result)
     answer(
-        as_data(result, settings, loaded.dialect, searched, other),
+        as_data(result, settings, loaded.file_format, searched, other),
         Format(form.value),
         lambda: print_text(out, result, settings, searched, noise, other),
     )
@@ -227,35 +227,37 @@ def _write_pictures(
 
 def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
     from trimtab.formats import yaml_text
-    from trimtab.formats.write_back import edited, elsewhere
+    from trimtab.formats.write_back import edited, uneditable_keys
 
-    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
         raise InputError(
-            f"not written: {', '.join(stuck)} does not stand in the file itself",
+            f"not written: {', '.join(stuck)} is not set in the file itself",
             where=str(loaded.path),
-            hint="give the overrides on the command line of the run instead (--format overrides)",
+            hint="pass the overrides to the run instead (--format overrides)",
         )
     write_text(output, edited(yaml_text.read_text(loaded.path), settings.values, str(loaded.path)))
     err.print(f"{loaded.path} with the new placement written to {output}")
 
 
 def _apply(loaded: LoadedJob, settings: PlanSettings) -> None:
-    from trimtab.formats.write_back import apply, elsewhere, shell_words
+    from trimtab.formats.write_back import apply, shell_words, uneditable_keys
 
-    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
-        err.print(f"{loaded.path} is left as it is: {', '.join(stuck)} does not stand in the file itself.")
-        err.print("Give these overrides to the run instead:")
+        err.print(f"{loaded.path} is not changed: {', '.join(stuck)} is not set in the file itself.")
+        err.print("Pass these overrides to the run instead:")
         for word in shell_words(settings):
             err.print(f"  {word}", markup=False)
         return
     backup = apply(loaded.path, settings, loaded.literal, loaded.states)
-    err.print(f"{loaded.path} already says so" if backup is None else f"{loaded.path} changed; backup: {backup}")
+    err.print(
+        f"{loaded.path} has this placement already" if backup is None else f"{loaded.path} changed; backup: {backup}"
+    )
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--folder", help="Where the report goes.")] = Path("out"),
+    folder: Annotated[Path, typer.Option("--folder", help="Folder for the report.")] = Path("out"),
 ) -> None:
     """Plan the bundled example and write its report."""
     source = resources.files("trimtab") / "examples" / EXAMPLE
@@ -277,9 +279,9 @@ def demo(
         sensitivity=True,
     )
     out.print()
-    out.print("[bold]What to look at[/]")
-    out.print(f"  {report}   the plan as a timeline, beside the plans that lost: open it in a browser")
-    out.print(f"  {job}   the job file: change a cost and plan it again with")
-    # The command as it was called: make runs it from a virtual environment that is not on the path.
+    out.print("[bold]Results[/]")
+    out.print(f"  {report}   the plan as a timeline, beside rejected plans: open it in a browser")
+    out.print(f"  {job}   the job file: change a cost and plan again with")
+    # The program as it was called: make runs it from a virtual environment that is not on PATH.
     program = sys.argv[0] if Path(sys.argv[0]).name == "trimtab" else "trimtab"
     out.print(f"  {program} plan {job}")

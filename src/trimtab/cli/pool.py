@@ -1,8 +1,8 @@
 """`trimtab status`, `explain` and `pool`: what runs, what waits and why.
 
-They look at a controller that is there, and start neither a cluster nor a controller: where nothing is, they say so
-and how to get it. Only `pool drain` changes anything. What is shown is put together in `pool_text`; what they need is
-imported when they run, so that the command line starts quickly.
+They connect to a running controller and start neither a cluster nor a controller; without one they fail with a hint.
+Only `pool drain` and `pool free` change anything. Output is built in `render.text.pool`; heavy imports happen inside
+the functions, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from trimtab.render.output import Format, answer
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
 
-app = typer.Typer(help="Pools: their quota, slots and tasks.", no_args_is_help=True)
+app = typer.Typer(help="Pools: quota, slots and tasks.", no_args_is_help=True)
 
 AddressOption = Annotated[
     str | None,
-    typer.Option("--address", "-a", help="The Ray cluster; else RAY_ADDRESS, else the one that runs on this machine."),
+    typer.Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or the cluster on this machine]"),
 ]
-NameOption = Annotated[str | None, typer.Option("--name", "-n", help="The controller, where a cluster has several.")]
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")]
-USUAL_NAME = "trimtab"  # of a controller, where nobody said another
+NameOption = Annotated[
+    str | None, typer.Option("--name", "-n", help="Name of the controller, if the cluster has several.")
+]
+FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
+DEFAULT_NAME = "trimtab"  # default name of a controller
 ANSWER_S = 30.0
 
 
 def status(address: AddressOption = None, name: NameOption = None, form: FormatOption = Format.text) -> None:
-    """What is going on: pools and their quota, slots, tasks, who waits and why, nodes, warm hosts, journal, metrics.
+    """Show pools and quota, slots, tasks, what waits and why, nodes, warm hosts, journal, metrics.
 
     Examples:
 
@@ -43,7 +45,7 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
     from trimtab.render.text import pool as pool_text
     from trimtab.runtime.rayapi.connect import import_ray
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         seen = session.status()
         nodes = import_ray().nodes()
         data = pool_text.status_data(seen, session.tasks(), nodes, pool_text.exporter(nodes, seen.get("metrics")))
@@ -51,12 +53,12 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
 
 
 def explain(
-    task: Annotated[str, typer.Argument(help="A task, an elastic group, or a node (the beginning of its id).")],
+    task: Annotated[str, typer.Argument(help="Task, elastic group, or node (prefix of its id).")],
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Why a task, a group or a node is as it is: the reason, what would have to happen, and its story.
+    """Explain the state of a task, a group or a node: the reason, what must happen next, and its story.
 
     Examples:
 
@@ -69,7 +71,7 @@ def explain(
     from trimtab.render.text import nodes as fleet_text
     from trimtab.render.text import pool as pool_text
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         try:
             explanation = session.explain(task)
         except InputError as unknown:
@@ -84,7 +86,7 @@ def explain(
 
 @app.command("list")
 def list_pools(address: AddressOption = None, name: NameOption = None, form: FormatOption = Format.text) -> None:
-    """All pools: quota used, slots, tasks by state.
+    """List all pools: used quota, slots, tasks by state.
 
     Example:
 
@@ -92,19 +94,19 @@ def list_pools(address: AddressOption = None, name: NameOption = None, form: For
     """
     from trimtab.render.text import pool as pool_text
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         data = {"pools": session.status()["pools"]}
     answer(data, form, lambda: pool_text.print_pools(data["pools"]))
 
 
 @app.command()
 def show(
-    pool: Annotated[str, typer.Argument(help="The pool.")],
+    pool: Annotated[str, typer.Argument(help="Pool name.")],
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """One pool: how it is configured, what it uses, and its tasks.
+    """Show a pool: its configuration, usage and tasks.
 
     Example:
 
@@ -112,7 +114,7 @@ def show(
     """
     from trimtab.render.text import pool as pool_text
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         view = _known(session, pool)
         data = pool_text.pool_data(session.pool(pool).spec, view, session.tasks(pool))
     answer(data, form, lambda: pool_text.print_pool(data))
@@ -120,13 +122,13 @@ def show(
 
 @app.command()
 def drain(
-    pool: Annotated[str, typer.Argument(help="The pool.")],
-    off: Annotated[bool, typer.Option("--off", help="Take tasks again.")] = False,
+    pool: Annotated[str, typer.Argument(help="Pool name.")],
+    off: Annotated[bool, typer.Option("--off", help="Start tasks again.")] = False,
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Have a pool start nothing new. What runs goes on; what waits keeps waiting, with DRAINED as its reason.
+    """Stop a pool from starting tasks. Running tasks go on; waiting tasks wait with the reason DRAINED.
 
     Examples:
 
@@ -136,23 +138,46 @@ def drain(
     """
     from trimtab.render.text import pool as pool_text
 
-    with looking(address, name) as session:
+    with controller_session(address, name) as session:
         _known(session, pool)
         session.pool(pool).drain(not off)
         view = _known(session, pool)
     answer({"pool": pool, **view}, form, lambda: pool_text.print_drained(pool, view))
 
 
+@app.command()
+def free(
+    address: AddressOption = None,
+    name: Annotated[str, typer.Option("--name", "-n", help="Name of the controller.")] = DEFAULT_NAME,
+    form: FormatOption = Format.text,
+) -> None:
+    """Remove the actors and placement groups of a controller that is dead or refuses its journal.
+
+    Example:
+
+        trimtab pool free --name trimtab
+    """
+    from trimtab.runtime.client.connection import RayConnection, free_controller
+
+    connection = RayConnection(address, start=False)
+    try:
+        ended = free_controller(connection.ray, name)
+    finally:
+        connection.close()
+    data = {"controller": name, "actors": list(ended.actors), "placement_groups": list(ended.groups)}
+    answer(data, form, lambda: typer.echo(f"ended: {ended}"))
+
+
 @contextmanager
-def looking(address: str | None, name: str | None) -> Iterator[Session]:
-    """A session with the controller that is there; raises UnreachableError where there is none."""
+def controller_session(address: str | None, name: str | None) -> Iterator[Session]:
+    """A session with the running controller. Raises UnreachableError if there is none."""
     from trimtab.runtime.client.connection import ControllerConnection, RayConnection
     from trimtab.runtime.client.session import Session
 
     link = RayConnection(address, start=False)
     try:
         session = Session(
-            link, ControllerConnection(link.ray, _wanted(link.ray, name), None, None, ANSWER_S, make=False)
+            link, ControllerConnection(link.ray, _controller_name(link.ray, name), None, None, ANSWER_S, make=False)
         )
     except BaseException:
         link.close()
@@ -161,14 +186,14 @@ def looking(address: str | None, name: str | None) -> Iterator[Session]:
         yield session
 
 
-def _wanted(ray: Any, name: str | None) -> str:
-    """The controller of the name; without one the only one there is, or that of the usual name."""
+def _controller_name(ray: Any, name: str | None) -> str:
+    """The name of the controller: as given, the only one, or the default."""
     from trimtab.runtime.controller.rpc import controllers
 
     there = controllers(ray)
-    wanted = name or (there[0] if len(there) == 1 else USUAL_NAME)
+    wanted = name or (there[0] if len(there) == 1 else DEFAULT_NAME)
     if there and wanted not in there:
-        raise UnreachableError(f"this Ray has no controller {wanted}", hint=f"--name is one of: {', '.join(there)}")
+        raise UnreachableError(f"the cluster has no controller {wanted}", hint=f"--name is one of: {', '.join(there)}")
     return wanted
 
 
@@ -182,13 +207,15 @@ def _known(session: Session, pool: str) -> dict[str, Any]:
 
 
 def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, Any]:
-    """A node's story, where the name is one of a node; else what was unknown."""
+    """A node's story; raises `unknown` if the name is not a node's."""
     from trimtab.render.text import nodes as fleet_text
 
     try:
         node, story = session.ask("node_story", name)
     except InputError:
         if not (unknown.hint or "").startswith("did you mean"):
-            unknown.hint = "`trimtab status` shows what runs and waits, `trimtab pool show POOL` all tasks of a pool"
+            unknown.hint = (
+                "`trimtab status` shows running and waiting tasks, `trimtab pool show POOL` all tasks of a pool"
+            )
         raise unknown from None
     return fleet_text.node_data(node, story, session.status(), session.tasks())

@@ -1,7 +1,7 @@
-"""`trimtab profile`: costs in. Reads logs, joins profiles, and reckons memory from a model's configuration.
+"""`trimtab profile`: measured costs from logs, merged profiles, and memory estimates from model configurations.
 
-Only words and tables are made here; what is measured and reckoned is decided in `formats` and `profile`. What the
-commands need is imported when they run, so that the command line starts quickly.
+This module parses options and prints tables; measuring and estimating is in `formats` and `profile`, imported when a
+command runs.
 """
 
 from __future__ import annotations
@@ -19,40 +19,43 @@ if TYPE_CHECKING:
     from trimtab.profile.architecture import Architecture
     from trimtab.profile.memory import MemoryNeed
 
-app = typer.Typer(help="Costs in: times from logs, memory from a model's configuration.", no_args_is_help=True)
+app = typer.Typer(help="Costs: times from logs, memory from a model's configuration.", no_args_is_help=True)
 
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")]
+FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the profile to this file.")]
 
 
 @app.command()
 def logs(
-    files: Annotated[list[Path], typer.Argument(help="Logs of one run, in order; a folder of event files is one too.")],
+    files: Annotated[list[Path], typer.Argument(help="Logs of a run, in order, or folders of event files.")],
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpus", help="GPUs of every component, or of one: 16, or rollout=8 (may be repeated)."),
+        typer.Option("--gpus", help="GPUs of all components (16) or of a component (rollout=8); repeatable."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="The run's configuration (YAML), for its GPU counts.")
+        Path | None, typer.Option("--config", help="Configuration of the run (YAML), for its GPU counts.")
     ] = None,
     framework: Annotated[
-        str | None, typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf; else found out from the log.")
+        str | None,
+        typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf.  [default: detected from the log]"),
     ] = None,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps to drop after every start of the run.")] = 2,
-    kind: Annotated[str, typer.Option("--kind", help="The kind of GPU it ran on, e.g. H100.")] = "",
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps to skip after every start of the run.")] = 2,
+    kind: Annotated[str, typer.Option("--kind", help="GPU kind of the run, e.g. H100.")] = "",
     lengths: Annotated[
         list[Path] | None,
-        typer.Option("--lengths", help="Dumped answers (JSON lines, or a folder of them), for when answers finish."),
+        typer.Option(
+            "--lengths", help="Dumped answers (JSON lines, or a folder of them), for the distribution of lengths."
+        ),
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option("--group-size", help="Answers per prompt in the dump; by prompt if not given.")
+        int | None, typer.Option("--group-size", help="Answers per prompt in the dump.  [default: grouped by prompt]")
     ] = None,
     output: OutputOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """What each component of a run took, from the timings that verl, RLinf, NeMo RL or OpenRLHF logged.
+    """Read the time of each component from the logs of verl, RLinf, NeMo RL or OpenRLHF.
 
-    Warm-up steps, validation and checkpoints are left out; times that are waits are marked and are no costs.
+    Warm-up steps, validation and checkpoints are skipped; waiting times are marked and do not count as costs.
 
     Examples:
 
@@ -65,7 +68,7 @@ def logs(
 
     profile = log_reader.read(
         files,
-        facts=logs_gpus.from_words(gpus or ()),
+        facts=logs_gpus.from_options(gpus or ()),
         framework=framework,
         config=config,
         warmup=warmup,
@@ -82,7 +85,7 @@ def merge(
     output: OutputOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """One profile from several: the points of runs on different GPU counts side by side.
+    """Merge the profiles of runs on different GPU counts.
 
     Example:
 
@@ -95,59 +98,59 @@ def merge(
 
 @app.command()
 def memory(
-    model: Annotated[Path, typer.Option("--model", help="A Hugging Face config.json, or the folder that holds it.")],
-    gpus: Annotated[int, typer.Option("--gpus", help="GPUs the component runs on.")] = 8,
+    model: Annotated[Path, typer.Option("--model", help="Hugging Face config.json, or its folder.")],
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the component.")] = 8,
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size of trainer and inference.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of trainer and inference.")] = 1,
     ep: Annotated[int, typer.Option("--ep", help="Expert-parallel size.")] = 1,
     zero: Annotated[
-        int, typer.Option("--zero", help="0 nothing is sharded, 1 optimiser, 2 also gradients, 3 (FSDP) also weights.")
+        int, typer.Option("--zero", help="ZeRO stage: 0 none, 1 optimiser, 2 and gradients, 3 (FSDP) and weights.")
     ] = 3,
     optimizer: Annotated[
         str, typer.Option("--optimizer", help="adam, adam8bit, adafactor, muon, sgd, sgd-momentum.")
     ] = "adam",
-    precision: Annotated[str, typer.Option("--precision", help="Of the weights in training.")] = "bf16",
+    precision: Annotated[str, typer.Option("--precision", help="Precision of the weights in training.")] = "bf16",
     gradients: Annotated[str, typer.Option("--gradients", help="Precision of the gradients.")] = "fp32",
     master_weights: Annotated[
-        bool, typer.Option("--master-weights/--no-master-weights", help="Whether the optimiser keeps an fp32 copy.")
+        bool, typer.Option("--master-weights/--no-master-weights", help="Whether the optimiser keeps fp32 weights.")
     ] = True,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing/--no-checkpointing", help="Whether activations are computed again.")
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Whether activations are recomputed.")
     ] = True,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences in a micro-batch on one GPU.")] = 1,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences in a micro-batch per GPU.")] = 1,
     sequence_length: Annotated[int, typer.Option("--sequence-length", help="Tokens of prompt and answer.")] = 4096,
     offload: Annotated[
-        str, typer.Option("--offload", help="What leaves the GPU while others run: none, optimizer, all.")
+        str, typer.Option("--offload", help="What is offloaded while other components run: none, optimizer, all.")
     ] = "all",
     rollout_tp: Annotated[int, typer.Option("--rollout-tp", help="Tensor-parallel size of a rollout engine.")] = 1,
-    rollout_precision: Annotated[str, typer.Option("--rollout-precision", help="Of the weights in the engine.")] = (
-        "bf16"
-    ),
-    kv_precision: Annotated[str, typer.Option("--kv-precision", help="Of the KV cache.")] = "bf16",
+    rollout_precision: Annotated[
+        str, typer.Option("--rollout-precision", help="Precision of the weights in the engine.")
+    ] = ("bf16"),
+    kv_precision: Annotated[str, typer.Option("--kv-precision", help="Precision of the KV cache.")] = "bf16",
     kv_share: Annotated[
-        float, typer.Option("--kv-share", help="The engine's share of the GPU (gpu_memory_utilization).")
+        float, typer.Option("--kv-share", help="Share of the GPU for the engine (gpu_memory_utilization).")
     ] = 0.6,
     gpu_memory_gb: Annotated[
-        float | None, typer.Option("--gpu-memory-gb", help="Memory of one GPU, for the size of the KV cache.")
+        float | None, typer.Option("--gpu-memory-gb", help="Memory of a GPU, for the size of the KV cache.")
     ] = None,
     concurrent: Annotated[
-        int, typer.Option("--concurrent", help="Answers at a time, where the GPU's memory is not given.")
+        int, typer.Option("--concurrent", help="Concurrent answers, if --gpu-memory-gb is not given.")
     ] = 64,
     form: FormatOption = Format.text,
 ) -> None:
-    """What trainer, rollout and inference need in memory, from the model's configuration, with every term shown.
+    """Estimate the memory of trainer, rollout and inference from the model's configuration, term by term.
 
     Example:
 
         trimtab profile memory --model Qwen2.5-7B/ --gpus 16 --tp 2 --zero 1 --gpu-memory-gb 80
     """
     from trimtab.profile import architecture
-    from trimtab.profile import memory as reckoning
+    from trimtab.profile import memory as estimates
 
     shape = architecture.read(model)
-    needs = reckoning.estimate(
+    needs = estimates.estimate(
         shape,
-        reckoning.MemorySettings(
+        estimates.MemorySettings(
             gpus=gpus,
             tp=tp,
             pp=pp,
@@ -248,7 +251,7 @@ def _memory_text(shape: Architecture, needs: Iterable[MemoryNeed]) -> None:
     for need in needs:
         table = plain_table(title=need.component, show_footer=True)
         table.add_column("while it runs", footer="sum")
-        table.add_column("reckoned from")
+        table.add_column("computed from")
         table.add_column("GB", justify="right", footer=f"{need.active_gb:.2f}")
         for term in need.active:
             table.add_row(term.name, _plain(term.formula), f"{term.gb:.2f}")

@@ -1,4 +1,4 @@
-"""`trimtab replay JOURNAL`: a controller's journal, played again, and what other policies would have done with it."""
+"""`trimtab replay JOURNAL`: replays a controller's journal, and other policies on its workload."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trimtab.render.output import warn
 if TYPE_CHECKING:
     from trimtab.runtime.store.journal import JournalContents
 
-FIRST = 20  # lines of a file that tell what it is
-HINT = "`trimtab status` names the directory of a controller's journal"
+FIRST = 20  # lines read to identify a file
+HINT = "`trimtab status` shows the directory of a controller's journal"
 
 
 def replay(
-    journal: Annotated[Path, typer.Argument(help="A controller's journal: the directory that `trimtab status` names.")],
+    journal: Annotated[Path, typer.Argument(help="Journal of a controller: the directory shown by `trimtab status`.")],
     others: Annotated[
         list[str] | None,
-        typer.Option("--with", "-w", help="A policy to try: a YAML file, or a name such as fifo (may be given again)."),
+        typer.Option("--with", "-w", help="Policy to try: a YAML file, or a name such as fifo (repeatable)."),
     ] = None,
     form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with plots.")] = None,
 ) -> None:
-    """Play a journal again: does the machine say the same, how did tasks fare, and what would another policy have done?
+    """Replay a journal: compare the instructions, show how tasks fared, and try other policies on the workload.
 
     Examples:
 
@@ -40,24 +40,24 @@ def replay(
         trimtab replay journal --with fifo --with patient.yaml --html report.html
     """
     from trimtab.render.text import journal as replay_text
-    from trimtab.replay.journal.policies import read_others
+    from trimtab.replay.journal.policies import read_alternatives
     from trimtab.replay.journal.record import read_record
 
-    asked = read_others(others or [])
-    found = read_found(journal)
+    policies = read_alternatives(others or [])
+    found = read_journal_path(journal)
     if found.torn:
         warn(found.torn)
     try:
-        record = read_record(found.snapshot, found.events, found.told, found.began)
+        record = read_record(found.snapshot, found.events, found.instructions, found.began)
     except InputError as error:
         error.where = error.where or str(journal)
         raise
-    answer = replay_text.replayed(journal.resolve().name or str(journal), record, asked)
+    answer = replay_text.replayed(journal.resolve().name or str(journal), record, policies)
     if html is not None:
         from trimtab.formats.files import write_text
         from trimtab.render.output import err
 
-        words = " ".join(f"--with {one}" for one in others or [])
+        words = " ".join(f"--with {policy}" for policy in others or [])
         write_text(html, answer.page(f"trimtab replay {journal} {words}".strip()))
         err.print(f"report: {html}", markup=False)
     if form is SimulateFormat.json:
@@ -70,50 +70,50 @@ def replay(
         raise replay_text.not_the_same(record, str(journal))
 
 
-def read_found(path: Path) -> JournalContents:
-    """The journal in a directory or a file. InputError where it is none, or one of another machine."""
+def read_journal_path(path: Path) -> JournalContents:
+    """Reads the journal in a directory or file. Raises InputError if it is none, or of another machine."""
     from trimtab.runtime.store.journal import read_journal, read_segment
 
     try:
         if path.is_dir():
-            files = sorted(one for one in path.iterdir() if one.name.startswith("journal-"))
-            snapshots = [one for one in path.iterdir() if one.name.startswith("snapshot-")]
+            files = sorted(file for file in path.iterdir() if file.name.startswith("journal-"))
+            snapshots = [file for file in path.iterdir() if file.name.startswith("snapshot-")]
             if not files and not snapshots:
-                raise InputError("no journal lies here", where=str(path), hint=_hint(path))
+                raise InputError("there is no journal here", where=str(path), hint=_hint(path))
             for file in files:
-                _look(file, torn_is_empty=True)
+                _segment_number(file, torn_is_empty=True)
             return read_journal(path)
-        number = _look(path)
+        number = _segment_number(path)
         if number:
             raise InputError(
                 f"this is part {number} of a journal, which begins in the middle",
                 where=str(path),
-                hint="give the directory, in which the state before it lies",
+                hint="pass the directory, which has the state before it",
             )
         return read_segment(path)
     except OSError as fault:
-        raise InputError(f"it cannot be read: {fault.strerror or fault}", where=str(path), hint=HINT) from None
+        raise InputError(f"the journal cannot be read: {fault.strerror or fault}", where=str(path), hint=HINT) from None
 
 
 def _hint(path: Path) -> str:
     if (path / "events.jsonl").exists():
-        return f"this is the folder of a run; the journal is its cluster's: {HINT}"
+        return f"this is the folder of a run, not of a controller; {HINT}"
     return HINT
 
 
-def _look(path: Path, *, torn_is_empty: bool = False) -> int:
-    """Which part of a journal a file is. InputError where it is none of a pool controller's."""
+def _segment_number(path: Path, *, torn_is_empty: bool = False) -> int:
+    """The number of a journal segment. Raises InputError if the file is not a pool controller's journal."""
     from trimtab.runtime.store.journal import FORMAT, NODE_EVENTS, POOL_EVENTS, ROLLOUT_EVENTS
 
     with path.open("rb") as file:
         lines = list(islice(file, FIRST))
     if torn_is_empty and (not lines or not lines[0].endswith(b"\n")):
-        return 0  # its header was half written: nothing is in it
+        return 0  # its header was not written completely: it is empty
     first = [_plain(line) for line in lines]
     head = first[0] if first else None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise InputError("this is no journal", where=str(path), hint=HINT)
-    kinds = [str(one[1]) for one in first if isinstance(one, list) and len(one) > 2]
+        raise InputError("not a journal", where=str(path), hint=HINT)
+    kinds = [str(line[1]) for line in first if isinstance(line, list) and len(line) > 2]
     for kind in kinds:
         for which, known in (("nodes", NODE_EVENTS), ("rollouts", ROLLOUT_EVENTS)):
             if kind not in POOL_EVENTS and kind in known:

@@ -1,4 +1,4 @@
-"""`trimtab report`: the folder of a run as one HTML file to look at."""
+"""`trimtab report`: writes an HTML report of a run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from trimtab.render.output import Format, answer, err, out, warn
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; by default DIR/report.html.")
+        Path | None, typer.Option("--output", "-o", help="Output file.  [default: DIR/report.html]")
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="A metric to draw, as component.name or name; by default those named reward. Repeatable."),
+        typer.Option(help="Metric to plot, as component.name or name (repeatable).  [default: those named reward]"),
     ] = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="How to say what was written.")] = Format.text,
+    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
 ) -> None:
-    """What did a run do? One HTML file: timeline per GPU, plans, moves, decisions, costs, predictions and reward.
+    """Write an HTML report of a run: timeline per GPU, plans, moves, decisions, costs, predictions and reward.
 
-    The run may have ended, have been killed, or be going on. The file needs nothing else: it can be sent around.
+    The run may have ended, been killed, or be running. The file is self-contained.
 
     Examples:
 
@@ -37,29 +37,29 @@ def report(
     from trimtab.render.html.run.figures import all_metrics, costs, idle_shares, metric_names
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import in_words, standing
+    from trimtab.render.html.run.summary import status_sentence, summary_lines
     from trimtab.render.html.run.timeline import run_chart
 
     story = read_story(folder)
     target = output if output is not None else folder / "report.html"
     wanted = metric or []
     names = metric_names(story, wanted)
-    missing = [one for one in wanted if not metric_names(story, [one])]
+    missing = [name for name in wanted if not metric_names(story, [name])]
     if missing:
         there = ", ".join(all_metrics(story)) or "none"
-        warn(f"no metric {', '.join(missing)} in this run; there are: {there}".replace("[", "\\["))
+        warn(f"no metric {', '.join(missing)} in this run; available: {there}".replace("[", "\\["))
     title = folder.resolve().name or story.job or "run"
     command = shlex.join(["trimtab", *sys.argv[1:]])
     write_text(target, run_report(story, title=title, command=command, metrics=wanted))
-    lines = in_words(story, run_chart(story), costs(story, idle_shares(story)), names)
+    lines = summary_lines(story, run_chart(story), costs(story, idle_shares(story)), names)
     data = {
         "report": str(target),
         "state": story.state or "running",
-        "standing": standing(story),
+        "standing": status_sentence(story),
         "iterations": len(story.iterations),
         "seconds": story.end_s,
         "moves": sum(move.state == "arrived" for move in story.moves),
-        "lines_left_out": story.unclear,
+        "lines_left_out": story.unparsed_lines,
         "words": lines,
     }
 

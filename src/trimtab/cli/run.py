@@ -1,4 +1,4 @@
-"""`trimtab run`: a job by its plan, on Ray or in this process, from its beginning or from where its folder stands."""
+"""`trimtab run`: runs a job by its plan, on Ray or in this process, from the start or from its folder."""
 
 from __future__ import annotations
 
@@ -23,38 +23,40 @@ STOPPED = 130
 
 
 def run(
-    job: Annotated[
-        Path | None, typer.Argument(help="A job file in trimtab's own form, with `use` or `emulate`.")
-    ] = None,
-    local: Annotated[bool, typer.Option("--local", help="In this process, without Ray.")] = False,
+    job: Annotated[Path | None, typer.Argument(help="Job file in trimtab's own form, with `use` or `emulate`.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Run in this process, without Ray.")] = False,
     address: Annotated[
         str | None,
-        typer.Option("--address", "-a", help="A Ray cluster; else RAY_ADDRESS, or a Ray of its own on this machine."),
+        typer.Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or a new local Ray]"),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--folder", "-o", help="Where events, summary and states go.  [default: runs/NAME-N]")
+        Path | None,
+        typer.Option("--folder", "-o", help="Folder for events, summary and checkpoints.  [default: runs/NAME-N]"),
     ] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
-    iterations: Annotated[int | None, typer.Option("--iterations", "-n", help="Instead of run.iterations.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Instead of run.seed.")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Resume the run in this folder.")] = None,
+    iterations: Annotated[int | None, typer.Option("--iterations", "-n", help="Override run.iterations.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Override run.seed.")] = None,
     mode: Annotated[
-        ReplanMode | None, typer.Option("--mode", help="What the loop may do: say what it would, or move the run.")
+        ReplanMode | None, typer.Option("--mode", help="What re-planning may do: advise, or migrate the run.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="This plan instead of the best: what `trimtab plan -f json` printed.")
+        Path | None,
+        typer.Option("--plan", help="Use this plan (output of `trimtab plan -f json`) instead of the best."),
     ] = None,
     dashboard: Annotated[
-        bool, typer.Option("--dashboard", help="Show it on a page on this machine while it runs.")
+        bool, typer.Option("--dashboard", help="Serve a local dashboard while the run goes on.")
     ] = False,
-    port: Annotated[int | None, typer.Option("--port", help="Of the dashboard: 8270 unless said, or the next.")] = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="How to answer at the end.")] = Format.text,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the answer.")] = False,
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port of the dashboard.  [default: 8270, or the next free port]")
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", "-f", help="Output format of the result.")] = Format.text,
+    as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
 ) -> None:
-    """Run a job: measure it where costs are not stated, plan it, run it, and watch whether the plan is still right.
+    """Run a job: measure missing costs, plan, run, and re-plan when the plan is no longer the best.
 
-    Ctrl-C ends it after the iteration under way, with its state saved; twice ends it at once. Exit status: 0 done; 2
-    the job or the call is wrong; 3 nothing feasible exists; 4 a component or the cluster failed; 130 stopped.
+    Ctrl-C stops it after the current iteration, with its state saved; twice stops it at once. Exit status: 0 done; 2
+    invalid job or call; 3 infeasible; 4 a component or the cluster failed; 130 stopped.
 
     Examples:
 
@@ -65,56 +67,56 @@ def run(
         trimtab run --resume runs/grpo-1 --iterations 400
     """
     from trimtab.cli.dashboard import beside
-    from trimtab.render.live.run import RunDisplay, answers_alone, signals_told
+    from trimtab.render.live.run import RunDisplay, signal_callbacks, stdout_to_stderr
     from trimtab.render.text.run import RunNarrator
 
     if local and address:
-        raise InputError("--local runs without Ray, and --address names one", where="command line")
+        raise InputError("--local and --address exclude each other", where="command line")
     form = Format.json if as_json else form
-    asked = _job(job, folder, resume, iterations, seed, mode)
-    if resume is not None and _is_over(resume, asked.run_job.iterations, form):
+    request = _job(job, folder, resume, iterations, seed, mode)
+    if resume is not None and _is_over(resume, request.run_job.iterations, form):
         return
-    given = _plan(asked, plan) if plan is not None else None
-    story = RunNarrator(asked.run_job.iterations, measuring=_measures(asked, resume))
+    chosen = _plan(request, plan) if plan is not None else None
+    story = RunNarrator(request.run_job.iterations, measuring=_measures(request, resume))
     where: dict[str, Any] = {"folder": str(resume or folder or "")}
 
-    def heard(event: str, facts: dict[str, Any]) -> None:
+    def on_event(event: str, facts: dict[str, Any]) -> None:
         if event == "starting":
             where.update(facts)
-        display.heard(event, facts)
+        display.on_event(event, facts)
 
-    def asked_now() -> None:
-        with contextlib.suppress(TrimtabError):  # it has not begun, or is over
-            asked.ask("asked by SIGUSR1")
-            display.say("asked whether the plan is still right")
-            story.say_next()
+    def request_replan() -> None:
+        with contextlib.suppress(TrimtabError):  # not started yet, or finished
+            request.ask("requested by SIGUSR1")
+            display.say("re-planning requested")
+            story.report_next_decision()
 
-    def said(line: str) -> None:
-        """Where the dashboard is; said also to those who want no progress."""
+    def say(line: str) -> None:
+        """Prints the dashboard's address, also with --quiet."""
         if quiet:
             err.print(line, markup=False)
         else:
             display.say(line)
 
     if not local:
-        from trimtab.runtime.rayapi.embedded import hush
+        from trimtab.runtime.rayapi.embedded import mute_ray_messages
 
-        hush()
-    with RunDisplay(asked.name, story, quiet=quiet) as display:
-        display.say(_asked_words(asked))
-        with answers_alone(), signals_told(display.interrupted, asked_now):
-            end = asked.run(
+        mute_ray_messages()
+    with RunDisplay(request.name, story, quiet=quiet) as display:
+        display.say(_summary(request))
+        with stdout_to_stderr(), signal_callbacks(display.interrupted, request_replan):
+            end = request.run(
                 local=local,
                 address=address,
                 folder=resume or folder,
                 resume=resume is not None,
-                plan=given,
-                on_event=heard,
-                beside=beside(said, port) if dashboard or port is not None else None,
+                plan=chosen,
+                on_event=on_event,
+                beside=beside(say, port) if dashboard or port is not None else None,
             )
     again = " --local" if local else f" --address {address}" if address else ""
-    _say(_end_data(end, story, where["folder"], asked, again), form)
-    _leave(end)
+    _print_result(_end_data(end, story, where["folder"], request, again), form)
+    _exit(end)
 
 
 def _job(
@@ -134,14 +136,12 @@ def _job(
         if job is None:
             return Job.of_run(resume, iterations=iterations, seed=seed, mode=word)
     if job is None:
-        raise InputError(
-            "which job to run is not said", where="command line", hint="trimtab run JOB, or trimtab run --resume DIR"
-        )
+        raise InputError("JOB is missing", where="command line", hint="trimtab run JOB, or trimtab run --resume DIR")
     return Job.load(job, iterations=iterations, seed=seed, mode=word)
 
 
 def _plan(job: Job, file: Path) -> Plan:
-    """The plan in a file that `trimtab plan` answered with."""
+    """The plan in the output of `trimtab plan`."""
     from trimtab.formats.yaml_text import read_mapping
 
     groups: Any = read_mapping(file).get("groups")
@@ -149,13 +149,13 @@ def _plan(job: Job, file: Path) -> Plan:
         ranks = {str(name): tuple(map(int, group["gpus"])) for group in groups for name in group["components"]}
     except (TypeError, KeyError, ValueError):
         raise InputError(
-            "this is no plan", where=str(file), hint="`trimtab plan JOB --format json > plan.json` writes one"
+            "not a plan", where=str(file), hint="`trimtab plan JOB --format json > plan.json` writes one"
         ) from None
     return job.plan(ranks)
 
 
 def _is_over(folder: Path, iterations: int, form: Format) -> bool:
-    """Whether a run has no iteration left to run; says so."""
+    """Whether all iterations of a run are done; prints that."""
     from trimtab.runtime.run.folder import read_run
 
     saved = read_run(folder).saved
@@ -163,12 +163,12 @@ def _is_over(folder: Path, iterations: int, form: Format) -> bool:
         return False
     sentence = f"all {iterations} iterations are done already"
     data = {"state": "done", "reason": sentence, "folder": str(folder), "saved": saved, "asked": iterations}
-    answer(data, form, lambda: out.print(f"{sentence}: --iterations N goes on to more of them", markup=False))
+    answer(data, form, lambda: out.print(f"{sentence}: --iterations N runs more", markup=False))
     return True
 
 
 def _measures(job: Job, resume: Path | None) -> bool:
-    """Whether costs will be measured before there is a plan to speak of."""
+    """Whether costs are measured before the first plan."""
     if not job.run_job.unmeasured:
         return False
     from trimtab.runtime.run.folder import read_run
@@ -176,7 +176,7 @@ def _measures(job: Job, resume: Path | None) -> bool:
     return resume is None or not read_run(resume).planned
 
 
-def _asked_words(job: Job) -> str:
+def _summary(job: Job) -> str:
     run, cluster = job.run_job, job.run_job.job.cluster
     nodes = len(cluster.nodes)
     return (
@@ -187,7 +187,7 @@ def _asked_words(job: Job) -> str:
 
 
 def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job, again: str) -> dict[str, Any]:
-    """What a run came to, as plain data: what `--format json` and `yaml` print."""
+    """The result of a run as plain data, for `--format json` and `yaml`."""
     from trimtab.runtime.run.folder import read_saved
     from trimtab.runtime.run.measurements import summary_facts
 
@@ -209,7 +209,7 @@ def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job, again: str
     }
 
 
-def _say(data: dict[str, Any], form: Format) -> None:
+def _print_result(data: dict[str, Any], form: Format) -> None:
     from trimtab.render.text.run import last_lines
 
     def text() -> None:
@@ -220,8 +220,8 @@ def _say(data: dict[str, Any], form: Format) -> None:
     sys.stdout.flush()
 
 
-def _leave(end: RunEnd) -> None:
-    """End the command with the status of the run's end; whatever ended it is said like any error."""
+def _exit(end: RunEnd) -> None:
+    """Exits with the status of the run; its error is reported like any other."""
     if end.state == "failed":
         error: TrimtabError = end.error or UnreachableError(end.reason.sentence)
         raise error

@@ -1,4 +1,4 @@
-"""`trimtab simulate SCENARIO.yaml`: what would happen, before a cluster is touched."""
+"""`trimtab simulate SCENARIO.yaml`: runs policies on simulated clusters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trimtab.core.errors import InputError, nearest
 if TYPE_CHECKING:
     from trimtab.replay.common.recommend import Recommendation
 
-POINTS = 5  # of a range that is swept
+POINTS = 5  # of a swept range
 SWEEP = "command line: --sweep"
 
 
 class SimulateFormat(str, enum.Enum):
-    """How the answer is written."""
+    """Output formats."""
 
     text = "text"
     json = "json"
@@ -31,51 +31,48 @@ class SimulateFormat(str, enum.Enum):
 
 def simulate(
     scenario: Annotated[
-        Path, typer.Argument(help="A scenario file: a cluster with tasks, engines with rollouts, or a job.")
+        Path, typer.Argument(help="Scenario file: a cluster with tasks, engines with rollouts, or a job.")
     ],
-    seed: Annotated[list[int] | None, typer.Option("--seed", help="Only this seed (may be given again).")] = None,
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="Only this policy (may be given again).")] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="Runs at the same time.")] = 1,
+    seed: Annotated[list[int] | None, typer.Option("--seed", help="Only this seed (repeatable).")] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="Only this policy (repeatable).")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="Parallel runs.")] = 1,
     sweep: Annotated[
         str | None,
-        typer.Option("--sweep", help="Try a setting of trimtab: patience_s=60,600,3600 or same_pool_gap=1..5."),
+        typer.Option("--sweep", help="Sweep a setting: starvation_timeout_s=60,600,3600 or same_pool_gap=1..5."),
     ] = None,
     form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with plots.")] = None,
 ) -> None:
-    """Run policies on simulated clusters under a virtual clock: the same machines that run live, and baselines."""
+    """Run policies on simulated clusters under a virtual clock: the machines that run live, and baselines."""
     from trimtab.formats.yaml_text import read_mapping
     from trimtab.render.output import err
 
-    said = read_mapping(scenario)
-    kind = next((made() for section, made in KINDS.items() if section in said), None) or _pools()
-    asked = _narrowed(kind.read(scenario), policy or [], seed or [])
+    content = read_mapping(scenario)
+    kind = next((made() for section, made in KINDS.items() if section in content), None) or _pools()
+    selected = _narrowed(kind.read(scenario), policy or [], seed or [])
     if sweep is not None:
-        asked, left_out = kind.swept(asked, *_sweep(sweep), SWEEP)
+        selected, left_out = kind.swept(selected, *_sweep(sweep), SWEEP)
         for sentence in left_out:
             err.print(sentence, markup=False)
-    runs = kind.runs(asked, jobs)
-    advice = None if sweep is None else kind.recommendation(asked, runs, jobs)
+    runs = kind.runs(selected, jobs)
+    advice = None if sweep is None else kind.recommendation(selected, runs, jobs)
     if html is not None:
-        _write(html, kind.report(asked, runs, command=f"trimtab simulate {scenario}", advice=advice))
+        _write(html, kind.report(selected, runs, command=f"trimtab simulate {scenario}", advice=advice))
     if form is SimulateFormat.json:
-        sys.stdout.write(kind.as_json(asked, runs, advice))
+        sys.stdout.write(kind.as_json(selected, runs, advice))
     elif form is SimulateFormat.csv:
         sys.stdout.write(kind.as_csv(runs))
     else:
-        kind.print_answer(asked, runs, advice)
-
-
-# ---- kinds of scenarios -------------------------------------------------------------------------------------------
+        kind.print_answer(selected, runs, advice)
 
 
 @dataclass(frozen=True)
 class ScenarioKind:
-    """A kind of scenario: how it is read, run, swept and told. What runs come to differs from kind to kind."""
+    """A kind of scenario: how it is read, run, swept and shown. The results differ by kind."""
 
     read: Callable[[Path], Any]
     runs: Callable[[Any, int], Any]
-    swept: Callable[[Any, str, list[float], str], tuple[Any, list[str]]]  # also what was left out, and why
+    swept: Callable[[Any, str, list[float], str], tuple[Any, list[str]]]  # also what was skipped, and why
     recommendation: Callable[[Any, Any, int], Recommendation]
     report: Callable[..., str]
     as_json: Callable[[Any, Any, Recommendation | None], str]
@@ -84,8 +81,8 @@ class ScenarioKind:
 
 
 def _pools() -> ScenarioKind:
-    from trimtab.render.html.simulate import pool as simulate_pool
     from trimtab.render.html.simulate import report as simulate_report
+    from trimtab.render.html.simulate.sweeps import pool_recommendation, pool_sweep
     from trimtab.render.live.simulate import pool_runs
     from trimtab.render.text import simulate as simulate_text
     from trimtab.replay.pool.scenario import read
@@ -93,8 +90,8 @@ def _pools() -> ScenarioKind:
     return ScenarioKind(
         read,
         pool_runs,
-        lambda *said: (simulate_pool.swept(*said), []),
-        simulate_pool.recommendation,
+        lambda *args: (pool_sweep(*args), []),
+        pool_recommendation,
         simulate_report.report,
         simulate_text.as_json,
         simulate_text.as_csv,
@@ -103,16 +100,16 @@ def _pools() -> ScenarioKind:
 
 
 def _rollouts() -> ScenarioKind:
-    from trimtab.render.html.simulate import recommend as simulate_recommend
     from trimtab.render.html.simulate import rollout as simulate_rollout
+    from trimtab.render.html.simulate.sweeps import rollout_recommendation, rollout_sweep
     from trimtab.render.live.simulate import rollout_runs
     from trimtab.replay.rollout.scenario import read
 
     return ScenarioKind(
         read,
         rollout_runs,
-        simulate_recommend.swept,
-        simulate_recommend.recommendation,
+        rollout_sweep,
+        rollout_recommendation,
         simulate_rollout.report,
         simulate_rollout.as_json,
         simulate_rollout.as_csv,
@@ -122,14 +119,15 @@ def _rollouts() -> ScenarioKind:
 
 def _loops() -> ScenarioKind:
     from trimtab.render.html.simulate import replan as simulate_loop
+    from trimtab.render.html.simulate.sweeps import replan_recommendation, replan_sweep
     from trimtab.render.live.simulate import loop_runs
     from trimtab.replay.replan.scenario import read
 
     return ScenarioKind(
         read,
         loop_runs,
-        lambda *said: (simulate_loop.swept(*said), []),
-        simulate_loop.recommendation,
+        lambda *args: (replan_sweep(*args), []),
+        replan_recommendation,
         simulate_loop.report,
         simulate_loop.as_json,
         simulate_loop.as_csv,
@@ -137,14 +135,14 @@ def _loops() -> ScenarioKind:
     )
 
 
-KINDS = {"job": _loops, "rollout": _rollouts, "tasks": _pools}  # by the section that only they have
+KINDS = {"job": _loops, "rollout": _rollouts, "tasks": _pools}  # by the section that identifies them
 
 
-def _sweep(said: str) -> tuple[str, list[float]]:
-    """The setting and its values."""
-    key, equals, values = said.partition("=")
+def _sweep(text: str) -> tuple[str, list[float]]:
+    """Parses the setting and its values."""
+    key, equals, values = text.partition("=")
     if not equals:
-        raise InputError("no values", where=SWEEP, hint=f"{key}=1,2,3 or {key}=1..3")
+        raise InputError(f"{key} has no values", where=SWEEP, hint=f"{key}=1,2,3 or {key}=1..3")
     return key, _values(values, SWEEP)
 
 
@@ -157,7 +155,7 @@ def _write(path: Path, page: str) -> None:
 
 
 def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
-    known = {one.name: one for one in scenario.policies}
+    known = {item.name: item for item in scenario.policies}
     for name in policies:
         if name not in known:
             near = nearest(name, known)
@@ -167,15 +165,17 @@ def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
     return replace(scenario, policies=kept, seeds=tuple(dict.fromkeys(seeds)) or scenario.seeds)
 
 
-def _values(said: str, where: str) -> list[float]:
+def _values(text: str, where: str) -> list[float]:
     try:
-        if ".." in said:
-            low, high = (float(one) for one in said.split(".."))
+        if ".." in text:
+            low, high = (float(word) for word in text.split(".."))
             found = [low + (high - low) * at / (POINTS - 1) for at in range(POINTS)]
         else:
-            found = [float(one) for one in said.split(",")]
+            found = [float(word) for word in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(math.isfinite(one) for one in found) or len(found) > 100:
-        raise InputError(f"{said!r} are no values", where=where, hint="numbers with commas, or a range: 0.5..0.95")
+    if not found or not all(math.isfinite(value) for value in found) or len(found) > 100:
+        raise InputError(
+            f"{text!r} is not a list of values", where=where, hint="numbers with commas, or a range: 0.5..0.95"
+        )
     return found

@@ -1,1 +1,1 @@
-"""What every layer shares: errors, reasons, the codec, checks of numbers and of plain data."""
+"""What every layer shares: errors, reasons, codec, resources, checks of numbers and of plain data."""

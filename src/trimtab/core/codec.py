@@ -1,7 +1,7 @@
-"""Frozen facts as plain data (what JSON can hold) and back, by their types.
+"""Dataclasses, enums and containers to JSON data and back, driven by their type annotations.
 
-Fields that have their default value are left out, so a fact of an older version reads as long as new fields have
-defaults. Runs nobody's code: types come from the declarations here, never from the data.
+Fields that have their default value are left out, so data of an older version decode as long as new fields have
+defaults. Types come from the declarations, never from the data: decoding runs no foreign code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIELDS: dict[Any, tuple[tuple[str, Any, bool], ...]] = {}
 
 
 def encode(fact: Any) -> Any:
-    """Plain data for a fact."""
+    """JSON data of a value."""
     if fact is None or type(fact) in (str, int, float, bool):
         return fact
     if isinstance(fact, enum.Enum):
@@ -31,7 +31,7 @@ def encode(fact: Any) -> Any:
     if isinstance(fact, Resources):
         return dict(fact.units)
     if isinstance(fact, (tuple, list)):
-        return [encode(one) for one in fact]
+        return [encode(item) for item in fact]
     if isinstance(fact, dict):
         return {str(key): encode(value) for key, value in fact.items()}
     return {
@@ -42,17 +42,17 @@ def encode(fact: Any) -> Any:
 
 
 def decode(kind: type[Fact], data: Any) -> Fact:
-    """The fact of a type that plain data stand for. Raises ValueError, TypeError, KeyError or AttributeError."""
+    """The value of a type from JSON data. Raises ValueError, TypeError, KeyError or AttributeError."""
     key: Any = kind
     return typing.cast(Fact, _reader(key)(data))
 
 
 def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """Name, default, and whether it is a floating-point number, which a whole one given for it becomes."""
+    """Name, default, and whether it is a float: an int given for a float field is encoded as a float."""
     known = _FIELDS.get(kind)
     if known is None:
         known = _FIELDS[kind] = tuple(
-            (one.name, one.default, one.type in ("float", "float | None")) for one in dataclasses.fields(kind)
+            (field.name, field.default, field.type in ("float", "float | None")) for field in dataclasses.fields(kind)
         )
     return known
 
@@ -73,23 +73,23 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return _dataclass_reader(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        inner = [one for one in arguments if one is not type(None)]
+        inner = [argument for argument in arguments if argument is not type(None)]
         if len(inner) != 1:
             raise TypeError(f"{kind} cannot be read")
         read = _reader(inner[0])
         return lambda data: None if data is None else read(data)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         each = _reader(arguments[0])
-        return lambda data: tuple([each(one) for one in _listed(data)])
+        return lambda data: tuple([each(item) for item in _listed(data)])
     if origin is tuple:
-        readers = [_reader(one) for one in arguments]
-        return lambda data: tuple([read(one) for read, one in zip(readers, _listed(data), strict=True)])
+        readers = [_reader(argument) for argument in arguments]
+        return lambda data: tuple([read(item) for read, item in zip(readers, _listed(data), strict=True)])
     if origin is dict:
         value_of = _reader(arguments[1])
         return lambda data: {key: value_of(value) for key, value in _mapped(data).items()}
     if origin is list:
         each = _reader(arguments[0])
-        return lambda data: [each(one) for one in _listed(data)]
+        return lambda data: [each(item) for item in _listed(data)]
     raise TypeError(f"{kind} cannot be read")
 
 
@@ -97,7 +97,7 @@ def _exactly(kind: type) -> Callable[[Any], Any]:
     def read(data: Any) -> Any:
         if type(data) is kind:
             return data
-        # A caller in Python may have written 2.0 for 2, or 1 for true: what was journalled can be read again.
+        # Python callers may have passed 2.0 for 2, or 1 for true: what was journalled must decode again.
         if kind in (int, bool) and type(data) in (int, float, bool) and math.isfinite(data) and data == kind(data):
             return kind(data)
         raise TypeError(f"{kind.__name__} is expected, not {data!r:.40}")
@@ -136,7 +136,7 @@ def _dataclass_reader(kind: type) -> Callable[[Any], Any]:
 
     def read(data: Any) -> Any:
         if not readers:
-            readers.update({one.name: _reader(hints[one.name]) for one in dataclasses.fields(kind)})
+            readers.update({field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)})
         return kind(**{name: readers[name](value) for name, value in _mapped(data).items()})
 
     return read

@@ -1,7 +1,6 @@
-"""The few kinds of failure that trimtab reports.
+"""Errors that trimtab reports: what is wrong, where (file and key, or line), and what to do.
 
-Every error says what is wrong, where (file and key, or line), and what to do, and carries the exit status of the
-command line. Whoever finds the fault raises it; nobody wraps it again.
+Each kind carries an exit status for the command line. Raised where the fault is found, never wrapped again.
 """
 
 from __future__ import annotations
@@ -9,15 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-MOST_SHOWN = 1_000
-"""Characters of one line of an error."""
-
-LONGEST_WORD = 200
-"""A longer one is no misspelt key."""
+MAX_LINE_CHARS = 1_000  # of one line of an error
+MAX_KEY_CHARS = 200  # a longer word is no misspelt key
 
 
 class TrimtabError(Exception):
-    """A failure with a sentence for people and an exit status for programs."""
+    """A failure: a message for the user and an exit status for scripts."""
 
     exit_status = 1
 
@@ -31,7 +27,7 @@ class TrimtabError(Exception):
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """One to three lines: what, where, what to do. All of them can be printed, whatever was in the input."""
+        """Up to three printable lines: what, where, hint."""
         lines = [self.what]
         if self.where:
             lines.append(f"at {self.where}")
@@ -47,7 +43,7 @@ class InputError(TrimtabError):
 
 
 class InfeasibleError(TrimtabError):
-    """The input is right, but nothing feasible exists."""
+    """The input is valid, but no feasible solution exists."""
 
     exit_status = 3
 
@@ -58,10 +54,10 @@ class UnreachableError(TrimtabError):
     exit_status = 4
 
 
-def printable(text: str, most: int = MOST_SHOWN) -> str:
-    """A text that any terminal can show: control characters and lone surrogates escaped, a long middle left out."""
-    if len(text) > most:
-        text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
+def printable(text: str, limit: int = MAX_LINE_CHARS) -> str:
+    """The text for any terminal: control characters and lone surrogates escaped, the middle of a long text cut."""
+    if len(text) > limit:
+        text = f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"
     if text.isprintable():
         return text
     return "".join(
@@ -70,8 +66,8 @@ def printable(text: str, most: int = MOST_SHOWN) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that the user most likely meant, if any is near enough."""
-    if len(word) > LONGEST_WORD:
+    """The known key closest to a misspelt one, if any is close enough."""
+    if len(word) > MAX_KEY_CHARS:
         return None
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return matches[0] if matches else None

@@ -1,7 +1,7 @@
-"""Plain data out of files: what every reader of JSON and YAML may rely on, whatever stands in the file.
+"""Plain data of JSON and YAML files, checked for what every reader relies on.
 
-Whole numbers have at most 30 digits, so that they can be floats as well; texts hold no lone surrogates, so that they
-can be printed; nothing is nested without end. What breaks these rules is refused where the file is read.
+Integers have at most 30 digits, so that they convert to floats; texts hold no lone surrogates, so that they can be
+printed; nesting is bounded. Data that break these rules are refused where the file is read.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 
-LARGEST = 10**30
-DEEPEST = 100
+MAX_NUMBER = 10**30
+MAX_DEPTH = 100
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def loads(text: str | bytes) -> Any:
-    """Data of JSON text. Raises ValueError, whatever is wrong; numbers are finite."""
+    """Data of JSON text; numbers are finite. Raises ValueError for any fault."""
     try:
         data = _DECODER.decode(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError:
@@ -32,7 +32,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def check(data: Any, name: str) -> Any:
-    """The data again, or an InputError that names the file and the key."""
+    """The data unchanged, or an InputError that names the file and the key."""
     found = fault_of(data)
     if found is not None:
         what, keys = found
@@ -41,37 +41,37 @@ def check(data: Any, name: str) -> Any:
 
 
 def fault_of(data: Any) -> tuple[str, str] | None:
-    """What is wrong with data, and at which key; None where nothing is. Parts that occur twice are looked at once."""
+    """What is wrong with the data and at which key, or None. Shared parts are checked once."""
     seen: set[int] = set()
-    waiting: list[tuple[Any, str, int]] = [(data, "", 0)]
-    while waiting:
-        one, keys, level = waiting.pop()
-        kind = type(one)
-        if kind is float or kind is bool or one is None:
+    pending: list[tuple[Any, str, int]] = [(data, "", 0)]
+    while pending:
+        value, keys, level = pending.pop()
+        kind = type(value)
+        if kind is float or kind is bool or value is None:
             continue
         if kind is str:
-            if _SURROGATE.search(one):
+            if _SURROGATE.search(value):
                 return "this text holds half of a character (a lone surrogate)", keys
         elif kind is int:
-            if not -LARGEST <= one <= LARGEST:
-                return f"this number is beyond {LARGEST:.0e}", keys
-        elif isinstance(one, Mapping | list | tuple | set):
-            if id(one) in seen:
+            if not -MAX_NUMBER <= value <= MAX_NUMBER:
+                return f"this number is beyond {MAX_NUMBER:.0e}", keys
+        elif isinstance(value, Mapping | list | tuple | set):
+            if id(value) in seen:
                 continue
-            seen.add(id(one))
-            if level > DEEPEST:
-                return f"this is nested more than {DEEPEST} levels deep", keys[:60]
-            if isinstance(one, Mapping):
-                waiting += ((key, keys, level + 1) for key in one)
-                waiting += ((value, f"{keys}.{key}" if keys else str(key), level + 1) for key, value in _named(one))
+            seen.add(id(value))
+            if level > MAX_DEPTH:
+                return f"this is nested more than {MAX_DEPTH} levels deep", keys[:60]
+            if isinstance(value, Mapping):
+                pending += ((key, keys, level + 1) for key in value)
+                pending += ((item, f"{keys}.{key}" if keys else str(key), level + 1) for key, item in _named(value))
             else:
-                waiting += ((value, f"{keys}[{at}]", level + 1) for at, value in enumerate(one))
+                pending += ((item, f"{keys}[{at}]", level + 1) for at, item in enumerate(value))
     return None
 
 
 def _named(data: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """Keys and values; keys that cannot be written are reported by themselves."""
-    return [(key if not isinstance(key, int) or abs(key) <= LARGEST else "", value) for key, value in data.items()]
+    """Keys and values; a key too large to be written is replaced by an empty one (it is reported by itself)."""
+    return [(key if not isinstance(key, int) or abs(key) <= MAX_NUMBER else "", value) for key, value in data.items()]
 
 
 def _whole(text: str) -> int:

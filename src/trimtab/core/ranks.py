@@ -1,4 +1,4 @@
-"""GPU ranks as people write them: `0`, `0-3`, `0-1,4-5`."""
+"""GPU ranks as text: `0`, `0-3`, `0-1,4-5`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def ranks_text(ranks: Iterable[int], comma: str = ",") -> str:
-    """Ranks in short, runs as ranges."""
+    """Ranks in short form, consecutive ranks as ranges."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

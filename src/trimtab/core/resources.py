@@ -1,7 +1,7 @@
-"""Amounts of resources, exactly: what a task asks, a slot holds, a node has, a pool may use.
+"""Exact amounts of resources: what a task requests, a slot holds, a node has, a pool may use.
 
-Ray counts resources in ten-thousandths, so amounts here are whole numbers of those; sums never drift. Memory is in
-bytes. Names are the user's words (`cpu`, `gpu`, `memory`, anything custom); drivers translate them for Ray.
+Ray counts resources in ten-thousandths, so amounts here are integers of those and sums never drift. Memory is in bytes.
+Names are the user's (`cpu`, `gpu`, `memory`, custom ones); the runtime translates them for Ray.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trimtab.core.errors import InputError
 
-GRAIN = 10_000  # units in one whole
+GRAIN = 10_000  # units in 1
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Resources:
 
     @classmethod
     def of(cls, amounts: Mapping[str, float] | None = None, *, where: str | None = None, **more: float) -> Resources:
-        """From plain numbers: `Resources.of(cpu=1.5, gpu=1)` or `Resources.of({"cpu": 1.5})`."""
+        """From numbers: `Resources.of(cpu=1.5, gpu=1)` or `Resources.of({"cpu": 1.5})`."""
         units = []
         for name, amount in sorted({**(amounts or {}), **more}.items()):
             if not isinstance(name, str) or not name:
@@ -34,7 +34,7 @@ class Resources:
                 raise InputError(f"{name} must not be negative, but is {amount:g}", where=where)
             exact = round(amount * GRAIN)
             if exact == 0 and amount > 0:
-                raise InputError(f"{name} is {amount:g}, less than the least amount, 0.0001", where=where)
+                raise InputError(f"{name} is {amount:g}, below the smallest amount, 0.0001", where=where)
             if exact:
                 units.append((name, exact))
         return cls(tuple(units))
@@ -46,30 +46,27 @@ class Resources:
         return bool(self.units)
 
     def get(self, name: str) -> int:
-        """Units of one resource."""
         return next((units for known, units in self.units if known == name), 0)
 
     def plus(self, other: Resources) -> Resources:
-        """Both together."""
         sums = dict(self.units)
         for name, units in other.units:
             sums[name] = sums.get(name, 0) + units
         return Resources(tuple(sorted((name, units) for name, units in sums.items() if units)))
 
     def minus(self, other: Resources) -> Resources:
-        """What is left, never below nothing."""
+        """The difference, never negative."""
         left = dict(self.units)
         for name, units in other.units:
             left[name] = max(0, left.get(name, 0) - units)
         return Resources(tuple(sorted((name, units) for name, units in left.items() if units)))
 
     def within(self, other: Resources) -> bool:
-        """Whether all of this fits into the other."""
-        most = dict(other.units)
-        return all(units <= most.get(name, 0) for name, units in self.units)
+        limits = dict(other.units)
+        return all(units <= limits.get(name, 0) for name, units in self.units)
 
     def floats(self) -> dict[str, float]:
-        """Plain numbers by name; whole ones as whole numbers."""
+        """Numbers by name; integers where they are whole."""
         return {name: units // GRAIN if units % GRAIN == 0 else units / GRAIN for name, units in self.units}
 
     def __str__(self) -> str:
@@ -77,7 +74,7 @@ class Resources:
 
 
 def amount_text(name: str, units: int) -> str:
-    """One amount as people say it: `1.5 cpu`, `2 GiB memory`."""
+    """An amount for display: `1.5 cpu`, `2 GiB memory`."""
     amount = units / GRAIN
     if name == "memory" and amount >= 2**20:
         size, unit = (amount / 2**30, "GiB") if amount >= 2**30 else (amount / 2**20, "MiB")
@@ -86,10 +83,9 @@ def amount_text(name: str, units: int) -> str:
 
 
 def total(amounts: Iterator[Resources] | tuple[Resources, ...] | list[Resources]) -> Resources:
-    """All of them together."""
     sums: dict[str, int] = {}
-    for one in amounts:
-        for name, units in one.units:
+    for amount in amounts:
+        for name, units in amount.units:
             sums[name] = sums.get(name, 0) + units
     return Resources(tuple(sorted(sums.items())))
 

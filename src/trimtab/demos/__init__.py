@@ -1,1 +1,1 @@
-"""What trimtab demo runs."""
+"""The programs behind `trimtab demo`."""

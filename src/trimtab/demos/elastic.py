@@ -1,8 +1,8 @@
-"""The demo of elastic groups: training goes on while nodes join, are killed, and are drained. `trimtab demo elastic`.
+"""`trimtab demo elastic`: training goes on while nodes join, are killed, and are drained.
 
-It has a Ray of its own, of several real nodes on this machine with one made-up GPU each, and touches no other. All that
-it says is checked as it happens, against a run whose membership never changes; the exit status says whether all of it
-held. Every process that it started is gone when it ends, also after Ctrl-C.
+It starts its own Ray of several real nodes on this machine, with a fake GPU each, and touches no other cluster. Every
+statement is checked against a run with fixed membership; the exit status tells whether all checks passed. All processes
+it started are gone when it ends, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,53 +24,51 @@ from trimtab.core.errors import UnreachableError
 from trimtab.demos.elastic_loop import LoopPrinter, Say
 from trimtab.runtime.procs import processes
 
-PACE_S = 0.3  # a step at least
-STEPS_EACH = 3  # in each world, once it has the size it should have
-SIZE_S = 90.0  # for a world of the right size
-DEADLINE_S = 9.0  # of the drain: near, so that it does not wait for others to join it
-NOT_DONE = 4  # exit status where something did not happen as it should
+PACE_S = 0.3  # minimum time of a step
+STEPS_EACH = 3  # in each world, once it has the right size
+SIZE_S = 90.0  # timeout for a world of the right size
+DEADLINE_S = 9.0  # of the drain: short, so that it is not batched with other changes
+NOT_DONE = 4  # exit status if a check failed
 GONE_S = 15.0
 LOOK_S = 0.2
 
 
 def run_demo(backend: str = "auto", say: Say | None = None) -> int:
-    """Run everything, clean up, and give the exit status: 0 if all that was said did happen."""
+    """Runs the demo, cleans up, and returns the exit status: 0 if all checks passed."""
     seen = _ProcessCensus()
     talk = LoopPrinter(say or functools.partial(print, file=sys.stdout, flush=True))
     with _quiet(), _DemoNodes(seen) as nodes:
-        talk.lines(f"Ray at {nodes.address}: one node with one (made-up) GPU, and more to come", "")
+        talk.lines(f"Ray at {nodes.address}: one node with one (fake) GPU, and more to come", "")
         demo = _Demo(nodes, talk, backend)
         demo.train()
     left = seen.left(GONE_S)
-    demo.check(not left, f"nothing is left behind: {seen.count} processes have come and gone", f"left: {left}")
+    demo.check(not left, f"no process is left: all {seen.count} have ended", f"left: {left}")
     talk.lines("", demo.verdict())
-    return NOT_DONE if demo.broken else 0
+    return NOT_DONE if demo.failed else 0
 
 
 class _Demo:
-    """The scenes, one after another."""
+    """The scenes in order."""
 
     def __init__(self, nodes: _DemoNodes, talk: LoopPrinter, backend: str) -> None:
         self._nodes = nodes
         self._talk = talk
         self._backend = backend
         self._results: list[Any] = []
-        self.kept = 0
-        self.broken = 0
+        self.passed = 0
+        self.failed = 0
 
     def check(self, holds: bool, words: str, otherwise: str = "") -> None:
-        """Say something that is to be true, and whether it is."""
-        self.kept, self.broken = self.kept + holds, self.broken + (not holds)
+        """Prints a check and its result."""
+        self.passed, self.failed = self.passed + holds, self.failed + (not holds)
         self._talk.lines(f"  {'✓' if holds else '✗'} {words}" + (f" ({otherwise})" if otherwise and not holds else ""))
 
     def verdict(self) -> str:
-        """How it went, in a line."""
-        if self.broken:
-            return f"❌ {self.broken} of {self.kept + self.broken} checks did not hold"
-        return f"🎉 All {self.kept} checks held"
+        if self.failed:
+            return f"❌ {self.failed} of {self.passed + self.failed} checks failed"
+        return f"🎉 All {self.passed} checks passed"
 
     def train(self) -> None:
-        """Train while nodes come and go."""
         from trimtab.demos.elastic_training import ElasticTrainer
         from trimtab.runtime.client.session import connect
         from trimtab.runtime.elastic.group import ElasticGroup
@@ -90,8 +88,8 @@ class _Demo:
                 tell=self._talk.heard,
             ) as group:
                 self._scenes(group, session)
-                told = group.view()
-            self._summary(told)
+                view = group.view()
+            self._summary(view)
         finally:
             session.shutdown()
 
@@ -105,13 +103,13 @@ class _Demo:
             training.until(4)
             lost = self._nodes.workers[0]
             self._scene(
-                f"kill -9 of every process of worker {lost.node_id[:10]}... (Ray itself notices after some 14 s)"
+                f"kill -9 of every process of worker {lost.node_id[:10]}... (Ray itself detects it after some 14 s)"
             )
             self._nodes.kill(lost, training.in_step)
             training.until(3)
             leaver = self._nodes.workers[0]
-            self._scene(f"Worker {leaver.node_id[:10]}... will go in {DEADLINE_S:.0f} s: it is drained")
-            session.drain_node(leaver.node_id, DEADLINE_S, "the demo wants it back")
+            self._scene(f"Worker {leaver.node_id[:10]}... is drained: it stops in {DEADLINE_S:.0f} s")
+            session.drain_node(leaver.node_id, DEADLINE_S, "demo")
             training.until(2)
             self._nodes.forget(leaver)
             self._scene("One more worker joins")
@@ -124,30 +122,30 @@ class _Demo:
     def _scene(self, words: str) -> None:
         self._talk.lines("", f"── {words} " + "─" * max(2, 100 - len(words)))
 
-    def _summary(self, told: dict[str, Any]) -> None:
+    def _summary(self, view: dict[str, Any]) -> None:
         from trimtab.demos.elastic_training import TOLERANCE, fixed_run
 
-        self._scene("What came of it")
+        self._scene("Results")
         steps = len(self._results)
-        losses = [next(value.loss for value in one.values if value is not None) for one in self._results]
-        sizes, redone = [one.size for one in self._results], sum(one.redone for one in self._results)
-        expected = fixed_run(steps)
-        worst = max(abs(one - should) / should for one, should in zip(losses, expected, strict=True))
+        losses = [next(value.loss for value in result.values if value is not None) for result in self._results]
+        sizes, redone = [result.size for result in self._results], sum(result.redone for result in self._results)
+        reference = fixed_run(steps)
+        worst = max(abs(loss - wanted) / wanted for loss, wanted in zip(losses, reference, strict=True))
         worlds = [size for at, size in enumerate(sizes) if at == 0 or size != sizes[at - 1]]
         self.check(worlds[-4:] == [4, 3, 2, 3] and worlds[0] == 1, f"actors, over time: {', '.join(map(str, worlds))}")
-        self.check(told["step"] == steps, f"{steps} steps, each counted once", f"the group says {told['step']}")
+        self.check(view["step"] == steps, f"{steps} steps, each counted once", f"the group says {view['step']}")
         if redone:
-            self._talk.lines(f"  · the loss interrupted a step, which was done again, whole (redone: {redone})")
+            self._talk.lines(f"  · the lost node interrupted a step, which was run again completely (redone: {redone})")
         self.check(
             worst < TOLERANCE,
-            f"the loss of each step is that of a run with fixed membership (largest difference: {worst:.1e})",
+            f"the loss of each step equals that of a run with fixed membership (largest difference: {worst:.1e})",
         )
         begin, end = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
         self.check(end < begin, f"the loss fell from {begin:.4f} to {end:.4f}")
 
 
 class _Training:
-    """Trains on a thread of its own, step by step, since nodes can be started from the main thread only."""
+    """Trains on its own thread, because nodes can be started from the main thread only."""
 
     def __init__(self, group: Any, talk: LoopPrinter) -> None:
         self._group = group
@@ -161,7 +159,7 @@ class _Training:
         self._thread.start()
 
     def until(self, size: int) -> None:
-        """Train until the world has so many members, and a little longer."""
+        """Trains until the world has this size, plus STEPS_EACH steps."""
         deadline = time.monotonic() + SIZE_S
         since, seen = len(self.results), 0
         while seen < STEPS_EACH:
@@ -169,20 +167,20 @@ class _Training:
                 self._stepped.wait(LOOK_S)
             if self._fault is not None:
                 raise self._fault
-            seen = sum(one.size == size for one in self.results[since:])
+            seen = sum(result.size == size for result in self.results[since:])
             if time.monotonic() > deadline:
                 raise UnreachableError(
-                    f"there were not {size} members after {SIZE_S:.0f} s",
-                    hint="this machine may be too busy for several nodes: try again when it is not",
+                    f"the world did not reach {size} members in {SIZE_S:.0f} s",
+                    hint="this machine may be too busy for several nodes: try again later",
                 )
 
     def in_step(self) -> None:
-        """Wait until a step is under way."""
+        """Waits until a step is running."""
         self._begun.clear()
         self._begun.wait(SIZE_S)
 
     def stop(self) -> None:
-        """After this step, no more."""
+        """Stops after the current step."""
         self._stopped.set()
         self._thread.join(SIZE_S)
 
@@ -200,7 +198,7 @@ class _Training:
 
 
 class _DemoNodes:
-    """Real nodes of a Ray on this machine, with one GPU each that is made up."""
+    """Real nodes of a Ray on this machine, with a fake GPU each."""
 
     def __init__(self, seen: _ProcessCensus) -> None:
         self._processes = seen
@@ -211,7 +209,7 @@ class _DemoNodes:
 
         self._ray = import_ray()
         if self._ray.is_initialized():
-            raise UnreachableError("this process is connected to a Ray already", hint="run the demo on its own")
+            raise UnreachableError("this process is already connected to a Ray", hint="run the demo in a new process")
         from ray.cluster_utils import Cluster
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -235,14 +233,13 @@ class _DemoNodes:
         self._cluster.shutdown()
 
     def add(self) -> None:
-        """Another node joins."""
         node = self._cluster.add_node(num_cpus=1, num_gpus=1, resources={"worker_unit": 1}, wait=False)
         self.workers.append(node)
 
     def kill(self, node: Any, moment: Callable[[], None]) -> None:
-        """Lose a node as a machine is lost, all its processes at once, as soon as the moment has come."""
+        """Kills all processes of a node at once, as if its machine were lost, when `moment` returns."""
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        pids = [one for raylet in raylets for one in (raylet, *(each.pid for each in processes.below(raylet)))]
+        pids = [pid for raylet in raylets for pid in (raylet, *(child.pid for child in processes.descendants(raylet)))]
         moment()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -250,43 +247,42 @@ class _DemoNodes:
         self.forget(node)
 
     def forget(self, node: Any) -> None:
-        """A node is lost, or was drained: what is left of it ends."""
+        """Removes a lost or drained node and its remaining processes."""
         self._processes.look()
         self.workers.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
 
 class _ProcessCensus:
-    """Every process that was seen below this one, to see that none is left."""
+    """Records the descendants of this process, to check that none is left."""
 
     def __init__(self) -> None:
-        self._before = set(processes.below(os.getpid()))
+        self._before = set(processes.descendants(os.getpid()))
         self._seen: set[processes.ProcessIdentity] = set()
 
     @property
     def count(self) -> int:
-        """How many were seen."""
         return len(self._seen)
 
     def look(self) -> None:
-        """Remember those that are there now."""
-        self._seen.update(set(processes.below(os.getpid())) - self._before)
+        """Records the current descendants."""
+        self._seen.update(set(processes.descendants(os.getpid())) - self._before)
 
     def left(self, timeout_s: float) -> list[int]:
-        """Those that are still there, after a while for the last ones to go."""
-        return sorted(one.pid for one in processes.gone(self._seen, timeout_s))
+        """Pids that still exist after the timeout."""
+        return sorted(process.pid for process in processes.gone(self._seen, timeout_s))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray's own notes about nodes that are killed on purpose are not part of what is shown."""
+    """Silences Ray's messages about nodes that are killed on purpose."""
     loggers = [logging.getLogger(name) for name in ("ray", "trimtab")]
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

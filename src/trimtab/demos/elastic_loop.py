@@ -1,8 +1,8 @@
-"""A training loop that grows and shrinks with a Ray cluster, and says what it sees: the example of `auto_scaling/`.
+"""A training loop that scales with a Ray cluster and prints what happens: the example in `auto_scaling/`.
 
-It runs on a cluster that is there and starts none: without one it says how to start it, with exit status 4. Workers
-that join are trained on from the next step, workers that go are left in time, and what it made is gone when it ends,
-also after Ctrl-C. The demo uses the same words.
+It runs on an existing cluster and starts none: without one it exits with 4 and a hint. Joining workers take part from
+the next step, draining workers leave in time, and all it created is removed when it ends, also after Ctrl-C. The
+elastic demo uses the same printer.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ if TYPE_CHECKING:
     from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
 
 WIDTH = 60
-PACE_S = 1.0  # a step, so that people can follow
+PACE_S = 1.0  # a step, slow enough to follow
 UNITS = ("gpu", "worker_unit", "cpu")  # what a member takes one of: the first that any node has
 Say = Callable[[str], None]
 
 
 class LoopPrinter:
-    """Says what a training loop does, in whole lines, whoever speaks."""
+    """Prints what a training loop does, line by line, from any thread."""
 
     def __init__(self, say: Say, unit: str = "gpu") -> None:
         self._say = say
         self._lock = threading.Lock()
         self._unit = unit
         self._spawned = 0
-        self._epoch = 0  # that was told in full
+        self._epoch = 0  # last epoch printed in full
         self.session: Session | None = None
         self.happened: list[GroupLogEntry] = []
 
     def banner(self) -> None:
-        """What this is, first."""
         what = {"gpu": "1 GPU", "cpu": "1 CPU"}.get(self._unit, f"1 {self._unit}")
         self.lines(
             "🎯 DYNAMIC TRAINING LOOP STARTED",
@@ -57,20 +56,19 @@ class LoopPrinter:
         )
 
     def lines(self, *lines: str) -> None:
-        """Say them, together."""
+        """Prints lines together."""
         with self._lock:
             for line in lines:
                 self._say(line)
 
-    def heard(self, one: GroupLogEntry) -> None:
-        """Something happened to the group."""
-        self.happened.append(one)
-        self.lines(*self._words(one))
+    def heard(self, entry: GroupLogEntry) -> None:
+        self.happened.append(entry)
+        self.lines(*self._words(entry))
 
     def step(self, result: StepResult) -> None:
-        """A step is complete: all of it in the first step of a world, one line after that."""
-        done = [one for one in result.values if one is not None]
-        average = sum(one.seconds for one in done) / len(done)
+        """Prints a step: in full for the first step of a world, else a line."""
+        done = [report for report in result.values if report is not None]
+        average = sum(report.seconds for report in done) / len(done)
         head = f"📊 Step {result.number} completed:"
         if result.world.epoch == self._epoch:
             self.lines(f"{head} {result.size} actors trained, average duration {average:.3f}s, loss={done[0].loss:.4f}")
@@ -84,29 +82,29 @@ class LoopPrinter:
             f"   - All rows: loss={done[0].loss:.4f}",
         )
 
-    def _words(self, one: GroupLogEntry) -> list[str]:
-        node = f"{one.node[:10]}..."
-        if one.kind == "found":
-            return ["", f"🖥️  Worker {node} is there with {self._amount(one)}"]
-        if one.kind == "joined":
-            return ["", f"🆕 Detected new worker: {node} with {self._amount(one)}"]
-        if one.kind == "started":
+    def _words(self, entry: GroupLogEntry) -> list[str]:
+        node = f"{entry.node[:10]}..."
+        if entry.kind == "found":
+            return ["", f"🖥️  Worker {node} found with {self._amount(entry)}"]
+        if entry.kind == "joined":
+            return ["", f"🆕 Detected new worker: {node} with {self._amount(entry)}"]
+        if entry.kind == "started":
             self._spawned += 1
             return [
-                f"✅ Created placement group {self._group(one.task)}",
+                f"✅ Created placement group {self._group(entry.task)}",
                 f"🎭 Spawned training actor {self._spawned - 1} on node {node}",
             ]
-        if one.kind == "step":
-            return ["", f"🚀 Running training step {one.step} on {one.size} actors..."]
+        if entry.kind == "step":
+            return ["", f"🚀 Running training step {entry.step} on {entry.size} actors..."]
         signs = {
             "draining": "⏳", "node lost": "💥", "node left": "👋", "lost": "💥", "left": "👋",
             "redone": "🔁", "waits": "⌛", "gave up": "❌",
         }  # fmt: skip
-        return [f"{signs[one.kind]} {_shortened(one.sentence)}"] if one.kind in signs else []
+        return [f"{signs[entry.kind]} {_shortened(entry.sentence)}"] if entry.kind in signs else []
 
-    def _amount(self, one: GroupLogEntry) -> str:
+    def _amount(self, entry: GroupLogEntry) -> str:
         name = {"gpu": "GPUs", "cpu": "CPUs"}.get(self._unit, self._unit)
-        return f"{one.total.get(self._unit) / GRAIN:.1f} {name}"
+        return f"{entry.total.get(self._unit) / GRAIN:.1f} {name}"
 
     def _group(self, task: str) -> str:
         places = self.session.explain(task).places if self.session is not None else ()
@@ -121,13 +119,13 @@ def _actor(value: Any) -> str:
 
 
 def _shortened(sentence: str) -> str:
-    """A sentence for people: ids of nodes as short as everywhere else."""
+    """Shortens node ids and capitalises a sentence."""
     short = re.sub(r"\b([0-9a-f]{10})[0-9a-f]{46}\b", r"\1...", sentence)
     return short[:1].upper() + short[1:]
 
 
 def unit_of(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """What one member takes: a GPU where any node has one, else a worker unit, else a CPU."""
+    """The resource a member takes: a GPU if any node has one, else a worker unit, else a CPU."""
     names = {name for node in nodes for name, amount in node["total"].items() if amount >= 1}
     return next((unit for unit in UNITS if unit in names), UNITS[0])
 
@@ -138,12 +136,12 @@ def run_loop(
     address: str | None = None,
     backend: str = "auto",
     pace_s: float = PACE_S,
-    least: int = 1,
-    most: int | None = None,
+    min_actors: int = 1,
+    max_actors: int | None = None,
     wait_s: float = 600.0,
     say: Say = print,
 ) -> int:
-    """Train for so many steps on the cluster that is there; the exit status."""
+    """Trains for some steps on the running cluster; returns the exit status."""
     from trimtab.demos.elastic_training import ElasticTrainer
     from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.elastic.group import ElasticGroup
@@ -161,8 +159,8 @@ def run_loop(
             ElasticTrainer,
             kwargs={"backend": backend, "slow_s": pace_s / 2},
             per_node={unit_of(_totals(link.ray)): 1},
-            min=least,
-            max=most,
+            min=min_actors,
+            max=max_actors,
             wait_s=wait_s,
             tell=talk.heard,
         ) as group:
@@ -186,31 +184,31 @@ def _totals(ray: Any) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The loop as a program of its own."""
-    parser = argparse.ArgumentParser(description="Train on all workers of a Ray cluster, while they come and go.")
+    """The loop as a program."""
+    parser = argparse.ArgumentParser(description="Train on all workers of a Ray cluster while they join and leave.")
     parser.add_argument("--steps", type=int, default=100, help="training steps (100)")
-    parser.add_argument("--address", help="the cluster; else RAY_ADDRESS, else the one that runs here")
-    parser.add_argument("--backend", choices=("auto", "torch", "numpy"), default="auto", help="what reckons")
-    parser.add_argument("--pace", type=float, default=PACE_S, metavar="S", help="seconds a step takes at least (1)")
-    parser.add_argument("--min", type=int, default=1, help="fewest actors; with fewer it waits (1)")
-    parser.add_argument("--max", type=int, help="most actors (as many as there is room for)")
-    parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="how long it waits for them (600)")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--address", help="the cluster (default: RAY_ADDRESS, or the local cluster)")
+    parser.add_argument("--backend", choices=("auto", "torch", "numpy"), default="auto", help="compute backend")
+    parser.add_argument("--pace", type=float, default=PACE_S, metavar="S", help="minimum seconds of a step (1)")
+    parser.add_argument("--min", type=int, default=1, help="minimum of actors; with fewer it waits (1)")
+    parser.add_argument("--max", type=int, help="maximum of actors (as many as fit)")
+    parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="timeout of the wait (600)")
+    options = parser.parse_args(arguments)
     try:
         return run_loop(
-            asked.steps,
-            address=asked.address,
-            backend=asked.backend,
-            pace_s=asked.pace,
-            least=asked.min,
-            most=asked.max,
-            wait_s=asked.wait,
+            options.steps,
+            address=options.address,
+            backend=options.backend,
+            pace_s=options.pace,
+            min_actors=options.min,
+            max_actors=options.max,
+            wait_s=options.wait,
             say=_print,
         )
     except TrimtabError as fault:
         parser.exit(fault.exit_status, f"error: {fault}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "\nstopped: the training actors are gone, the cluster is as it was\n")
+        parser.exit(130, "\nstopped: the training actors are gone, the cluster is unchanged\n")
 
 
 def _print(line: str) -> None:

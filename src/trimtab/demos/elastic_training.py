@@ -1,10 +1,10 @@
-"""A small training that really trains, for `trimtab demo elastic` and the example of a loop that scales.
+"""A small training that really trains, for `trimtab demo elastic` and the elastic loop example.
 
-Data-parallel: the global batch of a step is fixed by its number alone, members take shares of it, gradients are summed
-in the order of ranks and divided by the rows of the whole batch. So the loss is the same, but for rounding, however
-many members there are and however often that changes; `fixed_run` says what it should be. With PyTorch where it is
-there, with numpy otherwise: the same model, the same data, the same first weights, the same optimiser (Adam). Nothing
-here knows of Ray. Workers import this module, so nothing heavy is imported before a model is made.
+Data-parallel: the global batch of a step depends on its number alone, members take shares of it, gradients are summed
+in the order of ranks and divided by the rows of the whole batch. So the loss does not depend on the number of members
+or its changes, except for rounding; `fixed_run` returns the reference. PyTorch if installed, else numpy: same model,
+data, initial weights and optimiser (Adam). Independent of Ray. Workers import this module, so heavy imports wait until
+a model is built.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy as np
 
 from trimtab.core.errors import InputError
 
-ROWS = 384  # of a global batch; divides by every group of up to four, and by six and eight
+ROWS = 384  # of a global batch; divisible by 1 to 4, 6 and 8
 FEATURES = 16
 HIDDEN = 48
 SEED = 2
 RATE, DECAY_1, DECAY_2, TINY = 0.01, 0.9, 0.999, 1e-8  # Adam
-TOLERANCE = 1e-9  # relative; sums in another order differ by rounding only
+TOLERANCE = 1e-9  # relative; sums in another order differ by rounding
 
 Array = Any  # a float64 numpy array
 
 
 @dataclass(frozen=True)
 class GradientShare:
-    """What one member found on its rows: sums, so that shares of any size can be put together."""
+    """Sums over a member's rows, so that shares of any size can be combined."""
 
     rows: int
     loss_sum: float
@@ -41,7 +41,7 @@ class GradientShare:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a member says of a step: the loss of the whole batch and of its own rows, and where it worked."""
+    """A member's report of a step: loss of the batch and of its rows, and its device."""
 
     loss: float
     own_loss: float
@@ -56,34 +56,34 @@ class TrainingModel(Protocol):
     device: str
 
     def gradients(self, inputs: Array, targets: Array) -> GradientShare:
-        """Loss and gradients, summed over these rows; changes nothing."""
+        """Loss and gradients, summed over these rows; does not change the model."""
 
     def apply(self, gradients: Sequence[Array]) -> None:
-        """One step of the optimiser."""
+        pass
 
     def state(self) -> dict[str, Any]:
-        """Weights and the optimiser's moments, as plain arrays: both kinds of model understand them."""
+        """Weights and optimiser moments as plain arrays, understood by both models."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        pass
 
 
 class ElasticTrainer:
-    """A member of an elastic group: computes on its share, commits what all found."""
+    """A member of an elastic group: computes on its share, commits the combined gradients."""
 
     def __init__(self, backend: str = "auto", rows: int = ROWS, slow_s: float = 0.0) -> None:
         self.model = model_of(backend)
         self.rows = rows
-        self.slow_s = slow_s  # for people to watch
+        self.slow_s = slow_s  # for watching
         self.rank, self.size = 0, 1
         self._own = (float("nan"), 0, 0.0)
 
     def enter(self, world: Any) -> None:
-        """The world has changed: take another share from now on."""
+        """Takes the share of the new world."""
         self.rank, self.size = world.rank, world.size
 
     def compute(self, step: int, batch: Any = None) -> GradientShare:
-        """The gradients of this member's rows; keeps nothing that counts."""
+        """Gradients of this member's rows; does not change the model."""
         began = time.perf_counter()
         inputs, targets = batch_of(step, self.rows)
         mine = share_of(self.rank, self.size, self.rows)
@@ -95,51 +95,49 @@ class ElasticTrainer:
         return share
 
     def commit(self, step: int, parts: Sequence[GradientShare]) -> TrainingReport:
-        """Apply what all found together."""
-        loss, gradients = together(parts)
+        """Applies the combined gradients."""
+        loss, gradients = combined(parts)
         self.model.apply(gradients)
         own, rows, seconds = self._own
         return TrainingReport(loss, own, self.model.device, seconds, rows)
 
     def save(self) -> dict[str, Any]:
-        """What a newcomer needs: weights and the optimiser's moments."""
         return self.model.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where others are."""
         self.model.load(state)
 
 
-def together(parts: Sequence[GradientShare]) -> tuple[float, list[Array]]:
-    """The loss and the gradients of the whole batch: sums in the order of ranks, divided by all rows."""
+def combined(parts: Sequence[GradientShare]) -> tuple[float, list[Array]]:
+    """Loss and gradients of the whole batch: sums in the order of ranks, divided by all rows."""
     rows = sum(part.rows for part in parts)
-    sums = [np.array(one, copy=True) for one in parts[0].gradients]
+    sums = [np.array(gradient, copy=True) for gradient in parts[0].gradients]
     for part in parts[1:]:
-        for total, one in zip(sums, part.gradients, strict=True):
-            total += one
-    return sum(part.loss_sum for part in parts) / rows, [one / rows for one in sums]
+        for total, gradient in zip(sums, part.gradients, strict=True):
+            total += gradient
+    return sum(part.loss_sum for part in parts) / rows, [total / rows for total in sums]
 
 
 def fixed_run(steps: int, members: int = 1, rows: int = ROWS) -> list[float]:
-    """The losses of a run whose membership never changes, in this process, with numpy."""
+    """Losses of a run with fixed membership, in this process, with numpy."""
     model = NumpyModel()
     losses = []
     for step in range(1, steps + 1):
         inputs, targets = batch_of(step, rows)
         shares = [share_of(rank, members, rows) for rank in range(members)]
-        loss, gradients = together([model.gradients(inputs[one], targets[one]) for one in shares])
+        loss, gradients = combined([model.gradients(inputs[share], targets[share]) for share in shares])
         model.apply(gradients)
         losses.append(loss)
     return losses
 
 
 def share_of(rank: int, size: int, rows: int) -> slice:
-    """The rows of one member: contiguous, as even as can be, all of them together exactly the batch."""
+    """Rows of a member: contiguous and balanced; all members together cover the batch exactly."""
     return slice(rank * rows // size, (rank + 1) * rows // size)
 
 
 def batch_of(step: int, rows: int = ROWS) -> tuple[Array, Array]:
-    """The global batch of a step, the same wherever it is asked: points, and what a hidden function says of them."""
+    """The global batch of a step, deterministic: points, and the values of a hidden function."""
     points = np.random.default_rng((SEED, step)).normal(size=(rows, FEATURES))
     hidden = np.random.default_rng(SEED).normal(size=(FEATURES, 3))
     seen = points @ hidden / np.sqrt(FEATURES)
@@ -147,7 +145,6 @@ def batch_of(step: int, rows: int = ROWS) -> tuple[Array, Array]:
 
 
 def first_weights() -> list[Array]:
-    """Where every model begins."""
     source = np.random.default_rng(SEED + 1)
     return [
         source.normal(size=(FEATURES, HIDDEN)) / np.sqrt(FEATURES),
@@ -158,9 +155,9 @@ def first_weights() -> list[Array]:
 
 
 def model_of(backend: str = "auto") -> TrainingModel:
-    """The model by the name of what reckons it: `torch`, `numpy`, or `auto` for torch where it is installed."""
+    """The model by backend: `torch`, `numpy`, or `auto` for torch if installed."""
     if backend not in ("auto", "torch", "numpy"):
-        raise InputError(f"{backend!r} is no backend", hint="auto, torch or numpy")
+        raise InputError(f"unknown backend {backend!r}", hint="auto, torch or numpy")
     has_torch = importlib.util.find_spec("torch") is not None
     if backend == "torch" and not has_torch:
         raise InputError("PyTorch is not installed here", hint="pip install 'trimtab[torch]', or --backend numpy")
@@ -168,18 +165,17 @@ def model_of(backend: str = "auto") -> TrainingModel:
 
 
 class NumpyModel:
-    """One hidden layer, squared error, Adam; derivatives by hand."""
+    """One hidden layer, squared error, Adam; gradients by hand."""
 
     device = "CPU"
 
     def __init__(self) -> None:
         self._weights = first_weights()
-        self._first = [np.zeros_like(one) for one in self._weights]
-        self._second = [np.zeros_like(one) for one in self._weights]
+        self._first = [np.zeros_like(weight) for weight in self._weights]
+        self._second = [np.zeros_like(weight) for weight in self._weights]
         self._applied = 0
 
     def gradients(self, inputs: Array, targets: Array) -> GradientShare:
-        """Loss and gradients, summed over these rows; changes nothing."""
         into, bias, out, last = self._weights
         hidden = np.tanh(inputs @ into + bias)
         error = hidden @ out + last - targets
@@ -188,7 +184,6 @@ class NumpyModel:
         return GradientShare(len(inputs), float((error**2).sum()), found)
 
     def apply(self, gradients: Sequence[Array]) -> None:
-        """One step of Adam."""
         self._applied += 1
         by_1, by_2 = 1 - DECAY_1**self._applied, 1 - DECAY_2**self._applied
         for at, gradient in enumerate(gradients):
@@ -198,66 +193,64 @@ class NumpyModel:
             self._weights[at] = self._weights[at] - RATE * step
 
     def state(self) -> dict[str, Any]:
-        """Weights and moments."""
         return {
-            "weights": [one.copy() for one in self._weights],
-            "first": [one.copy() for one in self._first],
-            "second": [one.copy() for one in self._second],
+            "weights": [array.copy() for array in self._weights],
+            "first": [array.copy() for array in self._first],
+            "second": [array.copy() for array in self._second],
             "applied": self._applied,
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._weights, self._first, self._second = (
-            [np.array(one, copy=True) for one in state[key]] for key in ("weights", "first", "second")
+            [np.array(array, copy=True) for array in state[key]] for key in ("weights", "first", "second")
         )
         self._applied = state["applied"]
 
 
 class TorchModel:
-    """The same in PyTorch: derivatives by autograd, on the GPU of this process where it has one."""
+    """The same model in PyTorch, with autograd, on the GPU of this process if it has one."""
 
     def __init__(self) -> None:
         import torch
 
-        torch.set_num_threads(1)  # several members share a machine's cores
+        torch.set_num_threads(1)  # several members share the cores of a machine
         has_gpu = bool(os.environ.get("CUDA_VISIBLE_DEVICES", "0")) and torch.cuda.is_available()
         self._torch = torch
         self._place = torch.device("cuda" if has_gpu else "cpu")
         self.device = "GPU" if has_gpu else "CPU"
-        self._weights = [self._leaf(one) for one in first_weights()]
+        self._weights = [self._leaf(weight) for weight in first_weights()]
         self._adam = self._optimiser()
 
     def gradients(self, inputs: Array, targets: Array) -> GradientShare:
-        """Loss and gradients, summed over these rows; changes nothing."""
         torch = self._torch
         if not len(inputs):
-            return GradientShare(0, 0.0, tuple(np.zeros(one.shape) for one in self._weights))
+            return GradientShare(0, 0.0, tuple(np.zeros(weight.shape) for weight in self._weights))
         into, bias, out, last = self._weights
         hidden = torch.tanh(self._tensor(inputs) @ into + bias)
         loss = ((hidden @ out + last - self._tensor(targets)) ** 2).sum()
         found = torch.autograd.grad(loss, self._weights)
-        return GradientShare(len(inputs), float(loss.detach()), tuple(one.cpu().numpy() for one in found))
+        return GradientShare(len(inputs), float(loss.detach()), tuple(gradient.cpu().numpy() for gradient in found))
 
     def apply(self, gradients: Sequence[Array]) -> None:
-        """One step of Adam."""
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = self._tensor(gradient)
         self._adam.step()
 
     def state(self) -> dict[str, Any]:
-        """Weights and moments."""
-        known = [self._adam.state.get(one, {}) for one in self._weights]
+        known = [self._adam.state.get(weight, {}) for weight in self._weights]
         return {
-            "weights": [one.detach().cpu().numpy().copy() for one in self._weights],
-            "first": [self._moment(one, state, "exp_avg") for one, state in zip(self._weights, known, strict=True)],
-            "second": [self._moment(one, state, "exp_avg_sq") for one, state in zip(self._weights, known, strict=True)],
+            "weights": [weight.detach().cpu().numpy().copy() for weight in self._weights],
+            "first": [
+                self._moment(weight, state, "exp_avg") for weight, state in zip(self._weights, known, strict=True)
+            ],
+            "second": [
+                self._moment(weight, state, "exp_avg_sq") for weight, state in zip(self._weights, known, strict=True)
+            ],
             "applied": int(known[0].get("step", 0)),
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._weights = [self._leaf(one) for one in state["weights"]]
+        self._weights = [self._leaf(weight) for weight in state["weights"]]
         self._adam = self._optimiser()
         for weight, first, second in zip(self._weights, state["first"], state["second"], strict=True):
             self._adam.state[weight] = {

@@ -1,4 +1,4 @@
-"""What the RLHF demo says, in English and in Chinese."""
+"""Texts of the RLHF demo, in English and in Chinese."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "pool_made": ("pool {pool}: {reason}", "资源池 {pool}：{reason}"),
     "warm": (
-        "{count} processes are warm: whatever needs no Ray option of its own starts in one of them.",
+        "{count} processes are warm: tasks without own Ray options start in one of them.",
         "已有 {count} 个预热进程：不带专属 Ray 选项的任务会直接在其中启动。",
     ),
     "not_warm": (
@@ -32,11 +32,11 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "scene_3": ("\n=== Scene 3: train falls back to preemption ===", "\n=== 场景 3: Train 回退抢占 ==="),
     "scene_4": (
-        "\n=== Scene 4: more rollouts, which evict by themselves ===",
+        "\n=== Scene 4: more rollouts, which preempt automatically ===",
         "\n=== 场景 4: Rollout 扩容触发自动抢占 ===",
     ),
     "scene_clean_up": (
-        "\n=== Clean-up: what was evicted returns as others leave ===",
+        "\n=== Clean-up: evicted tasks return as others leave ===",
         "\n=== 清理阶段: 其他任务离开后，被抢占的任务恢复 ===",
     ),
     "scene_two_pools": (
@@ -56,7 +56,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "runs_in": ("    runs in {how}; {reason}", "    运行于{kind}（{how}）；{reason}"),
     "kind_host": ("a host", "预热进程"),
     "kind_actor": ("a plain Ray actor", "普通 Ray Actor"),
-    "kind_None": ("nothing any more", "（已离开）"),
+    "kind_None": ("(ended)", "（已离开）"),
     "because": ("    because {reason}", "    原因：{reason}"),
     "ran": ("{task} worker.run(): {steps} steps", "{task} worker.run()：完成 {steps} 步"),
     "rollouts_dynamic": (
@@ -64,28 +64,28 @@ TEXTS: dict[str, tuple[str, str]] = {
         "两个 Rollout 使用动态 PG，两个预留 PG 空闲",
     ),
     "reward_reserved": (
-        "reward has a reserved slot, and nobody was evicted: {reason}",
+        "reward has a reserved slot, and no task was evicted: {reason}",
         "Reward 使用预留 PG，没有触发抢占：{reason}",
     ),
     "refused_for_quota": (
-        "the slot path refuses it and touches nobody: {reason}",
+        "the slot path refuses it without affecting other tasks: {reason}",
         "PG 路径拒绝，且不影响任何任务：{reason}",
     ),
     "falls_back": (
-        "  So it is submitted again in the way that may evict others.",
+        "  It is submitted again with preemption allowed.",
         "  改用允许抢占的提交方式。",
     ),
-    "dry_run": ("    asked as a dry run, it would evict: {victims}", "    预演（不执行）将抢占：{victims}"),
+    "dry_run": ("    a dry run would evict: {victims}", "    预演（不执行）将抢占：{victims}"),
     "victim_is_a_rollout": ("evicted: {victims}, a rollout", "被抢占：{victims}（Rollout）"),
     "why_not_reward": (
-        "    Why not reward-00, whom the original of this scene evicts: the quota lacks {lacks:g} CPU, and one\n"
-        "    rollout frees {rollout:g}. reward-00 frees {reward:g}, but has priority 8.5 against 3: the cheapest that\n"
-        "    suffices goes.",
+        "    Why not reward-00, which the original of this scene evicts: the quota lacks {lacks:g} CPU, and one\n"
+        "    rollout frees {rollout:g}. reward-00 frees {reward:g}, but has priority 8.5 against 3: the cheapest\n"
+        "    sufficient task is evicted.",
         "    为什么不是原场景中的 reward-00：配额只差 {lacks:g} CPU，一个 Rollout 即可释放 {rollout:g} CPU；\n"
         "    reward-00 能释放 {reward:g} CPU，但优先级是 8.5 而不是 3。抢占足够且代价最小的任务。",
     ),
     "which_rollout": (
-        "    Of two rollouts of one priority, that one goes whose eviction loses less work.",
+        "    Of two rollouts of the same priority, the task whose eviction loses less work is evicted.",
         "    两个同优先级的 Rollout 中，选择损失工作量更少的一个。",
     ),
     "victim": ("evicted: {victims}", "被抢占：{victims}"),
@@ -109,11 +109,11 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "deleted": ("delete {task} with its slot", "删除 {task} 及其 PG"),
     "reused_and_destroyed": (
-        "slots were used again while tasks came and went, and destroyed with the agents deleted",
+        "slots were reused as tasks changed, and destroyed with their deleted agents",
         "任务更替时 PG 得到复用，删除 Agent 时 PG 被销毁",
     ),
     "too_many_nodes": (
-        "  Left out: it would have to fill every node, and there are more than {most}.",
+        "  Skipped: it would have to fill every node, and there are more than {most}.",
         "  跳过：需要占满每个节点，而节点多于 {most} 个。",
     ),
     "filled": (
@@ -137,6 +137,6 @@ TEXTS: dict[str, tuple[str, str]] = {
         "no placement group and no actor is left (left: {left})",
         "没有遗留的 PG 或 Actor（遗留：{left}）",
     ),
-    "all_as_said": ("\nAll {count} checks held.", "\n全部 {count} 项检查通过。"),
-    "not_as_said": ("\n{count} checks did not hold (marked ✗).", "\n{count} 项检查未通过（标记为 ✗）。"),
+    "all_as_said": ("\nAll {count} checks passed.", "\n全部 {count} 项检查通过。"),
+    "not_as_said": ("\n{count} checks failed (marked ✗).", "\n{count} 项检查未通过（标记为 ✗）。"),
 }

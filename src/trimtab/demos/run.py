@@ -1,8 +1,8 @@
-"""`trimtab demo`: the whole of it in two minutes. A GRPO job is planned and trained on a Ray of its own.
+"""`trimtab demo`: a GRPO job is planned and trained on a local Ray, in two minutes.
 
-A node joins; an evaluation of high priority takes a GPU from a rollout worker and gives it back; rollouts get longer,
-and the run moves to a better plan; at the end there is a report. What is done to the run is done from here, by the
-doors that anybody has; what comes of it is the run's own doing, and the ten lines at the end are counted, not written.
+A node joins; a high-priority evaluation preempts a rollout worker and returns its GPU; rollouts get longer, and the run
+migrates to a better plan; at the end there is a report. The events use the public API; their effects are the run's own,
+and the lines at the end are computed from its record.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.model.workflow import Node
-from trimtab.render.live.run import RunDisplay, signals_told
+from trimtab.render.live.run import RunDisplay, signal_callbacks
 from trimtab.render.output import out
 from trimtab.render.text.run import RunNarrator
 
@@ -25,31 +25,29 @@ if TYPE_CHECKING:
     from trimtab.runtime.run.ray_run import ClusterRun
 
 JOB = Path("examples/grpo/demo.yaml")
-JOINS_AT, EVALUATED_AT = 10, 30  # iterations after which it happens
+JOINS_AT, EVALUATED_AT = 10, 30  # iterations after which they occur
 EVALUATION_GPUS, EVALUATION_S, EVALUATION_PRIORITY = 1.0, 4.0, 9.5
 
 
 class EvaluationStub:
-    """Stands for an evaluation: has its GPU for a while."""
+    """A stand-in for an evaluation: holds its GPU for a while."""
 
     def run(self, seconds: float) -> float:
-        """Take so long."""
         time.sleep(seconds)
         return seconds
 
 
 class DemoEvents:
-    """What is done to the run from outside, each thing once, in threads of their own."""
+    """External events of the run, once each, in their own threads."""
 
     def __init__(self, ray: EmbeddedRay, session: Session, display: RunDisplay) -> None:
         self._ray, self._session, self._display = ray, session, display
         self.run: ClusterRun | None = None
-        self._begun: set[str] = set()
+        self._started: set[str] = set()
         self._threads: list[threading.Thread] = []
 
-    def heard(self, event: str, facts: dict[str, Any]) -> None:
-        """Events of the run, as they are told."""
-        self._display.heard(event, facts)
+    def on_event(self, event: str, facts: dict[str, Any]) -> None:
+        self._display.on_event(event, facts)
         if event == "iteration":
             number = facts["iteration"]["number"]
             if number >= JOINS_AT:
@@ -58,14 +56,14 @@ class DemoEvents:
                 self._once("evaluation", self._evaluate)
 
     def wait(self) -> None:
-        """Until all of it is over."""
+        """Waits until all events are over."""
         for thread in self._threads:
             thread.join(timeout=60)
 
     def _once(self, name: str, what: Any) -> None:
-        if name not in self._begun:
-            self._begun.add(name)
-            thread = threading.Thread(target=what, name=f"trimtab-demo-{len(self._begun)}", daemon=True)
+        if name not in self._started:
+            self._started.add(name)
+            thread = threading.Thread(target=what, name=f"trimtab-demo-{len(self._started)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -90,15 +88,15 @@ class DemoEvents:
             task.result(timeout=90.0)
             self._display.say("> the evaluation is done; its GPU goes back")
         except TrimtabError as fault:
-            self._display.say(f"> the evaluation did not come to its end: {fault.what}")
+            self._display.say(f"> the evaluation failed: {fault.what}")
 
 
 def run_demo(folder: Path) -> int:
-    """Run it; gives the exit status."""
+    """Runs the demo; returns the exit status."""
     from trimtab.render.html.run.figures import costs, idle_shares, metric_names
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import in_words
+    from trimtab.render.html.run.summary import summary_lines
     from trimtab.render.html.run.timeline import run_chart
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
@@ -109,22 +107,24 @@ def run_demo(folder: Path) -> int:
     job = load_run(_job_file())
     target = new_folder(folder, "demo")
     story = RunNarrator(job.iterations)
-    out.print("[bold]trimtab demo[/]: GRPO on a Ray of its own with 8 logical GPUs on 2 nodes; Ray starts ...")
+    out.print("[bold]trimtab demo[/]: GRPO on a local Ray with 8 logical GPUs on 2 nodes; starting Ray ...")
     with EmbeddedRay(job.job.cluster) as ray, connect(name="demo") as session:
         session.preemption(same_pool=True, same_pool_gap=1.0)
-        with RunDisplay("grpo", story) as display, signals_told(display.interrupted, lambda: None):
-            happenings = DemoEvents(ray, session, display)
-            happenings.run = run = ClusterRun(job, target, session, on_event=happenings.heard)
+        with RunDisplay("grpo", story) as display, signal_callbacks(display.interrupted, lambda: None):
+            events = DemoEvents(ray, session, display)
+            events.run = run = ClusterRun(job, target, session, on_event=events.on_event)
             end = run.run()
-            happenings.wait()
+            events.wait()
         session.shutdown()
-    told = read_story(target)
+    run_story = read_story(target)
     report = target / "report.html"
-    write_text(report, run_report(told, title="trimtab demo", command="trimtab demo"))
+    write_text(report, run_report(run_story, title="trimtab demo", command="trimtab demo"))
     out.print()
-    for line in in_words(told, run_chart(told), costs(told, idle_shares(told)), metric_names(told, [])):
+    for line in summary_lines(
+        run_story, run_chart(run_story), costs(run_story, idle_shares(run_story)), metric_names(run_story, [])
+    ):
         out.print(line, markup=False)
-    out.print(f"the whole of it on one timeline: {report}", markup=False)
+    out.print(f"report with timeline: {report}", markup=False)
     return 0 if end.state == "done" else 4
 
 
@@ -134,5 +134,5 @@ def _job_file() -> Path:
         if (folder / JOB).is_file():
             return folder / JOB
     raise InputError(
-        f"the demo's job, {JOB}, is not here", hint="start it in a copy of trimtab's source, where its examples are"
+        f"the job file {JOB} of the demo was not found", hint="run it in a checkout of trimtab, which has the examples"
     )

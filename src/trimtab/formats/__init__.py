@@ -1,1 +1,1 @@
-"""Files in and out: job files, the dialects of training frameworks, logs, profiles."""
+"""Reads and writes files: job files, framework configs, logs, profiles."""

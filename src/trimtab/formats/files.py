@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and one wording for those that cannot be read."""
+"""Writes files atomically; one wording for unreadable files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from trimtab.core.errors import InputError
 
 
 def unreadable(path: Path, error: OSError | ValueError) -> InputError:
-    """Why a file cannot be read."""
     if isinstance(error, IsADirectoryError):
         return InputError(f"{path} is a folder, not a file", hint="name the file inside it")
     if isinstance(error, FileNotFoundError):
@@ -20,11 +19,11 @@ def unreadable(path: Path, error: OSError | ValueError) -> InputError:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all. Raises InputError where that cannot be done."""
+    """Write a file atomically. Raises InputError."""
     try:
         target = Path(os.path.realpath(path))
         if target.exists() and not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
-            # A pipe or a terminal has nothing to replace.
+            # A pipe or a terminal cannot be replaced.
             target.write_text(text, encoding="utf-8")
             return
         replace(target, text)
@@ -37,12 +36,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def replace(target: Path, text: str) -> None:
-    """Put a complete new file in place of a regular one, or of none, in a single step. Raises OSError."""
+    """Replace a regular file, or create it, in a single step. Raises OSError."""
     if target.is_dir():
         raise IsADirectoryError(None, "it is a folder")
     aside = target.with_name(f".{target.name[:200]}.{os.getpid()}.tmp")
     try:
-        # Opened as new, so that the user's umask holds, unlike with a temporary file of the library's.
+        # Opened as a new file so that the umask applies, unlike with tempfile.
         with open(aside, "x", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()

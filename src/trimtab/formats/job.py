@@ -1,14 +1,14 @@
-"""trimtab's own job file: what a cluster has, what a workflow costs.
+"""Reads trimtab's job file: the cluster and the costs of a workflow.
 
-Every key is checked when it is read: unknown ones are refused with the nearest known key, numbers must be finite and in
-range. Nothing is guessed: what is not stated is not checked, and the answer says so.
+Every key is checked: unknown keys are refused with the nearest known one, numbers must be finite and in range. Nothing
+is guessed: what is not stated is not checked, and the answer says so.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ from pydantic import (
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import LoadedJob, PlanSettings
-from trimtab.formats.run_section import read_section
+from trimtab.formats.run_section import read_section, unknown_key
 from trimtab.formats.yaml_text import dump
 from trimtab.model.plan import CurrentPlacement, Plan
 from trimtab.model.profile import Profile
@@ -46,13 +46,13 @@ from trimtab.model.workflow import (
 )
 
 NAME = "trimtab"
-MOST_GPUS = 65_536
-MOST_BATCHES = 65_536
-MOST_AHEAD = 64  # iterations that rollouts may be ahead (staleness)
+MAX_GPUS = 65_536
+MAX_BATCHES = 65_536
+MAX_STALENESS = 64  # iterations that rollouts may be ahead
 
 
 def _whole(value: Any) -> Any:
-    """Counts may be written as numbers or as digit strings; booleans are neither."""
+    """Counts are numbers or digit strings, never booleans."""
     if isinstance(value, bool):
         raise ValueError("a whole number is expected, not true or false")
     if isinstance(value, str) and value.strip().isdecimal() and len(value) < 12:
@@ -68,7 +68,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_GPUS, strict=True)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_GPUS, strict=True)]
 Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e9, allow_inf_nan=False)]
 Gigabytes = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False)]
@@ -77,7 +77,7 @@ Points = dict[Count, Seconds]
 
 
 def _form(value: Any) -> str:
-    """Which of its forms a value has, so that an error speaks of that form alone."""
+    """The form of a union value, so that errors are about that form alone."""
     if isinstance(value, BaseModel):
         return "<section>"
     if isinstance(value, Mapping):
@@ -103,10 +103,10 @@ class _Section(BaseModel):
 
 
 class NodeSection(_Section):
-    """One node of `cluster.nodes`, when that is a list."""
+    """An entry of `cluster.nodes`, when that is a list."""
 
     name: Name | None = None
-    gpus: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_GPUS, strict=True)]
+    gpus: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_GPUS, strict=True)]
     gpu: Name | None = None
     gpu_memory_gb: Gigabytes | None = None
     host_memory_gb: Gigabytes | None = None
@@ -117,7 +117,7 @@ class ClusterSection(_Section):
     """The `cluster` section."""
 
     nodes: Annotated[
-        Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_GPUS, strict=True), Tag("<one>")]
+        Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_GPUS, strict=True), Tag("<one>")]
         | Annotated[list[NodeSection], Tag("<list>")],
         _Form,
     ] = 1
@@ -144,7 +144,7 @@ class MemorySection(_Section):
 
 
 class CostSection(_Section):
-    """What a component and a variant of it have in common."""
+    """Keys that a component and its variants share."""
 
     seconds: SecondsForms | None = None
     gpus: list[Count] | None = None
@@ -163,7 +163,7 @@ class VariantSection(CostSection):
 
 
 class ComponentSection(CostSection):
-    """One component."""
+    """A component."""
 
     after: Annotated[Annotated[list[Name], Tag("<list>")] | Annotated[Name, Tag("<one>")], _Form] = Field(
         default_factory=list
@@ -175,7 +175,7 @@ class ComponentSection(CostSection):
     device: Literal["gpu", "cpu"] = "gpu"
     cpus: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None
-    use: Any = None  # these three are read by whoever runs the job
+    use: Any = None  # these three are read by `trimtab run`
     settings: Any = None
     emulate: Any = None
 
@@ -192,8 +192,8 @@ class SyncSection(_Section):
 class WorkflowSection(_Section):
     """The `workflow` section."""
 
-    batches: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_BATCHES, strict=True)] = 1
-    staleness: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_AHEAD, strict=True)] = 0
+    batches: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_BATCHES, strict=True)] = 1
+    staleness: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_STALENESS, strict=True)] = 0
     components: dict[Name, ComponentSection]
     weight_sync: SyncSection | None = None
 
@@ -204,23 +204,23 @@ class JobFile(_Section):
     cluster: ClusterSection
     workflow: WorkflowSection
     placement: dict[Name, str | int] | None = None
-    rollout: Any = None  # these two are read by `formats.rollout_file`
+    rollout: Any = None  # these two are read by `formats.rollout.job_section`
     elastic_config: Any = None
     run: Any = None  # read by `formats.run_section`
 
 
 def matches(config: Mapping[str, Any]) -> bool:
-    """Whether a file is in trimtab's own form."""
+    """Whether the data has the keys of trimtab's job file."""
     return "workflow" in config or set(config) <= set(JobFile.model_fields)
 
 
 def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) -> LoadedJob:
-    """A job from the data of a file; InputError names the key that is wrong."""
+    """A job from the data of a file; InputError names the wrong key."""
     name = str(path)
     try:
         file = JobFile.model_validate(dict(config))
     except ValidationError as error:
-        raise _explained(error, name) from None
+        raise _input_error(error, name) from None
     except RecursionError:
         raise InputError("the file is nested too deeply", where=name) from None
     cluster = _cluster(file.cluster, name)
@@ -245,12 +245,12 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) 
     if file.placement is not None:
         current = _current(file.placement, workflow, cluster, name)
     return LoadedJob(
-        dialect=NAME,
+        file_format=NAME,
         path=path,
         job=PlacementJob(cluster, workflow),
         settings=lambda plan: settings(plan, cluster),
         current=current,
-        # Everything in this form stands in the one file; a missing `placement` is added at its end.
+        # This format has no parent files; a missing `placement` is added at the end.
         literal=lambda key: True,
         states=lambda key, value: key == "placement" and file.placement == value,
     )
@@ -306,9 +306,9 @@ def _cluster(section: ClusterSection, name: str) -> Cluster:
             for i in range(section.nodes)
         )
     cluster = Cluster(nodes)
-    if cluster.gpus > MOST_GPUS:
+    if cluster.gpus > MAX_GPUS:
         raise InputError(
-            f"{cluster.gpus} GPUs are more than the {MOST_GPUS} trimtab plans for", where=f"{name}: cluster"
+            f"{cluster.gpus} GPUs are more than the {MAX_GPUS} trimtab plans for", where=f"{name}: cluster"
         )
     return cluster
 
@@ -332,7 +332,7 @@ def _component(name: str, section: ComponentSection, cluster: Cluster, profile: 
         "switch_seconds": section.switch_seconds,
         "engine": section.engine,
     }
-    measures = section.use is not None or section.emulate not in (None, False)  # running it tells what it costs
+    measures = section.use is not None or section.emulate not in (None, False)  # running it measures its cost
     if section.device == "cpu":
         for key in ("gpus", "multiple_of", "variants", "memory_gb", "floor_seconds"):
             if getattr(section, key) is not None:
@@ -377,7 +377,7 @@ def _not_measured(name: str, file: str, where: str) -> InputError:
 
 
 def _inherit(variant: VariantSection, section: ComponentSection) -> VariantSection:
-    """A variant with what the component states for all of its variants."""
+    """The variant with the component's values as defaults."""
     shared = {
         key: getattr(section, key)
         for key in CostSection.model_fields
@@ -418,7 +418,7 @@ def _variant(name: str, section: CostSection, cluster: Cluster, where: str) -> V
     by_kind = {ANY_KIND: stated} if all(isinstance(key, int) for key in stated) else stated
     for kind, points in by_kind.items():
         if kind != ANY_KIND and kind not in cluster.kinds and cluster.kinds != (ANY_KIND,):
-            # A kind that the cluster lacks is no fault: profiles travel between clusters. A misspelt one is.
+            # Profiles move between clusters, so a kind that the cluster lacks is fine. A misspelt one is not.
             near = nearest(kind, cluster.kinds)
             if near:
                 raise InputError(f"the cluster has no {kind}; did you mean {near}?", where=f"{where}.seconds.{kind}")
@@ -428,12 +428,12 @@ def _variant(name: str, section: CostSection, cluster: Cluster, where: str) -> V
             )
         seconds[kind] = tuple(sorted((int(g), float(s)) for g, s in points.items()))
     floor = section.floor_seconds or 0.0
-    least = min((s for points in seconds.values() for _, s in points), default=0.0)
-    if floor > least:
+    shortest = min((s for points in seconds.values() for _, s in points), default=0.0)
+    if floor > shortest:
         raise InputError(
-            f"the floor of {floor:g} s is above a measured {least:g} s",
+            f"the floor of {floor:g} s is above a measured {shortest:g} s",
             where=f"{where}.floor_seconds",
-            hint="the floor is the part of the time that more GPUs do not shorten: at most the least measured time",
+            hint="the floor is the part of the time that more GPUs do not shorten: at most the shortest measured time",
         )
     return Variant(
         name=name,
@@ -481,44 +481,49 @@ def _current(placement: Mapping[str, str | int], workflow: Workflow, cluster: Cl
     return CurrentPlacement(ranks, f"{name}: placement")
 
 
-def _explained(error: ValidationError, name: str) -> InputError:
-    """The first fault that pydantic found, in our words."""
-    faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
-    fault = faults[0]
-    path = [str(part) for part in fault["loc"] if not _is_branch(part)]
+def _input_error(error: ValidationError, name: str) -> InputError:
+    fault, keys = first_fault(error, prefixes=("<",))
+    path = [str(key) for key in keys]
+    last = path[-1] if path else "the file"
     where = f"{name}: {'.'.join(path) or 'top level'}"
+    example = "see `trimtab plan --help` for a whole example"
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(path[:-1])
-        near = nearest(path[-1], known)
-        return InputError(
-            f"unknown key {path[-1]}",
-            where=where,
-            hint=f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}",
-        )
+        return unknown_key(last, _known_keys(path[:-1]), where)
     if fault["type"] == "missing":
-        return InputError(f"{path[-1]} is missing", where=where, hint="see `trimtab plan --help` for a whole example")
+        return InputError(f"{last} is missing", where=where, hint=example)
     if fault["type"].startswith("union_tag"):
-        return InputError(
-            f"{path[-1] if path else 'the file'} has a form that is not known here",
-            where=where,
-            hint="see `trimtab plan --help` for a whole example",
+        return InputError(f"{last} has a form that is not known here", where=where, hint=example)
+    return invalid_value(fault, last, where)
+
+
+def first_fault(
+    error: ValidationError, *, names: Sequence[str] = (), prefixes: tuple[str, ...] = ()
+) -> tuple[Any, list[int | str]]:
+    """The first error of pydantic, unknown keys before others, and its keys in the file.
+
+    Parts of a location that name a branch of a union are left out; `names` and `prefixes` are those of the caller.
+    """
+    faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
+
+    def is_branch(part: int | str) -> bool:
+        return isinstance(part, str) and (
+            part in {"int", "float", "str", "[key]", *names}
+            or part.startswith(("constrained-", "function-", "literal[", *prefixes))
         )
+
+    return faults[0], [part for part in faults[0]["loc"] if not is_branch(part)]
+
+
+def invalid_value(fault: Any, key: str, where: str) -> InputError:
+    """The error for a value that pydantic refused."""
     message = fault["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
     given = fault.get("input")
     shown = "" if isinstance(given, Mapping | list) else f": {given!r}"[:80]
-    return InputError(f"{path[-1] if path else 'the file'} is not right{shown}", where=where, hint=message)
-
-
-def _is_branch(part: int | str) -> bool:
-    """Whether a step of a pydantic location names a type of a union rather than a key of the file."""
-    return isinstance(part, str) and (
-        part in {"int", "float", "str", "[key]"} or part.startswith(("<", "constrained-", "function-", "literal["))
-    )
+    return InputError(f"{key} is not right{shown}", where=where, hint=message[:1].lower() + message[1:])
 
 
 def _known_keys(path: list[str]) -> list[str]:
-    """The keys that a section of the file may have."""
+    """The known keys of a section."""
     model: type[BaseModel] = JobFile
     step = [part for part in path if not part.isdecimal()]
     if step[:1] == ["cluster"]:

@@ -1,4 +1,4 @@
-"""The one door for job files: finds out which dialect a file is in, and reads it."""
+"""Reads job files: detects the format of a file and calls its reader."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.formats import job, yaml_text
-from trimtab.formats.frameworks import not_rl
 from trimtab.formats.loaded import LoadedJob
 from trimtab.model.profile import Profile
 
+_SFT = "supervised fine-tuning"
+_PREFERENCE = "training on preferences (DPO or a reward model)"
+_EVALUATION = "an evaluation"
+
+_NEMO_RL = {"sft": _SFT, "dpo": _PREFERENCE, "rm": _PREFERENCE, "eval": _EVALUATION}
+_RL_SECTIONS = ("actor_rollout_ref", "grpo", "distillation", "ppo", "vllm")
+
 
 def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> LoadedJob:
-    """Read a job file in any dialect, with `key=value` overrides and a measured profile."""
+    """Read a job file or framework config, with `key=value` overrides and a measured profile."""
     path = Path(path)
     text = yaml_text.read_text(path)
     if path.suffix == ".sh" or text.startswith("#!"):
         raise InputError(
-            "a script that starts a run is no config",
+            "this is a launch script, not a config",
             where=str(path),
             hint="give the config that the run resolved: outputs/DATE/TIME/.hydra/config.yaml where it was started, or "
             "the config that the script names, with the script's overrides",
@@ -34,7 +40,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         )
     if job.matches(data) and "${" not in text:
         return job.read(overridden(data, overrides), path, profile)
-    # Frameworks' files need OmegaConf and Hydra, whose import costs more than planning does.
+    # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
     from trimtab.formats.frameworks.hydra_config import compose
     from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
     from trimtab.formats.frameworks.openrlhf import config as openrlhf
@@ -45,9 +51,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         composed = compose(path, overrides)
     except InputError:
         if not overrides:
-            not_rl.refuse(data, str(path))
+            refuse_non_rl(data, str(path))
         raise
-    not_rl.refuse(composed.config, str(path))
+    refuse_non_rl(composed.config, str(path))
     known = ((rlinf.matches, rlinf.read), (verl.matches, verl.read), (nemo_rl.matches, nemo_rl.read))
     for matches, read in (*known, (openrlhf.matches, openrlhf.read)):
         if matches(composed.reader):
@@ -56,21 +62,21 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
             except InputError as error:
                 error.where = error.where or str(path)
                 raise
-            ahead = loaded.job.workflow.staleness
-            if ahead > job.MOST_AHEAD:
-                raise InputError(f"{ahead} iterations ahead are more than {job.MOST_AHEAD}", where=str(path))
+            staleness = loaded.job.workflow.staleness
+            if staleness > job.MAX_STALENESS:
+                raise InputError(f"staleness is {staleness}: at most {job.MAX_STALENESS} is planned", where=str(path))
             return loaded
     if job.matches(composed.config):
         return job.read(composed.config, path, profile)
     raise InputError(
-        "this is no job file that trimtab knows",
+        "unknown job file format",
         where=str(path),
-        hint="known are trimtab's own form (cluster, workflow) and the configs of RLinf, verl, NeMo RL and OpenRLHF",
+        hint="known are trimtab's job file (cluster, workflow) and the configs of RLinf, verl, NeMo RL and OpenRLHF",
     )
 
 
 def overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The data with `a.b=value` applied; values are YAML."""
+    """The data with `a.b=value` overrides applied; values are YAML."""
     result = dict(data)
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -83,10 +89,51 @@ def overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
             )
         place = result
         for part in parts[:-1]:
-            following = place.get(part, {})
-            if not isinstance(following, Mapping):
+            child = place.get(part, {})
+            if not isinstance(child, Mapping):
                 raise InputError(f"{key} cannot be set: {part} is no mapping", where="command line")
-            # Copied along the way only: aliases of a YAML file may make the whole of it without end.
-            place[part] = place = dict(following)
+            # Only the path is copied: YAML aliases may make the whole data infinite.
+            place[part] = place = dict(child)
         place[parts[-1]] = yaml_text.parse(value, f"command line: {override}")
     return result
+
+
+def non_rl_purpose(data: Mapping[str, Any]) -> str | None:
+    """What a framework config is for, if it is not for reinforcement learning."""
+    runner, inputs = _section(data, "runner"), _section(data, "data")
+    task = str(runner.get("task_type") or "")
+    if task == "sft":
+        return _SFT
+    if task.endswith("_eval") or (task and runner.get("only_eval") is True):
+        return _EVALUATION
+    if task or any(_section(data, name) for name in _RL_SECTIONS):
+        return None
+    for name, meaning in _NEMO_RL.items():
+        if _section(data, name):
+            return meaning
+    if "chosen_key" in inputs:
+        return _PREFERENCE
+    if "response_key" in inputs and "path" in inputs:
+        return _EVALUATION
+    if "output_path" in inputs and "path" in inputs:
+        return "generation without training"
+    trains = "train_files" in inputs and "trainer" in data and ("optim" in data or "engine" in data)
+    if trains or ("dataset" in inputs and "output_key" in inputs):
+        return _SFT
+    return None
+
+
+def refuse_non_rl(data: Mapping[str, Any], where: str) -> None:
+    """Raise InputError for a config without RL: there is no rollout to place beside training."""
+    what = non_rl_purpose(data)
+    if what is not None:
+        raise InputError(
+            f"not an RL job: this is {what}",
+            where=where,
+            hint="plans are made for a rollout and training that share a cluster; there is nothing to place here",
+        )
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = data.get(name)
+    return found if isinstance(found, Mapping) else {}

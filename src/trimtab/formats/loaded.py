@@ -1,7 +1,7 @@
-"""What every dialect of a job file comes down to.
+"""The common result of reading a job file or a framework config.
 
-A loader turns a file into a `LoadedJob`: the job to plan, the rules of the framework it belongs to, what had to be
-assumed, and a way to say a plan in the file's own keys. The planner and the command line know nothing else of dialects.
+A reader turns a file into a `LoadedJob`: the job to plan, the framework's rules, assumptions, and a function that
+expresses a plan in the file's own keys. Planner and command line know nothing else about file formats.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from trimtab.model.workflow import PlacementJob
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """A plan in a file's own keys: dotted key to value, in the order they are shown. A value of `None` removes a key.
+    """A plan in a file's own keys: dotted key to value, in display order. A value of `None` removes a key.
 
-    `block` is the same as YAML text to read and to paste; `advice` are sentences on what keys alone cannot say; `words`
-    are what goes on the command line of a framework that takes no Hydra overrides.
+    `block` is the same as YAML text; `advice` are sentences on what keys cannot express; `words` are command-line flags
+    of a framework that takes no Hydra overrides.
     """
 
     values: Mapping[str, Any]
@@ -33,12 +33,12 @@ class PlanSettings:
 class LoadedJob:
     """A job file, read.
 
-    `settings` raises InputError for a plan that the framework cannot express. `literal` says whether a dotted key can
-    be edited in the file itself (its value comes not from one of its defaults, an interpolation, or the command line);
-    `states` whether the file says that value already, so that nothing need be written.
+    `settings` raises InputError for a plan that the framework cannot express. `literal` tells whether a dotted key can
+    be edited in the file itself (its value does not come from a parent file, an interpolation, or the command line);
+    `states` whether the file has that value already.
     """
 
-    dialect: str
+    file_format: str
     path: Path
     job: PlacementJob
     settings: Callable[[Plan], PlanSettings]

@@ -1,8 +1,7 @@
-"""Profiles in and out: what was measured of a run, as a YAML file a person can read, correct and paste from.
+"""Reads and writes profiles: measured costs of a run as a YAML file that can be read and edited.
 
-Reading checks everything and says which key is wrong; writing never leaves a half-written file behind. A profile is
-kept as it was measured: times that contain waiting stay in the file with their mark, and it is for the reader of a
-profile to refuse them.
+Reading checks everything and names the wrong key; writing is atomic. A profile keeps times as measured: times that
+contain waiting stay in the file with a mark, and its readers refuse them.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
+from trimtab.formats.run_section import unknown_key
 from trimtab.model.profile import ComponentProfile, Profile
 
 TOP_KEYS = ("source", "notes", "components")
@@ -30,12 +30,11 @@ COMPONENT_KEYS = (
 
 
 def read(path: Path) -> Profile:
-    """The profile in a file, or an InputError with the file and the key."""
     return from_data(yaml_text.read_mapping(path), str(path))
 
 
 def from_data(data: Mapping[Any, Any], name: str) -> Profile:
-    """A profile from plain data; `name` stands in errors."""
+    """A profile from plain data; `name` is used in errors."""
     where = f"{name}: profile"
     if "profile" not in data:
         hint = "a profile file starts with `profile:`; `trimtab profile logs FILE --output profile.yaml` writes one"
@@ -60,7 +59,7 @@ def from_data(data: Mapping[Any, Any], name: str) -> Profile:
 
 
 def as_data(profile: Profile) -> dict[str, Any]:
-    """The profile as plain data in the file's own form; what was not measured is left out."""
+    """The profile as plain data in the file's format; unmeasured fields are left out."""
     body: dict[str, Any] = {"source": profile.source}
     if profile.notes:
         body["notes"] = list(profile.notes)
@@ -69,15 +68,14 @@ def as_data(profile: Profile) -> dict[str, Any]:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write the profile: the whole file or none of it."""
     files.write_text(path, yaml_text.dump(as_data(profile)))
 
 
 def merge(profiles: Iterable[Profile]) -> Profile:
-    """One profile from several runs on different GPU counts: their points side by side.
+    """Merge profiles of runs on different GPU counts.
 
-    Where two runs measured the same count, the one with more steps is kept. Spread and drift are the worst of the
-    runs, because a plan that rests on all the points is as unsure as the least sure of them.
+    Where two runs measured the same count, the one with more steps is kept. Spread and drift are the worst of the runs,
+    because a plan is as uncertain as its least certain point.
     """
     runs = list(profiles)
     if not runs:
@@ -94,7 +92,7 @@ def merge(profiles: Iterable[Profile]) -> Profile:
                 hint="keep one profile per kind",
             )
         points: dict[int, float] = {}
-        # The best measured run comes last and hence stays.
+        # The run with the most steps comes last and wins.
         for part in sorted(parts, key=lambda part: part.steps):
             for gpus, seconds in part.seconds:
                 if gpus in points and not math.isclose(points[gpus], seconds, rel_tol=1e-9):
@@ -216,9 +214,7 @@ def _completion(data: Any, where: str) -> tuple[tuple[float, float], ...]:
 def _known(data: Mapping[Any, Any], known: tuple[str, ...], where: str) -> None:
     for key in data:
         if key not in known:
-            near = nearest(str(key), known)
-            hint = f"did you mean {near}?" if near else f"known keys: {', '.join(known)}"
-            raise InputError(f"unknown key {key}", where=where, hint=hint)
+            raise unknown_key(key, known, where)
 
 
 def _mapping(data: Any, where: str) -> Mapping[Any, Any]:

@@ -1,16 +1,16 @@
-"""The `run` section of a job file: how long the job runs, how it is saved, and the rules of its loop.
+"""Reads the `run` section of a job file: length of the run, checkpoints, and the rules of its loop.
 
     run:
       iterations: 60
       seed: 0
-      save_every: 10            # iterations between two states to go on from
-      step_limit_s: 600         # a call of a component that takes longer counts as hung
+      save_every: 10            # iterations between two checkpoints
+      step_limit_s: 600         # a component call that takes longer counts as hung
       profile_iterations: 4     # measured before planning, where costs are not stated
-      priority: 8               # of its tasks among those of others in the cluster
-      modules_from: ../code     # where the components' modules are; without it, beside the file and above it
+      priority: 8               # of the job's tasks in the cluster
+      modules_from: ../code     # where the components' modules are; default: beside the file and above it
       loop: {mode: auto, dwell_iterations: 5}    # any field of `model.run.ReplanRules`
 
-Every key is checked here, also when a job is only planned, so that a misspelt one is never passed over.
+Every key is checked here, also when a job is only planned, so that a misspelt key is never ignored.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 from trimtab.core.errors import InputError, nearest
 from trimtab.model.run import ReplanMode, ReplanRules
 
-LEAST = {"iterations": 1, "save_every": 1, "profile_iterations": 2}
+MINIMUM = {"iterations": 1, "save_every": 1, "profile_iterations": 2}
 WHOLE = ("iterations", "seed", "save_every", "profile_iterations")
 NUMBERS = ("step_limit_s", "priority")
 KEYS = (*WHOLE, *NUMBERS, "modules_from", "loop")
 LARGEST = 1e9
-LEAST_S = 0.001
+MIN_S = 0.001
 _DEFAULTS = ReplanRules()
 LOOP_KEYS = tuple(field.name for field in fields(ReplanRules))
 
 
 @dataclass(frozen=True)
 class RunSection:
-    """What the section says; what it leaves out has these values."""
+    """The section, with its defaults."""
 
     iterations: int = 1
     seed: int = 0
@@ -48,7 +48,7 @@ class RunSection:
 
 
 def read_section(section: Any, file: Path, components: Collection[str]) -> RunSection:
-    """The section, checked; InputError names the key that is wrong."""
+    """Read and check the section; InputError names the wrong key."""
     where = f"{file}: run"
     if section is None:
         return RunSection()
@@ -63,29 +63,28 @@ def read_section(section: Any, file: Path, components: Collection[str]) -> RunSe
             stated[key] = _number(value, str(key), at)
         elif key == "modules_from":
             if not isinstance(value, str) or not value:
-                raise _not_right(key, value, at, "a folder is expected")
+                raise _invalid(key, value, at, "a folder is expected")
             stated[key] = file.resolve().parent / value
         elif key == "loop":
             stated["rules"] = read_rules(value, at, components)
         else:
             raise unknown_key(key, KEYS, at)
-    if not stated.get("step_limit_s", 1.0) >= LEAST_S:
-        hint = f"from {LEAST_S:g} to {LARGEST:g} seconds"
+    if not stated.get("step_limit_s", 1.0) >= MIN_S:
+        hint = f"from {MIN_S:g} to {LARGEST:g} seconds"
         raise InputError("step_limit_s is more than 0", where=f"{where}.step_limit_s", hint=hint)
     return RunSection(**stated)
 
 
 def whole(value: Any, key: str, where: str) -> int:
-    """A whole number of the run, checked."""
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > LARGEST:
-        raise _not_right(key, value, where, "a whole number is expected")
-    if value < LEAST.get(key, value):
-        raise InputError(f"{key} is a whole number of {LEAST[key]} or more", where=where)
+        raise _invalid(key, value, where, "a whole number is expected")
+    if value < MINIMUM.get(key, value):
+        raise InputError(f"{key} is a whole number of {MINIMUM[key]} or more", where=where)
     return value
 
 
 def read_rules(section: Any, where: str, components: Collection[str]) -> ReplanRules:
-    """The rules of the loop; what is not stated is as `ReplanRules` has it."""
+    """Read the rules of the loop; defaults are those of `ReplanRules`."""
     if not isinstance(section, Mapping):
         raise InputError("loop is a section of keys", where=where, hint="loop: {mode: auto}")
     stated: dict[str, Any] = {}
@@ -108,7 +107,6 @@ def read_rules(section: Any, where: str, components: Collection[str]) -> ReplanR
 
 
 def mode_of(value: Any, where: str) -> ReplanMode:
-    """What the loop may do, as a word."""
     try:
         return ReplanMode(value)
     except ValueError:
@@ -117,7 +115,7 @@ def mode_of(value: Any, where: str) -> ReplanMode:
 
 
 def unknown_key(key: Any, known: Collection[str], where: str) -> InputError:
-    """The error for a key that nobody knows, with the one that was meant."""
+    """The error for an unknown key, with the nearest known one."""
     near = nearest(str(key), known)
     return InputError(
         f"unknown key {key}",
@@ -129,7 +127,7 @@ def unknown_key(key: Any, known: Collection[str], where: str) -> InputError:
 def _names(value: Any, where: str, components: Collection[str]) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list):
-        raise _not_right("elastic", value, where, "names of components are expected")
+        raise _invalid("elastic", value, where, "names of components are expected")
     for name in names:
         if name not in components:
             near = nearest(str(name), components)
@@ -143,9 +141,9 @@ def _names(value: Any, where: str, components: Collection[str]) -> tuple[str, ..
 
 def _number(value: Any, key: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        raise _not_right(key, value, where, "a number is expected")
+        raise _invalid(key, value, where, "a number is expected")
     return float(value)
 
 
-def _not_right(key: Any, value: Any, where: str, expected: str) -> InputError:
+def _invalid(key: Any, value: Any, where: str, expected: str) -> InputError:
     return InputError(f"{key} is not right: {value!r}"[:120], where=where, hint=expected)

@@ -1,9 +1,9 @@
-"""Puts a plan into the user's own file, or says it as overrides.
+"""Writes a plan into the user's config file, or formats it as overrides.
 
-Only the text of the values that change is replaced: every other byte of the file stays, comments and quoting included.
-The new text is parsed again before anything is written, and must say exactly the old data with the new values.
-A file is replaced in one step, after a backup that never overwrites an older one. Values that come from elsewhere
-(a parent file, an interpolation, an anchor, the command line) are never edited.
+Only the text of changed values is replaced: every other byte of the file stays, comments and quoting included. The new
+text is parsed before it is written, and must equal the old data with the new values. A file is replaced atomically,
+after a backup that never overwrites an older one. Values that come from elsewhere (a parent file, an interpolation, an
+anchor, the command line) are never edited.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.,\-]*\Z")
 
 
 def scalar_text(value: Any) -> str:
-    """A value as YAML: strings are quoted unless they are plain words, because `4:0` unquoted is 240."""
+    """A value as YAML: strings other than plain words are quoted, because unquoted `4:0` is 240."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -45,14 +45,14 @@ def scalar_text(value: Any) -> str:
 
 
 def key_text(key: str, *, flow: bool = False) -> str:
-    """A key as YAML; inside braces commas need quotes."""
+    """A key as YAML; in flow style commas need quotes."""
     if _PLAIN_KEY.match(key) and key.lower() not in _YAML_WORDS and not (flow and "," in key):
         return key
     return scalar_text(key)
 
 
 def block_text(values: Mapping[str, Any], indent: str = "") -> str:
-    """Nested mappings as YAML text to read and to paste."""
+    """Nested mappings as YAML text."""
     lines = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -75,10 +75,10 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overrides(settings: PlanSettings) -> list[str]:
-    """The settings as Hydra overrides, one argument each, before any quoting for a shell.
+    """The settings as Hydra overrides, one argument each, before shell quoting.
 
     A mapping is removed first: Hydra merges mappings, and old entries would stay. Commas in its keys are escaped,
-    because Hydra's grammar takes no quoted keys.
+    because Hydra's grammar has no quoted keys.
     """
     lines: list[str] = []
     for key, value in settings.values.items():
@@ -93,16 +93,16 @@ def overrides(settings: PlanSettings) -> list[str]:
 
 
 def shell_words(settings: PlanSettings) -> list[str]:
-    """The settings as words to paste into a shell."""
+    """The settings as shell-quoted arguments."""
     return [shlex.quote(line) for line in settings.words or overrides(settings)]
 
 
-def elsewhere(
+def uneditable_keys(
     settings: PlanSettings,
     literal: Callable[[str], bool],
     states: Callable[[str, Any], bool] = lambda key, value: False,
 ) -> tuple[str, ...]:
-    """The keys that would have to change but cannot be edited in the file; empty where `apply` will do."""
+    """Keys that must change but cannot be edited in the file; empty where `apply` works."""
     return tuple(key for key, value in settings.values.items() if not _stated(states, key, value) and not literal(key))
 
 
@@ -112,11 +112,11 @@ def apply(
     literal: Callable[[str], bool],
     states: Callable[[str, Any], bool] = lambda key, value: False,
 ) -> Path | None:
-    """Write the settings into the file; gives the path of the backup, or None where nothing had to change."""
-    stuck = elsewhere(settings, literal, states)
-    if stuck:
+    """Write the settings into the file; return the backup's path, or None if nothing changed."""
+    uneditable = uneditable_keys(settings, literal, states)
+    if uneditable:
         raise InputError(
-            f"not written: {', '.join(stuck)} does not stand in the file itself",
+            f"not written: {', '.join(uneditable)} is not set in the file itself",
             where=str(path),
             hint="give the overrides on the command line of the run instead (--format overrides)",
         )
@@ -148,11 +148,11 @@ def edited(text: str, changes: Mapping[str, Any], name: str = "the file") -> str
     return result
 
 
-def standing(text: str, key: str) -> KeyStanding:
-    """Whether a dotted key stands in YAML text with a literal value, is absent there, or only refers elsewhere."""
+def key_standing(text: str, key: str) -> KeyStanding:
+    """Whether YAML text has a literal value for a dotted key, lacks the key, or only refers to a value elsewhere."""
     try:
         root = _compose(text)
-    except InputError:  # Hydra's parser is the more lenient one; what this one cannot place it must not edit
+    except InputError:  # Hydra's parser is more lenient; what this one cannot parse must not be edited
         return "indirect"
     node = root
     for part in key.split("."):
@@ -203,14 +203,14 @@ def _replace(text: str, parent: Any, key_node: Any, old: Any, value: Any) -> str
 
 
 def _replace_block(text: str, old: Any, value: Mapping[str, Any]) -> str:
-    """Replace the entries of a block mapping; a comment stays beside its key, or above the entries."""
+    """Replace the entries of a block mapping; comments stay beside their keys, or above the entries."""
     indent = " " * old.value[0][0].start_mark.column
     start, end = old.value[0][0].start_mark.index, _end(old)
     beside: dict[str, str] = {}
     above: list[str] = []
     for index, (key_node, node) in enumerate(old.value):
-        following = old.value[index + 1][0].start_mark.index if index + 1 < len(old.value) else end
-        between = text[_end(node) : following]
+        next_start = old.value[index + 1][0].start_mark.index if index + 1 < len(old.value) else end
+        between = text[_end(node) : next_start]
         first, *more = between.split("\n")
         if first.strip().startswith("#"):
             if str(key_node.value) in value:
@@ -248,7 +248,7 @@ def _remove(text: str, key_node: Any, node: Any) -> str:
 
 
 def _end(node: Any) -> int:
-    """Where a node's own text ends: a block's end mark lies past the comments and blank lines that follow it."""
+    """End of a node's own text: a block's end mark lies past the comments and blank lines after it."""
     if isinstance(node, ScalarNode) or node.flow_style or not node.value:
         return int(node.end_mark.index)
     last = node.value[-1]
@@ -266,7 +266,7 @@ def _splice(text: str, start: int, end: int, new: str) -> str:
 def _compose(text: str) -> Any:
     try:
         return YAML(typ="rt", pure=True).compose(text)
-    except Exception as error:  # the text was read before; whatever this parser minds, nothing may be edited
+    except Exception as error:  # Hydra read this text; if this parser cannot, nothing may be edited
         raise InputError(f"the file cannot be edited: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -303,7 +303,7 @@ def _put(data: Any, parts: list[str], value: Any) -> None:
 
 
 def _unshared(data: Any) -> Any:
-    """A copy in which aliases are values of their own, so that a change shows in one place only."""
+    """A copy without shared objects (YAML aliases), so that a change shows in one place only."""
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     return [_unshared(value) for value in data] if isinstance(data, list) else data
@@ -327,13 +327,13 @@ def _escaped(name: str) -> str:
 
 def _override_value(value: Any) -> str:
     if isinstance(value, str):
-        # Hydra reads a backslash as itself, except before a quote.
+        # In Hydra a backslash is literal, except before a quote.
         return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
     return scalar_text(value)
 
 
 def _replace_file(target: Path, shown: Path, text: str) -> Path:
-    """Backup, then a complete new file put in place of the old one in a single step."""
+    """Back up, then replace the file atomically."""
     backup: Path | None = None
     try:
         if not os.access(target, os.W_OK):

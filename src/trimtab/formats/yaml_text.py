@@ -1,4 +1,4 @@
-"""YAML in and out, with places for errors: every fault names the file, and the line where the parser knows it."""
+"""Reads and writes YAML; every error names the file, and the line where the parser knows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ MAX_BYTES = 8 * 2**20
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, or an InputError that says why it cannot be read."""
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -32,7 +31,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, name: str) -> Any:
-    """Plain Python data from YAML text; `name` stands in errors."""
+    """Plain Python data from YAML text; `name` is used in errors."""
     yaml = YAML(typ="safe", pure=True)
     yaml.allow_duplicate_keys = False
     try:
@@ -58,7 +57,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def dump(data: Any) -> str:
-    """YAML text of plain data, block style, keys in their order."""
+    """YAML text of plain data: block style, keys in order."""
     yaml = YAML()
     yaml.default_flow_style = False
     yaml.width = 4096

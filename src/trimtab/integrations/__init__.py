@@ -1,1 +1,1 @@
-"""Places inside trainers where trimtab's rollout pool fits without a patch, one module per trainer."""
+"""Adapters that connect trimtab's rollout pool to trainers without patching them, a module per trainer."""

@@ -1,20 +1,20 @@
-"""A load balancer for verl's rollout servers, with verl's interface, on top of the leases of a rollout pool.
+"""A load balancer for verl's rollout servers, with verl's interface, built on the leases of a rollout pool.
 
-verl's agent loops ask one actor for a server before each turn, talk to that server themselves, and give it back. Here
-that actor holds a `RolloutPool` with one worker per server: turns of one trajectory and samples of one prompt go to the
-same server while that pays, else to the one with the least to do; a full or lost server gets nothing; whoever comes
-while all are full waits, with a reason at the end, instead of piling up inside an engine.
+verl's agent loops ask an actor for a server before each turn, talk to that server themselves, and give it back. Here
+that actor holds a `RolloutPool` with one worker per server: turns of a trajectory and samples of a prompt go to the
+same server while that pays, else to the least loaded one; a full or lost server gets nothing; a caller waits while all
+servers are full, and gets a reason after `wait_s`, instead of queueing inside an engine.
 
-Everything else stays verl's: weights, sleep, pause and abort. So the pool is told that the trainer owns these verbs,
-and must never end or move a turn by itself; and a server that verl takes out gets nothing from that moment on, though
-its turns are still counted until they have ended. A server that comes back is a new worker: nothing that was believed
-of the old one (load, cache, loss) is carried over.
+Everything else stays with verl: weights, sleep, pause and abort. So in the pool these verbs belong to the trainer, and
+the pool must never end or move a turn by itself. A server that verl removes gets no more turns at once; its running
+turns are counted until they end. A server that comes back is a new worker: no state of the old one (load, cache, loss)
+is carried over.
 
 verl finds it by a file that `actor_rollout_ref.rollout.router_config_path` names:
 
     router_class: trimtab.integrations.verl.LoadBalancer
-    limit: 256        # turns at once on one server
-    wait_s: 600       # for a place, before the caller is told that there is none
+    limit: 256        # concurrent turns per server
+    wait_s: 600       # for a free server, before the caller gets an error
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from dataclasses import dataclass, fields
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError
 
-import ray
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError, nearest
 from trimtab.model.rollout import Owner, Ownership, RequestClass, RolloutRules, WorkerSpec, WorkerState
 from trimtab.runtime.engines.engine import (
@@ -50,24 +50,24 @@ from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.integrations.verl")
 
-NO_SERVER = "No available servers in load balancer"  # verl's clients look for these words, and come again
-CALLS_AT_ONCE = 1_000_000  # of the actor: callers that wait for a place must never keep out one that gives his back
+NO_SERVER = "No available servers in load balancer"  # verl's clients retry on this text
+MAX_CONCURRENCY = 1_000_000  # of the actor: waiting callers must never block a release
 QUEUE_LIMIT = 1_000_000
-OUT = "verl took it out"
-WATCHES = ("actor", "http", "none")
-ALIVE_S = 5.0  # an actor that does not answer for so long is busy, not dead: of a death Ray tells by itself
+REMOVED = "removed by verl"
+WATCH_MODES = ("actor", "http", "none")
+ALIVE_S = 5.0  # an actor that does not answer within this is busy, not dead: Ray reports deaths itself
 
 
 @dataclass(frozen=True)
 class BalancerSettings:
-    """What the file for verl may say, beside `router_class`."""
+    """Keys of verl's router file besides `router_class`."""
 
-    limit: int = 256  # turns at once on one server
-    wait_s: float = 600.0  # for a place
-    lease_s: float = 14_400.0  # for one turn; then it is said to be overdue
-    by_prompt: bool = True  # samples of one prompt go together; costs sending the prompt's ids with each turn
-    watch: str = "actor"  # how a loss is seen: by Ray, by the server's own HTTP interface, or not at all
-    look_s: float = 2.0  # between two looks
+    limit: int = 256  # concurrent turns per server
+    wait_s: float = 600.0  # for a free server
+    lease_s: float = 14_400.0  # per turn; after that it is reported as overdue
+    by_prompt: bool = True  # samples of a prompt go together; costs sending the prompt's ids with each turn
+    watch: str = "actor"  # how losses are detected: by Ray, by the server's HTTP interface, or not at all
+    look_s: float = 2.0  # between two health checks
     sticky: int = 10_000  # trajectories that are remembered
 
     def __post_init__(self) -> None:
@@ -79,24 +79,24 @@ class BalancerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise InputError(f"{name} must be a number of seconds above 0, not {value!r}", where=name)
-        if self.watch not in WATCHES:
-            raise InputError(f"watch is {self.watch!r}", where="watch", hint=f"one of {', '.join(WATCHES)}")
+        if self.watch not in WATCH_MODES:
+            raise InputError(f"watch is {self.watch!r}", where="watch", hint=f"one of {', '.join(WATCH_MODES)}")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> BalancerSettings:
-        """From plain data; a key that does not exist is an error that names the nearest one."""
-        known = [one.name for one in fields(cls)]
+        """From plain data; raises InputError for an unknown key."""
+        known = [field.name for field in fields(cls)]
         for key in given:
             if key not in (*known, "router_class"):
                 near = nearest(str(key), known)
                 hint = f"did you mean {near}?" if near else f"settings: {', '.join(known)}"
-                raise InputError(f"{key} is no setting of the load balancer", where=str(key), hint=hint)
+                raise InputError(f"unknown setting of the load balancer: {key}", where=str(key), hint=hint)
         return cls(**{key: value for key, value in given.items() if key != "router_class"})
 
 
 @dataclass
 class BalancedServer:
-    """A server as a worker of the pool. Taken out and put back, it is another one."""
+    """A server as a worker of the pool. Removed and added again, it is a new worker."""
 
     server: str
     handle: Any
@@ -104,7 +104,7 @@ class BalancedServer:
 
 
 class Balancer:
-    """verl's `RequestLoadBalancer`. `LoadBalancer` is the actor; this is the class, for one event loop."""
+    """verl's `RequestLoadBalancer`, for a single event loop; `LoadBalancer` is the actor class."""
 
     def __init__(
         self,
@@ -119,31 +119,31 @@ class Balancer:
         self._first = dict(servers or {})
         self._pool: RolloutPool | None = None
         self._starting = asyncio.Lock()
-        self._places: dict[str, BalancedServer] = {}  # by server: exactly those that get turns
-        self._by_worker: dict[str, BalancedServer] = {}  # also those that are on their way out
-        self._leases: dict[tuple[str, str], deque[Lease]] = {}  # by server and request, oldest first
+        self._servers: dict[str, BalancedServer] = {}  # by server: those that get turns
+        self._by_worker: dict[str, BalancedServer] = {}  # also those being removed
+        self._leases: dict[tuple[str, str], deque[Lease]] = {}  # by (server, request), oldest first
         self._inflight: Counter[str] = Counter()  # by worker
-        self._groups: OrderedDict[str, str] = OrderedDict()  # by request; the latest last
-        self._age = 0  # of groups: after a clearing nothing is where it was
-        self._numbers = Counter[str]()
+        self._groups: OrderedDict[str, str] = OrderedDict()  # by request, least recently used first
+        self._generation = 0  # of groups: raised when the cache is cleared
+        self._incarnations = Counter[str]()
         self._leaving: set[asyncio.Task[None]] = set()
 
     # ---- turns -----------------------------------------------------------------------------------------------------
 
     def require_acquire_fields(self) -> list[str]:
-        """What is wanted of a turn beside its request's id."""
+        """Fields of a turn that `acquire_server` needs besides the request's id."""
         return ["prompt_ids"] if self._settings.by_prompt else []
 
     def require_release_fields(self) -> list[str]:
-        """What is wanted when a turn has ended, beside its server."""
+        """Fields of a turn that `release_server` needs besides its server."""
         return ["request_id"]
 
     async def acquire_server(
         self, request_id: str, prompt_ids: Sequence[int] | None = None, **others: Any
     ) -> tuple[str, Any]:
-        """A server for one turn: its id and its handle. Raises RuntimeError where there is none, or none in time."""
+        """A server for one turn: its id and its handle. Raises RuntimeError if there is none within `wait_s`."""
         pool = await self._running()
-        if not self._places:
+        if not self._servers:
             raise RuntimeError(NO_SERVER)
         settings = self._settings
         group = self._group(request_id, prompt_ids)
@@ -151,13 +151,13 @@ class Balancer:
             lease = await pool.acquire(group=group, wait_s=settings.wait_s, for_s=settings.lease_s)
         except UnreachableError as error:
             raise RuntimeError(f"{NO_SERVER}: {error.what}") from error
-        place = self._by_worker[lease.worker]
-        self._leases.setdefault((place.server, request_id), deque()).append(lease)
+        server = self._by_worker[lease.worker]
+        self._leases.setdefault((server.server, request_id), deque()).append(lease)
         self._inflight[lease.worker] += 1
-        return place.server, place.handle
+        return server.server, server.handle
 
     async def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """A turn has ended. What is not known is not an error: verl does not wait for an answer."""
+        """End a turn. Unknown turns are ignored: verl does not wait for an answer."""
         key = self._held(server_id, request_id)
         if key is None:
             return
@@ -176,11 +176,11 @@ class Balancer:
         return next((key for key in self._leases if key[0] == server), None)
 
     def _group(self, request: str, prompt: Sequence[int] | None) -> str:
-        """Turns of one trajectory begin alike, and so do samples of one prompt."""
+        """The affinity group of a turn: turns of a trajectory share a prefix, and so do samples of a prompt."""
         group = self._groups.get(request)
         if group is None:
             start = request if prompt is None or not len(prompt) else _digest(prompt)
-            group = self._groups[request] = f"{self._age}.{start}"
+            group = self._groups[request] = f"{self._generation}.{start}"
             if len(self._groups) > self._settings.sticky:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(request)
@@ -189,115 +189,112 @@ class Balancer:
     # ---- servers ---------------------------------------------------------------------------------------------------
 
     async def add_servers(self, servers: Mapping[str, Any]) -> None:
-        """They get turns from now on; one that is known is replaced. Where one cannot be reached, none is added."""
+        """Add or replace servers. If one of them cannot be reached, none is added."""
         pool = await self._running()
         await self._add(pool, servers)
 
     async def _add(self, pool: RolloutPool, servers: Mapping[str, Any]) -> None:
-        adding = [self._enter(pool, server, handle) for server, handle in servers.items()]
-        came = await asyncio.gather(*adding, return_exceptions=True)
-        faults = [one for one in came if isinstance(one, BaseException)]
-        places = [one for one in came if isinstance(one, BalancedServer)]
+        adding = [self._attach(pool, server, handle) for server, handle in servers.items()]
+        results = await asyncio.gather(*adding, return_exceptions=True)
+        faults = [result for result in results if isinstance(result, BaseException)]
+        added = [result for result in results if isinstance(result, BalancedServer)]
         if faults:
-            for place in places:
-                self._leave(pool, place)
+            for server in added:
+                self._retire(pool, server)
             raise faults[0]
-        for place in places:
-            old = self._places.get(place.server)
-            self._places[place.server] = place
+        for server in added:
+            old = self._servers.get(server.server)
+            self._servers[server.server] = server
             if old is not None:
-                self._leave(pool, old)
+                self._retire(pool, old)
 
-    async def _enter(self, pool: RolloutPool, server: str, handle: Any) -> BalancedServer:
-        self._numbers[server] += 1
-        place = BalancedServer(server, handle, f"{server}#{self._numbers[server]}")
-        self._by_worker[place.worker] = place
+    async def _attach(self, pool: RolloutPool, server: str, handle: Any) -> BalancedServer:
+        self._incarnations[server] += 1
+        added = BalancedServer(server, handle, f"{server}#{self._incarnations[server]}")
+        self._by_worker[added.worker] = added
         limit = self._settings.limit
         try:
             if self._settings.watch == "http":
                 url = server if "://" in server else f"http://{server}"
-                await pool.attach(url, name=place.worker, limit=limit, version=pool.version)
+                await pool.attach(url, name=added.worker, limit=limit, version=pool.version)
             else:
                 watched = handle if self._settings.watch == "actor" else None
-                engine = ServerEngine(place.worker, watched, lambda why: pool.died(place.worker, why))
-                spec = WorkerSpec(place.worker, limit=limit, can_sleep=False, can_pause=False)
+                engine = ServerEngine(added.worker, watched, lambda why: pool.died(added.worker, why))
+                spec = WorkerSpec(added.worker, limit=limit, can_sleep=False, can_pause=False)
                 await pool.add_engine(engine, spec, version=pool.version)
         except BaseException:
-            del self._by_worker[place.worker]
+            del self._by_worker[added.worker]
             raise
-        return place
+        return added
 
     async def remove_servers(self, server_ids: Collection[str]) -> None:
-        """They get nothing more. Turns that they have are ended by verl, and counted here until then."""
+        """Send no more turns to these servers. Their running turns are ended by verl and counted until then."""
         pool = await self._running()
-        for server in server_ids:
-            place = self._places.pop(server, None)
-            if place is not None:
-                self._leave(pool, place)
+        for server_id in server_ids:
+            server = self._servers.pop(server_id, None)
+            if server is not None:
+                self._retire(pool, server)
 
-    def _leave(self, pool: RolloutPool, place: BalancedServer) -> None:
-        pool.take(place.worker, self._settings.lease_s, OUT, forced=True)  # at once; what follows takes a while
-        task = asyncio.get_running_loop().create_task(self._see_off(pool, place))
+    def _retire(self, pool: RolloutPool, server: BalancedServer) -> None:
+        pool.take(server.worker, self._settings.lease_s, REMOVED, forced=True)  # no new turns from now on
+        task = asyncio.get_running_loop().create_task(self._remove_when_idle(pool, server))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _see_off(self, pool: RolloutPool, place: BalancedServer) -> None:
-        """Until it is gone: its turns are not ours to end, so this takes as long as they do."""
-        while not await self._gone(pool, place):
+    async def _remove_when_idle(self, pool: RolloutPool, server: BalancedServer) -> None:
+        """Retry until removed: verl ends the turns, so this takes as long as they do."""
+        while not await self._removed(pool, server):
             await asyncio.sleep(self._settings.look_s)
-        self._by_worker.pop(place.worker, None)
+        self._by_worker.pop(server.worker, None)
 
-    async def _gone(self, pool: RolloutPool, place: BalancedServer) -> bool:
+    async def _removed(self, pool: RolloutPool, server: BalancedServer) -> bool:
         try:
-            if any(one.worker == place.worker for one in pool.workers()):
-                await pool.remove(place.worker, why=OUT)
+            if any(view.worker == server.worker for view in pool.workers()):
+                await pool.remove(server.worker, why=REMOVED)
         except TrimtabError as error:
-            log.info("server %s: %s", place.server, error.what)
+            log.info("server %s: %s", server.server, error.what)
             return False
         return True
 
-    # ---- questions -------------------------------------------------------------------------------------------------
+    # ---- status ----------------------------------------------------------------------------------------------------
 
     async def get_all_servers(self) -> list[str]:
-        """Servers that are registered."""
         await self._running()
-        return list(self._places)
+        return list(self._servers)
 
     async def get_inflight_count(self, server_id: str) -> int:
-        """Turns of one server."""
         return self._loads().get(server_id, 0)
 
     async def get_total_inflight(self) -> int:
-        """Turns on all registered servers."""
         return sum(self._loads().values())
 
     async def get_status(self) -> dict[str, Any]:
-        """Who has how many turns; `pool` says all that a rollout pool says."""
+        """Turns by server; `pool` is the rollout pool's status."""
         pool = await self._running()
-        active = {one.worker for one in pool.workers() if one.state is WorkerState.active}
+        active = {view.worker for view in pool.workers() if view.state is WorkerState.active}
         loads = self._loads()
         return {
             "servers": loads,
             "total_inflight": sum(loads.values()),
-            "active_servers": sum(one.worker in active for one in self._places.values()),
-            "registered_handles": list(self._places),
+            "active_servers": sum(server.worker in active for server in self._servers.values()),
+            "registered_handles": list(self._servers),
             "pool": pool.status(),
         }
 
     async def clear_sticky_cache(self) -> dict[str, Any]:
-        """Forget which trajectory and which prompt was where."""
+        """Forget the server of each trajectory and prompt."""
         cleared = len(self._groups)
         self._groups.clear()
-        self._age += 1
+        self._generation += 1
         return {"cleared_entries": cleared, "server_loads": self._loads()}
 
     def _loads(self) -> dict[str, int]:
-        return {server: self._inflight[place.worker] for server, place in self._places.items()}
+        return {name: self._inflight[server.worker] for name, server in self._servers.items()}
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    # ---- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def _running(self) -> RolloutPool:
-        """The pool; the first caller starts it, since only then there is an event loop."""
+        """The pool. The first caller starts it, because only then is there an event loop."""
         if self._pool is not None:
             return self._pool
         async with self._starting:
@@ -313,7 +310,7 @@ class Balancer:
         return self._pool
 
     async def close(self) -> None:
-        """End what is open here; servers live on."""
+        """Stop the pool; the servers keep running."""
         for task in list(self._leaving):
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
@@ -322,10 +319,10 @@ class Balancer:
 
 
 class ServerEngine:
-    """A server that somebody else talks to: all that is asked of it is whether it lives."""
+    """A server that verl talks to directly: the pool only checks whether it is alive."""
 
     kind = "actor"
-    verbs: frozenset[EngineCapability] = frozenset()
+    capabilities: frozenset[EngineCapability] = frozenset()
 
     def __init__(self, name: str, handle: Any, on_gone: Callable[[str], None]) -> None:
         self.name = name
@@ -334,72 +331,62 @@ class ServerEngine:
         self._gone = ""
 
     async def ready(self) -> EngineState:
-        """Alive, unless Ray has said that the actor is dead; one that is too busy to answer is not."""
-        asked = getattr(self._handle, "__ray_ready__", None)
-        if asked is not None and not self._gone:
+        """Alive unless Ray reported that the actor died; an actor too busy to answer is alive."""
+        ping = getattr(self._handle, "__ray_ready__", None)
+        if ping is not None and not self._gone:
             try:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(asyncio.wrap_future(asked.remote().future()), ALIVE_S)
+                    await asyncio.wait_for(asyncio.wrap_future(ping.remote().future()), ALIVE_S)
             except RayActorError as error:
                 self._gone = str(error).partition("\n")[0] or "the actor died"
                 asyncio.get_running_loop().call_soon(self._on_gone, self._gone)
-        return EngineState(not self._gone, self._gone or "it lives", dialect="a server of verl")
+        return EngineState(not self._gone, self._gone or "alive", dialect="a verl server")
 
     async def load(self) -> EngineLoad:
-        """It is not asked."""
-        raise self._not_ours("load")
+        raise self._unsupported("load")
 
     def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
-        """Turns are between verl and the server."""
-        raise self._not_ours("generate")
+        raise self._unsupported("generate")
 
     async def abort(self, ids: Collection[str] | None = None) -> None:
-        """The trainer's."""
-        raise self._not_ours("abort")
+        raise self._unsupported("abort")
 
     async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
-        """The trainer's."""
-        raise self._not_ours("pause")
+        raise self._unsupported("pause")
 
     async def resume(self) -> None:
-        """The trainer's."""
-        raise self._not_ours("resume")
+        raise self._unsupported("resume")
 
     async def sleep(self, level: int = 1) -> None:
-        """The trainer's."""
-        raise self._not_ours("sleep")
+        raise self._unsupported("sleep")
 
     async def wake(self, parts: Collection[MemoryTag] | None = None) -> None:
-        """The trainer's."""
-        raise self._not_ours("wake")
+        raise self._unsupported("wake")
 
     async def flush(self) -> None:
-        """The trainer's."""
-        raise self._not_ours("flush")
+        raise self._unsupported("flush")
 
     async def version(self) -> str | None:
-        """Nobody says."""
         return None
 
     async def refit(self, refit: WeightUpdate) -> None:
-        """The trainer's."""
-        raise self._not_ours("refit")
+        raise self._unsupported("refit")
 
-    async def refitted(self, version: str) -> None:
-        """Believed: the trainer knows."""
+    async def refitted(self, version: str) -> None: ...
 
-    async def close(self) -> None:
-        """Nothing is open."""
+    async def close(self) -> None: ...
 
-    def _not_ours(self, verb: str) -> NotSupportedError:
-        return NotSupportedError(f"{verb} is between verl and its server", where=f"server {self.name}")
+    def _unsupported(self, verb: str) -> NotSupportedError:
+        return NotSupportedError(
+            f"{verb} is the trainer's: verl calls its server directly", where=f"server {self.name}"
+        )
 
 
 def _rules(settings: BalancerSettings) -> RolloutRules:
     trainer = Owner.trainer
     return RolloutRules(
-        least=0,
-        most=QUEUE_LIMIT,
+        min_workers=0,
+        max_workers=QUEUE_LIMIT,
         capacity=settings.limit,
         ownership=Ownership(sleep=trainer, pause=trainer, refit=trainer, abort=trainer),
         classes=(RequestClass(queue_limit=QUEUE_LIMIT, deadline_s=None),),
@@ -410,4 +397,4 @@ def _digest(prompt: Sequence[int]) -> str:
     return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).hexdigest()
 
 
-LoadBalancer = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE)(Balancer)
+LoadBalancer = ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENCY)(Balancer)

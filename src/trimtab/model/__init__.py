@@ -1,1 +1,1 @@
-"""The nouns of trimtab as frozen dataclasses, and its errors. Imports nothing else of trimtab."""
+"""The nouns of trimtab as frozen dataclasses. Imports only `trimtab.core`."""

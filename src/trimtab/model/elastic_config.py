@@ -1,8 +1,7 @@
-"""How rollout workers are scaled: thresholds, limits, capacity and times, checked where they are made.
+"""Settings of elastic rollout: thresholds, limits, capacity and times, validated on construction.
 
-What contradicts itself is an error; what is allowed but likely to thrash, starve or cut requests off is a warning, in
-words that say what would happen. Nothing is decided here: `trimtab.machines.rollout.policies.policy` reads these
-settings.
+Contradictions are errors; settings that are allowed but likely to thrash, starve or cut requests off are warnings that
+say what would happen. The policies in `trimtab.machines.rollout.policies` read these settings.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.numbers import SHORTEST_S, is_number, is_whole
 
-NARROW_GAP = 0.15  # thresholds nearer to each other than this are warned of
-HIGH_THRESHOLD = 0.95  # above it requests wait before another worker is asked for
+NARROW_GAP = 0.15  # thresholds closer than this are warned about
+HIGH_THRESHOLD = 0.95  # above it requests queue before a worker is added
 
-LONGEST_S = 1e8  # three years; the machine's own limits are sums of these
-MOST_WORKERS = 1_000_000  # and requests of one worker
-MOST_SHARE = 100.0  # of capacity
+MAX_TIME_S = 1e8  # 3 years; the machine's own limits are sums of these
+MAX_WORKERS = 1_000_000  # also of requests per worker
+MAX_SHARE = 100.0  # of capacity
 
 WHERE = "elastic_config"
 
@@ -31,35 +30,34 @@ PolicyFunction = Callable[[Any, Any], tuple[Any, Any]]  # state and sample in, s
 class ElasticConfig:
     """Settings of elastic rollout. Thresholds are shares of capacity, times are seconds."""
 
-    scale_down_threshold: float = 0.5  # workers are given up when the load is below this share of capacity
+    scale_down_threshold: float = 0.5  # workers are released when the load is below this share of capacity
     scale_up_threshold: float = 0.8  # workers are added when the load is above this share of capacity
     min_workers: int = 1
     max_workers: int = 8
-    requests_per_worker_capacity: int = 8  # requests that one worker takes at a time
-    monitoring_interval: float = 5.0  # between two looks at the load
-    drain_timeout: float = 30.0  # after so long, what still runs on a draining worker goes to others
+    requests_per_worker_capacity: int = 8  # concurrent requests per worker
+    monitoring_interval: float = 5.0  # between two load samples
+    drain_timeout: float = 30.0  # then requests still on a draining worker move to others
     scale_down_cooldown: float = 60.0  # between a step of any kind and a step down
     scale_up_cooldown: float = 30.0  # between two steps up
-    min_stable_period: float = 10.0  # the load must have asked for the step for so long
-    enable_elastic: bool = True  # the master switch: off, the number of workers is left as it is
-    policy: str | PolicyFunction = (
-        "threshold"  # a name among `trimtab.machines.rollout.policies.policy.policies`, or a function
-    )
-    scale_down_requires_demand: bool = False  # give a worker up only for a named taker that can use it long enough
+    min_stable_period: float = 10.0  # the load must have called for the step this long
+    enable_elastic: bool = True  # off: the number of workers stays as it is
+    # A name among `trimtab.machines.rollout.policies.policy.policies`, or a function.
+    policy: str | PolicyFunction = "threshold"
+    scale_down_requires_demand: bool = False  # release a worker only to a borrower that can use it long enough
 
     def __post_init__(self) -> None:
         for name in ("scale_down_threshold", "scale_up_threshold"):
-            if not is_number(getattr(self, name), 0, MOST_SHARE):
-                raise _wrong(name, getattr(self, name), f"a share of capacity from 0 to {MOST_SHARE:g}, as 0.5")
+            if not is_number(getattr(self, name), 0, MAX_SHARE):
+                raise _wrong(name, getattr(self, name), f"a share of capacity from 0 to {MAX_SHARE:g}, as 0.5")
         for name in ("min_workers", "max_workers", "requests_per_worker_capacity"):
             value = getattr(self, name)
-            if not is_whole(value, 1, MOST_WORKERS):
-                raise _wrong(name, value, f"a whole number, 1 or more, up to {MOST_WORKERS}")
+            if not is_whole(value, 1, MAX_WORKERS):
+                raise _wrong(name, value, f"a whole number, 1 or more, up to {MAX_WORKERS}")
         for name in ("drain_timeout", "scale_down_cooldown", "scale_up_cooldown", "min_stable_period"):
-            if not is_number(getattr(self, name), 0, LONGEST_S):
-                raise _wrong(name, getattr(self, name), f"a number of seconds, 0 or more, up to {LONGEST_S:g}")
-        if not is_number(self.monitoring_interval, SHORTEST_S, LONGEST_S):
-            takes = f"a number of seconds above 0: {SHORTEST_S:g} to {LONGEST_S:g}"
+            if not is_number(getattr(self, name), 0, MAX_TIME_S):
+                raise _wrong(name, getattr(self, name), f"a number of seconds, 0 or more, up to {MAX_TIME_S:g}")
+        if not is_number(self.monitoring_interval, SHORTEST_S, MAX_TIME_S):
+            takes = f"a number of seconds above 0: {SHORTEST_S:g} to {MAX_TIME_S:g}"
             raise _wrong("monitoring_interval", self.monitoring_interval, takes)
         for name in ("enable_elastic", "scale_down_requires_demand"):
             if not isinstance(getattr(self, name), bool):
@@ -85,11 +83,11 @@ class ElasticConfig:
 
     @property
     def fit_share(self) -> float:
-        """The share of capacity that a step aims at: the middle of the two thresholds, so that neither is near."""
+        """The share of capacity that a scaling step aims at: midway between the thresholds."""
         return (self.scale_down_threshold + self.scale_up_threshold) / 2
 
     def warnings(self) -> list[str]:
-        """What is allowed here and likely to disappoint, a sentence each; none for the defaults."""
+        """Sentences about settings that are allowed and likely to disappoint; none for the defaults."""
         if not self.enable_elastic:
             return []
         return [sentence for applies, sentence in self._risks() if applies]
@@ -148,7 +146,7 @@ class ElasticConfig:
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], where: str = WHERE) -> ElasticConfig:
-        """Settings from plain data; a key that does not exist is an error that names the nearest one."""
+        """Settings from plain data; an unknown key is an error that names the nearest one."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in data:
             if key not in known:

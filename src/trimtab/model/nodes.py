@@ -1,6 +1,6 @@
-"""The nouns of the fleet: nodes as they come and go, and groups that grow and shrink with them.
+"""Nodes and elastic groups: states, facts and settings, validated on construction.
 
-Frozen facts, checked where they are made. What is done about a node or a group is decided in `trimtab.fleet`.
+Decisions about them are made in `trimtab.machines.nodes` and `trimtab.machines.elastic`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from trimtab.model.pool import Labels
 
 
 class NodeState(str, enum.Enum):
-    """Where a node is."""
+    """State of a node."""
 
-    ready = "ready"  # there, and may be used
-    held = "held"  # there, but it came and went too often: not used until it has been steady
-    suspect = "suspect"  # its link says nothing: what runs there goes on, nothing new goes there
-    draining = "draining"  # it will go at its deadline: what is there moves, nothing new goes there
-    lost = "lost"  # gone, with all that was on it
+    ready = "ready"  # up and in use
+    held = "held"  # up, but flapped: not used until it has been steady
+    suspect = "suspect"  # no heartbeat: its tasks run on, nothing new is placed there
+    draining = "draining"  # goes at its deadline: its tasks move, nothing new is placed there
+    lost = "lost"  # gone, with all tasks on it
     left = "left"  # gone as announced
 
 
@@ -35,35 +35,35 @@ class NodeFacts:
 
     total: Resources
     labels: Labels = ()
-    kind: str = ""  # of its accelerators, as Ray names them; empty where it has none or does not say
+    kind: str = ""  # of its accelerators, in Ray's words; empty: none, or not stated
     address: str = ""  # host or IP
-    name: str = ""  # what people call it; empty: its id
+    name: str = ""  # for display; empty: its id
     head: bool = False
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """A node as others see it."""
+    """A node as other components see it."""
 
     node: str
     state: NodeState
     facts: NodeFacts
     reason: Reason
     since: float
-    outside: Resources = NOTHING  # what others than trimtab hold of it
-    deadline: float | None = None  # of a drain, or when a held node is used again
-    unlike: bool = False  # other accelerators, or another number of them, than most nodes have
-    losses: int = 0  # how often it was lost
-    told: bool = True  # False: it joined or drains, and the window in which others may do the same is still open
+    outside: Resources = NOTHING  # held by other users of Ray than trimtab
+    deadline: float | None = None  # of a drain, or of a hold
+    unlike: bool = False  # other accelerators than most nodes, or another number of them
+    losses: int = 0  # how often
+    announced: bool = True  # False: a join or drain whose window for further changes is still open
 
 
 @dataclass(frozen=True)
 class NodeChange:
-    """What happened to nodes within one window, told as one: ids, each in at most one of these."""
+    """Node changes of one window, announced together; each id is in at most one of the fields."""
 
     number: int  # 1, 2, 3 ...
     at: float
-    joined: tuple[str, ...] = ()  # returned ones among them
+    joined: tuple[str, ...] = ()  # and returned
     draining: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     reason: Reason | None = None
@@ -75,20 +75,20 @@ def _no_seconds(name: str, value: object, where: str) -> InputError:
 
 @dataclass(frozen=True)
 class NodePolicy:
-    """How nodes are judged. Seconds."""
+    """How nodes are judged; times in seconds."""
 
-    suspect_s: float = 1.0  # silent for so long: suspect
-    lost_s: float = 10.0  # silent for so long: lost
+    suspect_s: float = 1.0  # without a heartbeat: suspect
+    lost_s: float = 10.0  # without a heartbeat: lost
     join_window_s: float = 0.3  # joins within it are one change
     drain_window_s: float = 3.0  # drains within it are one change ...
-    hurry_s: float = 10.0  # ... unless a deadline is nearer than this: then at once
-    free_losses: int = 1  # so many losses within `forget_s` are taken without holding the node back
-    hold_s: float = 5.0  # held so long after the next one, twice as long after each further one
-    hold_most_s: float = 300.0
-    forget_s: float = 600.0  # a loss is forgotten after so long
+    urgent_drain_s: float = 10.0  # ... unless a deadline is nearer than this: then announced at once
+    free_losses: int = 1  # losses within `forget_s` before a node is held
+    hold_s: float = 5.0  # after the next loss; doubles with each further one
+    max_hold_s: float = 300.0
+    forget_s: float = 600.0  # a loss counts for this long
 
     def __post_init__(self) -> None:
-        for name in ("suspect_s", "lost_s", "join_window_s", "drain_window_s", "hurry_s", "hold_s", "hold_most_s",
+        for name in ("suspect_s", "lost_s", "join_window_s", "drain_window_s", "urgent_drain_s", "hold_s", "max_hold_s",
                      "forget_s"):  # fmt: skip
             if not is_number(getattr(self, name), 0, LONGEST_S):
                 raise _no_seconds(name, getattr(self, name), "the node policy")
@@ -98,32 +98,32 @@ class NodePolicy:
 
 
 class MemberState(str, enum.Enum):
-    """Where a member of an elastic group is."""
+    """State of a member of an elastic group."""
 
-    asked = "asked"  # its task was submitted; it waits for room or is being constructed
-    ready = "ready"  # constructed; enters the world at the next step boundary
-    working = "working"  # has a rank in the world of this epoch
-    leaving = "leaving"  # still has its rank; goes at the next step boundary
-    gone = "gone"  # ended, lost or given up
+    pending = "pending"  # its task is submitted: queued or being constructed
+    ready = "ready"  # constructed; joins the world at the next step boundary
+    working = "working"  # has a rank in the current world
+    leaving = "leaving"  # has its rank until the next step boundary
+    gone = "gone"  # ended or lost
 
 
 @dataclass(frozen=True)
 class ElasticSpec:
-    """An elastic group: one member per unit of resources, as many as there is room for, within limits."""
+    """An elastic group: as many members as there is capacity for, one unit of resources each, within limits."""
 
     name: str
-    unit: Resources  # what one member asks
-    least: int = 1  # fewer: the group waits
-    most: int | None = None  # None: as many as there is room for
-    wait_s: float = 600.0  # how long it waits below `least` before it gives up
-    step_timeout_s: float = 600.0  # a member that takes longer hangs
-    health_every_s: float = 5.0  # 0: never asked
+    unit: Resources  # resources of a member
+    min_members: int = 1  # below: the group waits
+    max_members: int | None = None  # None: as many as fit
+    wait_s: float = 600.0  # below `min_members`, then the group fails
+    step_timeout_s: float = 600.0  # a member that takes longer is hung
+    health_every_s: float = 5.0  # 0: never checked
     health_timeout_s: float = 5.0
-    restarts: int = 10  # unplanned replacements within `restart_window_s` before no more are tried
+    restarts: int = 10  # unplanned replacements within `restart_window_s`
     restart_window_s: float = 600.0
-    back_off_s: float = 0.5  # before a second replacement in a row, twice as long before each further one
-    back_off_most_s: float = 30.0
-    handover_s: float = 5.0  # a draining member is out so long before its node's deadline, at the latest
+    back_off_s: float = 0.5  # before the second replacement in a row; doubles
+    max_back_off_s: float = 30.0
+    handover_s: float = 5.0  # a draining member leaves at least this long before its node's deadline
 
     def __post_init__(self) -> None:
         where = f"group {self.name}"
@@ -131,14 +131,14 @@ class ElasticSpec:
             raise InputError(f"{self.name!r} cannot be the name of a group", hint="letters, digits, - . and _")
         if not self.unit:
             raise InputError("a member must ask for something", where=where, hint='per_node={"gpu": 1}')
-        check_whole("min", self.least, where, 1)
-        if self.most is not None:
-            check_whole("max", self.most, where)
-        if self.most is not None and self.most < self.least:
-            raise InputError(f"max {self.most} is less than min {self.least}", where=where)
+        check_whole("min", self.min_members, where, 1)
+        if self.max_members is not None:
+            check_whole("max", self.max_members, where)
+        if self.max_members is not None and self.max_members < self.min_members:
+            raise InputError(f"max {self.max_members} is less than min {self.min_members}", where=where)
         check_whole("restarts", self.restarts, where)
         for name in ("wait_s", "step_timeout_s", "health_every_s", "health_timeout_s", "restart_window_s",
-                     "back_off_s", "back_off_most_s", "handover_s"):  # fmt: skip
+                     "back_off_s", "max_back_off_s", "handover_s"):  # fmt: skip
             if not is_number(getattr(self, name), 0, LONGEST_S):
                 raise _no_seconds(name, getattr(self, name), where)
         if 0 < self.health_every_s < SHORTEST_S:
@@ -149,7 +149,7 @@ class ElasticSpec:
 
 @dataclass(frozen=True)
 class World:
-    """Who works together from one step boundary to the next: members by rank, contiguous, in node order."""
+    """The members between two step boundaries, by rank: contiguous, in node order."""
 
     epoch: int  # 1, 2, 3 ...
     members: tuple[str, ...]  # rank = position
@@ -158,5 +158,4 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many."""
         return len(self.members)

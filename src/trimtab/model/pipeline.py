@@ -1,8 +1,7 @@
-"""The nouns of a pipeline: a chain of layers, kinds of devices, hosts, what joins them, and a schedule over them.
+"""Pipelines: a chain of layers, device types, hosts, the links between them, and a schedule over them.
 
-Loaders build a `PipelineJob`, the planner turns it into a `PartitionAnswer`, and reports show that. Nothing here
-decides anything: no noun may know where a layer is best put. Units are in the names; MB are 2^20 bytes and Mbps 2^20
-bits a second, as in the files.
+Loaders build a `PipelineJob`, the planner turns it into a `PartitionAnswer`. No planning decisions are made here. Units
+are in the names; MB are 2^20 bytes and Mbps 2^20 bits a second, as in the files.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ Objective = Literal["throughput", "latency"]
 
 @dataclass(frozen=True)
 class ModelChain:
-    """A model whose layers run one after another. `parameters_*` count elements of one item of a microbatch."""
+    """A model whose layers run in sequence. `parameters_*` count elements of one item of a microbatch."""
 
     name: str
     mem_mb: tuple[float, ...]
@@ -24,13 +23,12 @@ class ModelChain:
 
     @property
     def layers(self) -> int:
-        """How many layers the chain has."""
         return len(self.mem_mb)
 
 
 @dataclass(frozen=True)
 class DeviceType:
-    """A kind of device. Without `time_s` it was not profiled: it can hold no layer, but may feed or end a pipeline."""
+    """A type of device. Without `time_s` it was not profiled: it holds no layer, but may be source or sink."""
 
     name: str
     bw_mbps: float
@@ -40,7 +38,7 @@ class DeviceType:
 
 @dataclass(frozen=True)
 class Host:
-    """One device that can be used, under the name that the runtime resolves."""
+    """A usable device, under the name that the runtime resolves."""
 
     name: str
     type: str
@@ -48,7 +46,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostLink:
-    """What joins two hosts, in both directions. `bw_mbps` of `None`: as their types say."""
+    """The link between two hosts, in both directions. `bw_mbps` `None`: as their types say."""
 
     hosts: tuple[str, str]
     bw_mbps: float | None = None
@@ -57,11 +55,11 @@ class HostLink:
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """Everything that a partition is planned from.
+    """Input of the partition planner.
 
-    `element_bytes` is the size of one element of the microbatch; `headroom` the share of every device's memory to keep
-    free. Data start at `source` and results must end at `sink`; where these are not named, both ends are free. A stage
-    may only end after a multiple of `cut_every` layers.
+    `element_bytes` is the size of an element of the microbatch; `headroom` the share of each device's memory to keep
+    free. Data start at `source` and results end at `sink`; where these are not named, both ends are free. A stage may
+    only end after a multiple of `cut_every` layers.
     """
 
     model: ModelChain
@@ -79,16 +77,15 @@ class PipelineJob:
     cut_every: int = 1
 
     def type_of(self, host: str) -> DeviceType:
-        """The type of a host of this job."""
         name = next(h.type for h in self.hosts if h.name == host)
         return next(t for t in self.types if t.name == name)
 
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Layers `first` to `last` (from 1, both included) on one host.
+    """Layers `first` to `last` (from 1, inclusive) on one host.
 
-    `transfer_seconds` is what sending its output on takes: 0 after the last stage unless a sink is named.
+    `transfer_seconds` is the time to send its output on: 0 after the last stage unless a sink is named.
     """
 
     host: str
@@ -103,7 +100,7 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Stages in the order of their layers. `input_seconds`: bringing in the input, where a source is named."""
+    """Stages in layer order. `input_seconds`: time to bring the input in, where a source is named."""
 
     stages: tuple[PipelineStage, ...]
     input_seconds: float = 0.0
@@ -118,13 +115,13 @@ class Schedule:
 
     @property
     def latency_seconds(self) -> float:
-        """Time of one microbatch from end to end through an empty pipeline."""
+        """Time of one microbatch through an empty pipeline."""
         return self.input_seconds + sum(s.compute_seconds + s.transfer_seconds for s in self.stages)
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The least bottleneck of at most so many devices."""
+    """The smallest bottleneck with at most `devices` devices."""
 
     devices: int
     bottleneck_seconds: float
@@ -132,7 +129,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class PipelineLimit:
-    """What limits a pipeline: the computing of a stage, or a transfer. `stage` counts from 0; -1 is the input."""
+    """What limits a pipeline: compute of a stage, or a transfer. `stage` counts from 0; -1 is the input."""
 
     what: Literal["compute", "transfer"]
     stage: int
@@ -143,9 +140,8 @@ class PipelineLimit:
 class PartitionAnswer:
     """A schedule with its proof.
 
-    `lower_bound_seconds` bounds what was minimised: the bottleneck, or the latency. `optimal` says that the schedule
-    reaches it; `ties_proven` that among schedules as good none has a lower latency or, then, fewer devices.
-    `limits` are what to improve, first one first.
+    `lower_bound_seconds` bounds the objective: bottleneck or latency. `optimal`: the schedule reaches it.
+    `ties_proven`: no schedule as good has a lower latency or, then, fewer devices. `limits`: what to improve first.
     """
 
     job: PipelineJob

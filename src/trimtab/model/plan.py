@@ -1,4 +1,4 @@
-"""The nouns of an answer: a plan, its timeline, what it was compared with, and what a framework is able to run."""
+"""Placement answers: plans, timelines, alternatives, and the plans that a framework can run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class AllowedGroup:
 class FrameworkRules:
     """Which plans a framework can run; the search stays inside them.
 
-    `framework` is its name for people, with its mode where that matters.
-    `groupings` lists every allowed partition of the GPU components. With `even_nodes`, a group has the same number of
-    GPUs on each of its nodes. Each of `spanning` is groups side by side, and a last one that takes turns with all of
-    them: its GPUs lie over theirs.
+    `framework` is its display name, with its mode where that matters. `groupings` lists every allowed partition of the
+    GPU components. With `even_nodes`, a group has the same number of GPUs on each of its nodes. Each of `spanning` is a
+    set of disjoint groups, and a last group that overlaps all of them and takes turns with them.
     """
 
     framework: str
@@ -37,7 +36,7 @@ class FrameworkRules:
 
 @dataclass(frozen=True)
 class TimelineBar:
-    """One stretch of a timeline: a component doing one thing without a break."""
+    """One bar of a timeline: a component doing one thing without interruption."""
 
     component: str
     doing: BarKind
@@ -49,7 +48,7 @@ class TimelineBar:
 class ComponentGroup:
     """Components that take turns on the same GPUs, in workflow order. `gpus` are global ranks, contiguous in a kind.
 
-    Groups share no GPUs, except where a framework lets one lie over others: they take turns then.
+    Groups are disjoint, except where a framework lets one overlap others: they take turns then.
     """
 
     components: tuple[str, ...]
@@ -61,9 +60,9 @@ class ComponentGroup:
 class PlacedComponent:
     """One component of a plan.
 
-    `seconds` is its own computing time for all batches; `start` and `end` are within the iteration; `gpus` are the
-    ranks it computes on (a group may hold more than one of its members can use). `idle_share` is the share of the
-    iteration in which the GPUs of its group do nothing at all (of CPU components: in which it does nothing).
+    `seconds` is its compute time for all batches; `start` and `end` are within the iteration; `gpus` are the ranks it
+    computes on (its group may hold more). `idle_share` is the share of the iteration in which the GPUs of its group are
+    idle (for CPU components: in which it is idle).
     """
 
     name: str
@@ -81,8 +80,8 @@ class PlacedComponent:
 class Plan:
     """Which GPUs each component gets, and the predicted iteration.
 
-    `components` stand in workflow order. `timeline` covers `timeline_seconds`: one iteration, or with staleness a few
-    in steady state, where `iteration_seconds` is the period.
+    `components` are in workflow order. `timeline` covers `timeline_seconds`: one iteration, or with staleness a few in
+    steady state, where `iteration_seconds` is the period.
     """
 
     groups: tuple[ComponentGroup, ...]
@@ -96,17 +95,14 @@ class Plan:
     total_gpus: int
 
     def placed(self, name: str) -> PlacedComponent:
-        """The component of that name."""
         return next(component for component in self.components if component.name == name)
 
     @property
     def gpus(self) -> int:
-        """GPUs that the plan uses."""
         return len({rank for group in self.groups for rank in group.gpus})
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether some groups share GPUs."""
         return self.gpus < sum(len(group.gpus) for group in self.groups)
 
     def describe(self) -> str:
@@ -119,9 +115,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was not chosen: which one it is (`all shared`, `your placement` ...), and why it loses.
+    """A plan that was not chosen: its label (`all shared`, `your placement` ...), and why it loses.
 
-    `plan` is `None` where no such plan is feasible; the reason then says which constraint ruled it out.
+    `plan` is `None` where no such plan is feasible; the reason then names the constraint.
     """
 
     label: str
@@ -131,10 +127,10 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How far one component's cost may be off before the choice changes.
+    """How far a component's cost may be off before the choice changes.
 
-    A factor is the first 5 % step at which another plan is faster than the chosen one by more than the noise; `None`
-    means that none is, down to half or up to double. `*_becomes` describes the plan that is then best.
+    A factor is the first 5 % step at which another plan beats the chosen one by more than the noise; `None`: none does,
+    down to half or up to double. `*_becomes` describes the plan that is then best.
     """
 
     component: str
@@ -146,11 +142,11 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class ScalingCaveat:
-    """What a plan becomes if more GPUs help less than perfectly, where components were measured on one count only.
+    """The effect on a plan if more GPUs scale less than perfectly, for components measured on one GPU count only.
 
-    `components` are those, `doubling` the share of a perfect speed-up that twice the GPUs then give. `chosen_seconds`
-    is what the chosen plan takes then. `plan` is the best one then, where that is another, and `measure` the component
-    and the number of GPUs whose measurement decides between the two.
+    `components` are those; `doubling` is the assumed share of a perfect speed-up that doubling the GPUs gives, and
+    `chosen_seconds` the time of the chosen plan then. `plan` is the best one then, if another; `measure` is the
+    component and GPU count whose measurement decides between the two.
     """
 
     components: tuple[str, ...]
@@ -162,11 +158,11 @@ class ScalingCaveat:
 
 @dataclass(frozen=True)
 class PlacementAnswer:
-    """What the planner says: the best plan with its proof, and what it was compared with.
+    """The planner's answer: the best plan with its proof, and what it was compared with.
 
-    `unrestricted` is the best plan without the rules of `framework`, where that is better. `scaling` is there where
-    some component was measured on one number of GPUs only. With `kept` the best plan is the placement in the file:
-    it is faster than every plan that can be written for the framework, and nothing is to be changed.
+    `unrestricted` is the best plan without the rules of `framework`, where that is better. `scaling` is set where some
+    component was measured on one GPU count only. `kept`: the placement in the file is faster than every plan that can
+    be written for the framework, so nothing changes.
     """
 
     best: Plan
@@ -185,7 +181,7 @@ class PlacementAnswer:
 
 @dataclass(frozen=True)
 class CurrentPlacement:
-    """Where the user's file puts the components now: name to global ranks, or to `None` where it does not say.
+    """Where the user's file places the components now: name to global ranks, or `None` where it does not say.
 
     `overlap`: components may share some of their GPUs without sharing all.
     """

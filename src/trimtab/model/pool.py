@@ -1,6 +1,6 @@
-"""The nouns of pools: pools, tasks, their states, and the policy of preemption.
+"""Pools, tasks, their states, and the preemption policy; validated on construction.
 
-Frozen facts, checked where they are made. Who runs now and who yields is decided in `trimtab.pool`.
+What runs and what is evicted is decided in `trimtab.machines.pool`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from trimtab.core.resources import Resources, total
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label
 
-MOST_PRIORITY = 1e6  # gaps of tenths are told apart among priorities of up to so much
-MOST_HOSTS = 10_000  # warm ones of a pool
+MAX_PRIORITY = 1e6  # up to this, gaps of 0.1 are exact enough
+MAX_WARM_PROCESSES = 10_000  # of a pool
 
 
 class TaskState(str, enum.Enum):
-    """Where a task is."""
+    """State of a task."""
 
     waiting = "waiting"  # in the queue, with a Reason
-    starting = "starting"  # has its slots; the process is being made
-    running = "running"  # constructed, and at work or ready to be called
+    starting = "starting"  # has its slots; its processes are being created
+    running = "running"  # constructed, and working or ready to be called
     parked = "parked"  # constructed, but another tenant of its slot has its turn
-    cancelling = "cancelling"  # told to stop; holds its slots until its process is gone
-    evicted = "evicted"  # stopped for somebody else; in the queue, and will run again
-    done = "done"  # ended as it should
+    cancelling = "cancelling"  # stopping; holds its slots until its processes are gone
+    evicted = "evicted"  # stopped for another task; in the queue, will run again
+    done = "done"  # ended normally
     failed = "failed"  # ended with a Reason, and will not run again
-    cancelled = "cancelled"  # ended because somebody asked for it
+    cancelled = "cancelled"  # ended on request
 
 
 IN_QUEUE = (TaskState.waiting, TaskState.evicted)
@@ -40,7 +40,7 @@ ENDED = (TaskState.done, TaskState.failed, TaskState.cancelled)
 
 
 class PlacementStrategy(str, enum.Enum):
-    """How the bundles of a gang lie on nodes; Ray's words."""
+    """How the bundles of a gang are placed on nodes; Ray's words."""
 
     pack = "PACK"
     spread = "SPREAD"
@@ -52,27 +52,27 @@ class PlacementStrategy(str, enum.Enum):
 class PoolSpec:
     """A named quota, and the slots that it holds.
 
-    The quota binds what tasks use; slots (reserved ones, and dynamic ones kept for reuse) bind what nodes have. A slot
-    takes nothing from the quota until a task is in it.
+    The quota limits what tasks use; slots (reserved ones, and dynamic ones kept for reuse) occupy nodes. An empty slot
+    takes nothing from the quota.
     """
 
     name: str
     quota: Resources
     labels: Labels = ()
-    strategy: PlacementStrategy = PlacementStrategy.strict_pack  # of gangs that do not say theirs
-    reserved: tuple[Resources, ...] = ()  # one slot each, for tasks of `reserved_priority` and above
+    strategy: PlacementStrategy = PlacementStrategy.strict_pack  # of gangs that state none
+    reserved: tuple[Resources, ...] = ()  # one slot each, for tasks of at least `reserved_priority`
     reserved_priority: float = 8.0
-    dynamic: bool = True  # slots are also made for tasks that find none
-    dynamic_limit: int | None = None  # bundles; None: as many as fit
-    reuse: bool = True  # an idle dynamic slot is kept until somebody needs its room
-    borrow: bool = False  # idle reserved slots may be used by others, who leave first
-    return_preempts: bool = False  # an evicted task that returns may evict others of lower priority
-    target_hosts: int = 0  # warm processes kept ready, on all nodes together
-    hosts_each: int = 0  # and on every node besides
-    preload: tuple[str, ...] = ()  # modules that warm hosts import ahead
-    wait_s: float = 3600.0  # how long a task waits at most, where it does not say
-    patience_s: float = 60.0  # after so long at the least, a waiter's room is kept for it
-    patience_runs: float = 20.0  # and so many times as long as tasks of the pool run on average; 0: `patience_s` alone
+    dynamic: bool = True  # slots are created for tasks that find none
+    dynamic_limit: int | None = None  # bundles; None: no limit
+    reuse: bool = True  # an idle dynamic slot is kept until its capacity is needed
+    borrow: bool = False  # idle reserved slots may be used by others, which are evicted first
+    return_preempts: bool = False  # an evicted task may evict others of lower priority to return
+    target_hosts: int = 0  # warm processes on all nodes together
+    hosts_each: int = 0  # and on every node in addition
+    preload: tuple[str, ...] = ()  # modules that warm processes import ahead
+    wait_s: float = 3600.0  # maximum wait of a task that states none
+    starvation_timeout_s: float = 60.0  # after waiting this long, free capacity is reserved for a task ...
+    starvation_runs: float = 20.0  # ... and at least this multiple of the average run time; 0: the time-out alone
     client: str | None = None  # ends with this client
 
     def __post_init__(self) -> None:
@@ -81,11 +81,11 @@ class PoolSpec:
             raise InputError("a pool needs a name")
         if any(character in self.name for character in "/\\\n\0") or self.name in (".", ".."):
             raise InputError(f"{self.name!r} cannot be the name of a pool", hint="letters, digits, - and _")
-        for name in ("reserved_priority", "wait_s", "patience_s", "patience_runs"):
-            check_number(name, getattr(self, name), where, -MOST_PRIORITY if name == "reserved_priority" else 0.0)
+        for name in ("reserved_priority", "wait_s", "starvation_timeout_s", "starvation_runs"):
+            check_number(name, getattr(self, name), where, -MAX_PRIORITY if name == "reserved_priority" else 0.0)
         check_whole("max_dynamic_pgs", self.dynamic_limit or 0, where)
-        check_whole("target_agents", self.target_hosts, where, most=MOST_HOSTS)
-        check_whole("warm_each", self.hosts_each, where, most=MOST_HOSTS)
+        check_whole("target_agents", self.target_hosts, where, maximum=MAX_WARM_PROCESSES)
+        check_whole("warm_each", self.hosts_each, where, maximum=MAX_WARM_PROCESSES)
         if any(not spec for spec in self.reserved):
             raise InputError("a reserved slot must hold something", where=where)
         together = total(self.reserved)
@@ -99,7 +99,7 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Something to run in a pool: an actor, or a gang of actors that starts whole or not at all."""
+    """An actor to run in a pool, or a gang of actors that starts whole or not at all."""
 
     id: str
     pool: str
@@ -109,25 +109,25 @@ class TaskSpec:
     estimate_s: float = 0.0  # 0: unknown
     preemptible: bool | None = None  # None: single actors are, gangs are not
     strategy: PlacementStrategy | None = None  # None: the pool's
-    wait_s: float | None = None  # deadline of every wait; None: the pool's; 0: at once or not at all
-    restarts: int = 0  # how often it is started again after its process or node was lost; -1: always
-    saves: bool = False  # its state can be saved, so an eviction loses no work
-    notice_s: float | None = None  # told so long before an eviction, instead of the cancel time-out
-    awaits_node: bool = False  # waits where no node is large enough, for one may join; else that fails it at once
-    may_evict: bool = True  # whether it may have others evicted, as far as the policy allows
-    over_quota_waits: bool = True  # False: refused where the quota is short, whatever could be evicted
+    wait_s: float | None = None  # of every wait; None: the pool's; 0: starts at once or not at all
+    restarts: int = 0  # after its process or node was lost; -1: unlimited
+    saves: bool = False  # it checkpoints, so an eviction loses no work
+    notice_s: float | None = None  # notice before an eviction, instead of the cancel time-out
+    awaits_node: bool = False  # wait for a node large enough to join, instead of failing at once
+    may_evict: bool = True  # may evict others, as far as the policy allows
+    over_quota_waits: bool = True  # False: refused where the quota is short
     shares: str | None = None  # takes turns in the slots of this task
     residual: tuple[Resources, ...] = ()  # what it keeps in its slots while parked
-    room: tuple[Resources, ...] = ()  # larger slots than it asks, for those who will share them
+    room: tuple[Resources, ...] = ()  # slots larger than its bundles, for tasks that will share them
     start_timeout_s: float = 600.0
     client: str | None = None  # ends with this client
-    one_process: bool = False  # in the first bundle; the others are for actors that it makes
+    one_process: bool = False  # in the first bundle; the others are for actors that it creates
 
     def __post_init__(self) -> None:
         where = f"task {self.id}"
         if not isinstance(self.id, str) or not self.id or any(character in self.id for character in "/\\\n\0"):
             raise InputError(f"{self.id!r} cannot be the id of a task", hint="letters, digits, - . and _")
-        check_number("priority", self.priority, where, -MOST_PRIORITY, MOST_PRIORITY)
+        check_number("priority", self.priority, where, -MAX_PRIORITY, MAX_PRIORITY)
         check_number("estimated_duration", self.estimate_s, where)
         check_number("start_timeout_s", self.start_timeout_s, where)
         check_number("wait_s", self.wait_s or 0, where)
@@ -149,27 +149,24 @@ class TaskSpec:
 
     @property
     def size(self) -> tuple[Resources, ...]:
-        """The slots it is given: what it asks, or more where others will share them."""
+        """The slots it gets: its bundles, or `room` where other tasks will share them."""
         return self.room or self.bundles
 
     @property
     def processes(self) -> int:
-        """How many members it has: one for each bundle, unless the bundles are for one together."""
         return 1 if self.one_process else len(self.bundles)
 
     @property
     def gang(self) -> bool:
-        """Whether it has several members."""
         return self.processes > 1
 
     @property
     def evictable(self) -> bool:
-        """Whether it may be evicted at all."""
         return self.preemptible if self.preemptible is not None else not self.gang
 
 
 class Aggressiveness(str, enum.Enum):
-    """How large a gap in priority an eviction needs: by label rule, and in the same pool without one."""
+    """The priority gap that an eviction needs: with a label rule, and in the same pool without one."""
 
     low = "low"
     medium = "medium"
@@ -177,18 +174,16 @@ class Aggressiveness(str, enum.Enum):
 
     @property
     def label_gap(self) -> float:
-        """The gap where a label rule allows it."""
         return {"low": 1.0, "medium": 0.5, "high": 0.1}[self.value]
 
     @property
     def same_pool_gap(self) -> float:
-        """The gap in the same pool without a rule."""
         return {"low": 3.0, "medium": 1.0, "high": 0.5}[self.value]
 
 
 @dataclass(frozen=True)
 class PreemptionPolicy:
-    """Who may evict whom. Until one is set, nobody is evicted."""
+    """Which tasks may evict which. Without a policy nothing is evicted."""
 
     same_pool: bool = True
     same_pool_gap: float = 1.0
@@ -219,7 +214,7 @@ class PreemptionPolicy:
 
 @dataclass(frozen=True)
 class BundlePlacement:
-    """A slot as a task sees it: a bundle of a placement group, on a node."""
+    """A slot of a task: a bundle of a placement group, on a node."""
 
     group: str
     bundle: int
@@ -228,7 +223,7 @@ class BundlePlacement:
 
 @dataclass(frozen=True)
 class TaskExplanation:
-    """Why a task is where it is."""
+    """Why a task is in its state."""
 
     task: str
     pool: str
@@ -238,14 +233,14 @@ class TaskExplanation:
     places: tuple[BundlePlacement, ...] = ()
     position: int | None = None  # 1: next in the pool's queue
     waiting_since: float | None = None
-    deadline: float | None = None  # of the wait, or of what is being done
-    needs: tuple[str, ...] = ()  # what would have to end for it to start
+    deadline: float | None = None  # of its state
+    needs: tuple[str, ...] = ()  # tasks that would have to end for it to start
     evictions: int = 0
-    evicted_s: float = 0.0  # how long it was out in all
+    evicted_s: float = 0.0  # total time evicted
     attempts: int = 0
-    how: str = ""  # what it runs in, and why
+    how: str = ""  # the kind of process it runs in, and why
     story: tuple[StoryEntry, ...] = field(default=())
-    estimate_s: float = 0.0  # how long it will run, as it was submitted; 0: it did not say
+    estimate_s: float = 0.0  # as submitted; 0: unknown
 
 
 def labels_of(labels: Mapping[str, str] | None, where: str) -> Labels:
@@ -279,9 +274,10 @@ def strategy_of(word: str, where: str) -> PlacementStrategy:
     try:
         return PlacementStrategy(word.upper())
     except ValueError:
-        near = nearest(word.upper(), [one.value for one in PlacementStrategy])
+        known = [strategy.value for strategy in PlacementStrategy]
+        near = nearest(word.upper(), known)
         raise InputError(
-            f"{word} is no placement strategy",
+            f"unknown placement strategy {word}",
             where=where,
-            hint=f"did you mean {near}?" if near else "one of " + ", ".join(one.value for one in PlacementStrategy),
+            hint=f"did you mean {near}?" if near else f"use {', '.join(known)}",
         ) from None

@@ -1,4 +1,4 @@
-"""What was measured of a run: seconds per component and iteration, with how far they can be trusted."""
+"""Measured costs of a run: seconds per component and iteration, with their reliability."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComponentProfile:
-    """One component's measured cost.
+    """Measured cost of one component.
 
     `seconds` are points (gpus, median seconds of one iteration), ascending. `spread` is half the interquartile range
-    over the median; `drift` the relative change from the first to the last third of the run. `waits` marks a time
-    that contains waiting for others, which is no cost and must not be planned with.
+    over the median; `drift` the relative change from the first to the last third of the run. `waits` marks a time that
+    includes waiting for others: it is no cost and must not be planned with.
     """
 
     name: str
@@ -34,5 +34,4 @@ class Profile:
     notes: tuple[str, ...] = ()
 
     def component(self, name: str) -> ComponentProfile | None:
-        """The component of that name, if it was measured."""
         return next((component for component in self.components if component.name == name), None)

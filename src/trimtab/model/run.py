@@ -1,6 +1,6 @@
-"""The nouns of a run that is watched: what was measured of its iterations, the rules of re-planning, and moves.
+"""Observed runs: measured iterations, the rules of re-planning, and migrations; validated on construction.
 
-Frozen facts, checked where they are made. Whether a run moves to another plan is decided in `trimtab.loop`.
+Whether a run moves to another plan is decided in `trimtab.machines.replan`.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ import enum
 from dataclasses import dataclass
 
 from trimtab.core.errors import InputError
-from trimtab.core.numbers import LONGEST_S, MOST, is_number, is_whole
+from trimtab.core.numbers import LONGEST_S, MAX_COUNT, is_number, is_whole
 from trimtab.core.reasons import Reason
 from trimtab.model.plan import Plan
 
 
 class ReplanMode(str, enum.Enum):
-    """What the loop may do."""
+    """What re-planning may do."""
 
-    advise = "advise"  # say what it would do and what that would gain
+    advise = "advise"  # report what it would do and the gain
     auto = "auto"  # do it
 
 
 class MigrationStage(str, enum.Enum):
-    """The stages of a move, in their order. A failure of any of them ends in the old plan."""
+    """The stages of a migration, in order. A failure of any of them ends in the old plan."""
 
-    drain = "drain"  # the iteration under way ends; whoever must go takes nothing new
-    save = "save"  # whoever moves writes its state, whole
-    release = "release"  # GPUs that the new plan uses otherwise are given back
-    place = "place"  # whoever is new or moves gets its GPUs and processes
-    load = "load"  # state is read there, whole
-    check = "check"  # everybody answers, with the state that was saved
+    drain = "drain"  # the current iteration ends; components that move accept no new work
+    save = "save"  # components that move write their whole state
+    release = "release"  # GPUs that change hands are released
+    place = "place"  # new and moving components get their GPUs and processes
+    load = "load"  # the whole state is read there
+    check = "check"  # every component responds, with the saved state
     resume = "resume"  # batches flow again
 
 
 STAGES = tuple(MigrationStage)
 
-MOST_SHARE = 1_000.0  # of a cost, an iteration or a spread
-MOST_OF = {"window": 10_000, "tries": 100}
+MAX_SHARE = 1_000.0  # of a cost, an iteration or a spread
+MAX_COUNTS = {"window": 10_000, "tries": 100}
 
 
 @dataclass(frozen=True)
@@ -44,36 +44,38 @@ class ReplanRules:
     """When a run is moved to another plan. Counts are iterations."""
 
     mode: ReplanMode = ReplanMode.advise
-    horizon_iterations: int = 50  # a gain counts for so many at most, or for those that remain
-    margin: float = 0.5  # the gain exceeds the move's cost by this share of it
-    dwell_iterations: int = 5  # no move so soon after the last one; twice as long after one that failed or fell short
-    least_gain: float = 0.04  # share of an iteration: plans nearer than this are not told apart; half of it is sure
-    noise: float = 0.06  # a cost within this share of what the plan was made for is no drift, however steady it is
-    noise_widths: float = 3.0  # nor is one within so many times the measured spread
-    least_iterations: int = 8  # measured before anything is decided: the first ones are often slow
-    window: int = 10  # of the newest ones that tell level, trend and spread
-    trust: float = 0.5  # if predicted and measured time differ by more than this share, nothing is moved
-    assumed_move_s: float = 60.0  # the cost of a move as long as none was measured
-    stage_limit_s: float = 600.0  # of each stage; draining has twice what is under way besides
+    horizon_iterations: int = 50  # a gain counts for at most this many, or for those that remain
+    margin: float = 0.5  # by which the gain must exceed the move's cost, as a share of it
+    dwell_iterations: int = 5  # between moves; doubled after one that failed or fell short
+    least_gain: float = 0.04  # share of an iteration below which plans count as equal; half of it counts as sure
+    noise: float = 0.06  # a cost within this share of the planned one is no drift, however steady
+    noise_widths: float = 3.0  # nor is one within this multiple of the measured spread
+    least_iterations: int = 8  # measured before any decision: the first ones are often slow
+    window: int = 10  # latest iterations that give level, trend and spread
+    trust: float = 0.5  # no moves if predicted and measured time differ by more than this share
+    assumed_move_s: float = 60.0  # cost of a move until one was measured
+    stage_limit_s: float = 600.0  # of each stage; the drain stage has twice the current iteration in addition
     rollback_limit_s: float = 900.0
-    wait_s: float = 900.0  # how long a run without a plan that fits waits for nodes
-    tries: int = 3  # of a move that has to be, one after another
-    back_off_s: float = 5.0  # before the second of them, twice as long before the third
-    elastic: tuple[str, ...] = ()  # components whose size the fleet changes within the plan's range
-    range_slack: float = 0.02  # the range's least is the fewest GPUs that lengthen the iteration by no more than this
+    wait_s: float = 900.0  # for nodes, without a feasible plan
+    tries: int = 3  # of a forced move
+    back_off_s: float = 5.0  # before the second try; doubles
+    elastic: tuple[str, ...] = ()  # components that scale within the plan's range
+    range_slack: float = 0.02  # the range starts at the fewest GPUs that lengthen the iteration by at most this share
 
     def __post_init__(self) -> None:
         for name in ("margin", "least_gain", "noise", "noise_widths", "trust", "assumed_move_s", "stage_limit_s",
                      "rollback_limit_s", "wait_s", "back_off_s", "range_slack"):  # fmt: skip
-            most = LONGEST_S if name.endswith("_s") else MOST_SHARE
-            if not is_number(getattr(self, name), 0, most):
-                raise InputError(f"{name} must be a number of 0 or more, up to {most:g}", where="the rules of the run")
-        least = {"horizon_iterations": 1, "dwell_iterations": 0, "least_iterations": 1, "window": 4, "tries": 1}
-        for name, fewest in least.items():
-            most_often = MOST_OF.get(name, MOST)
-            if not is_whole(getattr(self, name), fewest, most_often):
+            maximum = LONGEST_S if name.endswith("_s") else MAX_SHARE
+            if not is_number(getattr(self, name), 0, maximum):
                 raise InputError(
-                    f"{name} must be a whole number of {fewest} or more, up to {most_often}",
+                    f"{name} must be a number of 0 or more, up to {maximum:g}", where="the rules of the run"
+                )
+        minimum = {"horizon_iterations": 1, "dwell_iterations": 0, "least_iterations": 1, "window": 4, "tries": 1}
+        for name, minimum_count in minimum.items():
+            maximum_count = MAX_COUNTS.get(name, MAX_COUNT)
+            if not is_whole(getattr(self, name), minimum_count, maximum_count):
+                raise InputError(
+                    f"{name} must be a whole number of {minimum_count} or more, up to {maximum_count}",
                     where="the rules of the run",
                 )
         for name in ("stage_limit_s", "rollback_limit_s"):
@@ -83,13 +85,13 @@ class ReplanRules:
 
 @dataclass(frozen=True)
 class ComponentTiming:
-    """One component in one iteration. `busy_s` is its own computing time for its batches, without any waiting."""
+    """One component in one iteration. `busy_s` is its compute time for its batches, without waiting."""
 
     component: str
     busy_s: float
-    gpus: int = 0  # that it computed on; 0: on CPUs
-    batches: int | None = None  # None: all of the iteration
-    wait_s: float = 0.0  # for inputs and for room in the queue behind it
+    gpus: int = 0  # used; 0: on CPUs
+    batches: int | None = None  # None: all
+    wait_s: float = 0.0  # for inputs and for space in its output queue
     offload_s: float = 0.0
     onload_s: float = 0.0
 
@@ -103,7 +105,7 @@ class ComponentTiming:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration that is over. `extra` names periodic work in it (validation, checkpoint): it tells no cost."""
+    """A completed iteration. `extra` names periodic work in it (validation, checkpoint): it is no cost measurement."""
 
     number: int  # 1, 2, 3 ...
     wall_s: float
@@ -115,17 +117,17 @@ class Iteration:
             raise InputError(f"{self.number!r} is no number of an iteration", hint="they count from 1")
         if not _sound(self.wall_s):
             raise InputError(f"the wall time of iteration {self.number} is not a time", where="a measured iteration")
-        names = [one.component for one in self.components]
+        names = [timing.component for timing in self.components]
         if len(set(names)) < len(names):
             raise InputError(f"a component of iteration {self.number} was measured twice", where="a measured iteration")
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """What a component costs now, against its profile: the profile's curve times `level`.
+    """Current cost of a component relative to its profile: the profile's curve times `level`.
 
-    `middle` is the same without the trend; `spread` is that of single iterations, `trend` the relative change per
-    iteration where there is one. Another level is told from it that is further than `width` from both, relatively.
+    `middle` is the level without the trend; `spread` that of single iterations; `trend` the relative change per
+    iteration, if any. A level counts as different if it is further than `width` (relative) from both.
     """
 
     level: float = 1.0
@@ -133,18 +135,18 @@ class CostEstimate:
     spread: float = 0.0
     trend: float = 0.0
     width: float = 0.0
-    measured: int = 0  # iterations that count
+    measured: int = 0  # iterations used
 
 
 @dataclass(frozen=True)
 class DecisionNumbers:
-    """What a decision rests on. Seconds per iteration are predicted from what is measured now."""
+    """The figures of a decision. Seconds per iteration are predicted from current measurements."""
 
     iteration_s: float | None = None  # of the plan that runs
     new_iteration_s: float | None = None  # of the best other plan
     gain_s: float | None = None  # per iteration
-    sure_gain_s: float | None = None  # per iteration, if the costs have drifted only as far as is told from noise
-    horizon: int | None = None  # iterations that count
+    sure_gain_s: float | None = None  # per iteration, if costs drifted only as far as the noise allows to say
+    horizon: int | None = None  # iterations for which a gain counts
     cost_s: float | None = None  # of the move
     cost_measured: bool = False  # False: assumed
     margin: float | None = None
@@ -152,19 +154,19 @@ class DecisionNumbers:
 
 
 class ChangeKind(str, enum.Enum):
-    """What a move does to a component."""
+    """What a migration does to a component."""
 
-    stays = "stays"  # same GPUs, same company
+    stays = "stays"  # same GPUs, same group
     grows = "grows"  # keeps its GPUs and gets more
     shrinks = "shrinks"  # keeps some of its GPUs
     moves = "moves"  # other GPUs, or another way to run
-    regroups = "regroups"  # shares its GPUs with others than before
+    regroups = "regroups"  # shares its GPUs with other components than before
     replaced = "replaced"  # what it ran on is gone
 
 
 @dataclass(frozen=True)
 class ComponentChange:
-    """What a move does to one component. Seats are (node, GPU of that node)."""
+    """What a migration does to one component. Slots are (node, GPU of that node)."""
 
     component: str
     how: ChangeKind
@@ -186,13 +188,13 @@ class Migration:
 
     @property
     def touched(self) -> tuple[str, ...]:
-        """The components that it does not leave as they are."""
+        """The components that change."""
         return tuple(change.component for change in self.changes if change.how is not ChangeKind.stays)
 
 
 @dataclass(frozen=True)
 class MigrationCost:
-    """What a move that arrived cost: seconds of each stage."""
+    """Seconds of each stage of a completed migration."""
 
     move: int
     touched: tuple[str, ...]
@@ -200,7 +202,6 @@ class MigrationCost:
 
     @property
     def seconds(self) -> float:
-        """In all."""
         return sum(took for _, took in self.stages)
 
 

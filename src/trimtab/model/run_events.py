@@ -1,7 +1,7 @@
-"""One line of a run's `events.jsonl`, as every reader of it takes it: JSON with numbers that a run can have.
+"""Reads and validates one line of a run's `events.jsonl`: JSON with numbers that a run can have.
 
-A line is checked here before anybody counts, draws or plans with it, so that an odd line is odd to all of them:
-a reader of a run leaves it out and counts it, and goes on. What an event of its kind must have is its reader's.
+Every reader of a run uses it, so that all agree on which lines are malformed: these are left out and counted. What an
+event of a given kind must have is checked by its reader.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
 
+# What processing a malformed event may raise.
 ODD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, TrimtabError)
-"""What taking an odd event may raise."""
 
-MOST_GPUS = 65_536
-MOST_COUNT = 10**9
-LONGEST_S = 1e12
+MAX_GPUS = 65_536
+MAX_COUNT = 10**9
+MAX_TIME_S = 1e12
 
 _COUNTS = (
     *("number", "iteration", "iterations", "after", "void", "move", "step", "least", "most", "batches", "seed"),
@@ -24,31 +24,31 @@ _COUNTS = (
 )
 _GPUS = ("gpus", "nodes")
 _TIMES = ("at", "deadline", "bars")
-_FREE = ("metrics", "numbers", "settings")  # whatever a trainer or a decision has to say
+_FREE = ("metrics", "numbers", "settings")  # free-form
 
 
 def read_event(line: str | bytes) -> dict[str, Any]:
-    """The event of a line. Raises ValueError where it is none, or has a number that no run has."""
+    """The event of a line. Raises ValueError for anything else, or for a number that no run can have."""
     event = plain.loads(line)
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         raise ValueError("this is no event")
-    waiting: list[tuple[Any, str, float | None]] = [(event, "", None)]
-    while waiting:
-        one, key, most = waiting.pop()
-        if isinstance(one, dict):
-            waiting += ((value, name, _most(name, most)) for name, value in one.items() if name not in _FREE)
-        elif isinstance(one, list):
-            waiting += ((value, key, most) for value in one)
-        elif most is not None and isinstance(one, int | float) and not abs(one) <= most:
-            raise ValueError(f"{key} is {one:.6g}, beyond {most:.6g}")
+    pending: list[tuple[Any, str, float | None]] = [(event, "", None)]
+    while pending:
+        value, key, limit = pending.pop()
+        if isinstance(value, dict):
+            pending += ((item, name, _limit(name, limit)) for name, item in value.items() if name not in _FREE)
+        elif isinstance(value, list):
+            pending += ((item, key, limit) for item in value)
+        elif limit is not None and isinstance(value, int | float) and not abs(value) <= limit:
+            raise ValueError(f"{key} is {value:.6g}, beyond {limit:.6g}")
     nodes = event.get("nodes")
-    if isinstance(nodes, list) and sum(_gpus(node) for node in nodes) > MOST_GPUS:
-        raise ValueError(f"the nodes have more than {MOST_GPUS:,} GPUs")
+    if isinstance(nodes, list) and sum(_gpus(node) for node in nodes) > MAX_GPUS:
+        raise ValueError(f"the nodes have more than {MAX_GPUS:,} GPUs")
     return event
 
 
 def check_plan(event: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a plan again, of which groups and variants can be relied on. Raises ValueError."""
+    """The event, with groups and variants validated. Raises ValueError."""
     for group in event["groups"]:
         if not _words(group["components"]) or not isinstance(group.get("gpus", ""), str):
             raise ValueError("a group has the names of its components and its GPUs")
@@ -61,17 +61,17 @@ def check_plan(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _words(data: Any) -> bool:
-    return isinstance(data, list) and all(isinstance(one, str) for one in data)
+    return isinstance(data, list) and all(isinstance(word, str) for word in data)
 
 
-def _most(key: str, above: float | None) -> float | None:
-    """How large a number may be under a key; what is not known by itself is as what it is a part of."""
+def _limit(key: str, above: float | None) -> float | None:
+    """The largest number under a key; an unknown key inherits the limit of its parent."""
     if key in _COUNTS:
-        return MOST_COUNT
+        return MAX_COUNT
     if key in _GPUS:
-        return MOST_GPUS
-    return LONGEST_S if key in _TIMES or key.endswith("_s") else above
+        return MAX_GPUS
+    return MAX_TIME_S if key in _TIMES or key.endswith("_s") else above
 
 
 def _gpus(node: Any) -> int:
-    return sum(one for one in node if type(one) is int) if isinstance(node, list) else 0
+    return sum(gpus for gpus in node if type(gpus) is int) if isinstance(node, list) else 0

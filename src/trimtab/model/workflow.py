@@ -1,7 +1,7 @@
-"""The nouns of planning: a cluster, and a workflow of components with what each costs.
+"""Planning input: a cluster, and a workflow of components with their costs.
 
-Everything here is plain, frozen and already validated in form (finite numbers, known names); `check_workflow` states
-the rules between components. Loaders in `formats` build these, planners in `plan` read them.
+Frozen and validated in form (finite numbers, known names); `check_workflow` checks the rules between components.
+Loaders in `formats` build these, planners in `plan` read them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from trimtab.core.errors import InputError, nearest
 
-ANY_KIND = ""
-"""The GPU kind of a cluster or profile that names none; a profile of this kind holds for every GPU."""
+ANY_KIND = ""  # of a cluster or profile that names no GPU kind; such a profile holds for every GPU
 
 MAX_COMPONENTS = 8
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: what it has. `None` means not stated, hence not checked."""
+    """One machine. `None` means not stated, hence not checked."""
 
     name: str
     gpus: int
@@ -37,16 +36,13 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """All GPUs of all nodes."""
         return sum(node.gpus for node in self.nodes)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of GPU that are there, in node order."""
         return tuple(dict.fromkeys(node.gpu for node in self.nodes if node.gpus))
 
     def ranks(self, kind: str) -> tuple[int, ...]:
-        """Global ranks of the GPUs of a kind."""
         ranks: list[int] = []
         first = 0
         for node in self.nodes:
@@ -56,12 +52,12 @@ class Cluster:
         return tuple(ranks)
 
     def gpu_memory_gb(self, kind: str) -> float | None:
-        """Memory of one GPU of a kind: the least of its nodes, so that a group may span any of them."""
+        """Memory of a GPU of this kind: the minimum over its nodes, so that a group may span any of them."""
         stated = [n.gpu_memory_gb for n in self.nodes if n.gpus and n.gpu == kind and n.gpu_memory_gb is not None]
         return min(stated) if stated else None
 
     def host_memory_gb_per_gpu(self, kind: str) -> float | None:
-        """Each GPU's equal share of its node's host memory: the least among the nodes of a kind."""
+        """Host memory per GPU of this kind: the minimum of the nodes' equal shares."""
         stated = [
             n.host_memory_gb / n.gpus for n in self.nodes if n.gpus and n.gpu == kind and n.host_memory_gb is not None
         ]
@@ -69,17 +65,17 @@ class Cluster:
 
     @property
     def cpus(self) -> float | None:
-        """All CPUs, where every node states them."""
+        """All CPUs; `None` unless every node states them."""
         stated = [node.cpus for node in self.nodes if node.cpus is not None]
         return sum(stated) if len(stated) == len(self.nodes) else None
 
 
 @dataclass(frozen=True)
 class GpuCurve:
-    """A value per GPU (gigabytes) as a function of how many GPUs a component uses.
+    """A value per GPU (gigabytes) as a function of the number of GPUs a component uses.
 
-    Points are linear in the count between measurements and constant outside them; `sharded` is divided by the count;
-    `per_gpu` is added to every GPU.
+    Points are interpolated linearly and constant outside; `sharded` is divided by the count; `per_gpu` is added to
+    every GPU.
     """
 
     points: tuple[tuple[int, float], ...] = ()
@@ -87,7 +83,7 @@ class GpuCurve:
     per_gpu: float = 0.0
 
     def at(self, gpus: int) -> float:
-        """The value on one GPU when the component uses so many."""
+        """The value on one GPU when the component uses `gpus`."""
         value = self.per_gpu + self.sharded / gpus
         if not self.points:
             return value
@@ -114,10 +110,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a component (for example a tensor-parallel size) and what it costs.
+    """One way to run a component (for example a tensor-parallel size) and its cost.
 
     `seconds` maps a GPU kind to measured points (gpus, seconds for all batches), ascending in gpus. Where a kind has
-    one point only, `doubling` is the share of a perfect speed-up that twice the GPUs are taken to give.
+    one point only, `doubling` is the assumed share of a perfect speed-up that doubling the GPUs gives.
     """
 
     name: str = ""
@@ -134,7 +130,6 @@ class Variant:
         return self.seconds.get(kind) or self.seconds.get(ANY_KIND) or ()
 
     def allows(self, gpus: int) -> bool:
-        """Whether this variant can run on exactly so many GPUs."""
         return gpus > 0 and gpus % self.multiple_of == 0 and (self.gpus is None or gpus in self.gpus)
 
 
@@ -142,9 +137,9 @@ class Variant:
 class Component:
     """One role of the training loop.
 
-    `granularity` is how many batches it takes from its inputs at a time; `None` means all of them.
-    `completion` maps the share of batches done to the share of time taken, from (0, 0) to (1, 1); empty means evenly.
-    A component with `cpu_seconds` runs on CPUs and takes no GPU.
+    `granularity` is how many batches it takes from its inputs at a time; `None`: all of them. `completion` maps the
+    share of batches done to the share of time taken, from (0, 0) to (1, 1); empty: evenly. A component with
+    `cpu_seconds` runs on CPUs and takes no GPU.
     """
 
     name: str
@@ -159,7 +154,6 @@ class Component:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it takes no GPU."""
         return self.cpu_seconds is not None
 
 
@@ -175,7 +169,7 @@ class WeightSync:
 
 @dataclass(frozen=True)
 class Workflow:
-    """The graph of components and how an iteration flows through it. Components stand in file order."""
+    """The graph of components and how an iteration flows through it. Components are in file order."""
 
     components: tuple[Component, ...]
     batches: int = 1
@@ -183,16 +177,14 @@ class Workflow:
     weight_sync: WeightSync | None = None
 
     def component(self, name: str) -> Component:
-        """The component of that name."""
         return next(component for component in self.components if component.name == name)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names in file order."""
         return tuple(component.name for component in self.components)
 
     def in_order(self) -> tuple[Component, ...]:
-        """Components in workflow order: topological, ties in file order. Raises InputError on a cycle."""
+        """Components in topological order, ties in file order. Raises InputError on a cycle."""
         done: list[Component] = []
         left = list(self.components)
         while left:
@@ -210,7 +202,7 @@ class Workflow:
         return tuple(done)
 
     def scaled(self, name: str, factor: float) -> Workflow:
-        """The same workflow with one component's times multiplied: for what-if questions."""
+        """The workflow with one component's times multiplied, for what-if analysis."""
 
         def scale(component: Component) -> Component:
             if component.name != name:
@@ -236,7 +228,7 @@ class Workflow:
 
 @dataclass(frozen=True)
 class PlacementJob:
-    """What the planner is asked: this workflow on this cluster."""
+    """Input of the placement planner: a workflow on a cluster."""
 
     cluster: Cluster
     workflow: Workflow

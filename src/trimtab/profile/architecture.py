@@ -1,7 +1,7 @@
-"""How many parameters a model has, from the fields of its Hugging Face `config.json`.
+"""Counts a model's parameters from the fields of its Hugging Face `config.json`.
 
-Counts are exact for the common decoder families (Llama, Mistral, Qwen, Gemma, Mixtral, DeepSeek); where a family is not
-known or a part is left out, the notes say so. Nothing is downloaded and no model code runs: only numbers are read.
+Counts are exact for the common decoder families (Llama, Mistral, Qwen, Gemma, Mixtral, DeepSeek); for an unknown family
+or a part that is left out there is a note. Nothing is downloaded and no model code runs: only numbers are read.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 
 PLAIN_MLP = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "gpt_bigcode", "mpt")
-"""Families with an up and a down projection only, and with biases in their norms."""
+"""Families with only an up and a down projection, and with biases in their norms."""
 PLAIN_WITHOUT_BIAS = ("falcon", "mpt")
 QKV_BIAS = ("qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "chatglm")
 QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "gemma3", "gemma3_text")
 FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")
-TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom", "falcon", "gpt_bigcode")
+TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom", "falcon", "gpt_bigcode")
 GATED = (
     *("llama", "mistral", "mixtral", "gemma", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4", "phi3", "olmo"),
     *("internlm2", "baichuan", "yi", "cohere", "granite", "minicpm", "glm4_moe", "kimi_k2"),
     *(*QKV_BIAS, *QK_NORM, *FOUR_NORMS),
 )
 LARGEST = 10**9
-"""No field of a model that exists is larger; a larger one is a mistake."""
+"""Larger values are mistakes: no field of an existing model is larger."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's shape and its parameter counts, exactly as many as the formulas of its family give."""
+    """A model's shape and its exact parameter counts by the formulas of its family."""
 
     model_type: str
     hidden: int
@@ -72,7 +72,6 @@ class Architecture:
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
         return self.layers - self.dense_layers
 
     @property
@@ -82,25 +81,24 @@ class Architecture:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of all layers, experts included."""
+        """All layers, experts included."""
         each = self.attention_per_layer + self.norms_per_layer
         dense = self.dense_layers * self.dense_mlp
         return self.layers * each + dense + self.moe_layers * (self.shared_mlp + self.router) + self.expert_parameters
 
     @property
     def parameters(self) -> int:
-        """All parameters of the model."""
         return self.embedding + self.head + self.layer_parameters + self.final_norm
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses."""
+        """Parameters used per token."""
         idle = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_mlp
         return self.parameters - idle
 
 
 def read(path: Path) -> Architecture:
-    """The architecture in a `config.json`, or in the folder that holds one."""
+    """Read a `config.json`, or the folder that holds one."""
     file = path / "config.json" if path.is_dir() else path
     text = yaml_text.read_text(file)
     try:
@@ -117,7 +115,7 @@ def read(path: Path) -> Architecture:
 
 
 def from_config(data: Mapping[str, Any], name: str) -> Architecture:
-    """The architecture that a configuration states; `name` stands in errors."""
+    """The architecture that a configuration states; `name` is used in errors."""
     notes: list[str] = []
     inner = next((data[key] for key in ("text_config", "llm_config", "language_config") if key in data), None)
     if isinstance(inner, Mapping):
@@ -151,17 +149,17 @@ def from_config(data: Mapping[str, Any], name: str) -> Architecture:
     if latent:
         head_size = fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")
     attention, kv_values = _attention(fields, kind, hidden, heads, kv_heads, head_size)
-    tied = data.get("tie_word_embeddings", kind in TIED_UNLESS_SAID)
+    tied = data.get("tie_word_embeddings", kind in TIED_BY_DEFAULT)
     embedding = vocabulary * hidden
     if kind in ("gpt2", "gpt_bigcode"):
         embedding += fields.count("n_positions") * hidden
     elif kind == "opt":
         embedding += (fields.count("max_position_embeddings") + 2) * hidden
 
-    experts = fields.count("num_experts", default=0, least=0)
+    experts = fields.count("num_experts", default=0, minimum=0)
     width = fields.count("intermediate_size", default=4 * hidden if plain else None)
     moe_width = fields.count("moe_intermediate_size", default=width)
-    per_token = fields.count("experts_per_token", default=min(experts, 2), least=0) if experts else 0
+    per_token = fields.count("experts_per_token", default=min(experts, 2), minimum=0) if experts else 0
     if per_token > experts:
         raise InputError("more experts per token than there are experts", where=f"{name}: num_experts_per_tok")
     shared, router = _shared_experts(fields, kind, hidden, experts, moe_width)
@@ -213,7 +211,7 @@ def _attention(fields: _Fields, kind: str, hidden: int, heads: int, kv_heads: in
 
 
 def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, int]:
-    """DeepSeek's attention, which caches one compressed vector and one rotary key per token."""
+    """DeepSeek's attention: caches one compressed vector and one rotary key per token."""
     rank = fields.count("kv_lora_rank")
     rope, nope = fields.count("qk_rope_head_dim"), fields.count("qk_nope_head_dim")
     value = fields.count("v_head_dim")
@@ -234,22 +232,22 @@ def _mlp(kind: str, hidden: int, width: int, bias: bool) -> int:
 
 
 def _shared_experts(fields: _Fields, kind: str, hidden: int, experts: int, moe_width: int) -> tuple[int, int]:
-    """(parameters of the experts every token uses, parameters of the router), per layer with experts."""
+    """(parameters of the experts that every token uses, parameters of the router), per MoE layer."""
     if not experts:
         return 0, 0
     router = hidden * experts
     if kind in ("deepseek_v3", "kimi_k2", "glm4_moe"):
-        router += experts  # the correction that balances the experts
-    shared = fields.count("shared_expert_intermediate_size", default=0, least=0)
+        router += experts  # the load-balancing bias
+    shared = fields.count("shared_expert_intermediate_size", default=0, minimum=0)
     if shared:
         return 3 * hidden * shared, router + hidden  # Qwen gates its shared expert
-    return 3 * hidden * moe_width * fields.count("n_shared_experts", default=0, least=0), router
+    return 3 * hidden * moe_width * fields.count("n_shared_experts", default=0, minimum=0), router
 
 
 def _dense_layers(fields: _Fields, layers: int, experts: int) -> int:
     if not experts:
         return layers
-    first = min(layers, fields.count("first_k_dense_replace", default=0, least=0))
+    first = min(layers, fields.count("first_k_dense_replace", default=0, minimum=0))
     every = fields.count("decoder_sparse_step", default=1)
     only = fields.data.get("mlp_only_layers")
     dense = set(only) if isinstance(only, list) and all(isinstance(layer, int) for layer in only) else set()
@@ -259,28 +257,28 @@ def _dense_layers(fields: _Fields, layers: int, experts: int) -> int:
 
 
 class _Fields:
-    """The numbers of a configuration, checked where they are read."""
+    """Checked numbers of a configuration."""
 
     def __init__(self, data: Mapping[str, Any], name: str) -> None:
         self.data = data
         self.name = name
 
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number under a key or one of its other names."""
+    def count(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """The whole number under a key or one of its aliases."""
         names = ALIASES.get(key, (key,))
         found = next((name for name in names if self.data.get(name) is not None), None)
         if found is None:
             if default is None:
-                said = f" (also known as {', '.join(names[1:])})" if len(names) > 1 else ""
+                aliases = f" (also known as {', '.join(names[1:])})" if len(names) > 1 else ""
                 raise InputError(
-                    f"the model's configuration has no {key}{said}",
+                    f"the model's configuration has no {key}{aliases}",
                     where=f"{self.name}: {key}",
                     hint="give the config.json of a decoder model, as published beside its weights",
                 )
             return default
         value = self.data[found]
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= LARGEST:
             raise InputError(
-                f"{found} is {value!r:.60}, not a whole number from {least}", where=f"{self.name}: {found}"
+                f"{found} is {value!r:.60}, not a whole number from {minimum}", where=f"{self.name}: {found}"
             )
         return value

@@ -1,8 +1,8 @@
-"""How much memory each component needs, from the model's architecture and how it is run.
+"""Estimates the memory of each component from the model's architecture and its settings.
 
-An estimate to plan with, every term of it shown: weights, gradients, optimiser state, activations, logits, KV cache and
-what a process takes on a GPU whatever it does. It must never be silently optimistic: peaks are counted as if they
-fell together. GB are 2^30 bytes, as `nvidia-smi` counts.
+Every term is shown: weights, gradients, optimiser state, activations, logits, KV cache and the fixed cost of a process
+on a GPU. It must never be silently optimistic: peaks are added as if they coincided. GB are 2^30 bytes, as in
+`nvidia-smi`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROCESS_GB = 1.5
 """CUDA context (0.6 GB on an H200) and the buffers of the communication library, per process and GPU."""
 
 LOGIT_BYTES_TRAINING = 12
-"""Per token and word: in bf16 and in fp32, each with its gradient, as a plain cross-entropy keeps them."""
+"""Per token and vocabulary entry: bf16 and fp32, each with its gradient, as a plain cross-entropy keeps them."""
 LOGIT_BYTES_FORWARD = 6
 
 OPTIMIZERS: Mapping[str, tuple[float, str]] = {
@@ -33,13 +33,13 @@ OPTIMIZERS: Mapping[str, tuple[float, str]] = {
     "sgd-momentum": (4, "one fp32 momentum"),
 }
 PRECISIONS: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
-MOST = 10**9
+MAX_COUNT = 10**9
 OFFLOADS = ("none", "optimizer", "all")
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How the model is run. Counts are per component; `kv_share` is the engine's share of a GPU's memory."""
+    """How the model is run. Counts are per component; `kv_share` is the engine's share of GPU memory."""
 
     gpus: int = 8
     tp: int = 1
@@ -64,7 +64,7 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """One summand: what it is, how it was reckoned, and the gigabytes on one GPU."""
+    """A summand: its name, its formula, and its GB per GPU."""
 
     name: str
     formula: str
@@ -74,7 +74,7 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What one component needs on each of its GPUs, and in host memory per GPU while it is parked."""
+    """Memory of a component on each of its GPUs, and in host memory per GPU while it is offloaded."""
 
     component: str
     active: tuple[MemoryTerm, ...]
@@ -85,7 +85,6 @@ class MemoryNeed:
 
     @property
     def active_gb(self) -> float:
-        """While it runs."""
         return sum(term.gb for term in self.active)
 
     @property
@@ -95,36 +94,36 @@ class MemoryNeed:
 
     @property
     def host_gb(self) -> float:
-        """In host memory while parked."""
+        """In host memory while offloaded."""
         return sum(term.gb for term in self.host)
 
     def block(self) -> dict[str, Any]:
-        """The `memory_gb` of a job file, and its `host_memory_gb`."""
+        """The `memory_gb` and `host_memory_gb` of a job file."""
         sharded = sum(term.gb for term in self.active if term.divides_by_gpus) * self.gpus
         memory: dict[str, float] = {}
         if sharded:
-            memory["sharded"] = _up(sharded)
-            memory["per_gpu"] = _up(self.active_gb - sharded / self.gpus)
+            memory["sharded"] = _round_up(sharded)
+            memory["per_gpu"] = _round_up(self.active_gb - sharded / self.gpus)
         else:
-            memory["active"] = _up(self.active_gb)
-        memory["resident"] = _up(self.resident_gb)
+            memory["active"] = _round_up(self.active_gb)
+        memory["resident"] = _round_up(self.resident_gb)
         block: dict[str, Any] = {"memory_gb": memory}
         if self.host_gb:
-            block["host_memory_gb"] = _up(self.host_gb)
+            block["host_memory_gb"] = _round_up(self.host_gb)
         return block
 
 
 def estimate(model: Architecture, settings: MemorySettings) -> tuple[MemoryNeed, ...]:
-    """What trainer, rollout and inference (or a reference model) need, or an InputError."""
+    """The needs of trainer, rollout and inference (or a reference model)."""
     settings = check(settings)
     return _trainer(model, settings), _rollout(model, settings), _inference(model, settings)
 
 
 def check(settings: MemorySettings) -> MemorySettings:
-    """The settings with their words in order, or an InputError that names the option."""
+    """The settings with lower-case words; raises InputError that names the option."""
     for name in ("gpus", "tp", "pp", "ep", "micro_batch", "sequence_length", "rollout_tp", "concurrent"):
-        if not 1 <= getattr(settings, name) <= MOST:
-            raise InputError(f"--{name.replace('_', '-')} is a count from 1 to {MOST:,}")
+        if not 1 <= getattr(settings, name) <= MAX_COUNT:
+            raise InputError(f"--{name.replace('_', '-')} is a count from 1 to {MAX_COUNT:,}")
     if settings.zero not in (0, 1, 2, 3):
         raise InputError("--zero is 0, 1, 2 or 3", hint="1 is a distributed optimiser, 3 is FSDP")
     if not 0 < settings.kv_share <= 1:
@@ -158,8 +157,8 @@ def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
     )
     moments, meaning = OPTIMIZERS[run.optimizer]
     master = 4.0 if run.master_weights and PRECISIONS[run.precision] < 4 else 0.0
-    said = f"{run.optimizer}: {meaning}" + (" + fp32 copy" if master else "")
-    optimizer = _states("optimiser", model, run, moments + master, sharded=run.zero >= 1, word=said)
+    word = f"{run.optimizer}: {meaning}" + (" + fp32 copy" if master else "")
+    optimizer = _states("optimiser", model, run, moments + master, sharded=run.zero >= 1, word=word)
     working = [*_activations(model, run, training=True), _logits(model, run, LOGIT_BYTES_TRAINING)]
     if run.zero >= 3 and replicas > 1:
         layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
@@ -168,7 +167,7 @@ def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
     process = _process()
     moved = {"none": (), "optimizer": (optimizer,), "all": (weights, gradients, optimizer)}[run.offload]
     kept = tuple(term for term in (weights, gradients, optimizer) if term not in moved)
-    # Gradients are nothing between steps: they are freed, not moved.
+    # Gradients are freed between steps, not moved.
     host = tuple(term for term in moved if term is not gradients)
     return MemoryNeed(
         "trainer", (weights, gradients, optimizer, *working, process), (*kept, process), host, run.gpus, model.notes
@@ -197,14 +196,14 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         notes.append("without --gpu-memory-gb the KV cache is that of --concurrent answers of full length")
     else:
         engine = run.kv_share * run.gpu_memory_gb
-        room = engine - weights.gb - process.gb
+        free = engine - weights.gb - process.gb
         formula = f"{run.kv_share:g} x {run.gpu_memory_gb:g} GB - weights - process"
-        cache = MemoryTerm("KV cache", formula, max(0.0, room))
-        answers = int(room * GB / (per_token * run.sequence_length)) if room > 0 else 0
+        cache = MemoryTerm("KV cache", formula, max(0.0, free))
+        answers = int(free * GB / (per_token * run.sequence_length)) if free > 0 else 0
         notes.append(f"the KV cache holds {answers} answers of {run.sequence_length} tokens at a time")
         if answers < 1:
-            notes.append("that is not even one: raise --kv-share or --rollout-tp")
-    # An engine that sleeps gives up weights and cache; the next weight sync brings the weights back.
+            notes.append("the KV cache does not hold a single answer: raise --kv-share or --rollout-tp")
+    # A sleeping engine frees weights and cache; the next weight sync restores the weights.
     resident = (process,) if run.offload == "all" else (weights, process)
     return MemoryNeed("rollout", (weights, cache, process), resident, (), run.gpus, tuple(notes))
 
@@ -221,7 +220,7 @@ def _inference(model: Architecture, run: MemorySettings) -> MemoryNeed:
 def _states(
     name: str, model: Architecture, run: MemorySettings, size: float, *, sharded: bool, word: str
 ) -> MemoryTerm:
-    """Bytes that go with every parameter: over all GPUs, or copied on every replica."""
+    """Bytes per parameter: sharded over all GPUs, or copied on every replica."""
     if sharded:
         formula = f"{model.parameters:,} x {size:g} B ({word}) / {run.gpus} GPUs"
         return MemoryTerm(name, formula, model.parameters * size / run.gpus / GB, divides_by_gpus=True)
@@ -231,7 +230,7 @@ def _states(
 
 
 def _largest_stage(model: Architecture, run: MemorySettings) -> float:
-    """Parameters on one GPU of the stage that holds most of them."""
+    """Parameters per GPU of the largest stage."""
     share = math.ceil(model.layers / run.pp) / model.layers
     experts = model.expert_parameters / (run.ep if model.experts else 1)
     layers = (model.layer_parameters - model.expert_parameters + experts) * share
@@ -241,10 +240,10 @@ def _largest_stage(model: Architecture, run: MemorySettings) -> float:
 
 
 def _activations(model: Architecture, run: MemorySettings, *, training: bool) -> list[MemoryTerm]:
-    """What layers keep for the backward pass: around the norms, in the attention (never its scores), in the MLP.
+    """Activations that layers keep for the backward pass: norms, attention (without its scores), MLP.
 
-    The factors are those of plain PyTorch, found with a 1.5B Qwen2 on an H200 (104,200 bytes per token and layer, where
-    this gives 103,424; with a 4B Qwen3 for its norms of queries and keys) and checked with a 1.2B Llama. Fused kernels
+    The factors are those of plain PyTorch, measured with a 1.5B Qwen2 on an H200 (104,200 bytes per token and layer;
+    this gives 103,424) and with a 4B Qwen3 for its query and key norms, and checked with a 1.2B Llama. Fused kernels
     keep less.
     """
     tokens = run.micro_batch * run.sequence_length
@@ -255,7 +254,7 @@ def _activations(model: Architecture, run: MemorySettings, *, training: bool) ->
     shown = f"{tokens:,} tokens x {values:,} values x 2 B / tp {run.tp}"
     if not training:
         return [MemoryTerm("one layer", shown, layer)]
-    # With pipeline stages the first one holds as many micro-batches as there are stages.
+    # The first pipeline stage holds as many micro-batches as there are stages.
     depth = math.ceil(model.layers / run.pp) * run.pp
     if not run.checkpointing:
         return [MemoryTerm("activations", f"{depth} layers x {shown}", depth * layer)]
@@ -284,6 +283,6 @@ def _word(option: str, word: str, known: Mapping[str, object]) -> str:
     raise InputError(f"{option} {word} is not known", hint=hint)
 
 
-def _up(gb: float) -> float:
-    """Rounded up to a tenth: an estimate must not fit by rounding."""
+def _round_up(gb: float) -> float:
+    """Round up to a tenth: an estimate must not fit by rounding."""
     return math.ceil(gb * 10 - 1e-9) / 10

@@ -1,10 +1,10 @@
-"""A timer for anybody's training loop: mark each component's work, get the profile the planner reads.
+"""Times the components of a training loop and produces the profile that the planner reads.
 
-It decides only what a sample is. Blocks of one component within an iteration add up to one sample; without iterations
-every block is one. The same component open more than once at a time (threads, nested calls) counts once, from the
-first opening to the last closing. Blocks of different components are independent: one inside the other is in both,
-and the profile says so. A block left by an exception makes its sample void. The timer never raises into the loop
-it measures, apart from wrong arguments, and never waits for a device by itself (see `sync`).
+Blocks of a component within an iteration add up to one sample; without iterations every block is a sample. A component
+that is open more than once at a time (threads, nested calls) counts once, from the first opening to the last closing.
+Blocks of different components are independent: nested blocks count in both, with a note in the profile. A block left by
+an exception makes its sample void. What must never happen: the timer raises into the loop that it measures (wrong
+arguments apart) or waits for a device by itself (see `sync`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 PATH_VARIABLE = "TRIMTAB_PROFILE"
-"""Names a file: the profile is saved there when the process ends. `{pid}` in it becomes the process's number."""
+"""Environment variable with a file name: the profile is saved there at process exit. `{pid}` becomes the process id."""
 
 _Key = tuple[str, int | None]
 
 
 @dataclass
 class _OpenBlock:
-    """A component that is running: since when, how many blocks of it are open, whether one of them failed."""
+    """A running component: since when, how many of its blocks are open, whether one failed."""
 
     since: float
     blocks: int = 1
@@ -48,23 +48,23 @@ class _Iteration:
 
 
 class Recorder:
-    """Collects what the components of one process take. Safe to use from any thread."""
+    """Collects the times of the components of one process. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._open: dict[_Key, _OpenBlock] = {}
-        self._samples: dict[_Key, list[float]] = {}  # one per block, as long as no iteration has been marked
-        self._iterations: list[_Iteration] = []  # those that are over
+        self._samples: dict[_Key, list[float]] = {}  # one per block, while no iteration has been marked
+        self._iterations: list[_Iteration] = []  # ended
         self._current: _Iteration | None = None
         self._marked = False
-        self._nested: set[tuple[str, str]] = set()  # (inner, outer) names that were open together in one thread
+        self._nested: set[tuple[str, str]] = set()  # (inner, outer) names open together in a thread
         self._stack = threading.local()
 
     def component(self, name: str, *, gpus: int | None = None, sync: Callable[[], object] | None = None) -> Block:
         """Mark a component's work: `with component("rollout", gpus=8):`, or as a decorator.
 
-        `sync` is called before the clock is read, for work that only has been started, e.g. torch.cuda.synchronize.
+        `sync` is called before the clock is read, for asynchronous work, e.g. torch.cuda.synchronize.
         """
         if not isinstance(name, str) or not name:
             raise ValueError("a component needs a name")
@@ -73,18 +73,18 @@ class Recorder:
         return Block(self, (name, gpus), sync)
 
     def iteration(self) -> AbstractContextManager[None]:
-        """Mark the start of an iteration, which ends the one before; as a context manager it also marks the end.
+        """Mark the start of an iteration and the end of the previous one; as a context manager, also its own end.
 
-        Once iterations are marked, what runs outside them (validation, checkpoints) is not counted.
+        Once iterations are marked, blocks outside them (validation, checkpoints) do not count.
         """
         with self._lock:
             self._marked = True
             self._end_iteration()
-            mine = self._current = _Iteration()
-        return _IterationMark(self, mine)
+            started = self._current = _Iteration()
+        return _IterationMark(self, started)
 
     def profile(self, *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> Profile:
-        """What was measured so far. `gpus` counts for components whose blocks name no count."""
+        """The profile so far. `gpus` applies to components whose blocks state no count."""
         from trimtab.core.errors import InputError
         from trimtab.formats.logs.measured import CostSample, drift_note, summarise
         from trimtab.formats.profile_file import merge
@@ -101,25 +101,24 @@ class Recorder:
         unknown = sorted({name for name, stated in samples if stated is None}) if gpus is None else []
         if unknown:
             raise InputError(
-                f"on how many GPUs did these run: {', '.join(unknown)}?",
+                f"the number of GPUs is not known of: {', '.join(unknown)}",
                 hint=f'component("{unknown[0]}", gpus=8), or save(path, gpus=8) for all',
             )
         runs = []
         for (name, stated), seconds in samples.items():
             taken = [CostSample(value) for value in seconds]
-            one = summarise(name, stated or gpus or 0, taken, kind)
-            if one.seconds[0][1] <= 0:
+            measured = summarise(name, stated or gpus or 0, taken, kind)
+            if measured.seconds[0][1] <= 0:
                 notes.append(f"{name} took no time and is left out")
                 continue
-            told = drift_note(one, taken)
-            runs.append(Profile("timer", (one,), (told,) if told else ()))
+            drift = drift_note(measured, taken)
+            runs.append(Profile("timer", (measured,), (drift,) if drift else ()))
         if not runs:
             raise InputError("every component's time is 0", hint="check the clock")
         merged = merge(runs)
         return Profile("timer", merged.components, (*notes, *merged.notes))
 
     def save(self, path: str | os.PathLike[str], *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> None:
-        """Write the profile to a file."""
         from trimtab.formats.profile_file import write
 
         write(self.profile(gpus=gpus, warmup=warmup, kind=kind), Path(path))
@@ -160,7 +159,7 @@ class Recorder:
         now = self._clock()
         names: list[str] = self._stack.__dict__.get("names", [])
         if names and key[0] in names:
-            # Coroutines of one thread may close in any order: the latest of this name is the one to go.
+            # Coroutines of a thread may close in any order: remove the latest of this name.
             del names[len(names) - 1 - names[::-1].index(key[0])]
         with self._lock:
             running = self._open.get(key)
@@ -191,13 +190,13 @@ class Recorder:
             if self._current is not iteration:
                 return
             if failed:
-                self._current = None  # an iteration left by an exception is no iteration
+                self._current = None  # an iteration left by an exception does not count
             else:
                 self._end_iteration()
 
 
 class Block:
-    """One component's work, as a context manager or a decorator. It may be kept and used again, also concurrently."""
+    """A component's work, as a context manager or a decorator. Reusable, also concurrently."""
 
     __slots__ = ("_key", "_recorder", "_sync")
 
@@ -223,7 +222,7 @@ class Block:
         self._recorder._exit(self._key, failed=kind is not None)
 
     def __call__(self, function: Function) -> Function:
-        """Time every call of a function; a coroutine function is timed until it has ended."""
+        """Time every call of a function; a coroutine function until it ends."""
         import inspect
 
         wrapped: Any
@@ -260,7 +259,7 @@ _default_lock = threading.Lock()
 
 
 def recorder() -> Recorder:
-    """The process's own recorder, which the functions of this module use."""
+    """The process-wide recorder that the functions of this module use."""
     global _default
     if _default is None:
         with _default_lock:
@@ -281,7 +280,6 @@ def iteration() -> AbstractContextManager[None]:
 
 
 def save(path: str | os.PathLike[str], *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> None:
-    """Write what was measured in this process so far."""
     recorder().save(path, gpus=gpus, warmup=warmup, kind=kind)
 
 
@@ -297,7 +295,7 @@ def _save_at_exit(measured: Recorder) -> None:
         try:
             measured.save(path.replace("{pid}", str(os.getpid())))
         except TrimtabError as error:
-            # A training run that ends must end well: the profile is told to be missing, and that is all.
+            # Must not fail the exit of a training run.
             print(f"trimtab: no profile written to {path}: {'; '.join(error.lines())}", file=sys.stderr)
 
     atexit.register(save_quietly)

@@ -1,1 +1,1 @@
-"""What a user sees: text, pages, and live displays in a terminal."""
+"""Terminal text, HTML pages and live terminal displays."""

@@ -1,9 +1,9 @@
-"""A run's report where one works: the last expression of a notebook's cell shows it.
+"""The report of a run as the value of a notebook cell.
 
     trimtab.report("runs/grpo-1")
 
-The report is the page of `trimtab report`, in a frame of its own: its look and its script stay apart from the
-notebook's, and it loads nothing. Read when it is shown, so that showing it again tells how the run stands then.
+The page of `trimtab report` in a sandboxed iframe: its style and script stay apart from the notebook's, and it loads
+nothing. Read when it is shown, so showing it again gives the current state of the run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ class RunReport:
 
     @property
     def story(self) -> RunStory:
-        """All that the run has told until now."""
         return read_story(self.folder)
 
     def html(self) -> str:
-        """The whole page."""
         from trimtab.render.html.run.report import run_report
 
         title = self.folder.resolve().name or "run"
@@ -55,17 +53,17 @@ class RunReport:
 
     def __repr__(self) -> str:
         from trimtab.render.html.run.figures import costs, idle_shares, metric_names
-        from trimtab.render.html.run.summary import in_words, standing
+        from trimtab.render.html.run.summary import status_sentence, summary_lines
         from trimtab.render.html.run.timeline import run_chart
 
         story = self.story
         names = metric_names(story, self.metrics)
-        lines = in_words(story, run_chart(story), costs(story, idle_shares(story)), names)
-        return "\n".join([standing(story), *lines])
+        lines = summary_lines(story, run_chart(story), costs(story, idle_shares(story)), names)
+        return "\n".join([status_sentence(story), *lines])
 
 
 def report(folder: str | Path, *, metrics: Sequence[str] = (), height_px: int = HEIGHT_PX) -> RunReport:
-    """The report of a run, to look at in a notebook. InputError where there is no run in the folder."""
+    """The report of a run for a notebook. InputError where the folder holds no run."""
     made = RunReport(Path(folder), tuple(metrics), height_px)
     read_story(made.folder)
     return made

@@ -1,6 +1,6 @@
-"""One way to answer: the same data as text for people, or as JSON or YAML for programs.
+"""Command output: the same data as text, JSON or YAML.
 
-Only the answer goes to standard output; warnings, progress and errors go to standard error.
+Only the result goes to standard output; warnings, progress and errors go to standard error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trimtab.core.errors import InputError
 
 
 class Format(str, enum.Enum):
-    """How an answer is written."""
+    """Output format of a command."""
 
     text = "text"
     json = "json"
@@ -30,7 +30,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def answer(data: Mapping[str, Any], form: Format, text: Callable[[], None]) -> None:
-    """Write an answer: `data` for programs, or whatever `text()` prints for people."""
+    """Write `data` as JSON or YAML, or call `text()` to print it as text."""
     if form is Format.text:
         text()
     elif form is Format.json:
@@ -42,7 +42,7 @@ def answer(data: Mapping[str, Any], form: Format, text: Callable[[], None]) -> N
 
 
 def share(text: str, option: str) -> float:
-    """A share as people write it: `5%` or `0.05`."""
+    """Parse a share: `5%` or `0.05`."""
     try:
         value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -53,10 +53,9 @@ def share(text: str, option: str) -> float:
 
 
 def plain_table(**options: Any) -> Table:
-    """A table as every command draws it: columns and space, no lines."""
+    """A table with columns and padding, without lines."""
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", **options)
 
 
 def warn(sentence: str) -> None:
-    """A warning for people, on standard error."""
     err.print(f"[yellow]warning:[/] {sentence}", markup=True)

@@ -241,7 +241,7 @@ def test_after_the_users_command_the_next_start_runs_the_advised_plan(tmp_path: 
     assert adviser is not None
     assert adviser.advice is not None
     advised = adviser.advice.plan
-    run.advising.carried_out(adviser.advice)
+    run.advising.hook_succeeded(adviser.advice)
     sizes = {one.name: len(one.gpus) for one in advised.components}
     now = {name: _at(points, sizes[name]) for name, points in (VERL.points or {}).items()}
     run.take(verl_console(Told(now, lambda step: {"reward": VERL.to}, steps=30), pid=2))
@@ -255,10 +255,10 @@ def test_under_an_advised_placement_times_that_have_become_waits_are_no_costs(tm
     adviser = run.advising.adviser
     assert adviser is not None
     assert adviser.advice is not None
-    run.advising.carried_out(adviser.advice)
+    run.advising.hook_succeeded(adviser.advice)
     # Side by side every timer but the rollout's contains waiting: as costs they would call for yet another plan.
     told = Told({"rollout": 110.0, "inference": 105.0, "actor": 120.0}, steps=30, overlap=0.6, seed=4)
-    run.log.anew("run.log")
+    run.log.file_replaced("run.log")
     run.take(RLINF.write(told))
     assert run.whats() == ["advised", "restarted"]
     waits = {part.name: part.wait is not None for part in run.advising.picture().parts}
@@ -295,7 +295,7 @@ def test_lengths_drift_beside_costs(tmp_path: Path) -> None:
 def test_a_configuration_that_does_not_say_where_things_are_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(RLINF.config.replace(', component_placement: {"actor,rollout,reward": all}', ""))
-    with pytest.raises(InputError, match="does not say where"):
+    with pytest.raises(InputError, match="does not state where"):
         Run(RLINF, tmp_path, config=config).take(RLINF.write(RLINF.steady(1)))
 
 

@@ -64,7 +64,7 @@ def test_a_finished_log_is_answered_as_data_and_as_a_page(
     for word in data["advice"]["command_line"]:
         assert word.strip("'").split("=")[0] in html
     assert "Where each step goes" in html
-    assert "The plan that is advised" in html
+    assert "Advised plan" in html
     assert not re.findall(r"(?:src|href)=", html)
 
 
@@ -102,13 +102,13 @@ def test_a_log_in_a_mode_whose_timings_are_waits_is_shown_and_not_planned(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--once", "--restart-hook", "true"], "--once for one that is over"),
-        (["--once", "--dashboard"], "`trimtab dashboard DIR` shows it"),
+        (["--once", "--restart-hook", "true"], "--restart-hook and --once exclude each other"),
+        (["--once", "--dashboard"], "then `trimtab dashboard DIR`"),
         (["--engine", "engine:8000"], "no address of an engine"),
-        (["--every", "0"], "--every takes at least"),
+        (["--every", "0"], "--every must be at least"),
         (["--least-gain", "lots"], "share such as 5%"),
         (["--warmup", "-1", "--once"], "negative"),
-        (["--framework", "rlinf", "--once"], "the log is one of verl"),
+        (["--framework", "rlinf", "--once"], "the log is from verl"),
         (["--framework", "verll", "--once"], "did you mean verl"),
         (["--once", "-o", "/nowhere/at/all.html"], "/nowhere/at/all.html"),
         (["--once", "--warmup", "40"], "are warm-up"),
@@ -143,7 +143,7 @@ def test_a_log_and_a_configuration_of_two_frameworks_do_not_go_together(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words(RLINF, tmp_path, small, "--once")) == 2
-    assert "the log is one of verl, the configuration one of rlinf" in capsys.readouterr().err.replace("\n", " ")
+    assert "the log is from verl, the configuration from rlinf" in capsys.readouterr().err.replace("\n", " ")
 
 
 # ---- logs that grow ------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_it_ends_by_itself_when_its_time_is_over_and_the_page_is_there(tmp_path:
     said = live.end(None)
     assert "1 s are over" in said
     (kept,) = (tmp_path / "runs").iterdir()
-    assert f"what is seen is kept in runs/{kept.name}" in said
+    assert f"observations are kept in runs/{kept.name}" in said
     assert "No advice (COSTS_STEADY)" in said
     assert "No advice" in (tmp_path / "page.html").read_text()
 
@@ -296,7 +296,7 @@ def test_a_second_command_on_the_same_log_looks_and_remembers_nothing(
     briefly = words(VERL, tmp_path, small, "--at-most", "0")
     assert run(briefly) == 0
     told = capsys.readouterr()
-    assert "nothing is remembered of this run: another run writes this folder" in told.err.replace("\n", " ")
+    assert "observations are not kept: another run writes this folder" in told.err.replace("\n", " ")
     assert "No advice (COSTS_STEADY)" in told.out
     assert run([*briefly, "--restart-hook", "true"]) == 2  # it might be run twice
     first.close()
@@ -349,7 +349,7 @@ def test_an_engine_that_stops_answering_is_told_and_asked_again(
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     engines = EngineMetricsReader([url, f"{url}/metrics", "http://127.0.0.1:9"])
-    first, second = engines.look(0.0)[0], engines.look(10.0)[0]
+    first, second = engines.sample(0.0)[0], engines.sample(10.0)[0]
     assert (first.running, first.waiting, first.cache, first.tokens_per_s) == (12.0, 3.0, 0.5, None)
     assert second.tokens_per_s == 50.0
     assert run(words(VERL, tmp_path, small, "--once", "--engine", url, "--engine", "http://127.0.0.1:9")) == 0
@@ -359,14 +359,14 @@ def test_an_engine_that_stops_answering_is_told_and_asked_again(
     server.shutdown()
     server.server_close()
     thread.join(5)
-    gone, never = engines.look(30.0)
+    gone, never = engines.sample(30.0)
     assert gone.fault is not None
     assert gone.silent_s == 20.0
     assert never.fault is not None
     again = http.server.ThreadingHTTPServer(("127.0.0.1", server.server_port), _Engine)
     thread = threading.Thread(target=again.serve_forever, daemon=True)
     thread.start()
-    assert engines.look(40.0)[0].fault is None
+    assert engines.sample(40.0)[0].fault is None
     again.shutdown()
     again.server_close()
     thread.join(5)
@@ -377,21 +377,21 @@ def test_a_real_engine_is_read_frozen_killed_and_back(tmp_path: Path) -> None:
 
     with servers(1, tmp_path) as [server]:
         engines = EngineMetricsReader([server.url])
-        until(lambda: engines.look(0.0)[0].fault is None)
-        (seen,) = engines.look(0.0)
+        until(lambda: engines.sample(0.0)[0].fault is None)
+        (seen,) = engines.sample(0.0)
         assert (seen.running, seen.waiting) == (0.0, 0.0)
         server.freeze()
-        (frozen,) = engines.look(5.0)
+        (frozen,) = engines.sample(5.0)
         assert frozen.fault is not None
         assert frozen.silent_s == 5.0
         server.thaw()
-        until(lambda: engines.look(6.0)[0].fault is None)
+        until(lambda: engines.sample(6.0)[0].fault is None)
         server.kill()
-        (gone,) = engines.look(16.0)
+        (gone,) = engines.sample(16.0)
         assert gone.fault is not None
         assert gone.silent_s == 10.0
         again = wait_up(start_again(server))
-        until(lambda: engines.look(20.0)[0].fault is None)
+        until(lambda: engines.sample(20.0)[0].fault is None)
         again.stop()
 
 
@@ -407,8 +407,8 @@ def test_what_answers_and_is_no_engine_is_said_to_be_none(tmp_path: Path) -> Non
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    (seen,) = EngineMetricsReader([f"http://127.0.0.1:{server.server_port}"]).look(0.0)
-    assert seen.fault == "its /metrics are of no engine that trimtab knows"
+    (seen,) = EngineMetricsReader([f"http://127.0.0.1:{server.server_port}"]).sample(0.0)
+    assert seen.fault == "its /metrics are not those of a known engine"
     server.shutdown()
     server.server_close()
     thread.join(5)

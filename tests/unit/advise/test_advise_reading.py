@@ -28,7 +28,7 @@ from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import LoggedStep, RunLog
 from trimtab.formats.logs.follow_costs import reading_of
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.runtime.advise.tail import LogTail, first_ranks, following
+from trimtab.runtime.advise.tail import LogTail, first_ranks, open_tail
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "logs"
@@ -116,7 +116,7 @@ def test_lines_of_several_processes_never_make_one_step() -> None:
     mixed = "".join(a + b + "(Noise pid=9)   • generation: 99.00s (1.0%)\n" for a, b in zip(ours, theirs, strict=True))
     log = log_of("nemo_rl")
     assert steps_of(log, mixed) == steps_of(log_of("nemo_rl"), "".join(ours))
-    assert log.others == 5
+    assert log.duplicates == 5
 
 
 def test_ranks_that_log_the_same_steps_count_once() -> None:
@@ -130,7 +130,7 @@ def test_ranks_that_log_the_same_steps_count_once() -> None:
         steps = steps_of(log, text)
         assert numbers(steps) == [1, 2, 3, 4, 5, 6]
         assert not any(step.restart for step in steps)
-        assert log.others == 12
+        assert log.duplicates == 12
 
 
 def test_a_process_that_begins_again_further_back_is_a_restart() -> None:
@@ -197,7 +197,7 @@ def test_garbage_is_never_an_error(pieces: list[bytes | int], framework: str, ev
     for piece in pieces:
         log.take("run.log", piece if isinstance(piece, bytes) else good[piece : piece + 700])
         log.settle()
-    log.anew("run.log")
+    log.file_replaced("run.log")
     log.end()
 
 
@@ -215,7 +215,7 @@ class Reader:
         before = len(self.steps)
         for name, data in self.tail.read():
             if data is None:
-                self.log.anew(name)
+                self.log.file_replaced(name)
             else:
                 self.steps += self.log.take(name, data)
         self.steps += self.log.settle() + self.log.settle()
@@ -305,5 +305,5 @@ def test_of_several_ranks_logs_the_first_is_read() -> None:
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, said in ((tmp_path / "none.log", "cannot be read"), (tmp_path / "pipe", "no file"), (tmp_path, "no log")):
-        with pytest.raises(InputError, match=said), following([path]):
+        with pytest.raises(InputError, match=said), open_tail([path]):
             pass

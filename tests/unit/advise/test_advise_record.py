@@ -30,7 +30,7 @@ from trimtab.runtime.advise.engines import EngineMetricsReader
 from trimtab.runtime.advise.follower import ClusterSample, Follower, FollowFrame
 from trimtab.runtime.advise.hook import RestartHook
 from trimtab.runtime.advise.record import FollowRecord, default_folder
-from trimtab.runtime.advise.tail import following
+from trimtab.runtime.advise.tail import open_tail
 
 PATIENCE_S = 240.0
 RULES = ReplanRules(assumed_move_s=120.0)
@@ -63,12 +63,12 @@ def look(
     config = RunConfig(case.path(log.parent), (*case.overrides, *overrides))
     known = measured(case.points) if case.points else None
     advising = AdviceTracker(framework, config, known, RULES, 2)
-    with following([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
+    with open_tail([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
         follower = Follower(tail, RunLog(framework), advising, EngineMetricsReader([]), at_most_s=0.0, record=record)
         frame = follower.once() if once else next(follower.frames())
         if around is not None:
             frame = replace(frame, around=around)
-        record.look(frame, follower.advising, as_data(frame, follower.history))
+        record.write_frame(frame, follower.advising, as_data(frame, follower.history))
         return Seen(frame, record)
 
 
@@ -93,7 +93,7 @@ def test_an_advised_run_is_a_run_for_report_top_and_dashboard(
     log.write_text(case.write(case.told(saves=20)))
     seen = look(folder, log, case, once=True)
     story = read_story(folder)
-    assert not story.unclear
+    assert not story.unparsed_lines
     assert [one.iteration.number for one in story.iterations] == list(range(1, 61))
     assert story.end_s == pytest.approx(sum(one.iteration.wall_s for one in story.iterations))
     assert [one.iteration.extra for one in story.iterations[:3]] == [("warm-up",), ("warm-up",), ()]
@@ -101,7 +101,7 @@ def test_an_advised_run_is_a_run_for_report_top_and_dashboard(
     last = story.iterations[-1].iteration
     bars = {bar.component: bar.end - bar.start for bar in story.bars if bar.iteration == 60 and bar.doing == "run"}
     assert bars == {one.component: pytest.approx(min(one.busy_s, last.wall_s), abs=1e-4) for one in last.components}
-    (advised,) = [one for one in story.happenings if one.kind == "advice"]
+    (advised,) = [one for one in story.timeline_events if one.kind == "advice"]
     assert [advised.title.partition(": ")[2], advised.code] == [seen.news[0].advice.plan.describe(), "DRIFTED"]  # type: ignore[union-attr]
     at = next(one.end_s for one in story.iterations if one.iteration.number == seen.news[0].step)
     assert advised.t_s == pytest.approx(at)
@@ -143,7 +143,7 @@ def test_waits_are_drawn_as_gpus_in_use_and_never_as_own_time(tmp_path: Path) ->
     with closing(DashboardSource(folder)) as source:
         whole = source.look()
         assert whole is not None
-        assert "a wait, no cost" in whole["whole"]["panels"]["advice"]
+        assert "waiting, not a cost" in whole["whole"]["panels"]["advice"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -170,7 +170,7 @@ def test_advice_that_comes_back_is_said_to_be_that_of_before(tmp_path: Path) -> 
     seen = look(folder, log, RLINF)
     assert [one.what for one in seen.news] == ["advised", "withdrawn", "stands again"]
     assert seen.news[2].sentence.startswith(f"that of step {seen.news[0].step}: ")
-    titles = [one.title for one in read_story(folder).happenings]
+    titles = [one.title for one in read_story(folder).timeline_events]
     assert any(title.startswith("the advice is void") for title in titles)
 
 
@@ -204,7 +204,7 @@ def test_steps_that_were_written_while_nobody_looked_are_told_when_somebody_does
     look(folder, log)
     story = read_story(folder)
     assert [one.iteration.number for one in story.iterations] == list(range(1, 13))
-    assert [one.title for one in story.happenings if one.kind == "resumed"] == [
+    assert [one.title for one in story.timeline_events if one.kind == "resumed"] == [
         "resumed after iteration 0; 60 iterations after that are run again"
     ]
 
@@ -218,15 +218,15 @@ def hooked(folder: Path, log: Path, told: list[str], *, status: int = 0) -> str:
     config = RunConfig(VERL.path(log.parent), VERL.overrides)
     advising = AdviceTracker(framework, config, measured(VERL.points or {}), RULES, 2)
     ran = log.parent / "ran"
-    with following([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
+    with open_tail([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
         follower = Follower(
             tail, RunLog(framework), advising, EngineMetricsReader([]), every_s=0.05, at_most_s=60, record=record
         )
         follower.least_gain = 0.05
         command = f"echo x >> {ran}; exit {status}"
-        follower.hook = RestartHook(command, "config.yaml", 60.0, record.past.ran_for, record.hook_starts)
+        follower.hook = RestartHook(command, "config.yaml", 60.0, record.past.ran_for, record.record_hook_start)
         for at, frame in enumerate(follower.frames()):
-            record.look(frame, follower.advising, as_data(frame, follower.history))
+            record.write_frame(frame, follower.advising, as_data(frame, follower.history))
             if at == 0:
                 with log.open("a") as file:
                     file.write("".join(told))
@@ -282,9 +282,9 @@ def test_a_command_is_not_run_where_that_cannot_be_written_down(
     log, folder = tmp_path / "run.log", tmp_path / "seen"
     told = rows(VERL.told(saves=50))
     log.write_text("".join(told[:45]))
-    monkeypatch.setattr("trimtab.runtime.run.folder.RunFolder.is_written", lambda self: False)
+    monkeypatch.setattr("trimtab.runtime.run.folder.RunFolder.all_written", lambda self: False)
     assert hooked(folder, log, told[45:50]) == ""
-    assert any("cannot be written down" in one["reason"] for one in events(folder, "news"))
+    assert any("cannot be recorded" in one["reason"] for one in events(folder, "news"))
 
 
 # ---- engines, nodes, folders -----------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_nodes_of_the_cluster_that_join_or_go_are_told_and_silence_is_no_loss(tm
     advising = AdviceTracker(framework, RunConfig(VERL.path(tmp_path), VERL.overrides), None, RULES, 2)
     with closing(FollowRecord(folder, [log], VERL.path(tmp_path), VERL.overrides)) as record:
         for nodes in ((one,), (one,), (one, two), "it does not answer", "it does not answer", (two,)):
-            record.look(replace(seen.frame, around=ClusterSample(nodes=nodes)), advising, {})
+            record.write_frame(replace(seen.frame, around=ClusterSample(nodes=nodes)), advising, {})
     assert [event["reason"] for event in events(folder, "told")] == [
         "node two is there (8 GPUs)",
         "it does not answer",

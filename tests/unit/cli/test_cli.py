@@ -119,7 +119,7 @@ def test_apply_edits_the_file_keeps_the_rest_and_a_backup(capsys: pytest.Capture
     ranks = load(job).current.ranks
     assert set(ranks) == {"rollout", "inference", "trainer"}
     status, out, err = call(capsys, "plan", job, "--apply", "--no-sensitivity")
-    assert "already says so" in err
+    assert "has this placement already" in err
     assert "keep it" in out
     assert not (tmp_path / "job.yaml.bak1").exists()
 
@@ -151,7 +151,7 @@ def test_report_and_svg_are_written(capsys: pytest.CaptureFixture[str], tmp_path
     ("arguments", "status", "words"),
     [
         (["plan", "nothing.yaml"], 2, "there is no file nothing.yaml"),
-        (["plan"], 2, "which job to plan is not said"),
+        (["plan"], 2, "FILE is missing"),
         (["frobnicate"], 2, "No such command"),
         (["plan", EXAMPLE, "--noise", "much"], 2, "a share such as 5%"),
         (["plan", EXAMPLE, "--report", "/no/such/folder/r.html"], 2, "cannot write"),
@@ -223,7 +223,7 @@ def test_help_names_every_verb_and_option() -> None:
 def test_the_demo_plans_the_bundled_example_and_says_what_to_look_at(tmp_path: Path) -> None:
     done = shell("demo", "plan", "--folder", tmp_path / "out")
     assert done.returncode == 0
-    assert "What to look at" in done.stdout
+    assert "Results" in done.stdout
     assert (tmp_path / "out" / "plan.html").exists()
 
 

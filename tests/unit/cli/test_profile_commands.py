@@ -53,7 +53,7 @@ def test_profiles_are_merged(tmp_path: Path) -> None:
 
 
 def test_errors_are_raised_for_the_command_line_to_print() -> None:
-    with pytest.raises(InputError, match="on how many GPUs"):
+    with pytest.raises(InputError, match="number of GPUs"):
         run("logs", VERL)
     with pytest.raises(InputError, match="cannot write"):
         run("logs", VERL, "--gpus", "8", "--output", "/no/such/folder/profile.yaml")

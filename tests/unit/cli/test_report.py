@@ -265,12 +265,12 @@ def test_two_scalings_are_both_drawn_with_what_decides_and_nothing_is_proven() -
     assert not page.has("Proven")
     assert page.has("If scaling is perfect which was not measured")
     assert page.has("rollout, trainer were each measured on one number of GPUs only")
-    assert page.has("it takes 210.0 s, and the plan below is the best. Measure rollout on 6 GPUs: that decides.")
+    assert page.has("it takes 210.0 s, and the plan below is best. Measure rollout on 6 GPUs: that decides.")
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
 
 
 def test_a_placement_that_is_kept_is_called_the_users_own() -> None:
     page = Page(report(replace(samples.full_answer(), optimal=False, kept=True)))
-    assert page.has("Your placement faster than every plan that can be written: keep it")
+    assert page.has("Your placement faster than every plan found: keep it")
     assert not page.has("Proven")

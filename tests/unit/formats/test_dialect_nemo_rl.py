@@ -199,7 +199,7 @@ def test_invalid_sizes_are_errors(overrides: tuple[str, ...], what: str) -> None
 
 
 def test_without_a_profile_the_error_says_how_to_make_one() -> None:
-    with pytest.raises(InputError, match="holds no times"):
+    with pytest.raises(InputError, match="has no times"):
         nemo_rl.read(compose(DATA / "nemo" / "base.yaml"), None)
 
 

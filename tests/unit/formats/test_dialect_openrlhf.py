@@ -87,7 +87,7 @@ def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     loaded = load(tmp_path, APART)
     settings = loaded.settings(plan_of({"inference actor": range(2), "rollout": range(2, 8)}))
     again = load_any(loaded.path, overrides(settings), profile_of(SECONDS))
-    assert again.dialect == "openrlhf"
+    assert again.file_format == "openrlhf"
     assert again.current is not None
     assert {name: len(ranks) for name, ranks in again.current.ranks.items()} == {
         "rollout": 6,

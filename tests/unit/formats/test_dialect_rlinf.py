@@ -198,7 +198,7 @@ def test_an_unknown_key_of_profile_data_is_refused_with_the_nearest(tmp_path: Pa
 
 
 def test_missing_profile_data_says_how_to_add_it(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no profile_data") as caught:
+    with pytest.raises(InputError, match="profile_data is missing") as caught:
         reasoning(tmp_path, "~profile_data")
     assert "profile_data: {actor_cost" in str(caught.value.hint)
     assert str(caught.value.where).endswith("job.yaml: profile_data")
@@ -357,7 +357,7 @@ def test_any_grouping_of_the_embodied_form_is_written() -> None:
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("~profile_data", "no profile_data"),
+        ("~profile_data", "profile_data is missing"),
         ("~profile_data.env_profile_data", "env_profile_data is missing"),
         ("profile_data.env_profile_data={8: -1}", "no pair"),
         ("profile_data.actor_cost=nan", "finite"),

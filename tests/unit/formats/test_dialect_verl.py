@@ -144,7 +144,7 @@ def test_a_pool_that_lies_unevenly_on_nodes_is_refused() -> None:
 
 
 def test_without_a_profile_the_error_says_how_to_make_one() -> None:
-    with pytest.raises(InputError, match="holds no times") as caught:
+    with pytest.raises(InputError, match="has no times") as caught:
         verl.read(compose(DATA / "verl_sync.yaml"), None)
     assert "trimtab profile logs" in str(caught.value.hint)
 

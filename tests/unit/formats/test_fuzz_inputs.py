@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from fuzzing import as_json, as_yaml, fault_of, flipped, in_time, mutated
 from run_report_samples import NAMES, eventful
-from trimtab.cli.replay import read_found
+from trimtab.cli.replay import read_journal_path
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
 from trimtab.formats import job, load, profile_file, run_section
@@ -34,7 +34,7 @@ from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.profile import architecture
 from trimtab.render.html.run.story import read_story
 from trimtab.replay.common import traces
-from trimtab.replay.journal.policies import read_others
+from trimtab.replay.journal.policies import read_alternatives
 from trimtab.replay.journal.record import read_record
 from trimtab.replay.journal.world import world_of
 from trimtab.replay.pool import scenario
@@ -338,7 +338,7 @@ def _scenario(name: str, read: Callable[[Path], Any]) -> Callable[[Path], tuple[
 
 
 def _policies(path: Path) -> Any:
-    return read_others([str(path)])
+    return read_alternatives([str(path)])
 
 
 # ---- journals and runs -----------------------------------------------------------------------------------------------
@@ -349,8 +349,8 @@ def _journals(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     lines = [json.loads(line) for line in text.splitlines()[:60]]
 
     def replayed(path: Path) -> Any:
-        found = read_found(path.parent)
-        return world_of(read_record(found.snapshot, found.events, found.told, found.began))
+        found = read_journal_path(path.parent)
+        return world_of(read_record(found.snapshot, found.events, found.instructions, found.began))
 
     return [lines], _file(folder, "journal-00000000.jsonl", replayed)
 
@@ -363,11 +363,11 @@ def _snapshots(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     machine = PoolMachine()
     for now, event in found.events[:40]:
         machine.handle(event, now)
-    whole = {"format": "trimtab-journal", "version": 1, "time": found.events[39][0], "machine": machine.dump()}
+    whole = {"format": "trimtab-journal", "version": 2, "time": found.events[39][0], "machine": machine.dump()}
 
     def replayed(path: Path) -> Any:
-        found = read_found(path.parent)
-        return world_of(read_record(found.snapshot, found.events, found.told, found.began))
+        found = read_journal_path(path.parent)
+        return world_of(read_record(found.snapshot, found.events, found.instructions, found.began))
 
     return [json.loads(json.dumps(whole))], _file(folder, "snapshot-00000001.json", replayed)
 
@@ -404,7 +404,7 @@ def _shown(folder: Path) -> Any:
 
     Console(file=StringIO()).print(picture(source, 40))
     assert source.board is not None
-    assert len(source.board.story.unclear) <= 2
+    assert len(source.board.story.unparsed_lines) <= 2
 
 
 def _reported(folder: Path) -> Any:
@@ -423,7 +423,7 @@ WORKFLOW = job.read(
 
 
 def _past(folder: Path) -> Any:
-    return loop_past.past_loop(folder, WORKFLOW)
+    return loop_past.read_past_run(folder, WORKFLOW)
 
 
 TARGETS = [

@@ -337,6 +337,6 @@ def test_a_launch_script_is_answered_with_the_config_that_its_run_resolved(tmp_p
     script.write_text(
         "set -x\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n  trainer.nnodes=1 $@\n"
     )
-    with pytest.raises(InputError, match="no config") as caught:
+    with pytest.raises(InputError, match="not a config") as caught:
         load(script)
     assert ".hydra/config.yaml" in str(caught.value.hint)

@@ -18,7 +18,7 @@ from trimtab.formats.logs import records as log_records
 
 DATA = Path(__file__).parents[2] / "data" / "logs"
 ROOT = Path(__file__).parents[3]
-EIGHT = logs_gpus.from_words(["8"])
+EIGHT = logs_gpus.from_options(["8"])
 SAMPLES = [
     ROOT / "examples/logs/verl.jsonl",
     ROOT / "examples/logs/rlinf.log",

@@ -14,7 +14,7 @@ from trimtab.model.profile import Profile
 DATA = Path(__file__).parents[2] / "data" / "logs"
 ROOT = Path(__file__).parents[3]
 EVENTS = DATA / "nemo_tensorboard"
-EIGHT = logs_gpus.from_words(["8"])
+EIGHT = logs_gpus.from_options(["8"])
 
 
 def notes(profile: Profile) -> str:

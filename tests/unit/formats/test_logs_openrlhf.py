@@ -14,7 +14,7 @@ TOLD = Told(OPENRLHF.seconds, noisy=False, steps=12)
 
 
 def read(path: Path) -> dict[str, tuple[float, bool]]:
-    profile = logs.read([path], facts=RunFacts(everywhere=8))
+    profile = logs.read([path], facts=RunFacts(default_gpus=8))
     assert profile.source == "openrlhf"
     return {one.name: (one.seconds[0][1], one.waits) for one in profile.components}
 
@@ -60,6 +60,6 @@ def test_a_line_that_was_cut_off_is_no_step_and_odd_values_are_left_out(tmp_path
     log = tmp_path / "run.log"
     text = openrlhf_lines(TOLD).replace("'kl': 0.002", "'kl': nan, 'text': \"it's {odd}\", 'n': np.float64(0.1)")
     log.write_text(text[:-40])
-    profile = logs.read([log], facts=RunFacts(everywhere=8))
+    profile = logs.read([log], facts=RunFacts(default_gpus=8))
     assert any("cut off" in note for note in profile.notes)
     assert profile.component("actor") is not None

@@ -11,7 +11,7 @@ from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parents[2] / "data" / "logs"
 ROOT = Path(__file__).parents[3]
-EIGHT = logs_gpus.from_words(["8"])
+EIGHT = logs_gpus.from_options(["8"])
 
 
 def bar(steps: int, **times: float) -> str:
@@ -87,7 +87,7 @@ def test_in_shared_mode_the_actor_costs_what_the_others_leave(tmp_path: Path) ->
     assert actor is not None
     assert actor.seconds == ((8, 96.0),)
     assert not any(waits(profile).values())
-    assert "what the others leave" in notes(profile)
+    assert "the rest of the step" in notes(profile)
 
 
 def test_placements_give_the_counts_of_separate_components(tmp_path: Path) -> None:

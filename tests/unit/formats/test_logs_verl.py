@@ -13,7 +13,7 @@ from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parents[2] / "data" / "logs"
 ROOT = Path(__file__).parents[3]
-SIXTEEN = logs_gpus.from_words(["16"])
+SIXTEEN = logs_gpus.from_options(["16"])
 
 
 def timings(step: int, gen: float = 60.0, **more: float) -> dict[str, float]:
@@ -53,7 +53,7 @@ def test_the_file_logger_is_read_into_components() -> None:
 
 def test_console_lines_under_ray_are_read_with_colours_wrappers_and_a_restart() -> None:
     profile = logs.read(
-        [DATA / "verl_console.log"], facts=logs_gpus.from_words(["rollout=8", "trainer=4", "reward=1"]), kind="H100"
+        [DATA / "verl_console.log"], facts=logs_gpus.from_options(["rollout=8", "trainer=4", "reward=1"]), kind="H100"
     )
     by_name = {component.name: component.seconds[0][0] for component in profile.components}
     assert by_name == {"rollout": 8, "reward": 1, "old_log_prob": 4, "ref": 4, "update_actor": 4, "weight_sync": 8}
@@ -186,19 +186,19 @@ def test_a_component_without_time_is_left_out(tmp_path: Path) -> None:
 
 def test_gpu_counts_are_never_guessed(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "run.jsonl", [(n, timings(n)) for n in range(1, 6)])
-    with pytest.raises(InputError, match="on how many GPUs") as error:
+    with pytest.raises(InputError, match="does not state the number of GPUs") as error:
         logs.read([path])
     assert "--gpus" in str(error.value)
     with pytest.raises(InputError, match="update_actor"):
-        logs.read([path], facts=logs_gpus.from_words(["rollout=8"]))
+        logs.read([path], facts=logs_gpus.from_options(["rollout=8"]))
     with pytest.raises(InputError, match="did you mean rollout"):
-        logs.read([path], facts=logs_gpus.from_words(["8", "rolout=8"]))
+        logs.read([path], facts=logs_gpus.from_options(["8", "rolout=8"]))
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "many", "=8", "rollout=", "rollout=x", "1e3", "99999999999"])
 def test_a_wrong_count_is_told(word: str) -> None:
     with pytest.raises(InputError, match="no count of GPUs"):
-        logs_gpus.from_words([word])
+        logs_gpus.from_options([word])
 
 
 def test_the_configuration_gives_the_counts(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_configuration_gives_the_counts(tmp_path: Path) -> None:
     assert {component.name: component.seconds[0][0] for component in profile.components} == {
         "rollout": 4, "old_log_prob": 16, "update_actor": 16, "weight_sync": 16,
     }  # fmt: skip
-    over = logs.read([path], config=config, facts=logs_gpus.from_words(["rollout=2"]))
+    over = logs.read([path], config=config, facts=logs_gpus.from_options(["rollout=2"]))
     assert over.components[0].seconds[0][0] == 2
 
 

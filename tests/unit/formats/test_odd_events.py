@@ -16,7 +16,7 @@ from trimtab.cli.app import run as command
 from trimtab.model.run_events import read_event
 from trimtab.render.html.run.story import read_story
 from trimtab.runtime.advise.record import FollowRecord
-from trimtab.runtime.run.engines.event_log import diary_of, read_diary
+from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log
 from trimtab.runtime.run.folder import read_run
 
 BIG = 999_999_999_999_999
@@ -58,7 +58,7 @@ def test_the_dashboard_answers_and_counts_odd_lines(tmp_path: Path) -> None:
         status, state = asked(server.port, "/state")
         assert status == 200
         assert state["fault"] == ""
-        assert state["notes"] == [f"{len(ODD)} lines of events.jsonl could not be understood"]
+        assert state["notes"] == [f"{len(ODD)} lines of events.jsonl could not be parsed"]
         assert asked(server.port, "/story?kind=component&name=rollout")[0] == 200
 
 
@@ -67,7 +67,7 @@ def test_top_and_the_report_go_on_without_odd_lines(tmp_path: Path, capsys: pyte
     assert command(["top", str(folder), "--once"]) == 0
     assert "40 of 40 iterations" in capsys.readouterr().out
     assert command(["report", str(folder), "--output", str(tmp_path / "report.html")]) == 0
-    assert len(read_story(folder).unclear) == len(ODD)
+    assert len(read_story(folder).unparsed_lines) == len(ODD)
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -97,8 +97,8 @@ def test_the_diary_of_engines_is_read_past_an_odd_line(tmp_path: Path) -> None:
     good = {"at": 1.0, "worker": "w0", "state": "serving", "running": 0, "code": "JOINED", "reason": "x"}
     odd = ["{", "7", json.dumps({**good, "at": "soon"}), json.dumps({**good, "running": None}), '{"at": NaN}']
     lines = [json.dumps(good), *odd, json.dumps({**good, "worker": "w1", "component": "other"})]
-    diary_of(tmp_path, "rollout").write_text("".join(f"{line}\n" for line in lines))
-    found, _ = read_diary(diary_of(tmp_path, "rollout"))
+    event_log_path(tmp_path, "rollout").write_text("".join(f"{line}\n" for line in lines))
+    found, _ = read_event_log(event_log_path(tmp_path, "rollout"))
     assert found == [good, {**good, "worker": "w1"}]
 
 

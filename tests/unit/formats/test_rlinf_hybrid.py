@@ -148,7 +148,7 @@ def test_advice_is_given_for_a_hybrid_placement(tmp_path: Path) -> None:
         adviser.take(step, {"env": 50.0, "rollout": 60.0, "actor": 40.0}, 101.0)
     assert adviser.advice is None  # it is the best there is
     assert adviser.seconds_now() == pytest.approx(100.3, abs=0.5)
-    assert adviser.as_now(adviser.plan).iteration_seconds == pytest.approx(adviser.seconds_now())
+    assert adviser.at_current_costs(adviser.plan).iteration_seconds == pytest.approx(adviser.seconds_now())
 
 
 def test_a_run_with_a_hybrid_placement_is_followed(tmp_path: Path) -> None:

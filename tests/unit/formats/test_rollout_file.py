@@ -107,7 +107,7 @@ def test_every_part_of_a_whole_file_is_read() -> None:
     assert isinstance(own, StartedEngines)
     assert own.command == ("python", "serve.py", "--port", "{port}")
     rules = settings.rules
-    assert (rules.version, rules.least, rules.most, rules.capacity, rules.drain_s) == (7, 2, 6, 32, 12)
+    assert (rules.version, rules.min_workers, rules.max_workers, rules.capacity, rules.drain_s) == (7, 2, 6, 32, 12)
     assert (rules.stall_s, rules.retries) == (30, 2)
     assert rules.start_s > 900
     assert (rules.ownership.refit, rules.ownership.abort) == (Owner.trimtab, Owner.trainer)
@@ -135,12 +135,17 @@ def test_every_part_of_a_whole_file_is_read() -> None:
         ("rollout:\n  engines:\n  - model: m\n", "job.yaml:3", "has a url", "kind: vllm"),
         ("rollout:\n  engines:\n  - kind: vllm\n", "job.yaml:3", "no model is given", "model: PATH"),
         ("rollout:\n  engines:\n  - url: http://h:1\n    count: 2\n", "job.yaml:4", "count is for engines", "leave"),
-        ("rollout:\n  engines:\n  - kind: vllm\n    model: m\n    gpus: 2\n", "job.yaml:5", "asked of a pool", "pool:"),
+        (
+            "rollout:\n  engines:\n  - kind: vllm\n    model: m\n    gpus: 2\n",
+            "job.yaml:5",
+            "applies to engines on a pool",
+            "pool:",
+        ),
         ("rollout:\n  engines:\n  - kind: vllm\n    model: m\n    count: 0\n", "job.yaml:5", "count is not", "than"),
         ("rollout:\n  engines:\n  - http://h:1\n  - http://h:1/\n", "job.yaml:4", "there twice", "leave one"),
         ("rollout:\n  engines:\n  - {kind: vllm, model: m}\n  - {kind: vllm, model: n}\n", ":4", "twice", "another"),
         ("rollout:\n  engines: http://h:1\n  rules:\n    stal_s: 1\n", "job.yaml:4", "unknown key stal_s", "stall_s"),
-        ("rollout:\n  engines: http://h:1\n  rules:\n    drain_s: 1\n", ":4", "said elsewhere", "drain_timeout"),
+        ("rollout:\n  engines: http://h:1\n  rules:\n    drain_s: 1\n", ":4", "no key of rules", "drain_timeout"),
         ("rollout:\n  engines: http://h:1\n  rules:\n    tries: many\n", ":4", "tries is not right", "count"),
         ("rollout:\n  engines: http://h:1\n  rules:\n    lost_s: 1\n", ":3", "lost_s 1 is under", ""),
         ("rollout:\n  engines: http://h:1\n  ownership:\n    refits: trainer\n", ":4", "unknown key", "refit?"),
@@ -151,7 +156,7 @@ def test_every_part_of_a_whole_file_is_read() -> None:
         ("rollout:\n  engines: http://h:1\nelastic_config:\n  max_worker: 2\n", ":4", "no setting", "max_workers"),
         ("rollout:\n  engines: http://h:1\nelastic_config:\n  policy: thresold\n", ":4", "no policy", "threshold"),
         ("rollot:\n  engines: http://h:1\n", "job.yaml", "no rollout section", "instead of rollot"),
-        ("cluster: {}\n", "job.yaml", "no rollout section", "the least is"),
+        ("cluster: {}\n", "job.yaml", "no rollout section", "add rollout"),
         ("- a\n", "job.yaml", "holds list", "rollout:"),
         ("rollout:\n  engines: [\n", "job.yaml, line", "not valid YAML", ""),
     ],
@@ -174,7 +179,7 @@ def test_settings_that_are_likely_to_disappoint_are_said() -> None:
     for words in ("4 of them never serve", "limit 4 is below", "narrow", "shorter than scale_up_cooldown"):
         assert words in said
     few = read("rollout: {engines: http://h:1}\nelastic_config: {min_workers: 2}")
-    assert any("never be so many" in one for one in few.warnings())
+    assert any("never reached" in one for one in few.warnings())
 
 
 def test_the_files_of_the_docs_and_the_example_are_right() -> None:
@@ -226,7 +231,7 @@ def test_the_planner_goes_on_reading_a_job_file_that_has_the_section(tmp_path: P
     more = "\nrollout: {engines: http://127.0.0.1:8000}\nelastic_config: {max_workers: 4}\n"
     job.write_text(PLANNED.read_text() + more)
     assert load(job).job == load(PLANNED).job
-    assert rollout_file.read(job).rules.most == 4
+    assert rollout_file.read(job).rules.max_workers == 4
 
 
 def test_the_gateway_takes_as_many_requests_at_once_from_a_file_as_by_itself() -> None:

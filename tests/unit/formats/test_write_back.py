@@ -109,7 +109,7 @@ def test_an_edit_that_would_change_anything_else_is_refused() -> None:
     ],
 )
 def test_what_stands_literally_is_told_from_what_refers_elsewhere(text: str, key: str, standing: str) -> None:
-    assert write_back.standing(text, key) == standing
+    assert write_back.key_standing(text, key) == standing
 
 
 def test_a_file_is_replaced_with_a_backup_and_keeps_its_mode(tmp_path: Path) -> None:
@@ -141,8 +141,11 @@ def test_values_from_a_parent_an_interpolation_or_the_command_line_are_not_edite
     wanted = settings_of(
         {"cluster.num_nodes": 2, "cluster.gpus_per_node": 4, "policy.generation.colocated.enabled": True}
     )
-    assert write_back.elsewhere(wanted, child.literal, child.states) == ("cluster.num_nodes", "cluster.gpus_per_node")
-    with pytest.raises(InputError, match=r"cluster.num_nodes, cluster.gpus_per_node does not stand") as caught:
+    assert write_back.uneditable_keys(wanted, child.literal, child.states) == (
+        "cluster.num_nodes",
+        "cluster.gpus_per_node",
+    )
+    with pytest.raises(InputError, match=r"cluster.num_nodes, cluster.gpus_per_node is not set") as caught:
         write_back.apply(child.path, wanted, child.literal, child.states)
     assert "overrides" in str(caught.value.hint)
 

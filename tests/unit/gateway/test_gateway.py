@@ -81,7 +81,7 @@ def test_ids_that_the_model_does_not_know_are_refused_before_an_engine_sees_them
                 "prompt",
                 "invalid_value",
             )
-            assert "knows 157 token ids" in got.message
+            assert "vocabulary of 157 token ids" in got.message
         assert (await front.generate(input_ids=[5, 156])).status == 200
         assert (await front.generate(input_ids=[5, 157])).json["error"]["param"] == "input_ids"
         assert sum(view.served for view in front.pool.workers()) == 1

@@ -20,7 +20,7 @@ from trimtab.runtime.gateway import engine_fields as extras
 from trimtab.runtime.gateway import openai, sglang
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.guard import AllowedHosts, GatewayGuard
-from trimtab.runtime.gateway.headers import PLAIN
+from trimtab.runtime.gateway.headers import DEFAULT_TERMS
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.http.listening import host_name
@@ -73,9 +73,9 @@ def test_asking_is_open_on_loopback_and_needs_the_token_elsewhere() -> None:
         assert (await front.get("/ready")).status == 503
 
     play([], act, open_requests=False, model_name="m")
-    assert GatewaySettings(TOKEN).answers_openly
-    assert not GatewaySettings(TOKEN, host="0.0.0.0").answers_openly
-    assert GatewaySettings(TOKEN, host="0.0.0.0", open_requests=True).answers_openly
+    assert GatewaySettings(TOKEN).allows_anonymous
+    assert not GatewaySettings(TOKEN, host="0.0.0.0").allows_anonymous
+    assert GatewaySettings(TOKEN, host="0.0.0.0", open_requests=True).allows_anonymous
 
 
 @pytest.mark.parametrize("token", ["", "short", "a token with spaces in it", "ünïcödë-tökën-0123456789"])
@@ -185,7 +185,7 @@ def test_a_number_beyond_any_range_is_a_400_that_names_its_field() -> None:
 
 def test_fields_of_engines_are_bounded() -> None:
     def passed(name: str, value: Any) -> dict[str, Any]:
-        return extras.passed_on({name: value}, {"llamacpp"}, (), "sampling_params.")
+        return extras.engine_extras({name: value}, {"llamacpp"}, (), "sampling_params.")
 
     nested: list[Any] = []
     for _ in range(5_000):
@@ -551,7 +551,7 @@ def test_whatever_a_body_has_in_it_is_understood_or_refused(body: dict[str, Any]
             (sglang.SglangReader(texts).generate, mine),
         ):
             try:
-                call, _ = await read(given_body, PLAIN, lambda: {"sglang"})
+                call, _ = await read(given_body, DEFAULT_TERMS, lambda: {"sglang"})
             except (Refusal, InputError):
                 continue
             assert all(call.prompts)

@@ -10,7 +10,7 @@ import pytest
 
 from engine_stubs import VllmStub
 from gateway_scenes import PROMPT, Front, play, play_stubs
-from trimtab.runtime.gateway import bodies, fields
+from trimtab.runtime.gateway import fields
 from trimtab.runtime.gateway.errors import Refusal
 from waiting import until_async
 
@@ -106,20 +106,20 @@ async def test_a_large_body_is_parsed_while_the_event_loop_does_other_things() -
     working = asyncio.create_task(others())
     try:
         body = json.dumps({"prompt": ids, "text": "\ud800 \u00e4"}).encode()
-        assert len(body) > fields.LARGE
-        assert await bodies.BodyParser().parsed(body) == {"prompt": ids, "text": "\ud800 \u00e4"}
+        assert len(body) > fields.LARGE_BODY_BYTES
+        assert await fields.BodyParser().parsed(body) == {"prompt": ids, "text": "\ud800 \u00e4"}
         assert turns > 100
-        large = b" " * fields.LARGE
-        for wrong in (b"{" + large, large + b"\xff", b"[" * fields.LARGE, large + b"1" * 5_000):
+        large = b" " * fields.LARGE_BODY_BYTES
+        for wrong in (b"{" + large, large + b"\xff", b"[" * fields.LARGE_BODY_BYTES, large + b"1" * 5_000):
             with pytest.raises(Refusal, match="no JSON"):
-                await bodies.BodyParser().parsed(wrong)
+                await fields.BodyParser().parsed(wrong)
     finally:
         working.cancel()
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_more_token_ids_than_a_call_may_have_are_refused(nested: bool) -> None:
-    ids = b"[" + b"7," * fields.MOST_IDS + b"7]"
+    ids = b"[" + b"7," * fields.MAX_TOKEN_IDS + b"7]"
     prompt = b"[" + ids + b",[7]]" if nested else ids
 
     async def act(front: Front) -> None:
@@ -127,7 +127,7 @@ def test_more_token_ids_than_a_call_may_have_are_refused(nested: bool) -> None:
         assert (got.status, got.json["error"]["param"]) == (400, "prompt"), got.text
         got = await front.post("/generate", data=io.BytesIO(b'{"input_ids":' + prompt + b"}"))
         assert (got.status, got.json["error"]["param"]) == (400, "input_ids"), got.text
-        assert f"{fields.MOST_IDS}" in got.message
+        assert f"{fields.MAX_TOKEN_IDS}" in got.message
 
     play([], act, model_name="m")
 

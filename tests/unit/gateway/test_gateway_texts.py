@@ -18,7 +18,7 @@ from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.engines.detect import KINDS
 from trimtab.runtime.engines.engine import EngineGoneError, EngineMalformedError, EngineRefusedError
-from trimtab.runtime.engines.texts import Tokenizer, texts_of
+from trimtab.runtime.engines.tokenizer import Tokenizer, tokenizer_of
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
@@ -69,7 +69,7 @@ class TokenizerStub:
         await site.start()
         async with open_session() as session:
             engine = KINDS[self.kind]("one", f"http://127.0.0.1:{runner.addresses[0][1]}", session)
-            found = texts_of(engine)
+            found = tokenizer_of(engine)
             assert found is not None
             yield found
         await runner.cleanup()
@@ -194,7 +194,7 @@ def test_those_that_serve_are_asked_first_and_the_others_only_where_none_does() 
         only = pool_of(one, two, states=(WorkerState.stale, WorkerState.lost))
         await only.tokenize("a")
         assert one.asked
-        with pytest.raises(Refusal, match="no worker is there that reads text"):
+        with pytest.raises(Refusal, match="no worker has a tokenizer"):
             await pool_of().tokenize("a")
 
     run(whole())
@@ -231,19 +231,19 @@ def test_names_of_tokens_and_of_the_model_are_asked_for_once() -> None:
 def test_the_text_of_an_answer_that_moved_is_written_from_its_ids() -> None:
     async def whole() -> None:
         texts = pool_of(Letters("one"))
-        assert await texts.written(sample("hello", text="as the engine wrote it")) == "as the engine wrote it"
-        assert await texts.written(sample("hello", text="hexlo", moves=1)) == "hello"
-        assert await texts.written(sample("hello", text="")) == "hello", "engines that write no text"
+        assert await texts.text_of(sample("hello", text="as the engine wrote it")) == "as the engine wrote it"
+        assert await texts.text_of(sample("hello", text="hexlo", moves=1)) == "hello"
+        assert await texts.text_of(sample("hello", text="")) == "hello", "engines that write no text"
         ended = sample("hello|", End.stop, text="helo", moves=1)
-        assert await texts.written(ended) == "hello", "without the end token"
-        assert await texts.written(ended, keep_stop=True) == "hello|"
+        assert await texts.text_of(ended) == "hello", "without the end token"
+        assert await texts.text_of(ended, keep_stop=True) == "hello|"
         stopped = sample("say END", End.stop, text="say", moves=1, stopped_by="END")
-        assert await texts.written(stopped) == "say "
-        assert await texts.written(stopped, keep_stop=True) == "say END"
+        assert await texts.text_of(stopped) == "say "
+        assert await texts.text_of(stopped, keep_stop=True) == "say END"
         by_id = sample("hello!", End.stop, text="hello", moves=2, stopped_by=33)
-        assert await texts.written(by_id) == "hello"
-        assert await texts.written(sample("hel\ufffd", text="he", moves=1)) == "hel", "half a character"
-        assert await pool_of().written(sample("hello", text="helo", moves=1)) == "helo", "nobody can read"
+        assert await texts.text_of(by_id) == "hello"
+        assert await texts.text_of(sample("hel\ufffd", text="he", moves=1)) == "hel", "half a character"
+        assert await pool_of().text_of(sample("hello", text="helo", moves=1)) == "helo", "nobody can read"
 
     run(whole())
 

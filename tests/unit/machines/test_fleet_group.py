@@ -47,7 +47,7 @@ class Group:
     """A machine, a clock, and one who does what it says when told to."""
 
     def __init__(self, **settings) -> None:
-        settings = {"least": 1, "health_every_s": 0.0, **settings}
+        settings = {"min_members": 1, "health_every_s": 0.0, **settings}
         self.machine, self.now = ElasticMachine(ElasticSpec("g", UNIT, **settings)), 100.0
         self.started = 0
 
@@ -99,7 +99,7 @@ def kinds(out):
 
 
 def test_a_group_asks_for_a_member_per_unit_of_resources_up_to_its_most():
-    group = Group(most=3)
+    group = Group(max_members=3)
     assert group.tell(StepBoundary(0)) != []  # it waits for nodes
     views = (node_view("a", gpus=2), node_view("b", gpus=2), replace(node_view("c"), outside=Resources.of(gpu=1)))
     out = group.tell(NodesChanged(views))
@@ -109,7 +109,7 @@ def test_a_group_asks_for_a_member_per_unit_of_resources_up_to_its_most():
 
 
 def test_the_least_is_asked_for_even_where_there_is_no_room():
-    group = Group(least=2)
+    group = Group(min_members=2)
     out = group.nodes("a")
     assert kinds(out) == [StartMember, StartMember]
     group.start(1, "a")
@@ -140,7 +140,7 @@ def test_members_that_only_wait_are_ended_when_their_room_is_gone():
 
 
 def test_a_person_may_ask_for_fewer_or_more_within_the_limits():
-    group = Group(least=2, most=5)
+    group = Group(min_members=2, max_members=5)
     group.begin("a", "b", "c")
     assert group.tell(ResizeRequested(2)) == []
     assert group.state(3) == "leaving"
@@ -160,7 +160,7 @@ def test_a_person_may_ask_for_fewer_or_more_within_the_limits():
 
 
 def test_autoscalers_hear_what_the_group_could_use():
-    group = Group(most=4)
+    group = Group(max_members=4)
     assert RequestUnits(4) in group.machine.handle(NodesChanged((node_view("a"),)), 1.0)
     assert RequestUnits(2) in group.machine.handle(ResizeRequested(2), 2.0)
     assert RequestUnits(2) not in group.machine.handle(ElasticTick(), 3.0)
@@ -170,7 +170,7 @@ def test_autoscalers_hear_what_the_group_could_use():
 
 
 def test_the_first_world_waits_for_the_least_and_no_longer():
-    group = Group(least=2)
+    group = Group(min_members=2)
     group.nodes("a", "b", "c")
     assert kinds(group.tell(StepBoundary(0))) == [WaitForMembers]
     assert group.start(3, "c") == []
@@ -339,7 +339,7 @@ def test_a_world_that_nobody_is_to_blame_for_is_tried_again_and_not_for_ever():
 
 
 def test_below_the_least_the_group_says_so_waits_and_goes_on_when_there_are_enough():
-    group = Group(least=2)
+    group = Group(min_members=2)
     group.begin("a", "b")
     group.tell(MemberLost("g-0002", "signal 9"))
     (wait,) = group.tell(StepInterrupted(1, "a call failed"))
@@ -353,7 +353,7 @@ def test_below_the_least_the_group_says_so_waits_and_goes_on_when_there_are_enou
 
 
 def test_a_group_that_has_waited_as_long_as_it_may_gives_up():
-    group = Group(least=2, wait_s=30.0)
+    group = Group(min_members=2, wait_s=30.0)
     group.nodes("a")
     group.start(1, "a")
     group.tell(StepBoundary(0))
@@ -421,7 +421,7 @@ def test_members_of_a_node_that_is_not_there_any_more_are_lost_without_further_n
 
 
 def test_a_constructor_that_raises_for_every_member_ends_the_group_before_it_began():
-    group = Group(least=2)
+    group = Group(min_members=2)
     group.nodes("a", "b")
     group.tell(StepBoundary(0))
     assert FailGroup not in kinds(group.tell(MemberLost("g-0001", "ValueError: lr", fatal=True)))
@@ -449,7 +449,7 @@ def test_starts_that_would_fail_again_reach_the_cap_sooner():
 
 
 def test_members_of_a_draining_node_leave_at_the_boundary_and_hand_their_state_over():
-    group = Group(most=2)
+    group = Group(max_members=2)
     group.begin("a", "b")
     out = group.nodes("a", "b", "c", b=60.0)
     assert [(type(one), one.reason.code) for one in out] == [(StartMember, ReasonCode.node_draining)]  # ahead
@@ -479,7 +479,7 @@ def test_a_long_step_is_interrupted_in_time_for_the_handover():
 
 
 def test_a_leaver_without_which_there_are_too_few_works_on_until_its_time_is_up():
-    group = Group(least=2, handover_s=5.0)
+    group = Group(min_members=2, handover_s=5.0)
     group.begin("a", "b")
     group.nodes("a", "b", b=60.0)
     (run,) = group.done()
@@ -678,7 +678,7 @@ def test_late_news_of_members_that_are_gone_change_nothing():
 
 
 def test_the_view_says_who_is_where_and_why():
-    group = Group(least=1, most=4)
+    group = Group(min_members=1, max_members=4)
     group.begin("a", "b")
     group.nodes("a", "b", "c")
     group.tell(MemberPending("g-0003", NO_ROOM))
@@ -687,7 +687,7 @@ def test_the_view_says_who_is_where_and_why():
     assert [(one["id"], one["state"], one["node"], one["rank"]) for one in view["members"]] == [
         ("g-0001", "working", "a", 0),
         ("g-0002", "working", "b", 1),
-        ("g-0003", "asked", None, None),
+        ("g-0003", "pending", None, None),
     ]
     assert view["members"][2]["reason"] == {"code": "NO_ROOM", "sentence": "no node has enough free"}
 
@@ -699,7 +699,7 @@ def test_stories_say_what_became_of_the_group_and_its_members():
     group.tell(StepInterrupted(1, "a call failed"))
     group.tell(WorldEntered(2))
     assert [one.state for one in group.machine.story("g")] == ["world 1 of 2", "interrupted", "world 2 of 1"]
-    assert [one.state for one in group.machine.story("g-0002")] == ["asked", "ready", "working", "gone"]
+    assert [one.state for one in group.machine.story("g-0002")] == ["pending", "ready", "working", "gone"]
     assert group.machine.story("g-0002")[-1].reason.sentence == "signal 9"
 
 

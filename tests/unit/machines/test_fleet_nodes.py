@@ -10,7 +10,6 @@ from fleet_world import facts
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import Resources
-from trimtab.machines.nodes.drain import evict_after_s
 from trimtab.machines.nodes.events import (
     AnnounceNodeChange,
     ConnectionBroken,
@@ -27,6 +26,7 @@ from trimtab.machines.nodes.events import (
     UseNode,
 )
 from trimtab.machines.nodes.machine import NodeMachine
+from trimtab.machines.nodes.state import evict_after_s
 from trimtab.model.nodes import NodePolicy, NodeState
 from trimtab.model.pool import PreemptionPolicy
 
@@ -73,11 +73,11 @@ def test_a_node_that_joins_is_used_at_once_and_told_of_after_a_moment():
     (use,) = fleet.tell(NodeSeen("a", facts()))
     assert (use.node, use.reason.code) == ("a", ReasonCode.joined)
     assert fleet.changes == []
-    assert not fleet.view("a").told
+    assert not fleet.view("a").announced
     fleet.wait(POLICY.join_window_s)
     (change,) = fleet.changes
     assert (change.number, change.joined, change.reason.code) == (1, ("a",), ReasonCode.joined)
-    assert fleet.view("a").told
+    assert fleet.view("a").announced
     assert fleet.machine.last_change == 1
 
 
@@ -277,7 +277,7 @@ def test_a_flapping_node_does_not_cause_a_change_per_flap():
         fleet.wait(0.5)
     assert fleet.state("a") is NodeState.held
     assert fleet.view("a").reason.code is ReasonCode.flapping
-    assert fleet.view("a").deadline == pytest.approx(fleet.now - 0.5 + POLICY.hold_most_s)
+    assert fleet.view("a").deadline == pytest.approx(fleet.now - 0.5 + POLICY.max_hold_s)
     assert len(fleet.changes) <= 3  # lost, back, lost
     assert fleet.order() == ["head", "a"]
 

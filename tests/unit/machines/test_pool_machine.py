@@ -257,7 +257,7 @@ def test_what_is_on_a_node_that_will_go_is_saved_and_returns_elsewhere():
     stops = [each for each in one.tell(news.NodeDrained(node, "spot")) if isinstance(each, StopTask)]
     assert {stop.task for stop in stops} == {name for name, home in homes.items() if node in home}
     assert all(stop.reason.code is ReasonCode.node_draining and "spot" in stop.reason.sentence for stop in stops)
-    assert all(stop.save_s > 0 for stop in stops)
+    assert all(stop.checkpoint_timeout_s > 0 for stop in stops)
     one.carry_all()
     moved = [name for name in homes if one.state(name) is TaskState.running]
     assert "a" in moved
@@ -462,7 +462,7 @@ def test_two_half_placed_gangs_after_a_node_loss_do_not_hold_each_other():
 
 @pytest.mark.parametrize("runs", [0, 20])
 def test_a_big_gang_is_not_starved_by_small_tasks_for_ever(runs: float):
-    one = world(8, spec=pool(patience_s=60, patience_runs=runs))
+    one = world(8, spec=pool(starvation_timeout_s=60, starvation_runs=runs))
     one.run(*[task(f"t{at}", 2) for at in range(4)], gang("g", 4, 2))
     number = itertools.count(4)
     for _ in range(40 + 10 * runs):
@@ -480,7 +480,7 @@ def test_a_big_gang_is_not_starved_by_small_tasks_for_ever(runs: float):
 
 
 def test_no_room_is_kept_for_one_who_would_not_fit_even_if_all_others_ended():
-    one = world(2, 2, spec=pool(reserved=(gpus(2),), patience_s=0.0, strategy=PlacementStrategy.pack))
+    one = world(2, 2, spec=pool(reserved=(gpus(2),), starvation_timeout_s=0.0, strategy=PlacementStrategy.pack))
     one.run(gang("big", 3, 1), gang("small", 2, 1))
     assert one.state("small") is TaskState.running
 
@@ -503,7 +503,7 @@ def test_a_gang_that_waits_beside_a_draining_node_is_told_of_it():
 
 
 def test_before_patience_runs_out_small_tasks_pass_a_big_one():
-    one = world(8, spec=pool(patience_s=60))
+    one = world(8, spec=pool(starvation_timeout_s=60))
     one.run(task("a", 4), task("big", 8), task("b", 2))
     assert one.states("a", "big", "b") == ["running", "waiting", "running"]
 
@@ -513,22 +513,26 @@ def test_looking_for_what_is_to_be_kept_changes_nothing():
     one.run(task("a", 3), task("b", 3))
     one.submit(gang("big", 2, 4))
     books = one.machine
-    books.hold_back(room.to_keep(books, books.tasks["big"]))  # so that every sum has something in it
+    books.apply_reserve(room.starvation_reserve(books, books.tasks["big"]))  # so that every sum has something in it
 
     def said() -> list[object]:
-        ledger, shelf = books.ledger, books.shelves["p"]
+        ledger, shelf = books.capacity, books.pool_groups["p"]
         sums = (ledger.kept, ledger.idle, ledger.free, ledger.held, ledger.quota_kept["p"])
-        return [one.tolist() for one in sums] + [shelf.kept_bundles, shelf.idle_bundles, one.dumped()]
+        return [one.tolist() for one in sums] + [shelf.claimed_bundles, shelf.idle_bundles, one.dumped()]
 
     before = said()
     waits = books.tasks["big"]
-    kept = room.to_keep(books, waits)
-    room.spot(books, waits), room.soon(books, waits), room.choose(books, waits, one.now, everyone=True)
-    room.would_fit_alone(books, waits.spec), room.never(books, waits.spec), room.shortage(books, waits.spec)
+    kept = room.starvation_reserve(books, waits)
+    (
+        room.find_assignment(books, waits),
+        room.assign_after_release(books, waits),
+        room.plan_preemption(books, waits, one.now, ignore_policy=True),
+    )
+    room.would_fit_alone(books, waits.spec), room.never_fits(books, waits.spec), room.shortage(books, waits.spec)
     assert said() == before
-    books.hold_back(kept)
+    books.apply_reserve(kept)
     assert said() != before
-    books.give_back(kept)
+    books.release_reserve(kept)
     assert said() == before
 
 
@@ -538,12 +542,12 @@ def test_what_is_kept_and_given_back_leaves_the_books_as_they_were():
     one.end("small")  # its slot is idle now, and can be kept as well
     one.submit(task("big", 4))
     books = one.machine
-    before, position = one.dumped(), books.gains.position
-    kept = room.to_keep(books, books.tasks["big"])
+    before, position = one.dumped(), books.hints.position
+    kept = room.starvation_reserve(books, books.tasks["big"])
     assert kept.groups
-    books.hold_back(kept)
-    books.give_back(kept)
-    assert (one.dumped(), books.gains.position) == (before, position)
+    books.apply_reserve(kept)
+    books.release_reserve(kept)
+    assert (one.dumped(), books.hints.position) == (before, position)
     books.check()
 
 
@@ -946,7 +950,7 @@ def test_an_eviction_tells_then_saves_with_time_outs_apart():
     one.run(task("low", 2, priority=1, saves=True))
     one.submit(task("high", 2, priority=9))
     (stop,) = [x for x in one.pending if isinstance(x, StopTask)]
-    assert (stop.tell_s, stop.save_s, stop.notice) == (3.0, 120.0, False)
+    assert (stop.cancel_grace_s, stop.checkpoint_timeout_s, stop.notice) == (3.0, 120.0, False)
 
 
 def test_notice_replaces_the_cancel_time_out():
@@ -954,7 +958,7 @@ def test_notice_replaces_the_cancel_time_out():
     one.run(task("low", 2, priority=1, notice_s=45.0))
     one.submit(task("high", 2, priority=9))
     (stop,) = [x for x in one.pending if isinstance(x, StopTask)]
-    assert (stop.tell_s, stop.notice) == (45.0, True)
+    assert (stop.cancel_grace_s, stop.notice) == (45.0, True)
 
 
 def test_an_eviction_by_hand_needs_no_policy_and_tells_the_task():
@@ -962,7 +966,7 @@ def test_an_eviction_by_hand_needs_no_policy_and_tells_the_task():
     one.run(task("a", 2))
     (stop,) = one.tell(news.EvictRequested("a"))
     assert stop.reason.code is ReasonCode.by_hand
-    assert stop.tell_s > 0
+    assert stop.cancel_grace_s > 0
     one.carry(stop)
     one.carry_all()
     assert one.machine.tasks["a"].evictions == 1

@@ -24,16 +24,11 @@ from trimtab.machines.pool.events import (
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedEnd, PoolReconciler, expected, key_of
 from trimtab.model.pool import PoolSpec, TaskSpec, TaskState
-from trimtab.runtime.controller.executor import InstructionExecutor, write_payload
+from trimtab.runtime.controller.executor import InstructionExecutor
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.store.blobs import BlobStore
-from trimtab.runtime.workers.task_workers import (
-    EntryOutcome,
-    TaskPayload,
-    TaskWorker,
-    TaskWorkerManager,
-    WorkerStopResult,
-)
+from trimtab.runtime.workers.task_types import EntryOutcome, TaskPayload, TaskWorker, WorkerStopResult, write_payload
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 CPU = Resources.of(cpu=1)
 
@@ -52,7 +47,7 @@ class Processes:
         if what in self.hangs:
             await asyncio.Event().wait()
 
-    async def make_group(self, instruction: Any, now: Any) -> None:
+    async def create_group(self, instruction: Any, now: Any) -> None:
         await self._do("make")
 
     async def remove_group(self, group: str, pool: str) -> None:
@@ -82,8 +77,10 @@ class Controller:
     def __init__(self, tmp_path: Path) -> None:
         self.processes = Processes()
         self.machine = PoolMachine()
-        self.shelf = BlobStore(tmp_path, None)
-        self.deeds = InstructionExecutor(self, cast(TaskWorkerManager, self.processes), self.shelf, hosts_save=False)
+        self.blobs = BlobStore(tmp_path, None)
+        self.executor = InstructionExecutor(
+            self, cast(TaskWorkerManager, self.processes), self.blobs, workers_save=False
+        )
         self.reconciler = PoolReconciler()
         self.clock = 0.0
         self.refused: set[str] = set()  # events on which the machine fails
@@ -94,7 +91,7 @@ class Controller:
         if type(event).__name__ in self.refused:
             return
         for one in self.machine.handle(event, self.now()):
-            self.deeds.begin(one)
+            self.executor.begin(one)
 
     def now(self) -> float:
         return self.clock
@@ -102,24 +99,24 @@ class Controller:
     def alive(self, node: str) -> bool:
         return True
 
-    async def look_again(self, nodes: Collection[str], without: str) -> None:
+    async def refresh_nodes(self, nodes: Collection[str], without: str) -> None:
         pass
 
     def submit(self, entry: str | None = None) -> str:
-        self.shelf.put("payloads", "t", write_payload(TaskPayload(b"", entry=entry), "token"))
+        self.blobs.put("payloads", "t", write_payload(TaskPayload(b"", entry=entry), "token"))
         self.feed(TaskSubmitted(TaskSpec("t", "p", (CPU,))))
         return "t"
 
     def look(self) -> list[str]:
         """Reconcile once; what was done again."""
-        lost = self.reconciler.lost(expected(self.machine), self.deeds.doing())
+        lost = self.reconciler.lost(expected(self.machine), self.executor.in_progress())
         for one in lost:
-            self.deeds.redo(one)
+            self.executor.retry(one)
         return [type(one).__name__ for one in lost]
 
     def lose(self, kind: str) -> None:
         """The deed of an instruction vanishes without a word."""
-        [task] = [task for key, task in self.deeds._doing.items() if key[0] == kind]
+        [task] = [task for key, task in self.executor._in_progress.items() if key[0] == kind]
         task.cancel()
 
     async def until(self, state: TaskState) -> None:
@@ -169,7 +166,7 @@ async def test_what_is_being_done_is_not_done_again_however_long_it_takes(tmp_pa
     assert controller.processes.asked.count(hangs) == 1
     assert [controller.look() for _ in range(4)] == [[]] * 4
     assert controller.processes.asked.count(hangs) == 1
-    await controller.deeds.close()
+    await controller.executor.close()
 
 
 async def test_a_start_that_was_lost_fails_with_a_reason_and_is_tried_again(tmp_path: Path) -> None:
@@ -180,15 +177,15 @@ async def test_a_start_that_was_lost_fails_with_a_reason_and_is_tried_again(tmp_
         if "start" in controller.processes.asked:
             break
         await asyncio.sleep(0.001)
-    controller.lose("Start")
+    controller.lose("StartTask")
     await settle()
     controller.processes.hangs = set()
-    assert (controller.look(), controller.look()) == ([], ["Start"])
+    assert (controller.look(), controller.look()) == ([], ["StartTask"])
     assert "its start was lost" in str(controller.machine.explain("t", controller.now()).story)
     controller.clock += 1000.0  # past the back-off
     controller.feed(PoolTick())
     await controller.until(TaskState.running)
-    await controller.deeds.close()
+    await controller.executor.close()
 
 
 async def test_a_group_whose_making_was_lost_is_made(tmp_path: Path) -> None:
@@ -203,7 +200,7 @@ async def test_a_group_whose_making_was_lost_is_made(tmp_path: Path) -> None:
     assert (controller.look(), controller.look()) == ([], ["CreatePlacementGroup"])
     await controller.until(TaskState.running)
     assert (controller.look(), controller.look()) == ([], [])
-    await controller.deeds.close()
+    await controller.executor.close()
 
 
 async def test_a_stop_that_was_lost_is_done_again(tmp_path: Path) -> None:
@@ -219,24 +216,24 @@ async def test_a_stop_that_was_lost_is_done_again(tmp_path: Path) -> None:
     controller.processes.hangs = set()
     assert (controller.look(), controller.look()) == ([], ["StopTask"])
     await controller.until(TaskState.cancelled)
-    await controller.deeds.close()
+    await controller.executor.close()
 
 
 async def test_a_start_of_which_the_machine_was_not_told_is_told_again(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
-    controller.refused = {"Started"}
+    controller.refused = {"TaskStarted"}
     controller.submit()
     for _ in range(1000):
-        if controller.deeds.running:
+        if controller.executor.running:
             break
         await asyncio.sleep(0.001)
     assert controller.machine.tasks["t"].state is TaskState.starting
     controller.refused = set()
     await settle()
-    assert (controller.look(), controller.look()) == ([], ["Start"])
+    assert (controller.look(), controller.look()) == ([], ["StartTask"])
     await controller.until(TaskState.running)
     assert controller.processes.asked.count("start") == 1
-    await controller.deeds.close()
+    await controller.executor.close()
 
 
 async def test_an_outcome_that_nothing_waits_for_any_more_is_waited_for_again(tmp_path: Path) -> None:
@@ -250,15 +247,15 @@ async def test_an_outcome_that_nothing_waits_for_any_more_is_waited_for_again(tm
     await settle()
     controller.processes.outcomes["t"].set_result(EntryOutcome(b"value"))
     await controller.until(TaskState.done)
-    await controller.deeds.close()
+    await controller.executor.close()
 
 
 async def test_a_task_that_is_said_to_run_and_has_no_process_has_died(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
     controller.submit()
     await controller.until(TaskState.running)
-    controller.deeds.running.clear()
+    controller.executor.running.clear()
     assert (controller.look(), controller.look()) == ([], ["AwaitedEnd"])
     await controller.until(TaskState.failed)
     assert "its process is not known any more" in str(controller.machine.tasks["t"].reason)
-    await controller.deeds.close()
+    await controller.executor.close()

@@ -47,7 +47,7 @@ def loop() -> ReplanMachine:
         (pool(), pool_events.CancelRequested("nothing")),
         (pool(), pool_events.NodeCordoned("nowhere")),
         (NodeMachine(), node_events.DrainRequested("nowhere", None, "by hand")),
-        (ElasticMachine(ElasticSpec("g", GPU, least=2)), group_events.ResizeRequested(1)),
+        (ElasticMachine(ElasticSpec("g", GPU, min_members=2)), group_events.ResizeRequested(1)),
         (RolloutMachine(), rollout_events.ScaleRequested(99)),
         (loop(), loop_events.AdviceTaken()),
         (loop(), loop_events.RunResumed(-1)),

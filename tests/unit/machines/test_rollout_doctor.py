@@ -65,7 +65,7 @@ def test_a_healthy_pool_has_no_findings() -> None:
         ({"scaling": decided("NOT_YET"), "steps": [{"ago_s": 20.0}]}, RolloutIssue.cooldown, "scale_down_cooldown"),
         ({"scaling": decided("NOT_YET"), "steps": [{"ago_s": 90.0}]}, RolloutIssue.not_stable, "min_stable_period"),
         ({"scaling": decided("NOT_YET")}, RolloutIssue.not_stable, "min_stable_period"),
-        ({"rules": {"least": 2}}, RolloutIssue.min_workers, "min_workers"),
+        ({"rules": {"min_workers": 2}}, RolloutIssue.min_workers, "min_workers"),
         (
             {"scaling": {"by_hand": None, "holds": {"validation": 2}, "decision": None}},
             RolloutIssue.held,
@@ -238,7 +238,7 @@ def test_engines_that_others_can_reach_are_named(url: str, weight: Severity | No
 
 
 def test_load_that_nobody_can_take_is_stuck() -> None:
-    full = only(examine(status(load=2.0, rules={"most": 2})))
+    full = only(examine(status(load=2.0, rules={"max_workers": 2})))
     assert "at most 2 may" in full.sentence
     none = only(examine(status(load=2.0, range={"least": 1, "most": 2})))
     assert "no other engine is available" in none.sentence
@@ -310,7 +310,7 @@ def test_faults_come_before_what_is_stuck_and_notes_last() -> None:
 
 
 def test_the_status_of_a_real_machine_is_understood() -> None:
-    rules = RolloutRules(least=1, most=4, ownership=Ownership(abort=Owner.trainer))
+    rules = RolloutRules(min_workers=1, max_workers=4, ownership=Ownership(abort=Owner.trainer))
     machine = RolloutMachine(rules, ElasticConfig(min_workers=1, max_workers=4, monitoring_interval=1.0))
     now = 0.0
     for name in ("a", "b"):

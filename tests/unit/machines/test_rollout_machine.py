@@ -742,7 +742,7 @@ def test_workers_are_held_ready_before_a_validation() -> None:
 
 
 def test_a_pool_takes_nobody_below_the_least_unless_the_node_goes_anyway() -> None:
-    bench = Bench(2, least=2)
+    bench = Bench(2, min_workers=2)
     with pytest.raises(InfeasibleError, match="at least 2 must"):
         bench.tell(e.WorkerReclaimed("w0", 100.0, "a trainer needs it"))
     bench.tell(e.WorkerReclaimed("w0", 100.0, "the node goes", forced=True))
@@ -843,7 +843,7 @@ def test_a_worker_takes_no_more_than_its_limits() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: RolloutRules(least=3, most=2),
+        lambda: RolloutRules(min_workers=3, max_workers=2),
         lambda: RolloutRules(capacity=0),
         lambda: RolloutRules(monitor_s=0.0),
         lambda: RolloutRules(drain_s=-1.0),
@@ -876,7 +876,7 @@ def test_a_step_by_hand_is_judged_by_its_own_number() -> None:
 
 
 def test_a_request_of_which_engines_die_is_not_given_to_all_of_them() -> None:
-    bench = Bench(5, retries=10, deadly=3)
+    bench = Bench(5, retries=10, poison_count=3)
     bench.ask()
     for attempt in (1, 2):
         out = bench.tell(e.AttemptFailed("r", attempt, 0, "connection reset", engine_died=True))
@@ -891,7 +891,7 @@ def test_a_request_of_which_engines_die_is_not_given_to_all_of_them() -> None:
 
 
 def test_an_engine_that_dies_after_a_token_is_not_held_against_the_request() -> None:
-    bench = Bench(5, retries=10, deadly=3)
+    bench = Bench(5, retries=10, poison_count=3)
     bench.ask()
     for attempt in range(1, 8):
         bench.tell(e.TokensStreamed("r", attempt, 1))
@@ -914,7 +914,7 @@ def test_a_drain_by_hand_has_all_the_time_it_was_given() -> None:
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda one: type(one).__name__)
 def test_what_is_refused_moves_not_even_the_clock(wrong: Any):
-    bench = Bench(1, least=1, most=4)
+    bench = Bench(1, min_workers=1, max_workers=4)
     bench.ask()
     before = bench.machine.dump()
     with pytest.raises((InputError, InfeasibleError)):
@@ -924,7 +924,7 @@ def test_what_is_refused_moves_not_even_the_clock(wrong: Any):
 
 def test_what_the_policy_decided_last_is_in_a_snapshot():
     elastic = ElasticConfig(min_workers=1, max_workers=4)
-    bench = Bench(2, elastic=elastic, least=1, most=4)
+    bench = Bench(2, elastic=elastic, min_workers=1, max_workers=4)
     bench.wait(60.0)
     assert bench.machine.scaling()["decision"] is not None
     data = json.loads(json.dumps(bench.machine.dump()))

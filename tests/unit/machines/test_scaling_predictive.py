@@ -285,4 +285,4 @@ def test_a_live_pool_learns_the_pause_sleeps_in_it_and_is_awake_again_before_any
         await step()
 
     elastic = replace(CONFIG, max_workers=3, monitoring_interval=0.1)
-    play(act, kinds=("sglang",) * 3, rules=replace(QUICK, most=3), elastic=elastic)
+    play(act, kinds=("sglang",) * 3, rules=replace(QUICK, max_workers=3), elastic=elastic)

@@ -53,7 +53,7 @@ def test_the_cause_comes_first_then_the_nodes_then_what_helps(capsys: pytest.Cap
         "        1 other node has no gpu",
         "        helps  actor x, which holds 1 gpu, ends",
         "",
-        "asked by python train.py (process 77 on 10.0.0.1)",
+        "requested by python train.py (process 77 on 10.0.0.1)",
     ]
 
 
@@ -68,13 +68,13 @@ def test_whose_each_wait_is_stands_beside_it_where_there_are_several_jobs(capsys
     jobs = (RayJob("a", "python a.py", 1, "h"), RayJob("b", "python b.py", 2, "h"))
     waiting = [actor("x", gpu=9, job="a"), actor("y", gpu=8, job="b")]
     text = said(snapshot([node("n1", gpu=1)], waiting, jobs=jobs), capsys)
-    assert "        asked by python a.py" in text
-    assert "        asked by python b.py" in text
+    assert "        requested by python a.py" in text
+    assert "        requested by python b.py" in text
 
 
 def test_times_that_ray_does_not_tell_are_said_to_be_unknown_or_at_least(capsys: pytest.CaptureFixture[str]) -> None:
     unknown = actor("x", gpu=9, since=None)
-    assert "since an unknown time" in said(snapshot([node("n1", gpu=1)], [unknown]), capsys)
+    assert "for an unknown time" in said(snapshot([node("n1", gpu=1)], [unknown]), capsys)
     watched = replace(unknown, since=NOW - 90, at_least=True)
     assert "for at least 1 min 30 s" in said(snapshot([node("n1", gpu=1)], [watched]), capsys)
 
@@ -92,7 +92,7 @@ def test_the_headline_counts_what_waits_what_never_can_and_what_is_under_way(
 ) -> None:
     waiting = [group("g", request(gpu=1), request(gpu=9)), actor("soon", gpu=1)]
     text = said(replace(snapshot([node("n1", gpu=1)], waiting), address="h:6379"), capsys)
-    assert text.startswith("2 wait, 1 can never start as things are, 1 under way (h:6379, 1 node)\n")
+    assert text.startswith("2 wait, 1 can never start on this cluster, 1 starting (h:6379, 1 node)\n")
     assert "placement group g (2 bundles, PACK)" in text
 
 

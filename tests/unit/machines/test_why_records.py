@@ -86,7 +86,7 @@ def test_of_actors_alike_only_as_many_wait_for_room_as_ray_counts() -> None:
 
 
 def test_where_ray_tells_only_some_of_the_requests_nobody_is_said_to_be_bound() -> None:
-    many = {shape(cpu=1 + i): 1 for i in range(records.MOST_SHAPES)}
+    many = {shape(cpu=1 + i): 1 for i in range(records.MAX_SHAPES)}
     (one,) = waiting([actor(1, GPU=2)], many)
     assert (one.queued, one.pinned) == (True, None)
 

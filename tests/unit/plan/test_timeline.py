@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import plans_for_pictures as samples
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan
-from trimtab.render.html.kit.chart import Chart, ChartBar, ChartMark, ChartRow, gaps, joined
+from trimtab.render.html.kit.chart import Chart, ChartBar, ChartMark, ChartRow, gaps, merge_bars
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
 from trimtab.render.html.kit.timeline import JOIN_PX, plan_chart, svg
 
@@ -36,8 +36,8 @@ def words(root: ElementTree.Element) -> str:
     return " ".join("".join(text.itertext()) for text in root.iter(f"{SVG}text"))
 
 
-def one_row(*stretches: ChartBar, seconds: float = 100.0) -> Chart:
-    return Chart("one row", (ChartRow("row", stretches),), ("a", "b"), seconds)
+def one_row(*bars: ChartBar, seconds: float = 100.0) -> Chart:
+    return Chart("one row", (ChartRow("row", bars),), ("a", "b"), seconds)
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -216,10 +216,10 @@ rows_of_stretches = st.lists(
 
 
 @given(rows_of_stretches, st.floats(0, 5))
-def test_joining_keeps_the_order_and_loses_no_work(stretches: tuple[ChartBar, ...], least: float) -> None:
-    end = max((stretch.end for stretch in stretches), default=0.0)
-    busy = end - sum(b - a for a, b in gaps(ChartRow("", stretches), end))
-    out = joined(stretches, least)
+def test_joining_keeps_the_order_and_loses_no_work(bars: tuple[ChartBar, ...], least: float) -> None:
+    end = max((bar.end for bar in bars), default=0.0)
+    busy = end - sum(b - a for a, b in gaps(ChartRow("", bars), end))
+    out = merge_bars(bars, least)
     assert sum((piece.end - piece.start) * piece.busy for piece in out) == pytest.approx(busy, abs=1e-6)
     assert all(first.end <= second.start for first, second in pairwise(out))
     assert all(0 < piece.busy <= 1 and piece.end > piece.start for piece in out)

@@ -52,9 +52,9 @@ def trained(*arguments: str) -> dict:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_reward_rises_and_the_answers_grow(seed: int) -> None:
-    told = trained("--iterations", "40", "--seed", str(seed))
-    reward, length = told["metrics"]["reward.reward"], told["metrics"]["rollout.length"]
-    assert told["state"] == "done"
+    summary = trained("--iterations", "40", "--seed", str(seed))
+    reward, length = summary["metrics"]["reward.reward"], summary["metrics"]["rollout.length"]
+    assert summary["state"] == "done"
     assert reward["last"] - reward["first"] > RISE
     assert length["last"] > length["first"] + 1.5
 
@@ -81,7 +81,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(tmp_path: Pat
     small = {**SMALL, "size": {"hidden": 16} if backend == "numpy" else {"width": 16, "layers": 1, "heads": 2}}
     job = grpo(backend, iterations=6, seed=5, **small)
     whole = weights_of(LocalRun(job, tmp_path / "whole").run(), tmp_path / "whole")
-    stopped = LocalRun(job, tmp_path / "parts", told=lambda one, _: one.number == 4 and stopped.stop())
+    stopped = LocalRun(job, tmp_path / "parts", on_iteration=lambda one, _: one.number == 4 and stopped.stop())
     assert len(stopped.run().iterations) == 4
     resumed = weights_of(LocalRun(job, tmp_path / "parts", resume=True).run(), tmp_path / "parts")
     assert whole.keys() == resumed.keys()

@@ -201,7 +201,7 @@ def test_a_missing_count_or_an_empty_timer_is_told(tmp_path: Path, clock: Clock)
         timer.save(tmp_path / "profile.yaml")
     with timer.component("rollout"):
         clock.wait(1.0)
-    with pytest.raises(InputError, match="on how many GPUs did these run: rollout"):
+    with pytest.raises(InputError, match="number of GPUs is not known of: rollout"):
         timer.profile(warmup=0)
     with pytest.raises(ValueError, match="1 GPU or more"):
         timer.component("rollout", gpus=0)

@@ -27,14 +27,14 @@ from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.churn import Churn
 from trimtab.replay.common.timing import Distribution
-from trimtab.replay.journal.policies import fitted, read_others
+from trimtab.replay.journal.policies import fitted, read_alternatives
 from trimtab.replay.journal.record import JournalRecord, read_record
-from trimtab.replay.journal.replay import UNCHANGED, AlternativePolicy, agreement, recorded, run_other
+from trimtab.replay.journal.replay import UNCHANGED, AlternativePolicy, agreement, recorded, run_alternative
 from trimtab.replay.journal.world import length_s, world_of
 from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay
 from trimtab.replay.pool.figures import figures
 from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
-from trimtab.replay.pool.workload import TaskGenerator, works
+from trimtab.replay.pool.workload import TaskGenerator, workload
 from trimtab.runtime.store.compact import compact
 from trimtab.runtime.store.journal import NODE_EVENTS, Journal, read_journal
 
@@ -76,7 +76,7 @@ class Play:
             elif isinstance(one, e.StartTask):
                 more += self.tell(e.TaskStarted(one.task, one.attempt), after=after)
             elif isinstance(one, e.StopTask):
-                kept = saved and one.save_s > 0
+                kept = saved and one.checkpoint_timeout_s > 0
                 more += self.tell(e.TaskStopped(one.task, one.attempt, "returned", kept), after=after)
         return [*out, *self.answer(more, saved=saved, after=after)] if more else list(out)
 
@@ -101,11 +101,11 @@ def simulated(seed: int, *, saves: bool = True, clock: float = 0.0) -> tuple[Hea
     """A busy pool with failures and drains, as a journal would have it."""
     heard = Heard()
     churn = Churn(0.2, Distribution(600.0), drained=0.5).events(list(NODES), 30_000, seed)
-    asked = works(BUSY.rows(seed), seed=seed, node_gpus=8, saves=saves)
+    asked = workload(BUSY.rows(seed), seed=seed, node_gpus=8, saves=saves)
     machine, first = scheduler(PoolPolicy("trimtab", "trimtab"), 8, 24)
     reality = PoolReality(NODES, 8, churn=tuple(churn), checkpoint_s=0.0, seed=seed)
     replay = PoolReplay(
-        machine, asked, reality, first=first, heard=lambda now, event, out: heard.append((clock + now, event, out))
+        machine, asked, reality, first=first, on_event=lambda now, event, out: heard.append((clock + now, event, out))
     )
     return heard, replay.run()
 
@@ -160,7 +160,7 @@ def test_a_journal_gives_the_same_instructions_and_the_figures_of_the_run_it_is_
 @pytest.mark.parametrize(("seed", "saves"), [(1, True), (2, False), (3, True)])
 def test_the_policy_that_ran_does_the_same_again_in_the_world_of_its_journal(seed: int, saves: bool) -> None:
     world = world_of(record_of(simulated(seed, saves=saves, clock=EPOCH)[0]))
-    near = agreement(world, recorded(world), run_other(world, UNCHANGED))
+    near = agreement(world, recorded(world), run_alternative(world, UNCHANGED))
     assert near.first == ""
     assert near.same == near.instructions > 100
     assert near.completion_worst < 1e-6
@@ -170,9 +170,9 @@ def test_the_policy_that_ran_does_the_same_again_in_the_world_of_its_journal(see
 def test_every_policy_finishes_the_tasks_of_a_journal_and_loses_none() -> None:
     world = world_of(record_of(simulated(2, saves=False)[0]))
     for name in KNOWN:
-        run = run_other(world, AlternativePolicy(PoolPolicy(name, name)))
-        assert [one.work.spec.id for one in run.outcome.lives] == [one.spec.id for one in world.works]
-        assert all(one.done_s is not None for one in run.outcome.lives)
+        run = run_alternative(world, AlternativePolicy(PoolPolicy(name, name)))
+        assert [one.work.spec.id for one in run.outcome.tasks] == [one.spec.id for one in world.workload]
+        assert all(one.done_s is not None for one in run.outcome.tasks)
 
 
 def test_a_journal_that_does_not_say_what_was_instructed_is_held_to_its_answers() -> None:
@@ -181,7 +181,7 @@ def test_a_journal_that_does_not_say_what_was_instructed_is_held_to_its_answers(
     assert record.same
     assert record.marked == 0
     gone = [one for one in heard if not (isinstance(one[1], e.TaskSubmitted) and one[1].spec.id == "t5")]
-    assert any("t5" in one for one in record_of(gone, marked=False).unasked)
+    assert any("t5" in one for one in record_of(gone, marked=False).unrequested)
 
 
 class Recalled(Fate):
@@ -200,8 +200,8 @@ class Recalled(Fate):
             recorded(there)
             for name in KNOWN:
                 with contextlib.suppress(InfeasibleError):  # what is not repeated had made the room
-                    lives = run_other(there, AlternativePolicy(PoolPolicy(name, name))).outcome.lives
-                    assert all(one.done_s is not None for one in lives)
+                    tasks = run_alternative(there, AlternativePolicy(PoolPolicy(name, name))).outcome.tasks
+                    assert all(one.done_s is not None for one in tasks)
 
 
 @pytest.mark.no_cover  # tracing doubles its time; the named rules cover the same lines
@@ -243,7 +243,7 @@ def test_work_that_was_not_saved_counts_for_nothing_in_the_length() -> None:
     play.ended("high", after=10.0)
     play.ended("low", after=50.0)
     assert play.story("low") == (50.0, "done")
-    assert recorded(world_of(play.record())).outcome.lives[0].redone_s == 100.0
+    assert recorded(world_of(play.record())).outcome.tasks[0].redone_s == 100.0
 
 
 def test_a_task_whose_process_died_is_as_long_as_its_last_attempt() -> None:
@@ -266,10 +266,10 @@ def test_a_task_that_had_not_ended_has_done_its_work_or_says_how_long_it_takes()
     lengths = {one.name: length_s(one, record.end_s) for one in record.tasks}
     assert lengths == {"a": 104.0, "b": 500.0, "never": None}
     world = world_of(record)
-    assert [one.spec.id for one in world.works] == ["a", "b"]
+    assert [one.spec.id for one in world.workload] == ["a", "b"]
     assert any("2 tasks had not ended" in one for one in world.facts)
-    assert any("1 task that never began (they wait)" in one for one in world.facts)
-    assert recorded(world).outcome.lives[0].done_s == record.end_s
+    assert any("1 task that never started (waiting)" in one for one in world.facts)
+    assert recorded(world).outcome.tasks[0].done_s == record.end_s
 
 
 def test_a_task_that_was_cancelled_or_raised_is_as_long_as_it_ran() -> None:
@@ -292,7 +292,7 @@ def test_an_id_that_is_used_again_is_another_task() -> None:
     record = play.record()
     assert [(one.name, length_s(one, record.end_s)) for one in record.tasks] == [("a", 10.0), ("a (2)", 20.0)]
     world = world_of(record)
-    near = agreement(world, recorded(world), run_other(world, UNCHANGED))
+    near = agreement(world, recorded(world), run_alternative(world, UNCHANGED))
     assert (near.first, near.same) == ("", near.instructions)
 
 
@@ -302,15 +302,15 @@ def test_who_takes_turns_in_the_slots_of_others_is_left_out() -> None:
     play.answer(play.submit("guest", shares="owner"))
     play.ended("owner", after=10.0)
     world = world_of(play.record())
-    assert [one.spec.id for one in world.works] == ["owner"]
-    assert any("took turns" in one for one in world.facts)
-    run_other(world, UNCHANGED)
+    assert [one.spec.id for one in world.workload] == ["owner"]
+    assert any("shared the slots" in one for one in world.facts)
+    run_alternative(world, UNCHANGED)
 
 
 def test_a_journal_in_which_nobody_ran_has_nothing_to_try_policies_on() -> None:
     play = Play()
     play.submit("a", gpus=9)
-    with pytest.raises(InputError, match=r"1 task that never began \(failed\)"):
+    with pytest.raises(InputError, match=r"1 task that never started \(failed\)"):
         world_of(play.record())
 
 
@@ -327,15 +327,15 @@ def test_shares_of_a_gpu_and_clusters_without_any_are_counted_in_units() -> None
     play.ended("c", after=100.0)
     world = world_of(play.record())
     assert (world.units.resource, world.units.each) == ("gpu", 0.5)
-    assert [one.gpus for one in world.works] == [1, 1, 1]
+    assert [one.gpus for one in world.workload] == [1, 1, 1]
     assert world.node_units == {"n0": 2}
-    was, again = recorded(world), run_other(world, UNCHANGED)
+    was, again = recorded(world), run_alternative(world, UNCHANGED)
     assert agreement(world, was, again).first == ""
     assert again.figures.utilisation == pytest.approx(was.figures.utilisation)
     assert 0.5 < was.figures.utilisation < 1.0
     assert max(was.figures.curves.used_gpus) == 1  # of one GPU
-    fifo = run_other(world, AlternativePolicy(PoolPolicy("fifo", "fifo")))
-    assert all(one.done_s is not None for one in fifo.outcome.lives)
+    fifo = run_alternative(world, AlternativePolicy(PoolPolicy("fifo", "fifo")))
+    assert all(one.done_s is not None for one in fifo.outcome.tasks)
 
 
 def test_where_nobody_asks_for_gpus_cpus_are_counted_and_that_is_said() -> None:
@@ -354,9 +354,9 @@ def test_where_nobody_asks_for_gpus_cpus_are_counted_and_that_is_said() -> None:
         now += 1.0
         heard.append((now, event, machine.handle(event, now)))
     world = world_of(record_of(heard))
-    assert any("counted as a GPU is 1 cpu" in one for one in world.facts)
-    assert world.works[0].gpus == 2
-    assert run_other(world, UNCHANGED).figures.utilisation == recorded(world).figures.utilisation > 0
+    assert any("counted GPU is 1 cpu" in one for one in world.facts)
+    assert world.workload[0].gpus == 2
+    assert run_alternative(world, UNCHANGED).figures.utilisation == recorded(world).figures.utilisation > 0
 
 
 def test_nodes_of_different_sizes_that_drain_come_back_and_go_are_as_they_were_for_every_policy() -> None:
@@ -374,8 +374,8 @@ def test_nodes_of_different_sizes_that_drain_come_back_and_go_are_as_they_were_f
     world = world_of(play.record())
     assert world.node_units == {"n0": 4, "n1": 1}
     for name in KNOWN:
-        run = run_other(world, AlternativePolicy(PoolPolicy(name, name)))
-        assert all(one.done_s is not None for one in run.outcome.lives)
+        run = run_alternative(world, AlternativePolicy(PoolPolicy(name, name)))
+        assert all(one.done_s is not None for one in run.outcome.tasks)
 
 
 def test_a_pool_that_is_dropped_and_asked_for_again_is_another_once_its_tasks_have_ended() -> None:
@@ -384,15 +384,15 @@ def test_a_pool_that_is_dropped_and_asked_for_again_is_another_once_its_tasks_ha
     play.answer(play.submit("a"))
     play.tell(e.PoolDrained("p"))
     play.answer(play.tell(e.PoolDropped("p"), after=10.0))
-    play.tell(e.PoolEnsured(PoolSpec("p", Resources.of(gpu=1), patience_s=5.0)))
+    play.tell(e.PoolEnsured(PoolSpec("p", Resources.of(gpu=1), starvation_timeout_s=5.0)))
     play.answer(play.submit("b"))
     play.ended("b", after=10.0)
     world = world_of(play.record())
-    assert [one.spec.pool for one in world.works] == ["p", "p (2)"]
+    assert [one.spec.pool for one in world.workload] == ["p", "p (2)"]
     was = recorded(world)
-    assert agreement(world, was, run_other(world, UNCHANGED)).completion_worst < 0.1
-    slow = replace(world, works=(replace(world.works[0], work_s=100.0), world.works[1]))
-    ends = [one.done_s or 0.0 for one in run_other(slow, UNCHANGED).outcome.lives]
+    assert agreement(world, was, run_alternative(world, UNCHANGED)).completion_worst < 0.1
+    slow = replace(world, workload=(replace(world.workload[0], work_s=100.0), world.workload[1]))
+    ends = [one.done_s or 0.0 for one in run_alternative(slow, UNCHANGED).outcome.tasks]
     assert ends[0] > 100.0  # it is not dropped under a task
     assert ends[1] > ends[0]  # and its reserved slot holds the room until then
 
@@ -405,7 +405,7 @@ def test_a_task_ends_in_a_replay_as_it_ended_then() -> None:
     play.answer(play.tell(e.TaskEnded("raised", 1, "ValueError"), after=10.0))
     play.answer(play.tell(e.CompleteRequested("complete", keep_slot=False), after=10.0))
     world = world_of(play.record())
-    near = agreement(world, recorded(world), run_other(world, UNCHANGED))
+    near = agreement(world, recorded(world), run_alternative(world, UNCHANGED))
     assert (near.first, near.same) == ("", near.instructions)
 
 
@@ -427,8 +427,8 @@ def tried(record: JournalRecord, *said: str) -> dict[str, float]:
     """The mean wait of the class of high priority, by policy."""
     world = world_of(record)
     return {
-        one.name: run_other(world, fitted(one, world)).figures.classes["priority 8"].wait_mean_s
-        for one in read_others(said)
+        one.name: run_alternative(world, fitted(one, world)).figures.classes["priority 8"].wait_mean_s
+        for one in read_alternatives(said)
     }
 
 
@@ -452,9 +452,9 @@ def test_another_policy_would_have_let_the_important_task_go_first(tmp_path: Pat
 
 def test_a_file_holds_one_policy_a_list_or_the_policies_of_a_scenario(tmp_path: Path) -> None:
     names = [
-        [one.name for one in read_others([policy_file(tmp_path, text)])]
+        [one.name for one in read_alternatives([policy_file(tmp_path, text)])]
         for text in (
-            "pool: {patience_s: 5}",
+            "pool: {starvation_timeout_s: 5}",
             "[fifo, {use: las, threshold_gpu_s: 5}]",
             "{cluster: {nodes: 1}, policies: [fifo, {use: trimtab, name: eager}]}",
         )
@@ -467,7 +467,7 @@ def test_settings_of_one_pool_and_rules_by_label_change_what_the_journal_has(tmp
     preemption: {cross_pool: true, label_rules: {role: {train: [rollout]}}, protected_pools: [q]}
     pools: {p: {quota: {gpu: 3}, borrow: true}}
     """
-    (other,) = read_others([policy_file(tmp_path, text)])
+    (other,) = read_alternatives([policy_file(tmp_path, text)])
     world = world_of(contended())
     settings = [one for _, one in fitted(other, world).settings(world)]
     policy = next(one.policy for one in settings if isinstance(one, e.PolicySet))
@@ -481,7 +481,7 @@ def test_settings_of_one_pool_and_rules_by_label_change_what_the_journal_has(tmp
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("pool: {patiense_s: 5}", "did you mean patience_s"),
+        ("pool: {starvatoin_timeout_s: 5}", "did you mean starvation_timeout_s"),
         ("preemption: {same_pool_gab: 5}", "did you mean same_pool_gap"),
         ("preemption: {same_pool_gap: -1}", "at least 0"),
         ("preemption: {label_rules: [1]}", "label_rules"),
@@ -489,28 +489,28 @@ def test_settings_of_one_pool_and_rules_by_label_change_what_the_journal_has(tmp
         ("pools: {p: {quota: {gpu: -5}}}", "must not be negative"),
         ("pols: {}", "did you mean pools"),
         ("use: fifi", "did you mean fifo"),
-        ("{use: fifo, pools: {p: {borrow: true}}}", "fifo has no such settings"),
-        ("{use: fifo, preemption: {cross_pool: true}}", "fifo has no such settings"),
-        ("name: recorded", "two policies are called recorded"),
+        ("{use: fifo, pools: {p: {borrow: true}}}", "fifo takes no such settings"),
+        ("{use: fifo, preemption: {cross_pool: true}}", "fifo takes no such settings"),
+        ("name: recorded", "two policies are named recorded"),
         ("policies: []", "at least 1"),
         ("[", "not valid YAML"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(InputError) as error:
-        read_others([policy_file(tmp_path, text)])
+        read_alternatives([policy_file(tmp_path, text)])
     assert words in " ".join(error.value.lines())
 
 
 def test_a_policy_for_a_pool_that_is_not_there_and_a_name_that_is_none_are_refused(tmp_path: Path) -> None:
     world = world_of(contended())
-    (other,) = read_others([policy_file(tmp_path, "pools: {q: {borrow: true}}")])
+    (other,) = read_alternatives([policy_file(tmp_path, "pools: {q: {borrow: true}}")])
     with pytest.raises(InputError, match="no pool q"):
         fitted(other, world)
     with pytest.raises(InputError, match="neither a policy nor a file"):
-        read_others(["fifa"])
-    with pytest.raises(InputError, match="two policies are called fifo"):
-        read_others(["fifo", "fifo"])
+        read_alternatives(["fifa"])
+    with pytest.raises(InputError, match="two policies are named fifo"):
+        read_alternatives(["fifo", "fifo"])
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ def test_replay_says_that_the_same_comes_out_and_how_tasks_fared(
 ) -> None:
     assert run(["replay", str(kept)]) == 0
     text = said(capsys)
-    assert "the same events gave the same instructions" in text
+    assert "the same events give the same instructions" in text
     assert "50 tasks in" in text
     assert "as it was" not in text
     assert run(["replay", str(segment(kept)), "--with", "fifo", "--with", "clairvoyant"]) == 0
@@ -540,7 +540,7 @@ def test_replay_answers_as_json_csv_and_a_page(kept: Path, tmp_path: Path, capsy
     assert [one["policy"] for one in answer["summary"]] == ["recorded", "as it was", "las"]
     text = page.read_text()
     assert "trimtab replay" in text
-    assert "what the journal says" in text
+    assert "as recorded in the journal" in text
     assert run(["replay", str(kept), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["policy"] for row in rows] == ["recorded"]
@@ -553,7 +553,7 @@ def test_a_journal_that_was_changed_is_told_with_the_event(copy: Path, capsys: p
     path.write_text("".join([*lines[:at], *lines[at + 1 :]]))
     assert run(["replay", str(copy)]) == 2
     text = said(capsys)
-    assert "the machine says something else to" in text
+    assert "the machine gives different instructions for" in text
     assert "the journal was changed" in text
 
 
@@ -574,7 +574,7 @@ def test_a_snapshot_in_the_middle_stands_for_what_was_before_it(
     half = len(found.events) // 2
     directory = tmp_path / "compacted"
     journal = Journal(directory)
-    for at, ((now, event), told) in enumerate(zip(found.events, found.told, strict=True)):
+    for at, ((now, event), told) in enumerate(zip(found.events, found.instructions, strict=True)):
         if at == half:
             compact(directory, journal.rotate())
         journal.append(now, event, list(told or ()))
@@ -584,7 +584,7 @@ def test_a_snapshot_in_the_middle_stands_for_what_was_before_it(
     assert answer["same"] is True
     assert answer["from_snapshot"] is True
     assert answer["events"] == len(found.events) - half
-    assert any("come at its beginning" in one for one in answer["assumptions"])
+    assert any("are submitted at its beginning" in one for one in answer["assumptions"])
     part = next(directory.glob("journal-*"))
     assert run(["replay", str(part)]) == 2
     assert "begins in the middle" in said(capsys)
@@ -598,19 +598,22 @@ def test_what_is_no_journal_of_pools_is_refused_with_what_it_is(
         assert words in said(capsys)
 
     refused(tmp_path / "nowhere", "No such file")
-    refused(tmp_path, "no journal lies here")
+    refused(tmp_path, "there is no journal here")
     (tmp_path / "events.jsonl").write_text("{}\n")
     refused(tmp_path, "this is the folder of a run")
     for text in ("hello\nworld\n", "", '{"format":"tri'):
         (tmp_path / "text").write_text(text)
-        refused(tmp_path / "text", "this is no journal")
+        refused(tmp_path / "text", "not a journal")
     Journal(tmp_path / "nodes", kinds=NODE_EVENTS).close()
     with segment(tmp_path / "nodes").open("a") as file:
         file.write(json.dumps([1.0, next(name for name in NODE_EVENTS if name != "NodeTick"), {}]) + "\n")
     refused(tmp_path / "nodes", "a journal of nodes, not of pools")
     newer = Path(shutil.copytree(kept, tmp_path / "newer"))
-    segment(newer).write_text(segment(kept).read_text().replace('"version":1', '"version":9', 1))
-    refused(newer, "newer than 1")
+    segment(newer).write_text(segment(kept).read_text().replace('"version":2', '"version":9', 1))
+    refused(newer, "newer than 2")
+    older = Path(shutil.copytree(kept, tmp_path / "older"))
+    segment(older).write_text(segment(kept).read_text().replace('"version":2', '"version":1', 1))
+    refused(older, "format 1, older than 2")
     damaged = Path(shutil.copytree(kept, tmp_path / "damaged"))
     lines = segment(kept).read_text().splitlines(keepends=True)
     segment(damaged).write_text("".join([*lines[:10], "{\n", *lines[10:]]))
@@ -632,7 +635,7 @@ def test_an_empty_journal_and_one_in_which_nobody_ran_say_so(
     play.submit("a", gpus=9)
     quiet = write(tmp_path / "quiet", play.heard)
     assert run(["replay", str(quiet)]) == 0
-    assert "never began" in said(capsys)
+    assert "never started" in said(capsys)
     assert run(["replay", str(quiet), "--with", "fifo"]) == 2
     assert run(["replay", str(quiet), "--format", "csv"]) == 2
 
@@ -683,7 +686,7 @@ def test_a_snapshot_that_contradicts_itself_is_one_clear_error_of_the_replay(
     state = json.loads(json.dumps(machine.dump()))
     state["groups"] = []  # while tasks run in them
     (tmp_path / "snapshot-00000001.json").write_text(
-        json.dumps({"format": "trimtab-journal", "version": 1, "time": EPOCH, "machine": state})
+        json.dumps({"format": "trimtab-journal", "version": 2, "time": EPOCH, "machine": state})
     )
     assert run(["replay", str(tmp_path)]) == 2
     assert "the snapshot cannot be read" in said(capsys)

@@ -177,7 +177,7 @@ def decisions_of(world: TrueCosts, rules: ReplanRules) -> tuple[list[tuple[int, 
                 elif isinstance(one, e.BeginMigration):
                     said.append((event.iteration.number, one.move.after.describe(), one.move.reason.code.value))
 
-    outcome = loop_run(world, rules, told=told)
+    outcome = loop_run(world, rules, on_event=told)
     return said, outcome
 
 
@@ -234,7 +234,7 @@ def test_the_folder_of_a_run_is_a_job_and_in_replay_the_loop_moves_as_it_did_the
     assert runs["oracle"].total_s < runs["trimtab"].total_s < runs["kept"].total_s
     for said, why in (
         ("iterations: 61", "the run has 60 iterations"),
-        ("drift: {rollout: {to: 2}}", "drift is what the run measured"),
+        ("drift: {rollout: {to: 2}}", "drift comes from the measured run"),
     ):
         path.write_text(f"job: {folder}\n{said}\n", encoding="utf-8")
         with pytest.raises(InputError, match=why):
@@ -275,8 +275,8 @@ def test_a_folder_of_a_run_that_is_damaged_or_too_short_is_refused(
         read(path)
     (tmp_path / "run" / "job.yaml").write_text(PAST, encoding="utf-8")
     for kept, why in (
-        (lines[:6], "iterations that tell costs"),
-        ([*lines[:9], lines[9][:40], *lines[10:]], "the line cannot be understood"),
+        (lines[:6], "iterations with costs"),
+        ([*lines[:9], lines[9][:40], *lines[10:]], "the line cannot be parsed"),
     ):
         (tmp_path / "run" / "events.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
         with pytest.raises(InputError, match=why):
@@ -464,12 +464,12 @@ def _moves_for_nothing(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInst
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
-        (_counts_twice, "4 iterations are counted, and 3 were run"),
+        (_counts_twice, "the policy counts 4 iterations, but 3 were run"),
         (_says_nothing, "nothing was decided after iteration 3"),
         (_no_reason, "a decision without a reason"),
-        (_no_numbers, "a decision without its numbers"),
-        (_is_elsewhere, "is said to be elsewhere than it is"),
-        (_moves_for_nothing, "move 1 does not pay"),
+        (_no_numbers, "a decision without numbers"),
+        (_is_elsewhere, "on other GPUs, but no migration has ended"),
+        (_moves_for_nothing, "migration 1 does not pay"),
     ],
 )
 def test_a_policy_that_does_what_must_never_be_done_is_found_out(
@@ -485,27 +485,27 @@ def test_a_policy_that_does_what_must_never_be_done_is_found_out(
 def test_two_groups_on_one_gpu_and_gpus_that_are_not_there_are_found_out() -> None:
     first = truth().first()
     here = first.cluster
-    ReplanInvariants.of(first, AUTO).iterates(1, here)
+    ReplanInvariants.of(first, AUTO).iteration_begins(1, here)
     a, b = (group.components[0] for group in first.plan.groups)
     doubled = ReplanInvariants.of(first, AUTO)
     doubled.seats[b] = doubled.seats[a]
     with pytest.raises(InvariantError, match="two groups are on GPU"):
-        doubled.iterates(1, here)
-    with pytest.raises(InvariantError, match="which is not there"):
-        ReplanInvariants.of(first, AUTO).iterates(1, Cluster(here.nodes[:1]))
+        doubled.iteration_begins(1, here)
+    with pytest.raises(InvariantError, match="which does not exist"):
+        ReplanInvariants.of(first, AUTO).iteration_begins(1, Cluster(here.nodes[:1]))
     with pytest.raises(InvariantError, match="iteration 2 is run after 0"):
-        ReplanInvariants.of(first, AUTO).iterates(2, here)
+        ReplanInvariants.of(first, AUTO).iteration_begins(2, here)
 
 
 def test_time_and_iterations_that_do_not_add_up_are_found_out() -> None:
     books = ReplanInvariants.of(truth().first(), AUTO)
-    books.done(1)
-    books.passed(3.0, "iterations")
-    books.whole(3.0, 1, True)
+    books.iteration_done(1)
+    books.spend(3.0, "iterations")
+    books.check_totals(3.0, 1, True)
     with pytest.raises(InvariantError, match="3 s are accounted for, and 4 s have passed"):
-        books.whole(4.0, 1, True)
+        books.check_totals(4.0, 1, True)
     with pytest.raises(InvariantError, match="1 of 2 iterations are counted"):
-        books.whole(3.0, 2, True)
+        books.check_totals(3.0, 2, True)
 
 
 # ---- drift and noise ----------------------------------------------------------------------------------------------
@@ -554,12 +554,12 @@ def test_noise_of_a_trace_is_around_one_and_goes_back_and_forth_where_the_trace_
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("worker,iteration,batch_time_norm\n0,2,700\n0,1,700\n", "iteration 1 of worker 0 comes after iteration 2"),
-        ("worker,iteration,batch_time_norm\n0,1,0\n", "a step that took no time"),
+        ("worker,iteration,batch_time_norm\n0,2,700\n0,1,700\n", "iteration 1 of worker 0 is after iteration 2"),
+        ("worker,iteration,batch_time_norm\n0,1,0\n", "a step with a time of 0"),
         ("worker,iteration,batch_time_norm\n0,1\n", "3 columns are expected"),
-        ("worker,iteration,batch_time_norm\n", "no line besides"),
+        ("worker,iteration,batch_time_norm\n", "has no rows"),
         ("worker,iteration,batch_time\n0,1,5\n", "column batch_time_norm is missing"),
-        ("worker,iteration,batch_time_norm,mood\n0,1,5,x\n", "column mood is not known"),
+        ("worker,iteration,batch_time_norm,mood\n0,1,5,x\n", "unknown column mood"),
     ],
 )
 def test_a_trace_of_steps_that_is_wrong_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -628,17 +628,17 @@ def test_a_job_file_says_what_the_scenario_leaves_out(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ("iterations: 30", "iterationz: 30", "did you mean iterations"),
-        ("iterations: 30\n", "", "how long the job runs is not stated"),
+        ("iterations: 30\n", "", "the number of iterations is missing"),
         ("iterations: 30", "iterations: 0", "greater than or equal to 1"),
         ("to: 3.0", "too: 3.0", "did you mean to"),
         ("to: 3.0", "to: -1", "greater than or equal to 0.000001"),
         ("over: 20", "over: 20, shape: stedy", "steady"),
-        ("over: 20", "over: 20, points: {1: 1.0}", "points say all of a drift"),
+        ("over: 20", "over: 20, points: {1: 1.0}", "points cannot be combined"),
         ("{rollout: {to", "{rolout: {to", "did you mean rollout"),
         ("save_s: 1", "sav_s: 1", "did you mean save_s"),
-        ("save_s: 1", "save_s: soon", "no amount of 0 or more"),
-        ("save_s: 1", "fails: 2", "a share from 0 to 1"),
-        ("at_iteration: 12", "at_iteration: 12, at_s: 5", "at a time or before an iteration"),
+        ("save_s: 1", "save_s: soon", "not a number of 0 or more"),
+        ("save_s: 1", "fails: 2", "a number from 0 to 1"),
+        ("at_iteration: 12", "at_iteration: 12, at_s: 5", "either a time or an iteration"),
         ("what: joined", "what: lost", "there is no node 2, and none joins"),
         ("what: joined", "wat: joined", "did you mean what"),
         ("nodes: 2,", "nodes: 2, spare: 1,", "spare is not known here"),
@@ -646,13 +646,13 @@ def test_a_job_file_says_what_the_scenario_leaves_out(tmp_path: Path) -> None:
         ("dwell_iterations: 15", "dwell_iterations: -1", "whole number of 0 or more"),
         ("assumed_move_s: 2", "mode: advise", "mode is not known here"),
         ("use: trimtab, name: slow", "use: kept, name: slow", "kept has no loop"),
-        ("use: trimtab, name: slow", "use: trimtab, name: kept", "two policies are called kept"),
+        ("use: trimtab, name: slow", "use: trimtab, name: kept", "two policies are named kept"),
         ("[trimtab, kept", "[trimtab, kep", "did you mean kept"),
         ("seconds: {1: 12.5, 8: 2.0}, switch", "secs: {1: 12.5}, switch", "did you mean seconds"),
         ("seeds: [1, 2]", "noise: {trace: none.csv}", "none.csv"),
-        ("seeds: [1, 2]", "noise: {spread: 0.1, factor: 1}", "from a trace, from a distribution, or is made up"),
+        ("seeds: [1, 2]", "noise: {spread: 0.1, factor: 1}", "a trace, a distribution, or synthetic"),
         ("seeds: [1, 2]", "noise: {factor: {median: 1, p98: 2}}", "did you mean p99"),
-        ("seeds: [1, 2]", "periodic: {every: 5, component: critic, adds: 0.5}", "no component named critic"),
+        ("seeds: [1, 2]", "periodic: {every: 5, component: critic, adds: 0.5}", "unknown component critic"),
         ("seeds: [1, 2]", "seeds: []", "at least 1 item"),
     ],
 )
@@ -690,8 +690,8 @@ def test_the_answer_is_a_table_with_every_policy_and_what_was_assumed(
         "slow",
     ]
     assert "rollout drifts to 3 times its profile" in shown
-    assert "a move's save: 1 s" in shown
-    assert "and held" in shown
+    assert "migration, save: 1 s" in shown
+    assert "invariant checks passed" in shown
 
 
 def test_programs_read_json_and_csv_and_one_process_or_two_say_the_same(

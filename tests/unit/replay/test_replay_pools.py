@@ -30,7 +30,7 @@ from trimtab.replay.pool.figures import figures, percentile
 from trimtab.replay.pool.invariants import InvariantError, PoolInvariants
 from trimtab.replay.pool.las import LeastAttained
 from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
-from trimtab.replay.pool.workload import CLASSES, TaskGenerator, WorkloadTask, works
+from trimtab.replay.pool.workload import CLASSES, TaskGenerator, WorkloadTask, workload
 
 AT_ONCE = PoolTimes(*[Distribution()] * 5)
 CLOCKWORK = PoolTimes(Distribution(1.0), Distribution(2.0), Distribution(1.0), Distribution(4.0), Distribution(3.0))
@@ -48,7 +48,7 @@ def rows(*jobs: tuple[float, float, int]) -> list[JobRow]:
 
 def tasks(*jobs: tuple[float, float, int, float], saves: bool = True) -> list[WorkloadTask]:
     """Tasks as (submitted, lasts, GPUs, priority)."""
-    made = works(rows(*(job[:3] for job in jobs)), seed=1, node_gpus=8, saves=saves)
+    made = workload(rows(*(job[:3] for job in jobs)), seed=1, node_gpus=8, saves=saves)
     return [
         dataclasses.replace(one, spec=dataclasses.replace(one.spec, priority=job[3]))
         for one, job in zip(made, jobs, strict=True)
@@ -70,7 +70,7 @@ def test_the_machine_in_replay_is_the_one_that_runs_live_and_says_the_same_to_th
     heard: list[tuple[float, e.PoolEvent, list[e.PoolInstruction]]] = []
     churn = Churn(0.2, Distribution(600.0), drained=0.5).events(list(nodes(3)), 40_000, 1)
     reality = PoolReality(nodes(3), 8, churn=tuple(churn), seed=1)
-    run("trimtab", works(BUSY.rows(1), seed=1, node_gpus=8), reality, heard=lambda *one: heard.append(one))
+    run("trimtab", workload(BUSY.rows(1), seed=1, node_gpus=8), reality, on_event=lambda *one: heard.append(one))
     live = PoolMachine()
     for now, event, instructions in heard:
         # As a journal has it: plain data, read again.
@@ -84,7 +84,7 @@ def test_the_machine_in_replay_is_the_one_that_runs_live_and_says_the_same_to_th
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy: str) -> None:
     def ends(seed: int) -> list[float | None]:
         reality = PoolReality(nodes(2), 8, seed=seed)
-        return [one.done_s for one in run(policy, works(BUSY.rows(1)[:30], seed=seed, node_gpus=8), reality).lives]
+        return [one.done_s for one in run(policy, workload(BUSY.rows(1)[:30], seed=seed, node_gpus=8), reality).tasks]
 
     assert ends(1) == ends(1)
     assert ends(1) != ends(2)
@@ -94,11 +94,11 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy: str) 
 def test_every_task_ends_once_through_failures_drains_and_returns(policy: str) -> None:
     churn = Churn(0.15, Distribution(900.0, 0.5), drained=0.4, notice_s=60.0)
     for seed in (1, 2):
-        asked = works(BUSY.rows(seed), seed=seed, node_gpus=8, saves=seed != 2)
+        asked = workload(BUSY.rows(seed), seed=seed, node_gpus=8, saves=seed != 2)
         happens = tuple(churn.events(list(nodes(3)), 60_000, seed))
         outcome = run(policy, asked, PoolReality(nodes(3), 8, churn=happens, seed=seed), **_often(policy))
-        assert all(one.done_s is not None for one in outcome.lives)
-        assert all(one.done_s >= one.work.submit_s + one.work.work_s - 1e-6 for one in outcome.lives if one.done_s)
+        assert all(one.done_s is not None for one in outcome.tasks)
+        assert all(one.done_s >= one.work.submit_s + one.work.work_s - 1e-6 for one in outcome.tasks if one.done_s)
         assert outcome.work_gpu_s <= outcome.held_gpu_s + 1e-6 <= outcome.capacity_gpu_s + 2e-6
 
 
@@ -112,7 +112,7 @@ def _often(policy: str) -> dict[str, object]:
 def test_a_wait_is_the_time_in_the_queue_and_deeds_take_their_time() -> None:
     asked = tasks((0, 100, 8, 5), (10, 50, 8, 5))
     outcome = run("trimtab_no_preemption", asked, PoolReality(nodes(1), 8, CLOCKWORK))
-    first, second = outcome.lives
+    first, second = outcome.tasks
     # bound in 1 s, started in 2 s, stopped in 1 s; the second has the slot of the first.
     assert (first.first_start_s, first.done_s) == (1.0, 103.0)
     assert (second.first_start_s, second.done_s) == (104.0, 156.0)
@@ -121,7 +121,7 @@ def test_a_wait_is_the_time_in_the_queue_and_deeds_take_their_time() -> None:
 
 def test_an_important_task_evicts_and_what_was_saved_is_not_done_again() -> None:
     outcome = run("trimtab", tasks((0, 100, 8, 2), (50, 10, 8, 8)), PoolReality(nodes(1), 8, CLOCKWORK))
-    low, high = outcome.lives
+    low, high = outcome.tasks
     # Told at 50, gone after 1 + 4 s of stopping and saving; 47 s of its work are kept.
     assert (high.first_start_s, high.done_s) == (55.0, 67.0)
     assert low.evictions == outcome.evictions == 1
@@ -132,24 +132,24 @@ def test_an_important_task_evicts_and_what_was_saved_is_not_done_again() -> None
 
 def test_what_is_not_saved_is_done_again_from_its_last_checkpoint() -> None:
     reality = PoolReality(nodes(1), 8, CLOCKWORK, checkpoint_s=20.0)
-    low = run("trimtab", tasks((0, 100, 8, 2), (50, 10, 8, 8), saves=False), reality).lives[0]
+    low = run("trimtab", tasks((0, 100, 8, 2), (50, 10, 8, 8), saves=False), reality).tasks[0]
     assert low.redone_s == 7.0  # of 47
     lost = PoolReality(nodes(2), 8, CLOCKWORK, churn=(ChurnEvent(50, "n0", "lost"),), checkpoint_s=0.0)
-    one = run("trimtab", tasks((0, 100, 8, 5)), lost).lives[0]
+    one = run("trimtab", tasks((0, 100, 8, 5)), lost).tasks[0]
     assert (one.losses, one.redone_s) == (1, 47.0)
 
 
 def test_first_come_first_served_holds_everybody_up_unless_they_may_pass() -> None:
     asked = tasks((0, 100, 4, 5), (1, 10, 8, 5), (2, 10, 1, 5))
     reality = PoolReality(nodes(1), 8, AT_ONCE)
-    assert run("fifo", asked, reality).lives[2].first_start_s == 110.0
-    assert run("fifo_fill", asked, reality).lives[2].first_start_s == 2.0
+    assert run("fifo", asked, reality).tasks[2].first_start_s == 110.0
+    assert run("fifo_fill", asked, reality).tasks[2].first_start_s == 2.0
 
 
 def test_priority_decides_who_is_next_and_evicts_nobody() -> None:
     asked = tasks((0, 100, 8, 2), (1, 10, 8, 2), (2, 10, 8, 8))
     outcome = run("priority", asked, PoolReality(nodes(1), 8, AT_ONCE))
-    assert [one.first_start_s for one in outcome.lives] == [0.0, 110.0, 100.0]
+    assert [one.first_start_s for one in outcome.tasks] == [0.0, 110.0, 100.0]
     assert outcome.evictions == 0
 
 
@@ -157,14 +157,14 @@ def test_least_attained_service_lets_newcomers_pass_those_who_have_had_their_hou
     asked = tasks((0, 10_000, 8, 8), (2_000, 10, 8, 2))
     machine = LeastAttained(8, threshold_gpu_s=8_000.0)
     outcome = PoolReplay(machine, asked, PoolReality(nodes(1), 8, AT_ONCE)).run()
-    assert [one.evictions for one in outcome.lives] == [1, 0]
-    assert outcome.lives[1].first_start_s == 2_000.0
-    assert outcome.lives[0].done_s == 10_010.0
+    assert [one.evictions for one in outcome.tasks] == [1, 0]
+    assert outcome.tasks[1].first_start_s == 2_000.0
+    assert outcome.tasks[0].done_s == 10_010.0
 
 
 def test_the_clairvoyant_is_ahead_of_everybody_on_the_class_that_counts_most() -> None:
     for seed in (1, 2):
-        asked = works(BUSY.rows(seed), seed=seed, node_gpus=8)
+        asked = workload(BUSY.rows(seed), seed=seed, node_gpus=8)
         reality = PoolReality(nodes(2), 8, seed=seed)
         names = [one.name for one in CLASSES]
         high = {name: figures(run(name, asked, reality), name, seed, names).classes["high"] for name in KNOWN}
@@ -175,7 +175,7 @@ def test_a_job_larger_than_a_node_is_a_gang_that_starts_whole() -> None:
     asked = tasks((0, 100, 20, 5))
     assert [one.get("gpu") // 10_000 for one in asked[0].spec.bundles] == [8, 8, 4]
     for policy in SCHEDULED:
-        assert run(policy, asked, PoolReality(nodes(3), 8, AT_ONCE)).lives[0].first_start_s == 0.0
+        assert run(policy, asked, PoolReality(nodes(3), 8, AT_ONCE)).tasks[0].first_start_s == 0.0
 
 
 # ---- what must be true ----------------------------------------------------------------------------------------------
@@ -206,19 +206,19 @@ class Liar(OrderedScheduler):
             return [*out, e.RemovePlacementGroup("g2")]
         return [] if self.lie == "forgets" else out
 
-    def _made(self, group: str) -> None:
+    def _group_ready(self, group: str) -> None:
         if group in self.by_group:
-            super()._made(group)
+            super()._group_ready(group)
 
 
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
-        ("starts twice", "runs already"),
+        ("starts twice", "already runs"),
         ("starts after its end", "has ended"),
         ("takes too much", "groups hold 16 of 8 GPUs"),
         ("removes under it", "removed under a process"),
-        ("forgets", "nothing happens any more"),
+        ("forgets", "no event is left"),
     ],
 )
 def test_a_scheduler_that_does_what_must_never_be_done_is_found_out(lie: str, said: str) -> None:
@@ -240,7 +240,7 @@ def _gives_back_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hears_of_nothing_that_falls_free(patch: pytest.MonkeyPatch) -> None:
-    for what in ("row", "leaver", "pool"):
+    for what in ("row", "evictable", "pool"):
         patch.setattr(HintLog, what, lambda self, where: None)
 
 
@@ -274,17 +274,17 @@ def _miscounts_a_quota(patch: pytest.MonkeyPatch) -> None:
     ("broken", "said"),
     [
         (_gives_back_twice, "groups hold|what groups hold is not"),
-        (_hears_of_nothing_that_falls_free, "nothing happens any more|waits, and there is room for it"),
-        (_thinks_that_gains_help_nobody, "nothing happens any more|waits, and there is room for it"),
-        (_says_starts_twice, "runs already"),
-        (_miscounts_a_quota, "is not what the books say"),
+        (_hears_of_nothing_that_falls_free, "no event is left|waits, and there is room for it"),
+        (_thinks_that_gains_help_nobody, "no event is left|waits, and there is room for it"),
+        (_says_starts_twice, "already runs"),
+        (_miscounts_a_quota, "is not what the accounting says"),
     ],
 )
 @pytest.mark.parametrize("check_every", [7, 10**9])
 def test_a_pool_machine_that_is_broken_on_purpose_is_caught_on_the_way_or_at_the_end(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None], said: str, check_every: int
 ) -> None:
-    asked = works(BUSY.rows(3), seed=3, node_gpus=8)
+    asked = workload(BUSY.rows(3), seed=3, node_gpus=8)
     reality = PoolReality(nodes(3), 8, CLOCKWORK, seed=3)
     run("trimtab", asked, reality, check_every=check_every)  # as it is, nothing is found
     broken(monkeypatch)
@@ -299,30 +299,33 @@ def test_an_end_looks_only_at_those_whom_it_could_help(monkeypatch: pytest.Monke
     small = [(float(at), 500.0 + at, 1, 5.0) for at in range(8)]
     large = [(20.0 + at, 50.0, 8, 1.0 + at / 100) for at in range(30)]  # each a kind of its own, and none may evict
     looked: list[str] = []
-    spot = room.spot
+    spot = room.find_assignment
 
     def counted(books: PoolState, task: PoolTask) -> Assignment | Reason:
         looked.append(task.id)
         return spot(books, task)
 
-    monkeypatch.setattr(room, "spot", counted)
+    monkeypatch.setattr(room, "find_assignment", counted)
     asked = tasks(*small, *large)
     outcome = run("trimtab", asked, PoolReality(nodes(1), 8, AT_ONCE), check_every=10**9)
-    assert all(life.done_s is not None for life in outcome.lives)
+    assert all(life.done_s is not None for life in outcome.tasks)
     # One look when it comes and one when it starts; a few more beside, where 30 kinds wait through 38 ends.
     assert len(looked) <= 6 * len(asked)
 
 
 def test_room_is_kept_for_one_who_waits_only_after_many_times_as_long_as_tasks_run() -> None:
-    pool = PoolRecord(PoolSpec("p", Resources.of(gpu=8), patience_s=60.0, patience_runs=10.0))
-    assert pool.patience_s == 60.0
+    pool = PoolRecord(PoolSpec("p", Resources.of(gpu=8), starvation_timeout_s=60.0, starvation_runs=10.0))
+    assert pool.starvation_timeout_s == 60.0
     pool.ran(2.0)
-    assert pool.patience_s == 60.0
+    assert pool.starvation_timeout_s == 60.0
     for _ in range(500):
         pool.ran(100.0)
-    assert pool.patience_s == pytest.approx(1_000.0, rel=0.01)
+    assert pool.starvation_timeout_s == pytest.approx(1_000.0, rel=0.01)
     assert (
-        PoolRecord(dataclasses.replace(pool.spec, patience_runs=0.0), run_count=9, run_mean_s=100.0).patience_s == 60.0
+        PoolRecord(
+            dataclasses.replace(pool.spec, starvation_runs=0.0), run_count=9, run_mean_s=100.0
+        ).starvation_timeout_s
+        == 60.0
     )
 
 
@@ -333,9 +336,9 @@ def test_with_patience_a_gang_starts_sooner_and_others_wait_for_it() -> None:
     )
     started = {}
     for runs in (0.0, 1_000.0):
-        machine, first = scheduler(PoolPolicy("t", "trimtab", pool={"patience_runs": runs}), 8, 8)
+        machine, first = scheduler(PoolPolicy("t", "trimtab", pool={"starvation_runs": runs}), 8, 8)
         outcome = PoolReplay(machine, asked, PoolReality(nodes(1), 8, AT_ONCE), first=first).run()
-        (gang,) = [life for life in outcome.lives if life.work.gpus == 8]
+        (gang,) = [life for life in outcome.tasks if life.work.gpus == 8]
         started[runs] = gang.first_start_s
     assert started[0.0] is not None
     assert started[1_000.0] is not None
@@ -344,11 +347,11 @@ def test_with_patience_a_gang_starts_sooner_and_others_wait_for_it() -> None:
 
 def test_books_that_do_not_add_up_are_found() -> None:
     truths = PoolInvariants()
-    truths.joined("n0", 8)
-    truths.came("t0")
+    truths.node_joined("n0", 8)
+    truths.task_submitted("t0")
     truths.submitted += 1
-    with pytest.raises(InvariantError, match="2 tasks came, 0 ended, 1 are there"):
-        truths.whole()
+    with pytest.raises(InvariantError, match="2 tasks were submitted, 0 ended, 1 are known"):
+        truths.check_totals()
 
 
 def test_a_percentile_is_one_of_the_values() -> None:

@@ -69,7 +69,7 @@ def test_a_prompt_that_its_group_has_brought_is_not_read_again_until_the_cache_i
     engine.add(("a", 1), "g", 100, 0, 5, 0.0)
     engine.add(("b", 1), "g", 100, 0, 5, 0.0)
     assert engine.reading_until == 1.0
-    engine.forget()
+    engine.flush_cache()
     engine.add(("c", 1), "g", 100, 0, 5, 0.0)
     assert engine.reading_until == 2.0
 
@@ -80,7 +80,7 @@ def test_a_prompt_that_its_group_has_brought_is_not_read_again_until_the_cache_i
 def test_the_machine_in_replay_says_the_same_to_the_same_events_as_a_fresh_one() -> None:
     heard: list[tuple[float, e.RolloutEvent, list[e.RolloutInstruction]]] = []
     config = elastic()
-    replay = RolloutReplay(config, FLEET, heard=lambda *one: heard.append(one))
+    replay = RolloutReplay(config, FLEET, on_event=lambda *one: heard.append(one))
     replay.closed(SHORT, SHORT.lengths(2, 8, 4, 1))
     fresh = RolloutMachine(replay.machine.rules, config)
     for now, event, instructions in heard:
@@ -120,11 +120,11 @@ def test_of_a_trace_only_the_part_that_counts_is_counted_and_all_of_it_is_run() 
 def test_an_answer_that_is_short_or_comes_twice_is_found_out() -> None:
     replay = RolloutReplay(static(4), FLEET)
     replay._arrive("r", 10, 20, 20, "")
-    with pytest.raises(InvariantError, match="comes twice"):
+    with pytest.raises(InvariantError, match="arrives twice"):
         replay._arrive("r", 10, 20, 20, "")
-    replay._asked["r"].tokens = 25
+    replay._pending["r"].tokens = 25
     with pytest.raises(InvariantError, match="answered with 20 of 25 tokens"):
-        replay._tell(e.AttemptFinished("r", 1, 20))
+        replay._send_event(e.AttemptFinished("r", 1, 20))
 
 
 # ---- policies ------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_a_scenario_of_rollouts_runs_every_static_number_and_every_policy(
     assert names == ["static 1", "static 2", *rollout_scenario.KNOWN]
     assert "Engine-seconds" in page.read_text(encoding="utf-8")
     assert command(["simulate", str(path), "--policy", "predictive"]) == 0
-    assert "32 requests, each answered once and whole" in capsys.readouterr().out
+    assert "32 requests, each answered exactly once" in capsys.readouterr().out
 
 
 def test_a_trace_of_requests_is_a_load_as_well(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_sweep_over_a_trace_is_chosen_by_its_first_half_and_judged_by_its_seco
         ("scale_up_treshold=0.5..0.9", "did you mean scale_up_threshold"),
         ("max_workers=1,2", "max_workers cannot be swept"),
         ("policy=1", "cannot be swept"),
-        ("min_workers=1.5", "no whole number"),
+        ("min_workers=1.5", "not a whole number"),
         ("scale_up_threshold=0.1", "not below scale_up_threshold"),
         ("scale_up_threshold", "no values"),
     ],
@@ -299,10 +299,10 @@ def test_a_sweep_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("steps: 2", "part: [0.5, 0.2]", "the lower one first"),
+        ("steps: 2", "part: [0.5, 0.2]", "the lower first"),
         ("training_s: 20", "training_s: 20, training_p99_s: 10", "p99 is 10, and the median 20"),
         ("profile: short", "profile: shorts", "did you mean short"),
-        ("profile: short, ", "", "from a profile or from a trace"),
+        ("profile: short, ", "", "exactly one source"),
         ("profile: short", "profile: {name: a, median: 3}", "missing"),
         ("profile: short", "profile: {name: a, prompt_tokens: 1, median: 9, p99: 3, most: 9}", "not below the median"),
         ("steps: 2", "stesp: 2", "did you mean steps"),

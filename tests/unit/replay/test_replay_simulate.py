@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.cli.app import run
-from trimtab.render.html.simulate.pool import swept
+from trimtab.render.html.simulate.sweeps import pool_sweep
 from trimtab.replay.pool import scenario
 
 TINY = """
@@ -36,7 +36,7 @@ def test_the_answer_is_a_table_with_a_line_for_each_policy(tiny: Path, capsys: p
     firsts = [line.split()[0] for line in shown.splitlines() if line.split()]
     assert [one for one in firsts if one in ("fifo", "las", "clairvoyant")] == ["fifo", "las", "clairvoyant"]
     assert "8 runs" in shown
-    assert "by chance, whatever a job's size and length" in shown
+    assert "at random, independent of size and length" in shown
 
 
 def test_programs_read_json_and_csv_and_one_process_or_two_say_the_same(
@@ -81,10 +81,10 @@ def test_a_sweep_tries_a_setting_of_the_machine_and_recommends_a_value_by_seeds_
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "sweep.html"
-    asked = ["simulate", str(tiny), "--policy", "trimtab", "--sweep", "patience_runs=0,40", "--html", str(page)]
+    asked = ["simulate", str(tiny), "--policy", "trimtab", "--sweep", "starvation_runs=0,40", "--html", str(page)]
     assert run([*asked, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found["policies"]) == ["trimtab", "trimtab, patience_runs 0", "trimtab, patience_runs 40"]
+    assert list(found["policies"]) == ["trimtab", "trimtab, starvation_runs 0", "trimtab, starvation_runs 40"]
     advice = found["recommendation"]
     assert advice["choose"] in found["policies"]
     assert "2 seeds that did not choose it" in advice["sentence"]
@@ -95,12 +95,12 @@ def test_a_sweep_tries_a_setting_of_the_machine_and_recommends_a_value_by_seeds_
 
 def test_settings_that_cannot_be_swept_are_named(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = scenario.read(tiny)
-    assert len(swept(asked, "same_pool_gap", [1.0, 3.0, 5.0], "here").policies) == 1 + 3 + 3
-    assert swept(asked, "return_preempts", [1.0], "here").policies[1].pool == {"return_preempts": True}
+    assert len(pool_sweep(asked, "same_pool_gap", [1.0, 3.0, 5.0], "here").policies) == 1 + 3 + 3
+    assert pool_sweep(asked, "return_preempts", [1.0], "here").policies[1].pool == {"return_preempts": True}
     for said, why in (
-        ("patience=1", "did you mean patience_s"),
-        ("patience_s", "no values"),
-        ("patience_s=a", "are no values"),
+        ("starvation_timeout=1", "did you mean starvation_timeout_s"),
+        ("starvation_timeout_s", "no values"),
+        ("starvation_timeout_s=a", "is not a list of values"),
     ):
         assert run(["simulate", str(tiny), "--sweep", said]) == 2
         assert why in capsys.readouterr().err
@@ -113,4 +113,4 @@ def test_a_job_that_no_cluster_could_hold_is_refused_before_anything_runs(
     path = tmp_path / "large.yaml"
     path.write_text("cluster: {nodes: 2}\ntasks: {trace: jobs.csv}\n", encoding="utf-8")
     assert run(["simulate", str(path)]) == 2
-    assert "a job asks 64 GPUs, and the cluster has 16" in capsys.readouterr().err
+    assert "a job asks for 64 GPUs, but the cluster has 16" in capsys.readouterr().err

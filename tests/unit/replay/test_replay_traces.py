@@ -43,17 +43,17 @@ def test_request_traces_say_by_their_columns_what_they_are(tmp_path: Path) -> No
     ("text", "said", "line"),
     [
         ("", "the trace is empty", ""),
-        ("submit_s,duration_s,gpus\n", "no line besides its columns", ""),
+        ("submit_s,duration_s,gpus\n", "has no rows", ""),
         ("submit_s,duration_s,gpu\n0,1,1\n", "column gpus is missing", "line 1"),
-        ("submit_s,duration_s,gpus,colour\n0,1,1,red\n", "column colour is not known", "line 1"),
-        ("submit_s,duration_s,gpus,gpus\n0,1,1,1\n", "column gpus stands there twice", "line 1"),
+        ("submit_s,duration_s,gpus,colour\n0,1,1,red\n", "unknown column colour", "line 1"),
+        ("submit_s,duration_s,gpus,gpus\n0,1,1,1\n", "column gpus appears twice", "line 1"),
         ("submit_s,duration_s,gpus\n0,1,1\n5,1\n", "3 columns are expected, not 2", "line 3"),
         ("submit_s,duration_s,gpus\n5,1,1\n4,1,1\n", "submit_s is earlier than in the line before", "line 3"),
-        ("submit_s,duration_s,gpus\n0,soon,1\n", "duration_s is 'soon', no number of 0 or more", "line 2"),
+        ("submit_s,duration_s,gpus\n0,soon,1\n", "duration_s is 'soon', not a number of 0 or more", "line 2"),
         ("submit_s,duration_s,gpus\n0,-1,1\n", "duration_s is '-1'", "line 2"),
         ("submit_s,duration_s,gpus\n0,nan,1\n", "duration_s is 'nan'", "line 2"),
-        ("submit_s,duration_s,gpus\n0,1,1.5\n", "gpus is '1.5', no whole number", "line 2"),
-        ("submit_s,duration_s,gpus\n0,1,0\n", "a job asks 0 GPUs", "line 2"),
+        ("submit_s,duration_s,gpus\n0,1,1.5\n", "gpus is '1.5', not a whole number", "line 2"),
+        ("submit_s,duration_s,gpus\n0,1,0\n", "a job asks for 0 GPUs", "line 2"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused_with_its_line(tmp_path: Path, text: str, said: str, line: str) -> None:
@@ -105,12 +105,12 @@ def test_a_distribution_is_a_number_a_median_with_a_percentile_or_values() -> No
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ("soon", "no amount"),
-        (-1, "no amount"),
-        (True, "no amount"),
-        ({"p99": 3}, "a median is missing"),
+        ("soon", "not a number"),
+        (-1, "not a number"),
+        (True, "not a number"),
+        ({"p99": 3}, "median is missing"),
         ({"median": 5, "p99": 3}, "p99 is 3"),
-        ({"values": []}, "at least one number"),
+        ({"values": []}, "non-empty list"),
         ({"medain": 1}, "did you mean median"),
     ],
 )
@@ -135,7 +135,7 @@ def test_the_smallest_scenario_has_defaults_for_all_the_rest(tmp_path: Path) -> 
     assert [one.name for one in found.policies] == list(scenario.POLICIES)
     assert len(found.seeds) == 5
     assert found.cluster.gpus == 8
-    assert any("by chance" in sentence for sentence in found.assumptions())
+    assert any("at random" in sentence for sentence in found.assumptions())
 
 
 def test_a_trace_is_found_beside_the_scenario(tmp_path: Path) -> None:
@@ -162,17 +162,17 @@ def test_jobs_at_the_beginning_of_a_trace_can_be_left_out(tmp_path: Path) -> Non
         (SMALLEST.replace("nodes: 2", "nodes: true"), "a number is expected"),
         (SMALLEST + "policy: [fifo]\n", "did you mean policies"),
         (SMALLEST + "policies: [fiffo]\n", "did you mean fifo"),
-        (SMALLEST + "policies: [fifo, fifo]\n", "two policies are called fifo"),
-        (SMALLEST + "policies: [{use: fifo, pool: {patience_s: 1}}]\n", "fifo has no such settings"),
-        (SMALLEST + "policies: [{use: trimtab, pool: {patience: 1}}]\n", "did you mean patience_s"),
+        (SMALLEST + "policies: [fifo, fifo]\n", "two policies are named fifo"),
+        (SMALLEST + "policies: [{use: fifo, pool: {starvation_timeout_s: 1}}]\n", "fifo takes no such settings"),
+        (SMALLEST + "policies: [{use: trimtab, pool: {starvation_timeout: 1}}]\n", "did you mean starvation_timeout_s"),
         (SMALLEST + "policies: [{use: trimtab, preemption: {same_pool_gap: -1}}]\n", "must be at least 0"),
         (SMALLEST + "policies: []\n", "at least 1 item"),
         (SMALLEST + "seeds: [a]\n", "valid integer"),
-        (SMALLEST + "times: {start_s: never}\n", "no amount"),
-        ("cluster: {nodes: 2}\ntasks: {}\n", "from a trace or from a generator"),
+        (SMALLEST + "times: {start_s: never}\n", "not a number"),
+        ("cluster: {nodes: 2}\ntasks: {}\n", "exactly one source"),
         (SMALLEST.replace("{nodes: 2}", "{nodes: 2, events: [{at_s: 1, node: 2, what: lost}]}"), "there is no node 2"),
         (SMALLEST.replace("{nodes: 2}", "{nodes: 2, events: [{at_s: 1, node: 1, what: gone}]}"), "'lost'"),
-        (SMALLEST.replace("duration_s: 60", "duration_s: {p99: 1}"), "a median is missing"),
+        (SMALLEST.replace("duration_s: 60", "duration_s: {p99: 1}"), "median is missing"),
         (SMALLEST.replace("count: 3,", "count: 3, classes: 1,"), "classes is not known"),
         ("cluster: {nodes: 2}\ntasks: {trace: nowhere.csv}\n", "there is no file"),
         ("cluster: {nodes: 2}\ntasks: {trace: jobs.csv, skip: 3}\n", "skip 3 leaves no job"),

@@ -25,7 +25,7 @@ from trimtab.runtime.engines.engine import (
     WeightUpdate,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.memory import sleep_and_look, used_bytes
+from trimtab.runtime.engines.memory import sleep_and_verify, used_bytes
 from trimtab.runtime.engines.wire import open_session
 
 # Pauses.
@@ -74,7 +74,7 @@ def test_a_pause_that_failed_leaves_the_gate_shut(kind: str) -> None:
         stub.refuse[path] = (500, {"error": "no"})
         with pytest.raises(EngineFailedError):
             await engine.pause()
-        with pytest.raises(EnginePausedError, match="was asked for"):
+        with pytest.raises(EnginePausedError, match="was requested"):
             await answer(engine, greedy("a", PROMPT, 2))
         assert not (await engine.ready()).up
         await engine.resume()
@@ -91,7 +91,7 @@ def test_a_pause_or_resume_that_did_not_happen_is_a_failure_though_the_status_wa
         del stub.refuse["/pause"]
         await engine.pause()
         stub.refuse["/resume"] = (200, {"status": "resumed"})
-        with pytest.raises(EngineFailedError, match="and is paused"):
+        with pytest.raises(EngineFailedError, match="but is paused"):
             await engine.resume()
         with pytest.raises(EnginePausedError):
             await answer(engine, greedy("a", PROMPT, 2))
@@ -109,7 +109,7 @@ def test_a_pause_of_somebody_else_shuts_the_gate_when_it_is_seen_and_opens_it_wh
             assert (await engine.load()).fresh is True, "it moved, though nobody knows the clock over there"
         state = await engine.ready()
         assert (state.up, state.paused) == (False, True)
-        with pytest.raises(EnginePausedError, match="somebody else"):
+        with pytest.raises(EnginePausedError, match="another client"):
             await answer(engine, greedy("a", PROMPT, 2))
         stub.go()
         stub.stamp = None
@@ -123,7 +123,7 @@ def test_a_request_caught_in_somebody_elses_pause_is_told_as_that_and_not_as_a_w
     async def play(stub: Any, engine: HttpEngine) -> None:
         async with running(stub, engine) as task:
             stub.stop("keep")
-            with pytest.raises(EnginePausedError, match="somebody else paused it") as caught:
+            with pytest.raises(EnginePausedError, match="another client paused it") as caught:
                 await task
             assert len(caught.value.so_far.token_ids) > 0
 
@@ -164,7 +164,7 @@ def test_a_server_that_calls_itself_ready_over_a_scheduler_that_stands_still_is_
         await engine.load()
         state = await engine.ready()
         assert (state.up, state.paused) == (False, False)
-        assert "does not answer" in state.why
+        assert "does not generate" in state.why
 
     scene("sglang", play, call_s=2.0)
 
@@ -226,7 +226,7 @@ def test_what_holds_memory_counts_as_running_before_the_engine_counts_it() -> No
         async with open_session() as others:
             async with running(stub, KINDS["sglang"]("other", stub.url, others), 500) as task:
                 assert (await engine.load()).running == 1
-                with pytest.raises(EngineBusyError, match="of others"):
+                with pytest.raises(EngineBusyError, match="of other clients"):
                     await engine.sleep(1)
                 assert (await task).ids == expected(500)
             assert (await engine.load()).running == 0
@@ -332,7 +332,7 @@ def test_a_refit_changes_the_answers_and_one_with_requests_running_is_refused(ki
             with pytest.raises(EngineBusyError):
                 await engine.refit(WeightUpdate("v8", "v8"))
         assert stub.loaded == "v7"
-        with pytest.raises(NotSupportedError, match="trainer's to send"):
+        with pytest.raises(NotSupportedError, match="sent by the trainer"):
             await engine.refit(WeightUpdate("", "v9", way="nccl"))
 
     scene(kind, play)
@@ -391,7 +391,7 @@ def test_a_refit_whose_version_is_not_confirmed_has_failed(kind: str) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         path = "/weight_info" if kind == "vllm" else "/model_info"
         stub.refuse[path] = (200, {"weight_version": "default"})
-        with pytest.raises(EngineFailedError, match="says version 'default' and not 'v2'"):
+        with pytest.raises(EngineFailedError, match="reports version 'default' and not 'v2'"):
             await engine.refit(WeightUpdate("v2", "v2"))
         assert await engine.version() is None
         assert not (await engine.ready()).up
@@ -432,8 +432,8 @@ def test_an_engine_without_development_mode_says_what_to_do() -> None:
     [
         ([80 << 30, 78 << 30, 5 << 30], True, "gave 75.0 GiB back"),
         ([80 << 30, 79 << 30], False, "only 1.0 GiB of 80.0 GiB came free"),
-        ([None], None, "cannot be seen from here"),
-        ([80 << 30, None], None, "cannot be seen any more"),
+        ([None], None, "cannot be read here"),
+        ([80 << 30, None], None, "cannot be read any more"),
     ],
 )
 def test_memory_that_a_sleep_did_not_release_is_said(
@@ -441,7 +441,7 @@ def test_memory_that_a_sleep_did_not_release_is_said(
 ) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         left = iter(readings)
-        slept = await sleep_and_look(engine, [0, 1], within_s=0.3, used=lambda gpus: next(left, readings[-1]))
+        slept = await sleep_and_verify(engine, [0, 1], within_s=0.3, used=lambda gpus: next(left, readings[-1]))
         assert slept.released is released
         assert said in slept.reason.sentence
         assert (slept.reason.code is ReasonCode.memory_kept) == (released is False)

@@ -29,8 +29,7 @@ from trimtab.runtime.engines.engine import (
     PauseMode,
     WeightUpdate,
 )
-from trimtab.runtime.engines.llamacpp import LlamaCppEngine, samplers
-from trimtab.runtime.engines.vocabulary import Vocabulary
+from trimtab.runtime.engines.llamacpp import LlamaCppEngine, Vocabulary, samplers
 from trimtab.runtime.engines.wire import open_session
 
 PROMPT = (40, 41, 42, 43, 44)
@@ -152,7 +151,7 @@ def test_an_end_token_is_the_last_id_unless_it_is_forbidden(here: LlamaServer) -
             forced = await answer(engine, greedy("b", PROMPT, 9, min_tokens=9, extra={"logit_bias": [[END, 100]]}))
             assert len(forced.ids) == 9
             assert END not in forced.ids
-            with pytest.raises(InputError, match="no least number of tokens"):
+            with pytest.raises(InputError, match="has no min_tokens"):
                 await answer(engine, greedy("c", PROMPT, 9, min_tokens=3))
 
     run(scene())

@@ -33,7 +33,7 @@ def serve(scene: Scene, version: int, *which: int) -> Callable[[], bool]:
 
 def test_engines_that_a_trainer_updates_by_itself_go_on_serving_with_the_new_weights() -> None:
     async def act(scene: Scene) -> None:
-        async with following(scene.pool, look_s=0.02):
+        async with following(scene.pool, poll_s=0.02):
             assert (await scene.one(5)).token_ids == expected(5)
             for version in ("1", "2"):
                 await update(scene, 0, 1, version=version)
@@ -50,7 +50,7 @@ def test_engines_that_a_trainer_updates_by_itself_go_on_serving_with_the_new_wei
 
 def test_an_engine_that_has_not_got_them_yet_waits_until_it_says_so_itself() -> None:
     async def act(scene: Scene) -> None:
-        async with following(scene.pool, look_s=0.02):
+        async with following(scene.pool, poll_s=0.02):
             await update(scene, 0, version="1")
             assert await scene.pool.until(serve(scene, 1, 0), 10.0)
             assert scene.state(1) is S.stale
@@ -63,7 +63,7 @@ def test_an_engine_that_has_not_got_them_yet_waits_until_it_says_so_itself() -> 
 
 def test_an_engine_that_comes_back_with_older_weights_stays_out_of_service() -> None:
     async def act(scene: Scene) -> None:
-        async with following(scene.pool, look_s=0.02):
+        async with following(scene.pool, poll_s=0.02):
             await update(scene, 0, 1, version="2")
             assert await scene.pool.until(serve(scene, 2, 0, 1), 10.0)
             await update(scene, 1, version="1")
@@ -84,7 +84,7 @@ def test_nothing_is_done_where_nothing_new_is_reported() -> None:
             await catch_up(scene.pool)
         assert scene.pool.membership().epoch == epoch
         with pytest.raises(InputError):
-            async with following(scene.pool, look_s=0):
+            async with following(scene.pool, poll_s=0):
                 pass
 
     play(act)

@@ -68,7 +68,7 @@ async def trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(SglangStub().up()) for _ in range(2)]
         pool = await stack.enter_async_context(RolloutPool(rules, look_s=0.05, deadlines=DEADLINES))
-        await stack.enter_async_context(following(pool, look_s=0.02))
+        await stack.enter_async_context(following(pool, poll_s=0.02))
         gateway = await stack.enter_async_context(Gateway(pool, GatewaySettings(TOKEN)))
         one = Trainer(gateway.url, engines)
         for engine in engines:

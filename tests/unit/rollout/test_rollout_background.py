@@ -87,9 +87,9 @@ def test_an_engine_that_can_never_be_looked_at_is_lost_and_not_active_for_ever()
 
         scene.pool.background._policy = RestartPolicy(max_failures=2, backoff_s=0.01)
         engine.ready = ready  # type: ignore[union-attr,method-assign]
-        scene.pool._core.hands[scene.names[0]].watch.cancel()  # type: ignore[union-attr]
-        await until(lambda: scene.pool._core.hands[scene.names[0]].watch.done())  # type: ignore[union-attr]
-        scene.pool._watch.begin(scene.names[0])
+        scene.pool._core.handles[scene.names[0]].health_task.cancel()  # type: ignore[union-attr]
+        await until(lambda: scene.pool._core.handles[scene.names[0]].health_task.done())  # type: ignore[union-attr]
+        scene.pool._health.begin(scene.names[0])
         await scene.becomes(0, WorkerState.lost, within_s=50)
         assert "a surprise" in scene.reason(0)
         await until(lambda: (row(scene.pool, f"watch {scene.names[0]}") or {}).get("state") == "failed")
@@ -121,7 +121,7 @@ async def test_an_instruction_that_cannot_be_carried_out_does_not_drop_the_other
         cast(RolloutMachine, Machine()), handlers={e.Warn: lambda warn: done.append(warn.worker), e.WorkerAction: act}
     )
     core.listeners.append(lambda what, now: cast(None, 1 / 0))
-    core.tell(e.WorkerReturned("a"))
+    core.handle_event(e.WorkerReturned("a"))
     assert done == ["a", "b"]
     await until(lambda: {e.ActionFailed, e.RolloutTick} <= set(map(type, told)))
     [failed] = [one for one in told if isinstance(one, e.ActionFailed)]
@@ -345,7 +345,7 @@ async def test_processes_are_looked_at_beside_the_event_loop(tmp_path: Path, mon
     looked: list[threading.Thread] = []
     monkeypatch.setattr(
         EngineProcess,
-        "seen",
+        "probe",
         lambda self, port: looked.append(threading.current_thread()) or EngineProcessState("it ended"),
     )
     pool = SimpleNamespace(died=lambda worker, why: None)
@@ -381,7 +381,7 @@ def test_the_status_that_people_read_names_a_loop_that_failed() -> None:
 def test_an_engine_of_the_file_that_joined_by_itself_meanwhile_does_not_end_the_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollout_serve, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(rollout_serve, "RETRY_S", 0.01)
 
     async def act(scene: Scene) -> None:
         url = scene.pool.url(scene.names[0])

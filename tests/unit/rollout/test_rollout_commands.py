@@ -27,7 +27,7 @@ from tiny_gguf import tiny_gguf
 from trimtab.cli.app import run
 from trimtab.render.live import rollout as rollout_live
 from trimtab.render.text import rollout as rollout_text
-from trimtab.runtime.procs.processes import below
+from trimtab.runtime.procs.processes import descendants
 from waiting import until
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rollout" / "tiny_engine.py"
@@ -231,7 +231,7 @@ def test_the_doctor_finds_the_engine_that_was_killed(
 
 
 def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> None:
-    family = below(served.process.pid)
+    family = descendants(served.process.pid)
     assert family, "its own engine is a process of it"
     long = {"input_ids": [40, 41], "sampling_params": {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True}}
     with subprocess.Popen(
@@ -242,8 +242,8 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> N
         assert client.stdout is not None
         assert json.loads(client.stdout.read())["meta_info"]["completion_tokens"] == 600
     assert served.process.wait(WAIT_S) == 0
-    assert "ended; nothing is left of it" in served.said
-    until(lambda: not any(one.lives for one in family))
+    assert "stopped" in served.said
+    until(lambda: not any(one.alive for one in family))
     assert not [*served.place.glob("*.json"), *served.place.glob("*.token")]
     assert "Traceback" not in served.said
 
@@ -267,7 +267,7 @@ def test_an_engine_that_comes_later_is_awaited_and_a_second_ctrl_c_waits_for_nob
     )
     assert not second.alive
     with serving(tmp_path / "job.yaml", text.format(first.url, second.url), TRIMTAB_ROLLOUT_TOKEN="t" * 20) as one:
-        until(lambda: "it is not there" in one.said)
+        until(lambda: "not reachable" in one.said)
         until(lambda: list(one.states().values()) == ["active"])
         monkeypatch.setenv("TRIMTAB_ROLLOUT_DIR", str(one.place))
         assert run(["rollout", "doctor"]) == 4
@@ -285,7 +285,7 @@ def test_an_engine_that_comes_later_is_awaited_and_a_second_ctrl_c_waits_for_nob
             )
             until(lambda: sum(one.ask("/status")["requests"].values()) == 1)
             one.process.send_signal(signal.SIGTERM)
-            until(lambda: "ending" in one.said)
+            until(lambda: "stopping" in one.said)
             one.process.send_signal(signal.SIGINT)
             assert one.process.wait(WAIT_S) == 130
             asking.wait(WAIT_S)
@@ -328,13 +328,13 @@ def test_engines_on_slots_of_a_pool_are_started_and_leave_them_free(count: str, 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["status"], 4, "no rollout gateway of yours runs here"),
+        (["status"], 4, "no rollout gateway of this user runs here"),
         (["status", "--url", "http://127.0.0.1:9"], 4, "cannot be reached"),
-        (["status", "--url", "nowhere"], 2, "no address of a gateway"),
+        (["status", "--url", "nowhere"], 2, "not a gateway address"),
         (["drain", "a", "--deadline", "soon"], 4, "no rollout gateway"),
         (["scale"], 2, "either a number of workers or --release"),
         (["scale", "3", "--release"], 2, "either a number of workers or --release"),
-        (["scale", "--release", "--for", "1m"], 2, "--for goes with a number"),
+        (["scale", "--release", "--for", "1m"], 2, "--for needs a number"),
         (["scale", "3", "--for", "ever"], 2, "a time such as 90s"),
         (["doctor", "--config", "nothing.yaml"], 2, "there is no file nothing.yaml"),
         (["serve", "nothing.yaml"], 2, "there is no file nothing.yaml"),
@@ -392,7 +392,7 @@ def test_the_doctor_examines_a_job_file_alone(capsys: pytest.CaptureFixture[str]
     job = tmp_path / "job.yaml"
     job.write_text("rollout: {engines: [{kind: vllm, model: m, count: 2}]}")
     assert run(["rollout", "doctor", "--config", str(job)]) == 0
-    assert "nothing to find fault with" in capsys.readouterr().out
+    assert "no problems found" in capsys.readouterr().out
     job.write_text("rollout: {engines: ['http://8.8.8.8:1']}\nelastic_config: {min_stable_period: 0}")
     assert run(["rollout", "doctor", "--config", str(job)]) == 3
     out = capsys.readouterr().out
@@ -409,7 +409,7 @@ def test_files_of_gateways_that_are_gone_are_not_believed(
     (tmp_path / "rollout-8.json").write_text("half")
     assert run(["rollout", "status"]) == 4
     assert not (tmp_path / "rollout-9.json").exists()
-    assert "no rollout gateway of yours" in capsys.readouterr().err
+    assert "no rollout gateway of this user" in capsys.readouterr().err
 
 
 REASON = {"code": "QUEUED", "sentence": "no worker has room\nand more"}
@@ -444,7 +444,7 @@ def test_on_a_terminal_the_picture_is_drawn_again_and_warnings_do_not_tear_it(
     screen = Console(file=page, force_terminal=True, width=120)
     monkeypatch.setattr(rollout_live, "out", screen)
     monkeypatch.setattr(rollout_live, "Console", lambda **_: screen)
-    monkeypatch.setattr(rollout_live, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(rollout_live, "REFRESH_EVERY_S", 0.01)
     drawn = 0
 
     async def watched() -> None:
@@ -472,7 +472,7 @@ def test_the_picture_has_queues_steps_and_warnings() -> None:
     page = io.StringIO()
     Console(file=page, width=200).print(rollout_text.picture(PICTURE, ["Ctrl-C ends it"]))
     for words in (
-        "1.20 of capacity 8", "own figures are old", "held ready: 2 by validation", "5 stop, 2 moved", "and 6 more",
+        "1.20 of capacity 8", "some engines are stale", "kept ready: 2 by validation", "5 stop, 2 moved", "and 6 more",
         "draining (paused, sleep)", "no worker has room ...", "eval", "1 to 2", "not known yet",
         "a: it is slow (9 s ago)", "Ctrl-C ends it",
     ):  # fmt: skip

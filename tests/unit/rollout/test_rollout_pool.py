@@ -104,7 +104,7 @@ def test_a_prompt_that_is_none_is_refused_before_anything_is_sent(prompt: object
     async def act(scene: Scene) -> None:
         with pytest.raises(InputError, match=says):
             await scene.pool.generate([PROMPT, prompt])  # type: ignore[list-item]
-        assert not scene.pool._core.asked
+        assert not scene.pool._core.pending
 
     play(act, kinds=("sglang",))
 
@@ -471,8 +471,8 @@ def test_the_journal_holds_every_event_and_leads_to_the_same_state(tmp_path: Pat
 
 
 def test_rules_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(InputError, match="least 3, most 2"):
-        RolloutRules(least=3, most=2)
+    with pytest.raises(InputError, match="min_workers is 3, max_workers 2"):
+        RolloutRules(min_workers=3, max_workers=2)
 
 
 def test_nothing_comes_after_the_answer_though_the_engine_is_not_cut_off_yet() -> None:

@@ -20,7 +20,7 @@ from rollout_commands import HERE, llama, python
 from tiny_gguf import tiny_gguf
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
-from trimtab.runtime.procs.processes import ProcessIdentity, below, gone, process
+from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, process
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
@@ -66,15 +66,15 @@ def scene(play: Play, folder: Path, command: EngineCommand | None = None, **sett
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """No process more afterwards than before."""
-    before = below(os.getpid())
+    before = descendants(os.getpid())
     yield
-    assert not [one for one in below(os.getpid()) if one not in before]
+    assert not [one for one in descendants(os.getpid()) if one not in before]
 
 
 def family(launcher: ProcessLauncher, worker: str) -> list[ProcessIdentity]:
     """The guard and all below it."""
     guard = launcher._running[worker].pid
-    return [process(guard), *below(guard)]
+    return [process(guard), *descendants(guard)]
 
 
 # Starting.
@@ -214,7 +214,7 @@ def taken_command() -> EngineCommand:
 def test_a_process_that_ends_by_itself_is_told_with_its_status(tmp_path: Path) -> None:
     async def play(launcher: ProcessLauncher, heard: Heard) -> None:
         await launcher.start("w0", 0, None)
-        [engine] = below(launcher._running["w0"].pid)
+        [engine] = descendants(launcher._running["w0"].pid)
         os.kill(engine.pid, signal.SIGKILL)
         await until_async(lambda: heard.deaths)
         [(worker, why)] = heard.deaths
@@ -243,7 +243,7 @@ def test_an_engine_that_ignores_its_end_is_killed_with_all_that_it_started(tmp_p
         await until_async(lambda: log.exists() and "deaf" in log.read_text() and len(family(launcher, "w0")) == 3)
         them = family(launcher, "w0")
         process = launcher._running["w0"]
-        assert await process.end_beside()
+        assert await process.end_async()
         assert not gone(them, 0.0)
         assert "I stay" in log.read_text(), "it was asked before it was killed"
         with pytest.raises(UnreachableError, match="SIGKILL"):
@@ -269,7 +269,7 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as pool:
         assert pool.stdout is not None
         assert pool.stdout.readline() == "up\n"
-        them = below(pool.pid)
+        them = descendants(pool.pid)
         assert len(them) == 2, "a guard and an engine"
         pool.kill()
     assert not gone(them, WAIT_S)
@@ -281,7 +281,7 @@ def test_an_engine_ends_also_when_its_guard_is_killed(tmp_path: Path) -> None:
         them = family(launcher, "w0")
         os.kill(them[0].pid, signal.SIGKILL)
         await until_async(lambda: heard.deaths)
-        await until_async(lambda: not any(one.lives for one in them))
+        await until_async(lambda: not any(one.alive for one in them))
 
     scene(play, tmp_path)
 
@@ -291,7 +291,14 @@ def test_an_engine_ends_also_when_its_guard_is_killed(tmp_path: Path) -> None:
 
 def test_a_pool_starts_refits_restarts_and_stops_its_processes(tmp_path: Path) -> None:
     rules = RolloutRules(
-        least=1, most=2, monitor_s=0.1, drain_s=2.0, abort_s=1.0, back_off_s=0.1, suspect_s=0.5, probe_s=2.0
+        min_workers=1,
+        max_workers=2,
+        monitor_s=0.1,
+        drain_s=2.0,
+        abort_s=1.0,
+        back_off_s=0.1,
+        suspect_s=0.5,
+        probe_s=2.0,
     )
     greedily = SamplingParams(max_tokens=30, temperature=0.0)
     other = str(tiny_gguf(shift=0.5))
@@ -312,7 +319,7 @@ def test_a_pool_starts_refits_restarts_and_stops_its_processes(tmp_path: Path) -
             after = await one_answer(pool)
             assert after.token_ids != before.token_ids
             assert [span.version for span in after.spans] == [1]
-            [engine] = below(launcher._running["engine-1"].pid)
+            [engine] = descendants(launcher._running["engine-1"].pid)
             os.kill(engine.pid, signal.SIGKILL)
             await until_async(lambda: "engine-1" not in active(pool))
             assert await pool.until(lambda: len(active(pool)) == 2)
@@ -366,9 +373,9 @@ def test_a_command_line_is_filled_in_and_json_in_it_is_left_alone() -> None:
     assert line[:4] == ["vllm", "serve", "/weights/7", "--host"]
     assert line[-4:] == ["--override", '{"a": {"b": 1}}', "--seed", "7"]
     assert command.settings == {"VLLM_SERVER_DEV_MODE": "1"}
-    assert command.starts_with(7, None) == 0
+    assert command.started_version(7, None) == 0
     fixed = EngineCommand("base", command="serve base --port {port}", version=2)
-    assert fixed.starts_with(7, "/weights/7") == 2, "a command that names no weights starts with its own"
+    assert fixed.started_version(7, "/weights/7") == 2, "a command that names no weights starts with its own"
 
 
 def test_an_engine_does_not_get_the_tokens_of_trimtab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +386,6 @@ def test_an_engine_does_not_get_the_tokens_of_trimtab(tmp_path: Path, monkeypatc
     engine = EngineProcess([sys.executable, "-c", script], {"TRIMTAB_GIVEN": "too"}, tmp_path / "log", stop_s=5.0)
     try:
         assert engine._popen.wait(WAIT_S) == 0
-        assert engine.last_words() == "{'TRIMTAB_KEPT': 'yes', 'TRIMTAB_GIVEN': 'too'}"
+        assert engine.log_tail() == "{'TRIMTAB_KEPT': 'yes', 'TRIMTAB_GIVEN': 'too'}"
     finally:
         engine.end()

@@ -329,7 +329,7 @@ def test_engines_are_given_up_for_a_taker_and_come_back_with_the_load() -> None:
         assert all(one.reason.sentence and one.expects for one in scene.pool.steps)
         assert not any(stub.dead for stub in scene.stubs)
 
-    rules = replace(QUICK, least=1, most=3, capacity=4)
+    rules = replace(QUICK, min_workers=1, max_workers=3, capacity=4)
     play(act, kinds=("sglang",) * 3, rules=rules, elastic=elastic, limit=4)
 
 

@@ -90,7 +90,7 @@ def test_data_of_any_kind_may_be_passed_on(data) -> None:
 def test_what_lives_in_one_process_only_is_refused(data, what) -> None:
     with pytest.raises(ComponentError, match=what) as fault:
         checked(data, "rollout")
-    assert fault.value.wrong == "wrong type"
+    assert fault.value.fault_kind == "wrong type"
     assert fault.value.component == "rollout"
 
 

@@ -126,7 +126,9 @@ def test_every_batch_comes_with_the_outputs_of_what_feeds_it() -> None:
     seen = []
     job = chain()
     run = noting(job, iterations=1)
-    taken = LocalRun(run, inputs=lambda iteration, index: f"prompt {iteration}.{index}", told=lambda *a: seen.append(a))
+    taken = LocalRun(
+        run, inputs=lambda iteration, index: f"prompt {iteration}.{index}", on_iteration=lambda *a: seen.append(a)
+    )
     assert taken.run().state == "done"
     steps = [entry for entry in run_parts.LOG if entry[0] == "step"]
     assert steps.index(("step", "trainer", 1, 0)) > steps.index(("step", "reward", 1, 0))
@@ -184,7 +186,7 @@ def test_weights_that_arrive_in_the_midst_of_an_iteration_wait_for_its_end() -> 
     ("how", "code", "what"),
     [
         ("raise", ReasonCode.raised, "the step of reward raised RuntimeError: out of memory"),
-        ("exit", ReasonCode.raised, "wanted to end the process"),
+        ("exit", ReasonCode.raised, "tried to exit the process"),
         ("none", ReasonCode.faulty, "reward returned nothing, and trainer needs its output"),
         ("generator", ReasonCode.faulty, "reward returned a generator"),
         ("hang", ReasonCode.hung, "the step of reward was not over after 0.3 s"),
@@ -218,7 +220,9 @@ def test_a_component_that_is_not_well_ends_the_run() -> None:
     job = chain()
     run = replace(noting(job), parts={**noting(job).parts, "reward": ComponentCode("run_parts:Unwell")})
     end = LocalRun(run).run()
-    assert end.reason == replace(end.reason, code=ReasonCode.unhealthy, sentence="reward is not well: the disk is full")
+    assert end.reason == replace(
+        end.reason, code=ReasonCode.unhealthy, sentence="reward is unhealthy: the disk is full"
+    )
 
 
 def test_a_component_that_cannot_be_made_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
@@ -254,14 +258,14 @@ def test_a_disk_that_takes_no_more_events_does_not_stop_the_run(tmp_path: Path, 
 
 def test_a_state_that_cannot_be_saved_ends_the_run_and_keeps_the_one_before(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "run"
-    real = RunFolder.state_being_saved
+    real = RunFolder.new_state_folder
 
     def full(self: RunFolder, iteration: int, name: str) -> Path:
         if iteration == 3:
             raise OSError(28, "No space left on device")
         return real(self, iteration, name)
 
-    monkeypatch.setattr(RunFolder, "state_being_saved", full)
+    monkeypatch.setattr(RunFolder, "new_state_folder", full)
     end = LocalRun(noting(chain(), iterations=5), folder).run()
     assert end.state == "failed"
     assert "cannot be saved: No space left" in end.reason.sentence
@@ -284,7 +288,7 @@ def test_ctrl_c_ends_the_run_after_the_iteration_under_way_with_its_state_saved(
 
 def test_a_stop_asked_for_from_another_place_is_the_same_as_ctrl_c() -> None:
     run = LocalRun(
-        noting(chain(), iterations=50), told=lambda iteration, _: iteration.number == 4 and run.stop("enough")
+        noting(chain(), iterations=50), on_iteration=lambda iteration, _: iteration.number == 4 and run.stop("enough")
     )
     end = run.run()
     assert (end.state, end.reason.sentence) == ("stopped", "enough")
@@ -298,7 +302,8 @@ sys.path[:0] = {paths!r}
 from test_run_local import chain, noting
 from trimtab.runtime.run.local_run import LocalRun
 job = noting(chain(), iterations={iterations}, save_every=2, pause_s=0.01)
-end = LocalRun(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, told=lambda i, m: print(i.number, flush=True)).run()
+show = lambda iteration, _: print(iteration.number, flush=True)
+end = LocalRun(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, on_iteration=show).run()
 print(end.state, flush=True)
 """
 
@@ -375,12 +380,12 @@ def test_ctrl_c_a_second_and_a_third_time_leaves_the_folder_in_order(tmp_path: P
 
 
 def test_whoever_is_told_and_raises_leaves_the_folder_in_order(tmp_path: Path) -> None:
-    def told(iteration, metrics) -> None:
+    def on_iteration(iteration, metrics) -> None:
         raise RuntimeError("no terminal")
 
     with pytest.raises(RuntimeError, match="no terminal"):
-        LocalRun(noting(chain()), tmp_path / "run", told=told).run()
-    assert "it broke off: RuntimeError: no terminal" in summary(tmp_path / "run")["reason"]
+        LocalRun(noting(chain()), tmp_path / "run", on_iteration=on_iteration).run()
+    assert "crashed: RuntimeError: no terminal" in summary(tmp_path / "run")["reason"]
     assert numbers(LocalRun(noting(chain()), tmp_path / "run", resume=True).run()) == [1, 2, 3]
 
 
@@ -393,6 +398,17 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     end = LocalRun(noting(chain(), iterations=4), folder, resume=True).run()
     assert numbers(end) == [1, 2, 3, 4]
     assert [one.number for one in read_run(folder).iterations] == [1, 2, 3, 4]
+
+
+def test_a_folder_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    LocalRun(noting(chain(), iterations=1), folder).run()
+    old = (folder / "summary.json").read_text().replace('"version": 2', '"version": 1')
+    (folder / "summary.json").write_text(old)
+    for refused in (lambda: LocalRun(noting(chain()), folder, resume=True).run(), lambda: read_run(folder)):
+        with pytest.raises(InputError, match="format 1, and 2 is the only one"):
+            refused()
+    assert (folder / "summary.json").read_text() == old
 
 
 def test_a_folder_has_one_run_and_is_not_written_over(tmp_path: Path) -> None:
@@ -425,23 +441,23 @@ def test_a_folder_that_cannot_be_understood_is_refused(tmp_path: Path) -> None:
 class SideBySide(LocalRun):
     """Drives the same acts in threads, as a cluster does."""
 
-    def _drive(self, acting: IterationRunner) -> None:
+    def _drive(self, runner: IterationRunner) -> None:
         began = time.perf_counter()
         running: dict[Future, PlanAction] = {}
         with ThreadPoolExecutor(8) as threads:
             while True:
-                with acting.lock:
-                    for act in acting.order.ready():
-                        acting.order.begin(act)
-                        running[threads.submit(acting.perform, act, time.perf_counter() - began)] = act
+                with runner.lock:
+                    for act in runner.order.ready():
+                        runner.order.begin(act)
+                        running[threads.submit(runner.perform, act, time.perf_counter() - began)] = act
                 if not running:
                     return
                 for over in wait(running, timeout=60, return_when=FIRST_COMPLETED).done:
                     over.result()
-                    with acting.lock:
-                        acting.order.check()
-                        acting.order.end(running.pop(over))
-                        self._act_ended(acting, time.perf_counter() - began)
+                    with runner.lock:
+                        runner.order.check()
+                        runner.order.end(running.pop(over))
+                        self._action_ended(runner, time.perf_counter() - began)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -551,7 +567,7 @@ def test_a_job_file_with_classes_needs_no_costs(tmp_path: Path) -> None:
         ("emulate: true", "emulate: {noise: much}", "noise is a number"),
         ("emulate: true", "emulate: {noise: .nan}", "noise is a number"),
         ("emulate: true", "emulate: {tail: {shar: 0.1}}", "unknown key shar"),
-        ("emulate: true", "emulate: false", "which code trainer is is not stated"),
+        ("emulate: true", "emulate: false", "trainer has neither use nor emulate"),
         ("emulate: true", "use: 3", "use names a class"),
         ("emulate: true", "use: 'a:B', settings: 3", "settings is a section"),
         ("seconds: {1: 1.0}, emulate: true", "emulate: true", "emulated and has no costs"),
@@ -570,12 +586,12 @@ def test_a_job_file_that_is_wrong_is_refused_by_its_key(tmp_path: Path, old: str
 class InThreads(LocalRun):
     """A run in one process whose acts are performed in threads, as on a cluster."""
 
-    _drive, _next, _wait_for_others = ClusterRun._drive, ClusterRun._next, ClusterRun._wait_for_others
+    _drive, _next_ended, _wait_for_others = ClusterRun._drive, ClusterRun._next_ended, ClusterRun._wait_for_others
 
     def _now(self) -> float:
-        return time.perf_counter() - self._acted
+        return time.perf_counter() - self._last_action_s
 
-    def _passed(self) -> None:
+    def _advance_clock(self) -> None:
         pass
 
 
@@ -612,10 +628,10 @@ def test_acts_end_while_components_are_asked_how_they_are_and_states_are_deleted
 
     complete = Checkpointer.complete
 
-    def delete(self: Checkpointer, crew: ComponentSet, iteration: int) -> None:
+    def delete(self: Checkpointer, components: ComponentSet, iteration: int) -> None:
         if iteration == 2:
             wait_for_an_act(slow[1])
-        complete(self, crew, iteration)
+        complete(self, components, iteration)
 
     monkeypatch.setattr(Checkpointer, "complete", delete)
     monkeypatch.setattr(local, "LocalComponents", Asked)

@@ -110,7 +110,7 @@ def test_a_way_back_that_fails_too_ends_the_run_with_its_reason_and_it_can_be_re
             super().place(*arguments)
 
     class Here(LocalRun):
-        def _make_crew(self) -> ComponentSet:
+        def _make_components(self) -> ComponentSet:
             return NoWayBack(self._job, self._clock, self._path)
 
     end = Here(parts_that_move(), tmp_path / "run", clock=VirtualClock()).run()
@@ -145,7 +145,7 @@ def test_a_trainer_that_cannot_save_is_never_moved(tmp_path: Path) -> None:
 
 def test_asking_is_answered_when_the_iteration_is_over(tmp_path: Path) -> None:
     asked = run(tmp_path / "run", drift=False, iterations=5)
-    asked.ask("is it still right?")
+    asked.request_replan("is it still right?")
     asked.run()
     decided = events(tmp_path / "run", "decided")
     assert any(one["numbers"].get("iteration_s") for one in decided)  # it looked before it had measured enough

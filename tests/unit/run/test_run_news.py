@@ -65,7 +65,7 @@ def heard(asked: Asked, refuse: int = 0) -> list[Any]:
         both.set()
 
     listening = ClusterListener(cast(Session, asked), "p", nodes, first, on_cluster, on_task)
-    listening.begin()
+    listening.start()
     assert both.wait(60)
     listening.close()
     return told
@@ -73,7 +73,7 @@ def heard(asked: Asked, refuse: int = 0) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news, "AGAIN_S", 0.01)
+    monkeypatch.setattr(news, "RETRY_S", 0.01)
 
 
 def test_what_a_run_failed_to_take_in_is_told_again() -> None:

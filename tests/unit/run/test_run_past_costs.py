@@ -60,7 +60,7 @@ def test_a_count_that_was_left_before_costs_drifted_is_brought_to_the_level_of_t
     past = ran((4, [8.0] * 6, APART), (2, grows, APART))
     planned, notes = measured_workflow(workflow(), frozenset({"rollout", "trainer"}), past, "runs/a")
     assert points(planned) == pytest.approx({2: 48.0, 4: 24.0})
-    assert "rollout grew to 3 times what it took at first: planned with the end" in notes
+    assert "rollout drifted to 3x its initial cost: planned with the latest" in notes
 
 
 def test_a_drift_that_goes_on_over_a_change_of_plan_is_followed() -> None:
@@ -89,7 +89,7 @@ def test_stated_points_keep_their_shape_and_move_by_the_measured_level() -> None
     planned, notes = measured_workflow(workflow(floor_seconds=2.0), frozenset(), ran((4, [20.0] * 6, APART)), "runs/a")
     assert points(planned) == pytest.approx({4: 20.0, 8: 12.0})
     assert planned.component("rollout").variants[0].floor_seconds == pytest.approx(4.0)
-    assert "rollout where it did not run: as the job states it, times the measured 2.00" in notes
+    assert "rollout where it was not measured: the stated cost times 2.00" in notes
 
 
 def test_only_the_variant_that_ran_has_measured_points() -> None:

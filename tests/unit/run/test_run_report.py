@@ -19,19 +19,19 @@ from run_report_samples import NODES, SEPARATE, WIDER, Writing, plan_of
 from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
 from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg, thinned
-from trimtab.render.html.plan_report import page_head
+from trimtab.render.html.kit.page import page_head
 from trimtab.render.html.run.figures import (
     costs,
     errors,
     expected,
     expected_errors,
+    group_equal,
     idle_shares,
     metric_names,
-    runs_of_equal,
 )
 from trimtab.render.html.run.report import run_report, script
 from trimtab.render.html.run.story import RunStory, read_story
-from trimtab.render.html.run.summary import MOST_LINES, in_words, is_elsewhere, standing
+from trimtab.render.html.run.summary import MAX_LINES, has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.local_run import LocalRun
@@ -42,7 +42,7 @@ def page_of(story: RunStory, **more: Any) -> str:
 
 
 def words_of(story: RunStory) -> list[str]:
-    return in_words(story, run_chart(story), costs(story, idle_shares(story)), metric_names(story))
+    return summary_lines(story, run_chart(story), costs(story, idle_shares(story)), metric_names(story))
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +85,18 @@ def test_plans_moves_and_decisions_are_told_with_reasons_and_numbers(eventful: R
     assert rolled.outcome == "load failed: no space left on device"
     assert arrived.numbers["gain_s"] == 0.8
     assert (arrived.before, arrived.after) == (SEPARATE["plan"], WIDER["plan"])
-    runs = runs_of_equal(eventful.decisions)
+    runs = group_equal(eventful.decisions)
     assert sum(count for _, _, count in runs) == len(eventful.decisions) == 43
     assert (runs[0][0].code, runs[0][2]) == ("TOO_FEW", 8)
 
 
 def test_ranks_of_a_plan_count_through_the_nodes_of_its_time(eventful: RunStory) -> None:
     first, wider, fewer = eventful.plans
-    assert first.seats("trainer") == tuple(("beta", gpu) for gpu in range(4))
-    assert wider.seats("rollout") == (*(("alpha", g) for g in range(4)), ("beta", 0), ("beta", 1))
-    assert wider.seats("trainer") == (("beta", 2), ("beta", 3), *(("gamma", g) for g in range(4)))
-    assert fewer.seats("rollout") == tuple(("alpha", gpu) for gpu in range(4))
-    assert wider.seats("reward") == ()
+    assert first.gpu_slots("trainer") == tuple(("beta", gpu) for gpu in range(4))
+    assert wider.gpu_slots("rollout") == (*(("alpha", g) for g in range(4)), ("beta", 0), ("beta", 1))
+    assert wider.gpu_slots("trainer") == (("beta", 2), ("beta", 3), *(("gamma", g) for g in range(4)))
+    assert fewer.gpu_slots("rollout") == tuple(("alpha", gpu) for gpu in range(4))
+    assert wider.gpu_slots("reward") == ()
 
 
 def test_a_plan_keeps_its_seats_if_nodes_change_between_the_decision_and_the_plan(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_plan_keeps_its_seats_if_nodes_change_between_the_decision_and_the_pla
     run.plan("move", 1, SEPARATE)
     run.plan("lost", 1, SEPARATE)
     story = read_story(run.write())
-    assert [plan.seats("rollout")[0] for plan in story.plans] == [("alpha", 0), ("alpha", 0), ("beta", 0)]
+    assert [plan.gpu_slots("rollout")[0] for plan in story.plans] == [("alpha", 0), ("alpha", 0), ("beta", 0)]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -127,16 +127,16 @@ def test_a_move_that_the_run_died_in_ends_where_it_is_resumed(tmp_path: Path, to
         )
     run.iteration(2)
     [move] = read_story(run.write()).moves
-    assert move.state == ("rolled back" if told else "broken off")
+    assert move.state == ("rolled back" if told else "interrupted")
     assert move.ended_s == pytest.approx(move.began_s + 2, abs=1e-3)
 
 
 def test_nodes_have_the_times_in_which_they_were_there(eventful: RunStory) -> None:
-    lives = {node.name: node.lives for node in eventful.nodes}
-    assert lives["alpha"] == [(0.0, None)]
-    assert lives["beta"][0][0] == 0.0
-    assert lives["beta"][0][1] == lives["gamma"][0][1]
-    assert 0 < lives["gamma"][0][0] < lives["gamma"][0][1]
+    presence = {node.name: node.presence for node in eventful.nodes}
+    assert presence["alpha"] == [(0.0, None)]
+    assert presence["beta"][0][0] == 0.0
+    assert presence["beta"][0][1] == presence["gamma"][0][1]
+    assert 0 < presence["gamma"][0][0] < presence["gamma"][0][1]
 
 
 def test_a_node_that_comes_back_has_two_lives(tmp_path: Path) -> None:
@@ -146,19 +146,19 @@ def test_a_node_that_comes_back_has_two_lives(tmp_path: Path) -> None:
         run.t = at
         run.tell("cluster", why="lost", nodes=nodes, leaving=[], deadline=None)
     story = read_story(run.write())
-    assert story.nodes[1].lives == [(0.0, 5.0), (9.0, None)]
+    assert story.nodes[1].presence == [(0.0, 5.0), (9.0, None)]
 
 
 def test_what_happened_stands_in_lanes_with_codes_and_reasons(eventful: RunStory) -> None:
-    found = {(one.lane, one.kind) for one in eventful.happenings}
+    found = {(one.lane, one.kind) for one in eventful.timeline_events}
     assert found >= {
         ("nodes", "joined"), ("nodes", "draining"), ("nodes", "lost"), ("tasks", "evicted"), ("workers", "left"),
         ("workers", "range"), ("run", "lost"), ("run", "resumed"), ("run", "saved"), ("moves", "rollback"),
         ("moves", "advice"), ("run", "told"), ("run", "ended"),
     }  # fmt: skip
-    evicted = next(one for one in eventful.happenings if one.kind == "evicted")
+    evicted = next(one for one in eventful.timeline_events if one.kind == "evicted")
     assert (evicted.code, "takes its slot" in evicted.reason, evicted.strong) == ("PRIORITY", True, True)
-    assert any(one.title == "nodes beta, gamma will go in 30 s" for one in eventful.happenings)
+    assert any(one.title == "nodes beta, gamma will leave in 30 s" for one in eventful.timeline_events)
 
 
 def test_workers_are_marked_when_they_come_and_go_and_only_listed_in_between(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_workers_are_marked_when_they_come_and_go_and_only_listed_in_between(tmp
     for state in states:
         run.tell("worker", component="rollout", worker="w0", state=state, code="", reason="")
     story = read_story(run.write())
-    told = [one for one in story.happenings if "worker w0" in one.title]
+    told = [one for one in story.timeline_events if "worker w0" in one.title]
     assert len(told) == len(states)
     assert [one.title.split()[-1] for one in told if one.lane == "workers"] == [
         "starting",
@@ -176,7 +176,7 @@ def test_workers_are_marked_when_they_come_and_go_and_only_listed_in_between(tmp
         "starting",
         "lost",
     ]
-    assert any("workers came 2 times and went 2 times" in line.lower() for line in words_of(story))
+    assert any("workers started 2 times and stopped 2 times" in line.lower() for line in words_of(story))
 
 
 # ---- odd folders -----------------------------------------------------------------------------------------------------
@@ -188,10 +188,10 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     data = (folder / "events.jsonl").read_bytes()
     (folder / "events.jsonl").write_bytes(data + b'{"event": "iterat')
     torn = read_story(folder)
-    assert (torn.unclear, len(torn.iterations), torn.end_s) == ([], 40, whole.end_s)
+    assert (torn.unparsed_lines, len(torn.iterations), torn.end_s) == ([], 40, whole.end_s)
     (folder / "events.jsonl").write_bytes(data[: len(data) // 2])
     half = read_story(folder)
-    assert half.unclear == []
+    assert half.unparsed_lines == []
     assert 0 < len(half.iterations) < 40
     assert "It has not ended" in page_of(half)
 
@@ -207,13 +207,13 @@ def test_unknown_events_are_passed_over_and_odd_lines_are_left_out_and_said(tmp_
     run.iteration(2)
     story = read_story(run.write())
     assert len(story.iterations) == 2
-    assert story.unclear == [6, 7, 8, 9, 10]
-    assert "5 lines of events.jsonl could not be understood" in page_of(story)
+    assert story.unparsed_lines == [6, 7, 8, 9, 10]
+    assert "5 lines of events.jsonl could not be parsed" in page_of(story)
 
 
 def test_a_folder_where_nothing_can_be_understood_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("what\nis this\n")
-    with pytest.raises(InputError, match="no line of it can be understood"):
+    with pytest.raises(InputError, match="no line can be parsed"):
         read_story(tmp_path)
 
 
@@ -223,13 +223,13 @@ def test_an_empty_run_is_a_page_too(tmp_path: Path, events: str) -> None:
     story = read_story(tmp_path)
     page = page_of(story)
     assert page.rstrip().endswith("</html>")
-    assert ("Nothing has been written yet" in page) == (not events)
+    assert ("No events yet" in page) == (not events)
     assert words_of(story)[0] in ("No iteration has ended yet.", "No iteration of 9 has ended yet.")
 
 
 def test_a_run_that_goes_on_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
     story = read_story(samples.eventful(tmp_path / "run", ends=False))
-    assert standing(story).startswith("It has not ended")
+    assert status_sentence(story).startswith("It has not ended")
     assert chart_data(run_chart(story))["open"] is True
     assert "40 iterations in" in page_of(story)
 
@@ -252,7 +252,7 @@ def test_a_run_resumed_by_another_process_goes_on_where_it_stopped(tmp_path: Pat
     assert [one.iteration.number for one in story.iterations] == list(range(1, 9))
     assert [one.iteration.number for one in story.done if one.void] == [4, 5]
     assert story.end_s == pytest.approx(stopped_s + run.t, abs=1e-3)
-    resumed = next(one for one in story.happenings if one.kind == "resumed")
+    resumed = next(one for one in story.timeline_events if one.kind == "resumed")
     assert resumed.t_s == pytest.approx(stopped_s, abs=1e-3)
     assert "2 iterations after that are run again" in resumed.title
     for bars in rows_of(run_chart(story)).values():
@@ -263,7 +263,7 @@ def test_a_run_resumed_by_another_process_goes_on_where_it_stopped(tmp_path: Pat
 def test_a_run_in_one_process_says_that_its_times_are_those_of_the_plan(tmp_path: Path) -> None:
     LocalRun(emulated(chain(gpus=4), iterations=6), tmp_path / "run", clock=VirtualClock()).run()
     story = read_story(tmp_path / "run")
-    assert is_elsewhere(story)
+    assert has_virtual_clock(story)
     assert story.end_s == pytest.approx(story.wall_s)
     page = page_of(story)
     assert "Times are those of the plan" in page
@@ -348,8 +348,8 @@ def test_a_row_does_one_thing_at_a_time_and_only_while_its_node_is_there(eventfu
     for (node, _), bars in rows.items():
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(bars))
         if node >= 0:
-            lives = [(a, chart.end_s if b is None else b) for a, b in chart.nodes[node].lives]
-            assert all(any(a - 1e-6 <= bar[0] and bar[1] <= b + 1e-6 for a, b in lives) for bar in bars)
+            presence = [(a, chart.end_s if b is None else b) for a, b in chart.nodes[node].presence]
+            assert all(any(a - 1e-6 <= bar[0] and bar[1] <= b + 1e-6 for a, b in presence) for bar in bars)
 
 
 def test_busy_and_idle_add_up_to_the_time_that_gpus_were_there(eventful: RunStory) -> None:
@@ -359,9 +359,9 @@ def test_busy_and_idle_add_up_to_the_time_that_gpus_were_there(eventful: RunStor
     there = sum(
         node.gpus * ((chart.end_s if until is None else until) - since)
         for node in chart.nodes
-        for since, until in node.lives
+        for since, until in node.presence
     )
-    assert chart.there_gpu_s == pytest.approx(there)
+    assert chart.available_gpu_s == pytest.approx(there)
     assert busy < there
 
 
@@ -384,7 +384,7 @@ def test_the_data_of_the_script_hold_every_bar_and_mark(eventful: RunStory) -> N
     chart = run_chart(eventful)
     data = json.loads(json.dumps(chart_data(chart), allow_nan=False))
     assert sum(len(track["bars"]) for track in data["tracks"]) == 5 * sum(len(track.bars) for track in chart.tracks)
-    assert len(data["marks"]) == len(eventful.happenings)
+    assert len(data["marks"]) == len(eventful.timeline_events)
     assert {mark[2] for mark in data["marks"]} <= set(data["shapes"])
     assert [lane for lane, _ in data["lanes"]] == ["moves", "nodes", "tasks", "workers", "run"]
     assert sum(bool(look & 4) for track in data["tracks"] for look in track["bars"][3::5]) > 0
@@ -410,7 +410,7 @@ def test_what_was_expected_is_held_against_the_iteration_after(tmp_path: Path) -
     story = read_story(run.write())
     assert expected(story) == [(number, 2.0) for number in range(1, 5)]
     assert expected_errors(story) == [pytest.approx(one.iteration.wall_s / 2 - 1) for one in story.iterations[1:]]
-    assert "expected by costs as measured then" in page_of(story)
+    assert "expected by the costs measured so far" in page_of(story)
 
 
 def test_idle_shares_are_those_of_the_group(eventful: RunStory) -> None:
@@ -428,11 +428,11 @@ def test_idle_shares_are_those_of_the_group(eventful: RunStory) -> None:
 
 def test_the_page_says_it_in_ten_lines_at_most(eventful: RunStory) -> None:
     lines = words_of(eventful)
-    assert len(lines) <= MOST_LINES
+    assert len(lines) <= MAX_LINES
     said = "\n".join(lines)
     for part in (
-        "40 iterations in", "2 moves done", "1 rolled back (load failed", "42 × stay", "rollout came to cost 1.3",
-        "1 node joined, 2 nodes went, 1 task evicted, workers came 3 times", "2 iterations run again",
+        "40 iterations in", "2 moves done", "1 rolled back (load failed", "42 × stay", "rollout is 1.3",
+        "1 node joined, 2 nodes left, 1 task evicted, workers started 3 times", "2 iterations run again",
         "reward.reward rose",
     ):  # fmt: skip
         assert part in said
@@ -458,7 +458,7 @@ def test_metrics_are_rewards_or_those_asked_for(eventful: RunStory) -> None:
     page = page_of(eventful, metrics=["trainer.loss"])
     assert "trainer.loss</h3>" in page
     assert "reward.reward</h3>" not in page
-    assert "None of those asked for" in page_of(eventful, metrics=["no"])
+    assert "None of the requested metrics" in page_of(eventful, metrics=["no"])
 
 
 def test_names_and_reasons_never_become_markup(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_what_is_told_late_does_not_take_the_place_of_what_is_newer(tmp_path: Pa
     board.take({**late, "t_s": run.t, "state": "active"})
     board.take(late)
     assert board.workers["rollout w0"].state == "active"
-    told = board.told("worker", "rollout w0")
+    told = board.story_of("worker", "rollout w0")
     assert told is not None
     assert len(told["chapters"]) == 3
 
@@ -158,7 +158,7 @@ def test_torn_lines_wait_odd_ones_are_counted_and_a_shorter_file_is_another_run(
     state = source.look()
     assert state is not None
     assert "whole now" in state["panels"]["events"]
-    assert state["notes"] == ["3 lines of events.jsonl could not be understood"]
+    assert state["notes"] == ["3 lines of events.jsonl could not be parsed"]
     text = events.read_text()
     events.write_text("".join(text.splitlines(keepends=True)[:3]))
     again = source.look()
@@ -180,7 +180,7 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="neither a run nor a cluster"):
         DashboardSource(None)
     source = DashboardSource(tmp_path)
-    with pytest.raises(InputError, match="cannot be asked for here"):
+    with pytest.raises(InputError, match="is not available here"):
         source.change("replan", {})
 
 
@@ -228,7 +228,7 @@ def test_top_says_once_how_it_stands_where_there_is_no_terminal(
     assert cli.run(["top"]) == 2
     assert cli.run(["top", str(run.folder), "--every", "0"]) == 2
     assert cli.run(["dashboard"]) == 2
-    assert "what to look at is not said" in capsys.readouterr().err
+    assert "name a run or a cluster" in capsys.readouterr().err
 
 
 def test_top_on_a_terminal_fits_on_its_screen(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.render.html.run.story import RunStory
 from trimtab.rollout import EngineRollout
-from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run import control_files
 from trimtab.runtime.run.component import Place
-from trimtab.runtime.run.engines.event_log import diary_of, load_of, read_diary, read_load
+from trimtab.runtime.run.engines.event_log import event_log_path, load_path, read_event_log, read_load
 from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local_run import LocalRun
 from waiting import until
@@ -38,34 +38,40 @@ run: {iterations: 100000, loop: {mode: advise, least_iterations: 2}}
 
 def test_an_ask_is_taken_once_oldest_first_and_what_is_half_written_is_not_there(tmp_path: Path) -> None:
     for number in range(3):
-        asks.ask(tmp_path, asks.RUN, {"ask": "replan", "why": str(number)})
-    place = tmp_path / asks.ASKS / asks.RUN
+        control_files.send_request(tmp_path, control_files.RUN, {"ask": "replan", "why": str(number)})
+    place = tmp_path / control_files.REQUESTS / control_files.RUN
     (place / ".99999999999999999999-0.json.1.tmp").write_text('{"ask": "rep')
     (place / "odd.json").write_text("[1]")
     (place / "torn.json").write_text('{"ask": "rep')
-    assert [one.get("why") for one in asks.taken(tmp_path, asks.RUN)] == ["0", "1", "2", None, None]
-    assert asks.taken(tmp_path, asks.RUN) == []
+    assert [one.get("why") for one in control_files.take_requests(tmp_path, control_files.RUN)] == [
+        "0",
+        "1",
+        "2",
+        None,
+        None,
+    ]
+    assert control_files.take_requests(tmp_path, control_files.RUN) == []
     assert len(list(place.iterdir())) == 1
-    asks.forget(tmp_path)
-    assert not (tmp_path / asks.ASKS).exists()
+    control_files.clear_requests(tmp_path)
+    assert not (tmp_path / control_files.REQUESTS).exists()
 
 
 def test_a_run_that_is_gone_or_does_not_look_is_asked_for_nothing(tmp_path: Path) -> None:
-    for _ in range(asks.MOST_WAITING):
-        asks.ask(tmp_path, asks.RUN, {})
-    with pytest.raises(UnreachableError, match="64 asks wait already"):
-        asks.ask(tmp_path, asks.RUN, {})
+    for _ in range(control_files.MAX_WAITING):
+        control_files.send_request(tmp_path, control_files.RUN, {})
+    with pytest.raises(UnreachableError, match="64 requests wait already"):
+        control_files.send_request(tmp_path, control_files.RUN, {})
     held = {"owner": "run", "host": socket.gethostname(), "pid": os.getpid(), "born": -1}
     (tmp_path / "lock").write_text(json.dumps(held))
     with pytest.raises(UnreachableError, match="ended, or was killed"):
-        asks.ask(tmp_path, asks.of_workers("rollout"), {})
+        control_files.send_request(tmp_path, control_files.workers_queue("rollout"), {})
     (tmp_path / "lock").write_text(json.dumps({**held, "host": "another machine"}))
-    asks.ask(tmp_path, asks.of_workers("rollout"), {})
+    control_files.send_request(tmp_path, control_files.workers_queue("rollout"), {})
     with pytest.raises(InputError, match="no component"):
-        asks.of_workers("../../elsewhere")
+        control_files.workers_queue("../../elsewhere")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be asked"):
-        asks.ask(tmp_path / "file", asks.RUN, {})
+    with pytest.raises(InputError, match="cannot be written"):
+        control_files.send_request(tmp_path / "file", control_files.RUN, {})
 
 
 def test_the_page_of_a_run_that_was_killed_says_so_and_offers_nothing(tmp_path: Path) -> None:
@@ -93,7 +99,7 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     folder = tmp_path / "run"
-    asks.ask(folder, asks.RUN, {"ask": "replan", "why": "of yesterday"})
+    control_files.send_request(folder, control_files.RUN, {"ask": "replan", "why": "of yesterday"})
     run = LocalRun(load_run(tmp_path / "job.yaml"), folder)
     thread = threading.Thread(target=run.run)
     thread.start()
@@ -105,16 +111,16 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
             return str(source.whole()["panels"]["events"])
 
         until(lambda: "the first plan" in shown())
-        assert source.whole()["panels"]["standing"] == "It runs."
-        assert "asked" in source.change("replan", {})
-        asks.ask(folder, asks.RUN, {"ask": "a cake"})
+        assert source.whole()["panels"]["standing"] == "Running."
+        assert "requested" in source.change("replan", {})
+        control_files.send_request(folder, control_files.RUN, {"ask": "a cake"})
         until(lambda: "is the plan still right? (asked on the dashboard)" in shown())
         until(lambda: "not understood" in shown())
         assert source.board is not None
         asked_at = len(source.board.story.decisions)
         until(lambda: shown() and source.board is not None and len(source.board.story.decisions) > asked_at)
         assert "of yesterday" not in shown()
-        with pytest.raises(InputError, match="cannot be asked for here"):
+        with pytest.raises(InputError, match="is not available here"):
             source.change("drain-worker", {"worker": "rollout-1"})
     finally:
         run.stop()
@@ -122,45 +128,45 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
     source.look()
     with pytest.raises(UnreachableError, match="the run has ended"):
         source.change("replan", {})
-    assert not (folder / asks.ASKS).exists()
+    assert not (folder / control_files.REQUESTS).exists()
 
 
 def test_a_worker_is_drained_and_serves_again_as_asked_and_a_refusal_is_told_with_its_reason(tmp_path: Path) -> None:
     place = Place("rollout", gpus=2, devices=(0, 1), near=Path(__file__).parents[2] / "helpers", folder=tmp_path)
     rollout = EngineRollout(place=place, ask="engines_for_runs:Asking", engine="engines_for_runs:Slow")
-    whom = asks.of_workers("rollout")
+    whom = control_files.workers_queue("rollout")
 
     def states() -> dict[str, str]:
         return {one["name"]: one["state"] for one in rollout.workers()}
 
     try:
         until(lambda: set(states().values()) == {"active"})
-        assert until(lambda: read_load(load_of(tmp_path, "rollout"))) == {"rollout-1": (0, 64), "rollout-2": (0, 64)}
-        asks.ask(tmp_path, whom, {"ask": "drain", "worker": "rollout-1", "why": "asked in a test"})
+        assert until(lambda: read_load(load_path(tmp_path, "rollout"))) == {"rollout-1": (0, 64), "rollout-2": (0, 64)}
+        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-1", "why": "asked in a test"})
         until(lambda: states()["rollout-1"] != "active")
-        asks.ask(tmp_path, whom, {"ask": "drain", "worker": "rollout-2"})
-        asks.ask(tmp_path, whom, {"ask": "drain", "worker": "nobody"})
-        asks.ask(tmp_path, whom, {"ask": "drain", "worker": "rollout-2", "deadline_s": "soon"})
-        asks.ask(tmp_path, whom, {"ask": "drain", "worker": "rollout-2", "deadline_s": float("nan")})
+        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2"})
+        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "nobody"})
+        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2", "deadline_s": "soon"})
+        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2", "deadline_s": float("nan")})
 
         def told(code: str) -> list[str]:
-            lines, _ = read_diary(diary_of(tmp_path, "rollout"))
+            lines, _ = read_event_log(event_log_path(tmp_path, "rollout"))
             return [f"{one['worker']}: {one['reason']}" for one in lines if one["code"] == code]
 
         until(lambda: len(told("REFUSED")) == 3)
-        assert told("REFUSED")[0].startswith("rollout-2: it is not done: worker rollout-2 cannot be lent out")
+        assert told("REFUSED")[0].startswith("rollout-2: refused: worker rollout-2 cannot be lent out")
         assert told("TAKEN")[0] == "rollout-1: asked in a test"
         assert states()["rollout-2"] == "active"
-        asks.ask(tmp_path, whom, {"ask": "resume", "worker": "rollout-1"})
+        control_files.send_request(tmp_path, whom, {"ask": "resume", "worker": "rollout-1"})
         until(lambda: states()["rollout-1"] == "active")
     finally:
         rollout.close()
-    assert not load_of(tmp_path, "rollout").exists()
+    assert not load_path(tmp_path, "rollout").exists()
 
 
 def test_loads_that_nobody_writes_any_more_are_not_shown(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run").start()
-    path = load_of(run.folder, "rollout")
+    path = load_path(run.folder, "rollout")
     path.write_text('{"w0": [7, 16]}')
     source = DashboardSource(run.folder)
     source.look()

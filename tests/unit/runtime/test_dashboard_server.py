@@ -19,7 +19,7 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.dashboard import feed
 from trimtab.runtime.dashboard.server import DashboardServer
-from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run import control_files
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_host_or_an_origin_of_another_machine_is_refused(server: DashboardServ
 
 def test_whatever_changes_something_needs_the_token(run: Growing) -> None:
     def heard() -> list[dict[str, Any]]:
-        return asks.taken(run.folder, asks.RUN)
+        return control_files.take_requests(run.folder, control_files.RUN)
 
     with serving(run.folder) as server:
         assert json.loads(asked(server, "/state")[2])["changes"] == ["replan", "drain-worker", "resume-worker"]
@@ -118,7 +118,7 @@ def test_whatever_changes_something_needs_the_token(run: Growing) -> None:
         assert heard() == []
         status, _, said = asked(server, "/change/replan", "POST", b"{}", Authorization=f"Bearer {TOKEN}")
         assert (status, heard()) == (200, [{"ask": "replan", "why": "asked on the dashboard"}])
-        assert "asked" in json.loads(said)["said"]
+        assert "requested" in json.loads(said)["said"]
         assert asked(server, "/change/replan", "POST", b"[1]", Authorization=f"Bearer {TOKEN}")[0] == 400
         assert asked(server, "/change/drain-node", "POST", b"{}", Authorization=f"Bearer {TOKEN}")[0] == 400
         assert asked(server, "/change/replan", "POST", b" " * 20_000, Authorization=f"Bearer {TOKEN}")[0] == 413
@@ -129,7 +129,7 @@ def test_a_port_in_use_is_said_and_the_next_one_is_taken(run: Growing) -> None:
         port = taken.getsockname()[1]
         with serving(run.folder, port) as server:
             assert server.port != port
-            assert server.said == f"dashboard: http://127.0.0.1:{server.port}/ (port {port} is in use)"
+            assert server.announcement == f"dashboard: http://127.0.0.1:{server.port}/ (port {port} is in use)"
             assert asked(server, "/")[0] == 200
     with pytest.raises(InputError, match="port is 70000"), serving(run.folder, 70_000):
         pass
@@ -139,8 +139,8 @@ def test_the_token_is_in_a_file_for_its_owner_alone_and_goes_with_the_server(run
     file = tmp_path / "token"
     with DashboardServer(DashboardSource(run.folder), 0, environment={}, token_file=file) as server:
         assert file.stat().st_mode & 0o777 == 0o600
-        assert server.token_is == f"the token to change something is in {file}"
-        assert file.read_text() not in server.said + server.token_is
+        assert server.token_source == f"the token to change something is in {file}"
+        assert file.read_text() not in server.announcement + server.token_source
     assert not file.exists()
     with pytest.raises(InputError, match="16 characters"):
         DashboardServer(DashboardSource(run.folder), 0, environment={"TRIMTAB_DASHBOARD_TOKEN": "short"}).__enter__()
@@ -206,7 +206,7 @@ def test_one_who_does_not_read_is_dropped_and_nobody_waits_for_it(run: Growing, 
     big = json.dumps({"note": "x" * 200_000}).encode()
 
     def publish() -> None:
-        for _ in range(feed.WAITING + 8):
+        for _ in range(feed.MAX_WAITING + 8):
             app.feed.publish(big)
 
     for _ in range(3):  # the kernel takes some of it, wherever it is read or not
@@ -231,17 +231,17 @@ def test_one_who_does_not_read_is_dropped_and_nobody_waits_for_it(run: Growing, 
 def test_queues_of_a_client_are_bounded_in_number_and_bytes() -> None:
     async def scene() -> None:
         client = feed.FeedClient()
-        client.put(b"x" * (feed.WAITING_BYTES + 1))
+        client.put(b"x" * (feed.MAX_WAITING_BYTES + 1))
         assert not client.behind
         client.put(b"y")
         assert client.behind
         assert await client.get(0.01) is None
         many = feed.FeedClient()
-        for _ in range(feed.WAITING + 1):
+        for _ in range(feed.MAX_WAITING + 1):
             many.put(b"z")
         assert many.behind
         line = feed.Feed()
-        for _ in range(2 * feed.KEPT):
+        for _ in range(2 * feed.MAX_KEPT):
             line.publish(b"{}")
         assert line.since(line.id(line.number)) == []
         assert len(line.since(line.id(line.number - 3)) or ()) == 3
@@ -282,7 +282,7 @@ def test_a_thousand_who_look_at_once_are_all_told(run: Growing, server: Dashboar
 def test_more_who_look_than_there_is_room_for_are_asked_to_come_later(
     server: DashboardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimtab.runtime.dashboard.app.MOST_STREAMS", 2)
+    monkeypatch.setattr("trimtab.runtime.dashboard.app.MAX_STREAMS", 2)
     streams = [Stream(server) for _ in range(2)]
     for stream in streams:
         assert stream.next()[0] == "whole"
@@ -307,12 +307,12 @@ def test_stories_are_answered_and_unknown_ones_are_not_there(run: Growing, serve
 
 
 def test_a_controller_that_cannot_be_reached_is_said_and_the_run_is_shown_all_the_same(run: Growing) -> None:
-    def opens() -> Any:
+    def connect() -> Any:
         raise UnreachableError("no Ray runs here")
 
-    with serving(run.folder, opens=opens) as server:
+    with serving(run.folder, connect=connect) as server:
         state = json.loads(asked(server, "/state")[2])
-        assert state["notes"] == ["the controller cannot be asked: no Ray runs here"]
+        assert state["notes"] == ["the controller cannot be reached: no Ray runs here"]
         assert "rollout" in state["panels"]["components"]
         assert asked(server, "/story?kind=task&name=nobody")[0] == 502
 

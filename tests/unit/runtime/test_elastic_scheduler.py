@@ -128,7 +128,7 @@ def test_requests_before_the_start_and_outside_a_loop_are_placed() -> None:
 
 
 def test_a_full_queue_is_said_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_scheduler, "MOST_QUEUED", 2)
+    monkeypatch.setattr(elastic_scheduler, "MAX_QUEUED", 2)
     scheduler = ElasticScheduler(ElasticConfig(max_workers=1, requests_per_worker_capacity=1), Group(1))
     for name in names(3):
         scheduler.add_request(name)
@@ -1003,7 +1003,7 @@ def test_a_look_at_the_load_that_fails_in_an_unknown_way_is_said_and_begun_again
     async def story() -> None:
         group = Group(4)
         scheduler = made(group)
-        look, failed, looked = scheduler._look, [], []
+        look, failed, looked = scheduler._poll_status, [], []
 
         async def odd() -> Any:
             if len(failed) < 2:
@@ -1014,10 +1014,10 @@ def test_a_look_at_the_load_that_fails_in_an_unknown_way_is_said_and_begun_again
 
         await place(scheduler, group, "r0")
         await scheduler.start()
-        monkeypatch.setattr(scheduler, "_look", odd)
+        monkeypatch.setattr(scheduler, "_poll_status", odd)
         await asyncio.sleep(60)
         assert looked
-        assert any("looking at the load failed" in fault for fault in scheduler.faults)
+        assert any("the load loop failed" in fault for fault in scheduler.faults)
         assert [row["failures"] for row in scheduler.background.status() if row["name"] == "load"] == [2]
         await scheduler.stop()
 

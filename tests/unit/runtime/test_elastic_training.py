@@ -79,7 +79,7 @@ def test_shares_cover_the_batch_exactly_once(rows: int, size: int) -> None:
 
 
 def test_a_backend_that_there_is_not_is_said() -> None:
-    with pytest.raises(InputError, match="no backend"):
+    with pytest.raises(InputError, match="unknown backend"):
         model_of("jax")
 
 

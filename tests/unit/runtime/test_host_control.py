@@ -45,7 +45,7 @@ def test_a_run_directory_that_others_may_write_to_is_closed_to_them(place: Path)
 
 
 def test_what_a_link_in_the_run_directory_points_to_is_not_tidied_away(place: Path, tmp_path: Path) -> None:
-    from trimtab.runtime.workers.node_agent import _tidy
+    from trimtab.runtime.workers.node_agent import _remove_stale_dirs
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -53,7 +53,7 @@ def test_what_a_link_in_the_run_directory_points_to_is_not_tidied_away(place: Pa
     os.utime(elsewhere, (0, 0))
     make_run_dir("controller", "node")
     (place / "old").symlink_to(elsewhere)
-    _tidy(place)
+    _remove_stale_dirs(place)
     assert (elsewhere / "file").read_text() == "kept"
 
 

@@ -30,7 +30,16 @@ from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import BundlePlacement, PoolSpec, TaskSpec
 from trimtab.runtime.procs import locks
 from trimtab.runtime.store.blobs import BlobStore, file_name, header_of, pack, unpack
-from trimtab.runtime.store.journal import Journal, read_journal
+from trimtab.runtime.store.journal import (
+    NODE_EVENTS,
+    POOL_EVENTS,
+    ROLLOUT_EVENTS,
+    VERSION,
+    EventKinds,
+    Journal,
+    JournalVersionError,
+    read_journal,
+)
 
 EVENTS: list[PoolEvent] = [
     NodeJoined("n0", Resources.of(cpu=8, memory=2**33), Resources.of(cpu=0.5), (("zone", "a"),)),
@@ -73,11 +82,11 @@ def test_an_empty_directory_is_an_empty_journal(tmp_path: Path) -> None:
 def test_it_is_plain_json_lines_with_a_header(tmp_path: Path) -> None:
     written(tmp_path)
     lines = [json.loads(line) for line in segment(tmp_path).read_text().splitlines()]
-    assert lines[0]["version"] == 1
+    assert lines[0]["version"] == VERSION
     assert lines[4] == [103.0, "TaskStarted", {"task": "täsk 1", "attempt": 1, "how": "a warm host"}]
 
 
-@pytest.mark.parametrize("tail", [b'[107.0,"Tick"', b'[107.0,"Tick",{}]', b"\0\0\0\0", b'[107.0,"Ti\n'])
+@pytest.mark.parametrize("tail", [b'[107.0,"PoolTick"', b'[107.0,"PoolTick",{}]', b"\0\0\0\0", b'[107.0,"Ti\n'])
 def test_a_torn_last_line_is_dropped_said_and_written_over(tmp_path: Path, tail: bytes) -> None:
     written(tmp_path)
     with open(segment(tmp_path), "ab") as file:
@@ -119,6 +128,16 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "snapshot-00000001.json").write_text('{"format":"trimtab-journal","version":99}\n')
     with pytest.raises(InputError, match="format 99"):
         read_journal(tmp_path)
+
+
+@pytest.mark.parametrize("kinds", [POOL_EVENTS, ROLLOUT_EVENTS, NODE_EVENTS], ids=["pool", "rollout", "nodes"])
+def test_an_older_format_is_refused_and_left_as_it_is(tmp_path: Path, kinds: EventKinds) -> None:
+    text = f'{{"format":"trimtab-journal","version":{VERSION - 1}}}\n[1.0,"Old",{{}}]\n'
+    segment(tmp_path).write_text(text)
+    with pytest.raises(JournalVersionError, match=f"format {VERSION - 1}, older than {VERSION}") as refused:
+        Journal(tmp_path, kinds=kinds)
+    assert refused.value.where == str(segment(tmp_path))
+    assert segment(tmp_path).read_text() == text
 
 
 def test_after_a_snapshot_only_what_followed_is_read(tmp_path: Path) -> None:
@@ -199,7 +218,7 @@ def test_a_missing_segment_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "snapshot-00000003.json").write_text('{"format":"trimtab-journal","version":1,"ti')
+    (tmp_path / "snapshot-00000003.json").write_text('{"format":"trimtab-journal","version":2,"ti')
     with pytest.raises(InputError, match="snapshot is damaged"):
         read_journal(tmp_path)
 
@@ -257,7 +276,7 @@ def test_a_disk_that_dropped_what_it_was_forced_to_keep_is_a_fault_until_all_of_
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lost)
-        journal.beside(beside)
+        journal.sync_first(beside)
         journal.append(2.0, PoolTick())
         until(lambda: journal.fault is not None and "forced to disk" in journal.fault)
         journal.append(3.0, PoolTick())
@@ -299,10 +318,11 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_killed_in_the_middle_of_writing_every_appended_event_is_there(tmp_path: Path) -> None:
     script = (
-        "import sys; from trimtab.runtime.store.journal import Journal; from trimtab.machines.pool.events import Tick\n"
+        "import sys; from trimtab.runtime.store.journal import Journal\n"
+        "from trimtab.machines.pool.events import PoolTick\n"
         "journal = Journal(sys.argv[1])\n"
         "for number in range(10**9):\n"
-        "    journal.append(float(number), Tick()); print(number, flush=True)\n"
+        "    journal.append(float(number), PoolTick()); print(number, flush=True)\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
@@ -393,12 +413,12 @@ def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("at", "odd", "why"),
     [
-        (1, '[NaN,"Tick",{}]', "NaN is no number"),
-        (1, '[1e999,"Tick",{}]', "not finite"),
-        (1, '[1e300,"Tick",{}]', "beyond 1e"),
-        (1, '["soon","Tick",{}]', "a finite number is expected"),
-        (1, f'[{"9" * 400},"Tick",{{}}]', "400 digits"),
-        (1, '[1.0,"Tick",[]]', "keys with values are expected"),
+        (1, '[NaN,"PoolTick",{}]', "NaN is no number"),
+        (1, '[1e999,"PoolTick",{}]', "not finite"),
+        (1, '[1e300,"PoolTick",{}]', "beyond 1e"),
+        (1, '["soon","PoolTick",{}]', "a finite number is expected"),
+        (1, f'[{"9" * 400},"PoolTick",{{}}]', "400 digits"),
+        (1, '[1.0,"PoolTick",[]]', "keys with values are expected"),
         (1, '[1.0,"TaskStarted",{"task":["a"],"attempt":1}]', "str is expected"),
         (1, '[1.0,"TaskStarted",{"task":"a","attempt":"1"}]', "int is expected"),
         (1, '[1.0,"TaskStarted",{"task":"a","attempt":1.5}]', "int is expected"),
@@ -406,16 +426,16 @@ def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
         (1, '[1.0,"NodeJoined",{"node":"n","total":{"cpu":-8}}]', "amounts of resources"),
         (
             1,
-            '[1.0,"Submitted",{"spec":{"id":"a","pool":"p","bundles":[{"cpu":1}],"priority":null}}]',
+            '[1.0,"TaskSubmitted",{"spec":{"id":"a","pool":"p","bundles":[{"cpu":1}],"priority":null}}]',
             "a finite number",
         ),
-        (1, '[1.0,"Tick",{},"make"]', "a list is expected"),
-        (1, '[1.0,"Tick",{},[1]]', "str is expected"),
+        (1, '[1.0,"PoolTick",{},"make"]', "a list is expected"),
+        (1, '[1.0,"PoolTick",{},[1]]', "str is expected"),
         (1, '[1.0,"Trick",{}]', "'Trick' is not known"),
         (1, '[1.0,"TaskStarted",{"task":"\\ud800","attempt":1}]', "lone surrogate"),
         (1, "[" * 100_000, "nested too deeply"),
         (0, '{"format":"trimtab-journal","version":"1"}', "int is expected"),
-        (0, '{"format":"trimtab-journal","version":1,"notes":7}', "a list is expected"),
+        (0, '{"format":"trimtab-journal","version":2,"notes":7}', "a list is expected"),
     ],
     ids=lambda one: f"{one!s:.40}",
 )
@@ -443,7 +463,7 @@ def test_what_callers_in_python_write_for_a_yes_or_half_a_character_is_read_agai
 
 @pytest.mark.parametrize("time", ["NaN", '"now"', "null", "1e999", "true"])
 def test_a_snapshot_whose_time_is_none_is_refused(tmp_path: Path, time: str) -> None:
-    text = f'{{"format":"trimtab-journal","version":1,"time":{time},"machine":{{}}}}'
+    text = f'{{"format":"trimtab-journal","version":2,"time":{time},"machine":{{}}}}'
     (tmp_path / "snapshot-00000001.json").write_text(text)
     with pytest.raises(InputError, match="the snapshot is damaged"):
         read_journal(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.machines.nodes.events import HeartbeatReceived, NodeEvent
 from trimtab.runtime.controller.client_registry import ClientRegistry
-from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats, beat_forever
+from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats, serve_heartbeats
 from trimtab.runtime.procs.background import Background
 
 
@@ -20,7 +20,7 @@ async def test_beats_are_heard_after_an_event_that_could_not_be_told() -> None:
             raise ValueError("odd")
         heard.set()
 
-    server, place = await beat_forever("127.0.0.1")
+    server, place = await serve_heartbeats("127.0.0.1")
 
     async def where(node: str) -> AgentAddress:
         return place
@@ -29,7 +29,7 @@ async def test_beats_are_heard_after_an_event_that_could_not_be_told() -> None:
     links.open("node", place)
     await asyncio.wait_for(heard.wait(), 60)
     assert told == [HeartbeatReceived("node")] * 2
-    assert [row["failures"] for row in background.status() if row["name"] == "beats of node node"] == [1]
+    assert [row["failures"] for row in background.status() if row["name"] == "heartbeats of node node"] == [1]
     links.close()
     server.close()
     await background.close()
@@ -59,7 +59,7 @@ async def test_the_autoscaler_is_asked_again_when_it_could_not_be(monkeypatch: A
     board.want("client", [{"gpu": 2}])
     await asyncio.wait_for(answered.wait(), 60)
     assert asked == [[{"GPU": 2}], [{"GPU": 2}]]
-    assert board._asking is not None
-    await asyncio.wait_for(board._asking, 60)
+    assert board._requesting is not None
+    await asyncio.wait_for(board._requesting, 60)
     assert board.fault is None
     await background.close()

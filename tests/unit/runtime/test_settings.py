@@ -39,8 +39,8 @@ CALLED = {  # settings that users write under another name
     "hosts_each": "warm_each",
     "estimate_s": "estimated_duration",
     "budget": "eviction budget",
-    ("ElasticSpec", "least"): "min",
-    ("ElasticSpec", "most"): "max",
+    ("ElasticSpec", "min_members"): "min",
+    ("ElasticSpec", "max_members"): "max",
 }
 MAY_BE_ENDLESS = {(Taker, "use_s")}
 MAY_BE_NEGATIVE = {"priority", "reserved_priority", "restarts", "version"}

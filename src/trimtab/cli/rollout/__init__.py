@@ -1,1 +1,1 @@
-"""trimtab rollout: serve, look at, drain, scale and examine engines."""
+"""`trimtab rollout`: serve, inspect, drain, scale and diagnose engines."""

@@ -1,8 +1,7 @@
-"""Where a gateway that runs here is found: a file for each, in a folder of this user's, with its address and its token.
+"""Discovery of local gateways: a file per gateway in a per-user folder, with its address and token file.
 
-`serve` writes both and takes them away; the other commands read them. A file whose process is gone is of one that was
-killed: it is taken away when it is seen. The token is in a file of its own that only its owner can read, and is neither
-printed nor in the other file.
+`serve` writes and removes both files; the other commands read them. Files of dead processes are removed when found. The
+token is in its own file that only its owner can read; it is never printed nor in the other file.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ class RunningGateway:
     pid: int
     born: float
     job: str
-    token_file: str  # empty: its token is in the environment of whoever started it
+    token_file: str  # empty: its token is in the environment of its process
 
     @property
-    def lives(self) -> bool:
-        """Whether its process is there."""
-        return ProcessIdentity(self.pid, self.born).lives
+    def is_alive(self) -> bool:
+        return ProcessIdentity(self.pid, self.born).alive
 
 
 @dataclass(frozen=True)
 class GatewayTarget:
-    """A gateway to talk to: where, and with which token."""
+    """A gateway to call: address and token."""
 
     url: str
     token: str | None
@@ -53,7 +51,7 @@ class GatewayTarget:
 
 
 def folder(environment: Mapping[str, str]) -> Path:
-    """Of this user; TRIMTAB_ROLLOUT_DIR names another one."""
+    """The per-user folder, or TRIMTAB_ROLLOUT_DIR."""
     named = environment.get(PLACE)
     if not named:
         return own_folder()
@@ -67,7 +65,7 @@ def folder(environment: Mapping[str, str]) -> Path:
 
 @contextmanager
 def token(environment: Mapping[str, str], path: Path | None, name: str) -> Iterator[tuple[str, str]]:
-    """The token, and its file (empty: it came from the environment). A file that was made here goes with the run."""
+    """The token and its file (empty: from the environment). A generated file is removed on exit."""
     given = environment.get(TOKEN)
     if given is not None:
         yield given, ""
@@ -83,8 +81,8 @@ def token(environment: Mapping[str, str], path: Path | None, name: str) -> Itera
 
 
 @contextmanager
-def said(environment: Mapping[str, str], url: str, job: Path, token_file: str) -> Iterator[Path]:
-    """Others can find the gateway as long as the block lasts."""
+def published(environment: Mapping[str, str], url: str, job: Path, token_file: str) -> Iterator[Path]:
+    """Publishes the gateway for other commands while the block runs."""
     me = this()
     target = folder(environment) / f"rollout-{urlsplit(url).port}.json"
     record = RunningGateway(url, me.pid, me.born, str(job.resolve()), token_file)
@@ -96,46 +94,44 @@ def said(environment: Mapping[str, str], url: str, job: Path, token_file: str) -
             target.unlink()
 
 
-def running(environment: Mapping[str, str]) -> list[RunningGateway]:
-    """The gateways that run here, by their ports."""
+def running_gateways(environment: Mapping[str, str]) -> list[RunningGateway]:
+    """Running gateways of this user, by port."""
     found = []
     for path in sorted(folder(environment).glob("rollout-*.json")):
         try:
-            one = RunningGateway(**json.loads(path.read_text(encoding="utf-8")))
+            gateway = RunningGateway(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
-            continue  # half written, or of another release
-        if one.lives:
-            found.append(one)
+            continue  # incompletely written, or of another release
+        if gateway.is_alive:
+            found.append(gateway)
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
     return found
 
 
-def reached(environment: Mapping[str, str], url: str | None, token_file: Path | None) -> GatewayTarget:
-    """The gateway that is meant: the one named, or the only one of this user here."""
+def find_gateway(environment: Mapping[str, str], url: str | None, token_file: Path | None) -> GatewayTarget:
+    """The named gateway, or the only local gateway of this user."""
     url = url or environment.get(URL)
-    there = running(environment)
+    gateways = running_gateways(environment)
     if url is None:
-        if not there:
-            raise UnreachableError("no rollout gateway of yours runs here", hint=f"{START_ONE}, or --url of another")
-        if len(there) > 1:
-            which = ", ".join(f"{one.url} ({Path(one.job).name})" for one in there)
+        if not gateways:
+            raise UnreachableError("no rollout gateway of this user runs here", hint=f"{START_ONE}, or pass --url")
+        if len(gateways) > 1:
+            which = ", ".join(f"{gateway.url} ({Path(gateway.job).name})" for gateway in gateways)
             raise InputError("several rollout gateways run here", where="command line: --url", hint=f"one of {which}")
-        (chosen,) = there
+        (chosen,) = gateways
     else:
         url = url.rstrip("/")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(
-                f"'{url}' is no address of a gateway", where="command line: --url", hint="http://HOST:PORT"
-            )
-        found = [one for one in there if one.url == url]
+            raise InputError(f"'{url}' is not a gateway address", where="command line: --url", hint="http://HOST:PORT")
+        found = [gateway for gateway in gateways if gateway.url == url]
         chosen = found[0] if found else RunningGateway(url, 0, 0.0, "", "")
-    return GatewayTarget(chosen.url, _secret(environment, token_file, chosen), chosen.job)
+    return GatewayTarget(chosen.url, _token_of(environment, token_file, chosen), chosen.job)
 
 
-def _secret(environment: Mapping[str, str], token_file: Path | None, chosen: RunningGateway) -> str | None:
+def _token_of(environment: Mapping[str, str], token_file: Path | None, chosen: RunningGateway) -> str | None:
     if token_file is None and environment.get(TOKEN):
         return environment[TOKEN]
     path = token_file or (Path(chosen.token_file) if chosen.token_file else None)
@@ -145,7 +141,7 @@ def _secret(environment: Mapping[str, str], token_file: Path | None, chosen: Run
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as fault:
         if token_file is None:
-            return None  # it ended in this moment, or the file is another user's: reading needs no token
+            return None  # it has just ended, or the file belongs to another user: reading needs no token
         raise InputError(
             f"the token cannot be read: {getattr(fault, 'strerror', None) or fault}", where=os.fspath(path)
         ) from None

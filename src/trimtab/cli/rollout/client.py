@@ -1,7 +1,7 @@
-"""Talks to a rollout gateway for commands: one question, one answer, a deadline. What it refuses is said in its words.
+"""HTTP client of a rollout gateway for commands: one request, one answer, a deadline.
 
-Nothing but the standard library: whoever looks at a gateway need not be able to be one. Proxies are not used, and
-the token goes to no other address than the one that was asked.
+Standard library only, so that the serve dependencies are not needed. Proxies are not used, and the token is sent to no
+other address than the gateway's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class GatewayClient:
-    """One gateway."""
+    """Client of a gateway."""
 
     def __init__(self, at: GatewayTarget, answer_s: float = ANSWER_S) -> None:
         self.at = at
@@ -34,27 +34,25 @@ class GatewayClient:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
     def status(self) -> dict[str, Any]:
-        """All that people ask about."""
         return self._call("GET", "/status")
 
     def story(self, name: str) -> dict[str, Any]:
-        """What became of a worker or a request."""
+        """The story of a worker or a request."""
         return self._call("GET", f"/story/{_path(name)}")
 
     def drain(self, worker: str, deadline_s: float | None, why: str) -> dict[str, Any]:
-        """It serves nothing new until it is resumed."""
+        """Stops new requests to a worker until it is resumed."""
         return self._call("POST", f"/workers/{_path(worker)}/drain", {"deadline_s": deadline_s, "why": why})
 
     def resume(self, worker: str) -> dict[str, Any]:
-        """It may serve again."""
         return self._call("POST", f"/workers/{_path(worker)}/resume", {})
 
     def scale(self, workers: int, for_s: float | None, why: str) -> dict[str, Any]:
-        """So many, until released or for so long."""
+        """Sets the number of workers until released or for a time."""
         return self._call("POST", "/scale", {"workers": workers, "for_s": for_s, "why": why})
 
     def release(self) -> dict[str, Any]:
-        """The policy decides again."""
+        """Returns scaling to the policy."""
         return self._call("DELETE", "/scale")
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -67,7 +65,7 @@ class GatewayClient:
             request.add_header("Content-Type", "application/json")
         try:
             with self._opener.open(request, timeout=self._answer_s) as answer:
-                return _understood(answer.read(LARGEST + 1), self.at.url)
+                return _parsed(answer.read(LARGEST + 1), self.at.url)
         except urllib.error.HTTPError as refused:
             with refused:
                 raise _refused(refused.code, refused.read(LARGEST), self.at) from None
@@ -84,29 +82,29 @@ def _path(name: str) -> str:
     return quote(name, safe="")
 
 
-def _understood(raw: bytes, url: str) -> dict[str, Any]:
+def _parsed(raw: bytes, url: str) -> dict[str, Any]:
     try:
         found = json.loads(raw)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise UnreachableError(f"what answers at {url} is no rollout gateway", hint="--url names one")
+        raise UnreachableError(f"the server at {url} is not a rollout gateway", hint="check --url")
     return found
 
 
 def _refused(status: int, raw: bytes, at: GatewayTarget) -> TrimtabError:
-    """A refusal as the error that a command ends with."""
-    said = _message(raw)
+    """The error of a refused request."""
+    message = _message(raw)
     if status == 401:
-        hint = f"--token-file, or {TOKEN}" if at.token is None else "the token is another gateway's"
-        return InputError("the gateway wants its token for that", where=at.url, hint=hint)
-    if status == 404 and not said:
-        return UnreachableError(f"what answers at {at.url} is no rollout gateway", hint="--url names one")
+        hint = f"--token-file, or {TOKEN}" if at.token is None else "the token is not that of this gateway"
+        return InputError("the gateway requires its token", where=at.url, hint=hint)
+    if status == 404 and not message:
+        return UnreachableError(f"the server at {at.url} is not a rollout gateway", hint="check --url")
     if status == 409:
-        return InfeasibleError(said or "that cannot be done now", where=at.url)
+        return InfeasibleError(message or "not possible now", where=at.url)
     if status < 500 and status != 429:
-        return InputError(said or f"the gateway refused it ({status})", where=at.url)
-    return UnreachableError(said or f"the gateway failed ({status})", where=at.url)
+        return InputError(message or f"the gateway refused the request ({status})", where=at.url)
+    return UnreachableError(message or f"the gateway failed ({status})", where=at.url)
 
 
 def _message(raw: bytes) -> str:

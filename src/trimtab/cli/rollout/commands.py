@@ -1,8 +1,7 @@
-"""`trimtab rollout`: serve engines behind one door, look at them, and drain, resume, scale and examine them.
+"""`trimtab rollout`: serves engines behind one gateway; shows, drains, resumes, scales and diagnoses them.
 
-`serve` runs until it is interrupted. The others talk to a gateway that runs, found by the file that `serve` left for
-them or by --url; what changes something needs its token. What they need is imported when they run, so that the command
-line starts quickly.
+`serve` runs until interrupted. The other commands call a running gateway, found by the file that `serve` wrote or by
+--url; changes need its token. Heavy imports happen inside the functions, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -21,37 +20,39 @@ if TYPE_CHECKING:
     from trimtab.cli.rollout.client import GatewayClient
     from trimtab.machines.diagnose.rollout_findings import RolloutFinding
 
-app = typer.Typer(
-    help="Rollout engines behind one door, and as many of them as the load asks for.", no_args_is_help=True
-)
+app = typer.Typer(help="Rollout engines behind one gateway, scaled with the load.", no_args_is_help=True)
 
 UrlOption = Annotated[
-    str | None, typer.Option("--url", help="The gateway; else TRIMTAB_ROLLOUT_URL, else the only one of yours here.")
+    str | None,
+    typer.Option("--url", help="Gateway address.  [default: TRIMTAB_ROLLOUT_URL, or your only local gateway]"),
 ]
 TokenOption = Annotated[
     Path | None,
-    typer.Option("--token-file", help="Has its token; else TRIMTAB_ROLLOUT_TOKEN, else the file that serve wrote."),
+    typer.Option(
+        "--token-file", help="File with the token.  [default: TRIMTAB_ROLLOUT_TOKEN, or the file written by serve]"
+    ),
 ]
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")]
-WorkerArgument = Annotated[str, typer.Argument(help="A worker, as `trimtab rollout status` names it.")]
+FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
+WorkerArgument = Annotated[str, typer.Argument(help="Worker name, as in `trimtab rollout status`.")]
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @app.command()
 def serve(
-    job: Annotated[Path, typer.Argument(help="A job file with a `rollout:` section.")],
+    job: Annotated[Path, typer.Argument(help="Job file with a `rollout:` section.")],
     port: Annotated[
-        int | None, typer.Option(help="Where to listen; 0: any that is free. Else as the file says.")
+        int | None, typer.Option(help="Port to listen on; 0: any free port.  [default: as in the job file]")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen; others than loopback need the token.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="Where a token that is made here is written.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; beyond loopback the token is required.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File for the generated token.")] = None,
 ) -> None:
-    """Serve the engines of a job file behind one HTTP door; shows them until Ctrl-C, which drains and ends all of it.
+    """Serve the engines of a job file behind one HTTP gateway; show them until Ctrl-C, which drains and stops them.
 
-    The door speaks OpenAI's completions and chat and SGLang's /generate. Whatever changes something needs the token:
-    TRIMTAB_ROLLOUT_TOKEN, or one that is made and written to a file that only you can read. A second Ctrl-C waits for
-    nobody. The smallest job file:
+    The gateway speaks OpenAI completions and chat, and SGLang /generate. Changes need the token: TRIMTAB_ROLLOUT_TOKEN,
+    or a generated one in a file that only you can read. A second Ctrl-C stops at once. The smallest job file:
 
         rollout:
           engines:
@@ -78,12 +79,12 @@ def serve(
 
 @app.command()
 def status(
-    name: Annotated[str | None, typer.Argument(help="A worker or a request: its story.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Worker or request: show its story.")] = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Workers with their states, load and reasons; queues by class; the last scale steps and whether they came true.
+    """Show workers with state, load and reasons; queues by class; the last scale steps and their outcomes.
 
     Examples:
 
@@ -102,10 +103,10 @@ def status(
         return
     seen = _status(client)
     try:
-        told = client.story(name)
+        story_of = client.story(name)
     except InputError:
         raise _unknown(name, seen, "worker or request") from None
-    story = rollout_text.story_data(name, told, seen)
+    story = rollout_text.story_data(name, story_of, seen)
     answer(story, form, lambda: rollout_text.print_story(story))
 
 
@@ -114,16 +115,18 @@ def drain(
     worker: WorkerArgument,
     deadline: Annotated[
         str | None,
-        typer.Option("--deadline", help="Then what is left goes to others: 30, 90s, 5m. Else drain_timeout."),
+        typer.Option(
+            "--deadline", help="When remaining requests move to other workers: 30, 90s, 5m.  [default: drain_timeout]"
+        ),
     ] = None,
-    why: Annotated[str, typer.Option(help="Why, for those who ask.")] = "drained by `trimtab rollout drain`",
+    why: Annotated[str, typer.Option(help="Reason, shown in status.")] = "drained by `trimtab rollout drain`",
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Have a worker take nothing new until it is resumed; what it has goes on until the deadline, then elsewhere.
+    """Drain a worker: no new requests until it is resumed; running requests move elsewhere at the deadline.
 
-    Exit status 3 where too few would be left to serve.
+    Exit status 3 if too few workers would remain.
 
     Examples:
 
@@ -142,7 +145,7 @@ def drain(
 def resume(
     worker: WorkerArgument, url: UrlOption = None, token_file: TokenOption = None, form: FormatOption = Format.text
 ) -> None:
-    """Let a worker serve again that was drained, or that was given up because it failed too often.
+    """Resume a worker that was drained, or given up after too many failures.
 
     Example:
 
@@ -156,15 +159,17 @@ def resume(
 
 @app.command()
 def scale(
-    workers: Annotated[int | None, typer.Argument(metavar="[N]", help="So many are to serve.")] = None,
-    for_: Annotated[str | None, typer.Option("--for", help="So long: 90s, 10m, 2h. Else until --release.")] = None,
-    release: Annotated[bool, typer.Option("--release", help="Let the policy decide again.")] = False,
-    why: Annotated[str, typer.Option(help="Why, for those who ask.")] = "set by `trimtab rollout scale`",
+    workers: Annotated[int | None, typer.Argument(metavar="[N]", help="Number of workers.")] = None,
+    for_: Annotated[
+        str | None, typer.Option("--for", help="Duration: 90s, 10m, 2h.  [default: until --release]")
+    ] = None,
+    release: Annotated[bool, typer.Option("--release", help="Return scaling to the policy.")] = False,
+    why: Annotated[str, typer.Option(help="Reason, shown in status.")] = "set by `trimtab rollout scale`",
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Set the number of workers by hand: it wins over the policy until it is released or expires.
+    """Set the number of workers manually: it overrides the policy until released or expired.
 
     Examples:
 
@@ -176,10 +181,10 @@ def scale(
 
     if release == (workers is not None):
         raise InputError(
-            "either a number of workers or --release", where="command line", hint="trimtab rollout scale 4"
+            "pass either a number of workers or --release", where="command line", hint="trimtab rollout scale 4"
         )
     if release and for_ is not None:
-        raise InputError("--for goes with a number of workers", where="command line: --for")
+        raise InputError("--for needs a number of workers", where="command line: --for")
     for_s = None if for_ is None else _seconds(for_, "--for")
     client = _client(url, token_file)
     if workers is None:
@@ -192,15 +197,16 @@ def scale(
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Option("--config", help="Examine this job file alone; no gateway.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Check this job file only, without a gateway.")
+    ] = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """What is wrong, and what to do: engines that do not serve, that do not scale, memory kept, requests that fail.
+    """Diagnose engines that do not serve or scale, memory that is not freed, and failing requests; with fixes.
 
-    Exit status 0: nothing but notes; 3: something stays as it is until somebody does something; 4: an engine or a
-    request failed.
+    Exit status: 0 notes only; 3 something stays stuck until you act; 4 an engine or a request failed.
 
     Examples:
 
@@ -213,30 +219,27 @@ def doctor(
 
     if config is not None:
         if url is not None:
-            raise InputError("--config and --url do not go together", where="command line")
-        found, of_what = _examined_file(config), str(config)
+            raise InputError("--config and --url exclude each other", where="command line")
+        found, of_what = _diagnose_file(config), str(config)
     else:
         client = _client(url, token_file)
-        found, of_what = _examined(client), client.at.url
+        found, of_what = _diagnose_gateway(client), client.at.url
     answer(rollout_text.doctor_data(found, of_what), form, lambda: rollout_text.print_findings(found, of_what))
-    worst = {one.severity for one in found}
+    worst = {finding.severity for finding in found}
     if Severity.fault in worst:
         raise typer.Exit(UnreachableError.exit_status)
     if Severity.stuck in worst:
         raise typer.Exit(InfeasibleError.exit_status)
 
 
-# ---- the parts of commands ----------------------------------------------------------------------------------------
-
-
-def _examined(client: GatewayClient) -> tuple[RolloutFinding, ...]:
+def _diagnose_gateway(client: GatewayClient) -> tuple[RolloutFinding, ...]:
     from trimtab.machines.diagnose.rollout import examine
     from trimtab.runtime.localcluster import gpus
 
-    return examine(_status(client), gpus.users())
+    return examine(_status(client), gpus.gpu_processes())
 
 
-def _examined_file(path: Path) -> tuple[RolloutFinding, ...]:
+def _diagnose_file(path: Path) -> tuple[RolloutFinding, ...]:
     from trimtab.formats.rollout import job_section as rollout_file
     from trimtab.machines.diagnose.rollout import examine_settings
 
@@ -258,10 +261,10 @@ def _import_serve() -> Any:
 
 
 def _client(url: str | None, token_file: Path | None) -> GatewayClient:
-    from trimtab.cli.rollout.address_files import reached
+    from trimtab.cli.rollout.address_files import find_gateway
     from trimtab.cli.rollout.client import GatewayClient
 
-    return GatewayClient(reached(os.environ, url, token_file))
+    return GatewayClient(find_gateway(os.environ, url, token_file))
 
 
 def _status(client: GatewayClient) -> dict[str, Any]:
@@ -272,15 +275,15 @@ def _status(client: GatewayClient) -> dict[str, Any]:
 
 def _known(client: GatewayClient, worker: str) -> dict[str, Any]:
     seen = _status(client)
-    for one in seen["workers"]:
-        if one["name"] == worker:
-            found: dict[str, Any] = one
+    for item in seen["workers"]:
+        if item["name"] == worker:
+            found: dict[str, Any] = item
             return found
     raise _unknown(worker, seen, "worker")
 
 
 def _unknown(name: str, seen: dict[str, Any], what: str) -> InputError:
-    names = [one["name"] for one in seen["workers"]]
+    names = [item["name"] for item in seen["workers"]]
     near = nearest(name, names)
     hint = f"did you mean {near}?" if near else f"workers: {', '.join(names[:8]) or 'none'}"
     return InputError(f"there is no {what} {name}", hint=hint)
@@ -294,7 +297,7 @@ def _answer_worker(client: GatewayClient, worker: str, verb: str, form: Format) 
 
 
 def _seconds(text: str, option: str) -> float:
-    """A length of time as people write it: 90, 90s, 10m, 1.5h."""
+    """Parses a duration: 90, 90s, 10m, 1.5h."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text)
     if match is None or match[2] not in UNITS:
         raise InputError(f"a time such as 90s, 10m or 2h is expected, not {text}", where=f"command line: {option}")

@@ -1,9 +1,9 @@
-"""`trimtab rollout serve`: a pool, its engines and the gateway put together from a job file, and ended in order.
+"""`trimtab rollout serve`: builds pool, engines and gateway from a job file, and stops them in order.
 
-The gateway listens before its engines are there, so that one can look at them while they start. An engine that cannot
-be reached is said and tried again: others may serve meanwhile. What must never happen is an end that leaves something
-behind: the first Ctrl-C refuses new requests, lets those under way end and stops the engines that were started here;
-the second waits for nobody.
+The gateway listens before its engines are ready, so that they can be watched while they start. An unreachable engine is
+reported and retried; others may serve in the meantime. Must never happen: a stop that leaves processes behind. The
+first Ctrl-C refuses new requests, lets running ones finish and stops the engines started here; the second stops at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.cli.pool import looking
+from trimtab.cli.pool import controller_session
 from trimtab.cli.rollout import address_files as rollout_place
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.core.reasons import ReasonCode
@@ -38,33 +38,33 @@ from trimtab.runtime.rollout.pool import RolloutPool
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
 
-TRY_AGAIN_S = 2.0
-HURRY_S = 2.0
-HURRIED = 130
+RETRY_S = 2.0
+FORCED_STOP_S = 2.0
+FORCED = 130
 
 
 class StopRequests:
-    """How often somebody asked for the end. The first is an order, the second a hurry."""
+    """Stop requests by signal: the first stops gracefully, the second at once."""
 
     def __init__(self) -> None:
-        self.over = asyncio.Event()
-        self.hurry = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.forced = asyncio.Event()
 
-    def ask(self) -> None:
-        """Once more."""
-        if self.over.is_set():
-            self.hurry.set()
-        self.over.set()
+    def request(self) -> None:
+        """Registers a stop request."""
+        if self.requested.is_set():
+            self.forced.set()
+        self.requested.set()
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Ctrl-C, being ended and being hung up on ask for it; under `nohup` the last does not."""
+        """Handles SIGINT, SIGTERM and SIGHUP; not SIGHUP under `nohup`."""
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         for number in numbers:
-            loop.add_signal_handler(number, self.ask)
+            loop.add_signal_handler(number, self.request)
         try:
             yield
         finally:
@@ -73,23 +73,23 @@ class StopRequests:
 
 
 def commands(settings: RolloutSettings) -> dict[int, EngineCommand]:
-    """How engines are started, by their place in the file. What is wrong with one is an error with its line."""
-    made = {}
-    for index, one in enumerate(settings.engines):
-        if isinstance(one, StartedEngines):
+    """Start commands of engines, by their index in the file. Errors carry the line."""
+    found = {}
+    for index, engines in enumerate(settings.engines):
+        if isinstance(engines, StartedEngines):
             try:
-                made[index] = EngineCommand(
-                    one.model, one.kind, one.command, one.arguments, one.environment, one.host, settings.rules.version,
-                    one.start_s, one.stop_s, one.folder,
+                found[index] = EngineCommand(
+                    engines.model, engines.kind, engines.command, engines.arguments, engines.environment,
+                    engines.host, settings.rules.version, engines.start_s, engines.stop_s, engines.folder,
                 )  # fmt: skip
             except InputError as error:
-                error.where = one.where
+                error.where = engines.where
                 raise
-    return made
+    return found
 
 
 def gateway_of(pool: RolloutPool, settings: RolloutSettings, token: str, host: str | None, port: int | None) -> Gateway:
-    """The gateway, not yet listening; the command line wins over the file."""
+    """The gateway, not yet listening; the command line overrides the file."""
     given = asdict(settings.gateway)
     del given["stop_s"]
     given |= {"host": host or given["host"], "port": given["port"] if port is None else port}
@@ -108,40 +108,40 @@ async def serve(
     port: int | None = None,
     token_file: Path | None = None,
 ) -> int:
-    """Serve until somebody asks for the end; the exit status."""
-    lines = commands(settings)
+    """Serves until a stop is requested; returns the exit status."""
+    engine_commands = commands(settings)
     name = str(os.getpid())
     with contextlib.ExitStack() as stack:
         session = None
-        if any(isinstance(one, StartedEngines) and one.pool is not None for one in settings.engines):
-            session = stack.enter_context(looking(settings.ray, None))
+        if any(isinstance(entry, StartedEngines) and entry.pool is not None for entry in settings.engines):
+            session = stack.enter_context(controller_session(settings.ray, None))
         token, kept_in = stack.enter_context(rollout_place.token(environment, token_file, name))
         pool = RolloutPool(
-            settings.rules, settings.elastic, journal=settings.journal, gpus_of=lambda worker: crew.gpus_of(worker)
+            settings.rules, settings.elastic, journal=settings.journal, gpus_of=lambda worker: engines.gpus_of(worker)
         )
-        crew = ServedEngines(pool, settings, lines, session)
+        engines = ServedEngines(pool, settings, engine_commands, session)
         stops = StopRequests()
         stack.enter_context(stops.on_signals())
         gateway = gateway_of(pool, settings, token, host, port)
         await pool.start()
         try:
             await gateway.start()
-            stack.enter_context(rollout_place.said(environment, gateway.url, settings.path, kept_in))
+            stack.enter_context(rollout_place.published(environment, gateway.url, settings.path, kept_in))
             logs = settings.logs or rollout_place.folder(environment) / f"rollout-{gateway.url.rpartition(':')[2]}-logs"
-            here = any(isinstance(one, StartedEngines) and one.pool is None for one in settings.engines)
-            hints = _greeting(gateway.url, kept_in, logs if here else None)
-            await _until_over(pool, gateway, crew, logs, settings, stops, hints)
-            err.print("ending: what runs may finish; Ctrl-C again waits for nobody", markup=False)
+            here = any(isinstance(entry, StartedEngines) and entry.pool is None for entry in settings.engines)
+            hints = _start_lines(gateway.url, kept_in, logs if here else None)
+            await _until_over(pool, gateway, engines, logs, settings, stops, hints)
+            err.print("stopping: running requests may finish; Ctrl-C again stops at once", markup=False)
         finally:
             await _end(pool, gateway, settings.gateway.stop_s, stops)
-    out.print("hurried: what was left was ended" if stops.hurry.is_set() else "ended; nothing is left of it")
-    return HURRIED if stops.hurry.is_set() else 0
+    out.print("stopped at once: remaining requests were cut off" if stops.forced.is_set() else "stopped")
+    return FORCED if stops.forced.is_set() else 0
 
 
 async def _until_over(
     pool: RolloutPool,
     gateway: Gateway,
-    crew: ServedEngines,
+    engines: ServedEngines,
     logs: Path,
     settings: RolloutSettings,
     stops: StopRequests,
@@ -150,60 +150,60 @@ async def _until_over(
     def look() -> dict[str, Any]:
         return rollout_text.status_data(pool.status(), gateway.url, str(settings.path))
 
-    over = asyncio.create_task(stops.over.wait(), name="rollout-over")
-    showing = pool.background.start("display", functools.partial(rollout_live.watch, look, stops.over, hints))
-    joining = asyncio.create_task(crew.join(logs), name="rollout-join")
+    requested = asyncio.create_task(stops.requested.wait(), name="rollout-over")
+    showing = pool.background.start("display", functools.partial(rollout_live.watch, look, stops.requested, hints))
+    joining = asyncio.create_task(engines.join(logs), name="rollout-join")
     beside = [showing, joining]
     if settings.follow_weights:
         beside.append(pool.background.start("follow weights", functools.partial(_follow, pool)))
-    left: set[asyncio.Task[Any]] = {over, *beside}
+    left: set[asyncio.Task[Any]] = {requested, *beside}
     try:
-        while not over.done():
+        while not requested.done():
             done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            for one in done:
-                one.result()  # raises where the file names what cannot be an engine
+            for task in done:
+                task.result()  # raises if the file names something that cannot be an engine
     finally:
-        stops.over.set()
-        for one in (over, *beside[1:]):
-            one.cancel()
-        await asyncio.gather(over, *beside, return_exceptions=True)
+        stops.requested.set()
+        for task in (requested, *beside[1:]):
+            task.cancel()
+        await asyncio.gather(requested, *beside, return_exceptions=True)
 
 
 async def _follow(pool: RolloutPool) -> None:
-    """A trainer sends weights to engines by itself, and tells nobody but them."""
+    """Follows weights that a trainer sends to the engines directly."""
     from trimtab.integrations.following import follow
 
     await follow(pool)
 
 
 async def _end(pool: RolloutPool, gateway: Gateway, drain_s: float, stops: StopRequests) -> None:
-    """In order; once somebody is in a hurry, only as far as it goes at once: engines' guards do the rest."""
-    await _unless_hurried(gateway.stop(drain_s), stops, math.inf)
-    if stops.hurry.is_set():
-        await _unless_hurried(gateway.stop(0.0), stops, HURRY_S)
-    await _unless_hurried(pool.stop(), stops, HURRY_S)
+    """Stops in order; after a second request only briefly: the engines' process guards do the rest."""
+    await _unless_forced(gateway.stop(drain_s), stops, math.inf)
+    if stops.forced.is_set():
+        await _unless_forced(gateway.stop(0.0), stops, FORCED_STOP_S)
+    await _unless_forced(pool.stop(), stops, FORCED_STOP_S)
 
 
-async def _unless_hurried(deed: Coroutine[Any, Any, None], stops: StopRequests, allowed_s: float) -> None:
-    """Until it is done; after somebody is in a hurry for no longer than allowed, or at once where that is not said."""
-    doing, hurry = asyncio.ensure_future(deed), asyncio.ensure_future(stops.hurry.wait())
-    await asyncio.wait({doing, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    hurry.cancel()
-    if not doing.done() and allowed_s < math.inf:
-        await asyncio.wait({doing}, timeout=allowed_s)
-    doing.cancel()
+async def _unless_forced(stopping: Coroutine[Any, Any, None], stops: StopRequests, allowed_s: float) -> None:
+    """Awaits the stop; after a second request for at most `allowed_s`, or not at all if it is infinite."""
+    task, forced = asyncio.ensure_future(stopping), asyncio.ensure_future(stops.forced.wait())
+    await asyncio.wait({task, forced}, return_when=asyncio.FIRST_COMPLETED)
+    forced.cancel()
+    if not task.done() and allowed_s < math.inf:
+        await asyncio.wait({task}, timeout=allowed_s)
+    task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await doing
+        await task
 
 
-def _greeting(url: str, token_file: str, logs: Path | None) -> list[str]:
-    """What is said at the beginning, and under the picture."""
+def _start_lines(url: str, token_file: str, logs: Path | None) -> list[str]:
+    """Lines for the start and below the live view."""
     lines = [
         f"listening on {url}",
         f"the token is in {token_file}" if token_file else f"the token is {rollout_place.TOKEN}",
-        *([f"what engines print is in {logs}"] if logs else []),
+        *([f"engine logs are in {logs}"] if logs else []),
         "trimtab rollout status | drain | resume | scale | doctor   # in another terminal",
-        "Ctrl-C ends it",
+        "Ctrl-C stops it",
     ]
     if not out.is_terminal:
         for line in lines:
@@ -212,7 +212,7 @@ def _greeting(url: str, token_file: str, logs: Path | None) -> list[str]:
 
 
 class ServedEngines:
-    """The engines of a job file: attached, or started when they are needed."""
+    """The engines of a job file: attached, or started on demand."""
 
     def __init__(
         self,
@@ -228,17 +228,17 @@ class ServedEngines:
         self._devices: dict[str, Callable[[], str]] = {}
 
     def gpus_of(self, worker: str) -> tuple[int, ...]:
-        """The GPUs of this machine that a worker is on, where that is known."""
+        """GPUs of this machine that a worker uses, if known."""
         named = self._devices.get(worker, str)().split(",")
-        return tuple(int(one) for one in named if one.strip().isdecimal())
+        return tuple(int(word) for word in named if word.strip().isdecimal())
 
     async def join(self, logs: Path) -> None:
-        """Adds all of them; returns when each has been there once."""
-        for index, one in enumerate(self._settings.engines):
-            if isinstance(one, StartedEngines):
-                self._start(one, self._lines[index], logs)
-        attached = [one for one in self._settings.engines if isinstance(one, AttachedEngine)]
-        await asyncio.gather(*(self._attach(one) for one in attached))
+        """Adds all engines; returns when each has been reached once."""
+        for index, engines in enumerate(self._settings.engines):
+            if isinstance(engines, StartedEngines):
+                self._start(engines, self._lines[index], logs)
+        attached = [engine for engine in self._settings.engines if isinstance(engine, AttachedEngine)]
+        await asyncio.gather(*(self._attach(engine) for engine in attached))
 
     def _start(self, group: StartedEngines, command: EngineCommand, logs: Path) -> None:
         if group.pool is not None:
@@ -254,43 +254,48 @@ class ServedEngines:
             self._pool.add_startable(spec, launcher)
 
     def _on_slots(self, group: StartedEngines, command: EngineCommand) -> None:
-        """On slots of a pool of a Ray cluster; imported here, because others need no Ray."""
+        """Starts engines on slots of a Ray pool; imported here, because the others need no Ray."""
         from trimtab.runtime.rollout.launch.start import engines_on_slots
 
         assert self._session is not None
         assert group.pool is not None
-        asked = {"gpu": group.gpus, "cpu": group.cpus, "memory": (group.memory_gb or 0.0) * 1e9}
+        resources = {"gpu": group.gpus, "cpu": group.cpus, "memory": (group.memory_gb or 0.0) * 1e9}
         try:
             engines_on_slots(
                 self._pool, self._session, group.pool, command,
-                resources={name: amount for name, amount in asked.items() if amount}, workers=group.count,
-                per_node=group.per_node, most=self._settings.rules.most, name=group.name, limit=group.limit,
-                size=group.size, priority=group.priority,
+                resources={name: amount for name, amount in resources.items() if amount}, workers=group.count,
+                per_node=group.per_node, max_workers=self._settings.rules.max_workers, name=group.name,
+                limit=group.limit, size=group.size, priority=group.priority,
             )  # fmt: skip
         except InputError as error:
             error.where = group.where
             raise
 
-    async def _attach(self, one: AttachedEngine) -> None:
-        """Until it is there; what is in the way is said when it is another."""
+    async def _attach(self, engine: AttachedEngine) -> None:
+        """Retries until the engine is attached; logs each new cause."""
         before = ""
         while True:
             try:
-                if before and (there := self._pool.worker_at(await addresses(one.url))) is not None:
-                    self._pool.warn(f"it joined as {there} meanwhile", one.label)
+                if before and (there := self._pool.worker_at(await addresses(engine.url))) is not None:
+                    self._pool.warn(f"it has joined as {there}", engine.label)
                     return
                 name = await self._pool.attach(
-                    one.url, name=one.name, limit=one.limit, version=one.version, size=one.size, node=one.node
+                    engine.url,
+                    name=engine.name,
+                    limit=engine.limit,
+                    version=engine.version,
+                    size=engine.size,
+                    node=engine.node,
                 )
             except UnreachableError as fault:  # noqa: PERF203 - it waits anyway
                 if fault.what != before:
-                    said = f"it is not there: {fault.what}; tried again every {TRY_AGAIN_S:g} s"
-                    self._pool.warn(said, one.label, ReasonCode.not_reached)
+                    text = f"not reachable: {fault.what}; retried every {RETRY_S:g} s"
+                    self._pool.warn(text, engine.label, ReasonCode.not_reached)
                 before = fault.what
-                await asyncio.sleep(TRY_AGAIN_S)
+                await asyncio.sleep(RETRY_S)
             except TrimtabError as fault:
-                fault.where = one.where
+                fault.where = engine.where
                 raise
             else:
-                self._devices[name] = lambda: ",".join(one.devices)
+                self._devices[name] = lambda: ",".join(engine.devices)
                 return

@@ -1,6 +1,6 @@
-"""What the elastic scheduler answers when a request is added or completed: known at once where it can be, awaitable.
+"""Awaitable answers of the elastic scheduler: placement and completion of a request.
 
-So one call serves a plain loop and an asynchronous one; nothing is lost where nobody awaits it.
+One call serves a synchronous and an asynchronous loop; an answer need not be awaited.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trimtab.core.errors import TrimtabError
 
 
 class Placement:
-    """Where a request goes: await it for the worker, or look at `worker`, which is None while it waits."""
+    """The worker of a request: await it, or read `worker`, which is None while the request waits."""
 
     def __init__(self, request: str) -> None:
         self.request = request
@@ -33,7 +33,7 @@ class Placement:
         return self.worker
 
     def settle(self, worker: WorkerId | None, error: TrimtabError | None = None) -> None:
-        """It goes there, or nowhere."""
+        """Set the worker or the error, and wake those that await it."""
         self.worker, self.error = worker, error
         waiting, self._waiting = self._waiting, []
         for future in waiting:
@@ -42,7 +42,7 @@ class Placement:
 
 
 class RequestCompletion:
-    """Whether the request was open. Known at once; may be awaited all the same."""
+    """Whether the request was open. Known at once; may be awaited too."""
 
     def __init__(self, was_open: bool) -> None:
         self.was_open = was_open

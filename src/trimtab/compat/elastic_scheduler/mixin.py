@@ -1,7 +1,7 @@
 """`ElasticRolloutMixin`: elastic scheduling for a rollout class that is its own worker group.
 
-The class has `get_worker_status`, `flush_worker_cache` and `resume_worker_memory`; the mixin makes a scheduler over it
-where settings are given, and does nothing where they are not, so that one class serves both.
+The class has `get_worker_status`, `flush_worker_cache` and `resume_worker_memory`. Without settings the mixin does
+nothing, so one class serves both cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trimtab.model.elastic_config import ElasticConfig
 
 
 class ElasticRolloutMixin:
-    """Adds the verbs of elastic scheduling. Put it before the rollout class, and pass `elastic_config`."""
+    """Adds the calls of elastic scheduling. Put it before the rollout class, and pass `elastic_config`."""
 
     elastic_scheduler: ElasticScheduler | None
 
@@ -29,7 +29,7 @@ class ElasticRolloutMixin:
             self.elastic_scheduler = ElasticScheduler(config=elastic_config, worker_group=self)
 
     async def start_elastic_scheduling(self) -> None:
-        """Start, if there is anything to start."""
+        """Start the scheduler, if there is one."""
         if self.elastic_scheduler is not None:
             await self.elastic_scheduler.start()
 
@@ -39,7 +39,7 @@ class ElasticRolloutMixin:
             await self.elastic_scheduler.stop()
 
     async def wake_up_all_workers(self) -> None:
-        """Have every worker serve, until `resume_elastic_scheduling`."""
+        """Wake every worker, until `resume_elastic_scheduling`."""
         if self.elastic_scheduler is not None:
             await self.elastic_scheduler.wake_up_all_workers()
 

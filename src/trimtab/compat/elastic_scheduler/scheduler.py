@@ -1,11 +1,11 @@
-"""`ElasticScheduler`: a trainer's own worker group behind the rollout machine, one object with a handful of verbs.
+"""`ElasticScheduler`: a trainer's own worker group behind the rollout machine.
 
-Everything is decided by `trimtab.machines.rollout.machine`; here its instructions are carried out on the group and
-what comes of them goes back as events. Requests are ids: who sends them to a worker asks here which one, and says when
-they are done.
+All decisions are made by `trimtab.machines.rollout.machine`; its instructions are executed on the worker group here,
+and the outcomes go back as events. Requests are ids: the trainer asks here for the worker of a request, sends it
+itself, and reports its completion.
 
-What must never happen: a worker flushed while it has a request, by these books or by its own status; a drain, a flush
-or a wake that goes on after `stop`; a status that could not be had taken for an idle worker.
+What must never happen: a worker flushed while it has a request, by the machine's state or by its own status; a drain, a
+flush or a wake that goes on after `stop`; a status that could not be read taken for an idle worker.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ __all__ = ["ElasticConfig", "ElasticScheduler", "Placement", "Taker"]
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
-MOST_CALL_S = 1e6
-MOST_QUEUED = 1_000_000
-NEVER_S = 1e9  # a request's tokens are not seen here, so nothing is made of their absence
-LEAST_WAIT_S = 0.005
-FRESH_INTERVALS = 2.5  # a status is believed for so many intervals, unless the next one fails
+MAX_CALL_S = 1e6
+MAX_QUEUED = 1_000_000
+NEVER_S = 1e9  # tokens of a request are not seen here, so there is no stall detection
+MIN_WAIT_S = 0.005
+FRESH_INTERVALS = 2.5  # a status is valid for this many intervals, unless the next one fails
 FAULTS_KEPT = 100
 COMPLETED_KEPT = 1_000
 HOLD = "wake_up_all_workers"
@@ -68,7 +68,7 @@ VERSION = 0  # weights are between trainer and group; to the machine they never 
 
 
 class ElasticScheduler:
-    """Routes requests to the workers of a group, and has as many of them serve as the load asks for."""
+    """Routes requests to the workers of a group, and scales the number of active workers with the load."""
 
     def __init__(
         self,
@@ -79,35 +79,35 @@ class ElasticScheduler:
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
-        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MOST_CALL_S)
+        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MAX_CALL_S)
         self.worker_group = worker_group
         self.background = Background(prefix="elastic-scheduler")
-        self.faults: list[str] = []  # what went wrong, the last ones, oldest first
+        self.faults: list[str] = []  # the last faults, oldest first
         self._clock = clock
         self._calls = WorkerGroupCalls(worker_group, call_timeout_s)
         self._load_known = True  # False: the last status failed, or left a worker out
         self._machine = RolloutMachine(_rules(self.config, self._calls), replace(self.config, policy=self._policy()))
         self._ids: dict[str, WorkerId] = {}  # by the machine's name
         self._added = 0
-        self._open: dict[str, str] = {}  # by id: the machine's name of a request that is not answered
+        self._open: dict[str, str] = {}  # by id: the machine's name of an open request
         self._placements: dict[str, Placement] = {}  # by that name
-        self._completed: dict[str, None] = {}  # ids answered not long ago, oldest first
-        self._deeds: dict[asyncio.Task[None], str] = {}
-        self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no loop ran yet
+        self._completed: dict[str, None] = {}  # ids completed recently, oldest first
+        self._actions: dict[asyncio.Task[None], str] = {}
+        self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no event loop was running yet
         self._loops: list[asyncio.Task[None]] = []
-        self._news: list[asyncio.Future[None]] = []  # of those who wait for something to change
-        self._unflushed: set[str] = set()  # workers that are off, or are to be, and have their memory still
+        self._waiters: list[asyncio.Future[None]] = []  # futures of `_until`
+        self._unflushed: set[str] = set()  # workers that are or will be inactive and still have their memory
         self._locks: dict[str, asyncio.Lock] = {}
-        self._late: set[str] = set()  # workers whose drain was said to take too long
-        self._wake = asyncio.Event()  # something is due sooner than ...
+        self._late_drains: set[str] = set()  # workers whose late drain was reported
+        self._wake = asyncio.Event()  # a deadline is due sooner than `_sleeps_until`
         self._sleeps_until: float | None = None
         for worker in self._calls.workers or ():
             self._join(worker)
 
     def _policy(self) -> ScalingPolicy:
-        """The policy of the settings, told what only is known here.
+        """The configured policy, with what is known only here.
 
-        When the last status failed, the figures before it are old; and takers have the workers that are off already.
+        After a failed status the load figures are stale; and inactive workers already serve the takers.
         """
         policy = policy_of(self.config)
 
@@ -122,48 +122,48 @@ class ElasticScheduler:
 
     @property
     def is_running(self) -> bool:
-        """Whether the load is looked at."""
+        """Whether the load is monitored."""
         return bool(self._loops)
 
     async def start(self) -> None:
-        """Look at the load from now on. Raises UnreachableError where the group does not say which workers it has."""
+        """Start monitoring the load. UnreachableError if the group does not say which workers it has."""
         if self._loops:
             return
         for warning in self.config.warnings():
             log.warning("elastic_config: %s", warning)
         if self._calls.has_status:
             await self._first_status()
-        if self._loops:  # somebody else started it meanwhile
+        if self._loops:  # started concurrently
             return
-        self._wake = asyncio.Event()  # of this loop
-        loops = {"time": self._keep_time, "load": self._watch} if self._calls.has_status else {"time": self._keep_time}
+        self._wake = asyncio.Event()  # of this event loop
+        loops = {"time": self._tick, "load": self._load_loop} if self._calls.has_status else {"time": self._tick}
         self._loops = [
-            self.background.start(name, functools.partial(self._said, name, loop), policy=NEVER_GIVE_UP)
+            self.background.start(name, functools.partial(self._reporting, name, loop), policy=NEVER_GIVE_UP)
             for name, loop in loops.items()
         ]
         postponed, self._postponed = self._postponed, []
-        for name, deed in postponed:
-            self._spawn(name, deed)
+        for name, action in postponed:
+            self._spawn(name, action)
 
     async def stop(self) -> None:
-        """Look no more. Workers that drain serve again; what is being done to others is waited for, with a deadline."""
+        """Stop. Draining workers serve again; running calls are awaited, with a deadline."""
         loops, self._loops = self._loops, []
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         end = self._clock() + self._calls.timeout_s + 1.0
-        self._call_back()
-        while self._deeds and self._clock() < end:
-            await asyncio.wait(list(self._deeds), timeout=end - self._clock())
-            self._call_back()
-        left = list(self._deeds)
-        for deed in left:
-            deed.cancel()
+        self._resume_draining()
+        while self._actions and self._clock() < end:
+            await asyncio.wait(list(self._actions), timeout=end - self._clock())
+            self._resume_draining()
+        left = list(self._actions)
+        for action in left:
+            action.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    def _call_back(self) -> None:
-        """Have draining workers serve again, and wake nobody: what is being flushed already is left to end."""
-        draining = [one for one in self._workers(WorkerState.draining) if one.doing is None]
+    def _resume_draining(self) -> None:
+        """Let draining workers serve again, without waking others; a flush under way is left to end."""
+        draining = [view for view in self._workers(WorkerState.draining) if view.doing is None]
         if draining:
             self._handle(e.HoldRequested(STOPPED, self._machine.sample().serving + len(draining)))
             self._handle(e.HoldReleased(STOPPED))
@@ -171,7 +171,7 @@ class ElasticScheduler:
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, request_id: str) -> Placement:
-        """A request more. The answer may be awaited: it is the worker that the request goes to, once there is room."""
+        """Add a request. Await the answer for its worker, once there is capacity."""
         if request_id in self._open:
             raise InputError(f"there is a request {request_id} already", hint="complete it first, or use another id")
         self._added += 1
@@ -184,7 +184,7 @@ class ElasticScheduler:
         return placement
 
     def complete_request(self, request_id: str) -> RequestCompletion:
-        """The request is answered, or was given up; its place is free. False where that was known already."""
+        """The request is finished or given up, and its slot is free. False if that was known already."""
         name = self._open.get(request_id)
         if name is None:
             if request_id in self._completed:
@@ -200,47 +200,47 @@ class ElasticScheduler:
         return RequestCompletion(True)
 
     def worker_of(self, request_id: str) -> WorkerId | None:
-        """The worker that has the request now; None: it waits, or is answered."""
+        """The current worker of the request; None: it waits, or is finished."""
         name = self._open.get(request_id)
         return None if name is None else self._placements[name].worker
 
     # ---- how many ------------------------------------------------------------------------------------------------
 
     async def wake_up_all_workers(self) -> None:
-        """Have all workers serve, as far as `max_workers` allows, until `resume_elastic_scheduling`.
+        """Wake all workers, up to `max_workers`, until `resume_elastic_scheduling`.
 
-        Raises UnreachableError where one does not come in time; those that came serve.
+        UnreachableError if one does not serve in time; the others serve.
         """
         wanted = min(len(self._machine.workers()), self.config.max_workers)
         self._handle(e.HoldRequested(HOLD, wanted))
         if not await self._until(lambda: len(self._workers(WorkerState.active)) >= wanted):
-            others = [one for one in self._machine.workers() if one.state is not WorkerState.active]
-            told = "; ".join(f"{one.worker} is {one.state.value} ({one.reason.sentence})" for one in others[:3])
-            raise UnreachableError(f"{len(others)} workers do not serve: {told}", where="worker_group")
+            others = [view for view in self._machine.workers() if view.state is not WorkerState.active]
+            states = "; ".join(f"{view.worker} is {view.state.value} ({view.reason.sentence})" for view in others[:3])
+            raise UnreachableError(f"{len(others)} workers do not serve: {states}", where="worker_group")
 
     async def resume_elastic_scheduling(self) -> None:
         """Let the policy decide again."""
         self._handle(e.HoldReleased(HOLD))
 
     def set_takers(self, *takers: Taker) -> None:
-        """Say who could use workers that are given up, how many in all and for how long, from now on."""
+        """Set the demand for released workers: how many in all, and for how long."""
         self._handle(e.DemandSeen(takers))
 
-    # ---- what is going on ----------------------------------------------------------------------------------------
+    # ---- metrics -------------------------------------------------------------------------------------------------
 
     def get_metrics(self) -> dict[str, Any]:
-        """Workers, requests and load, as they are now. Load is what waits and what runs, on draining workers too."""
+        """Workers, requests and load. Load is waiting and running requests, on draining workers too."""
         return dict(self._machine.metrics())
 
     @property
     def steps(self) -> tuple[ScaleStep, ...]:
-        """The last steps, oldest first: why, what they expected, and whether it came true."""
+        """The last scale steps, oldest first: reason, expectation, and whether it came true."""
         return self._machine.steps
 
     def _workers(self, *states: WorkerState) -> list[WorkerView]:
-        return [one for one in self._machine.workers() if one.state in states]
+        return [view for view in self._machine.workers() if view.state in states]
 
-    # ---- events in, deeds out ------------------------------------------------------------------------------------
+    # ---- events and instructions ---------------------------------------------------------------------------------
 
     def _handle(self, event: e.RolloutEvent) -> None:
         for instruction in self._machine.handle(event, self._clock()):
@@ -248,8 +248,8 @@ class ElasticScheduler:
         due = self._machine.next_deadline()
         if due is not None and (self._sleeps_until is None or due < self._sleeps_until):
             self._wake.set()
-        news, self._news = self._news, []
-        for future in news:
+        waiters, self._waiters = self._waiters, []
+        for future in waiters:
             if not future.done():
                 future.set_result(None)
 
@@ -269,7 +269,7 @@ class ElasticScheduler:
             case e.AnnounceScaleStep():
                 log.info("workers: %s", instruction.step.reason)
             case e.Warn():
-                self._say(f"worker {instruction.worker}: {instruction.reason}")
+                self._record_fault(f"worker {instruction.worker}: {instruction.reason}")
             case _:
                 pass  # refits are between the trainer and the group
 
@@ -287,9 +287,9 @@ class ElasticScheduler:
         worker = self._ids[send.worker]
         async with self._lock(f"request {send.request}"):
             if not self._is_current(send):
-                return  # completed or moved before anybody was told
+                return  # completed or moved before it was assigned
             try:
-                await self._calls.assign(_asked(send.request), worker)
+                await self._calls.assign(_request_id(send.request), worker)
             except UnreachableError as error:
                 self._handle(e.AttemptFailed(send.request, send.attempt, 0, error.what))
                 return
@@ -297,7 +297,7 @@ class ElasticScheduler:
                 self._placements[send.request].settle(worker)
             elif self._calls.can_abort:
                 with contextlib.suppress(UnreachableError):
-                    await self._calls.abort(_asked(send.request), worker)
+                    await self._calls.abort(_request_id(send.request), worker)
 
     def _is_current(self, send: e.SendRequest) -> bool:
         view = self._machine.request(send.request)
@@ -307,10 +307,10 @@ class ElasticScheduler:
         if not self._calls.can_abort:
             return
         try:
-            async with self._lock(f"request {abort.request}"):  # not before it is told of it
-                await self._calls.abort(_asked(abort.request), self._ids[abort.worker])
+            async with self._lock(f"request {abort.request}"):  # not before it is assigned
+                await self._calls.abort(_request_id(abort.request), self._ids[abort.worker])
         except UnreachableError as error:
-            self._say(error.what)  # and the machine's own deadline says what follows
+            self._record_fault(error.what)  # the machine's own deadline decides what follows
             return
         self._handle(e.AbortDone(abort.request, abort.attempt, 0))
 
@@ -319,12 +319,12 @@ class ElasticScheduler:
         if answer.end is End.failed:
             error = UnreachableError(f"request {placement.request}: {answer.reason.sentence}")
             placement.settle(None, error)
-            self._say(error.what)
+            self._record_fault(error.what)
         elif placement.worker is None:
             placement.settle(None, InputError(f"request {placement.request} was completed before it was sent"))
 
     def _ended(self, name: str) -> Placement:
-        """The request is not open any more."""
+        """Remove a request that is not open any more."""
         placement = self._placements.pop(name)
         del self._open[placement.request]
         self._locks.pop(f"request {name}", None)
@@ -341,7 +341,7 @@ class ElasticScheduler:
                 if act.verb is WorkerVerb.sleep:
                     await self._flush_when_idle(act.worker, act.deadline)
                 elif act.verb in (WorkerVerb.wake, WorkerVerb.start):
-                    if act.worker not in self._unflushed:  # who was not flushed has its memory still
+                    if act.worker not in self._unflushed:  # a worker that was not flushed still has its memory
                         await self._calls.resume(worker)
                     self._unflushed.discard(act.worker)
                 elif act.verb is WorkerVerb.probe:
@@ -349,14 +349,14 @@ class ElasticScheduler:
                 else:
                     raise UnreachableError(f"a worker group has no {act.verb.value}")
         except UnreachableError as error:
-            self._say(error.what)
+            self._record_fault(error.what)
             self._handle(e.ActionFailed(act.worker, act.attempt, error.what))
             return
         self._handle(e.ActionDone(act.worker, act.attempt, VERSION))
-        self._vouch(act.worker)
+        self._confirm_version(act.worker)
 
     async def _flush_when_idle(self, name: str, deadline: float) -> None:
-        """Flush a worker once it says that it is idle; in time for the deadline, or `_look` does it some day."""
+        """Flush a worker once it reports idle, before the deadline; after it `_poll_status` does."""
         self._unflushed.add(name)
         while True:
             try:
@@ -368,97 +368,101 @@ class ElasticScheduler:
                 await asyncio.sleep(min(self.config.monitoring_interval, left_s))
                 continue
             except UnreachableError:
-                self._unflushed.discard(name)  # nobody knows: it is asked to have its memory back before it serves
+                self._unflushed.discard(name)  # unknown: its memory is resumed before it serves
                 raise
             self._unflushed.discard(name)
             return
 
     async def _flush_late(self, name: str) -> None:
         async with self._lock(name):
-            off = [one.worker for one in self._workers(WorkerState.inactive)]
+            off = [view.worker for view in self._workers(WorkerState.inactive)]
             if name in self._unflushed and name in off:
                 with contextlib.suppress(UnreachableError):
                     await self._calls.flush(self._ids[name])
                     self._unflushed.discard(name)
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """So that one thing at a time is done to a worker, or to a request."""
+        """One call at a time for a worker or a request."""
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def _vouch(self, name: str) -> None:
-        """Weights are between the trainer and the group: what a worker of it has is what it should have."""
-        if any(one.worker == name for one in self._workers(WorkerState.stale, WorkerState.empty)):
+    def _confirm_version(self, name: str) -> None:
+        """Weights are between trainer and group: a worker of it always has the right version."""
+        if any(view.worker == name for view in self._workers(WorkerState.stale, WorkerState.empty)):
             self._handle(e.RefitConfirmed(name, VERSION))
 
     # ---- time and status -----------------------------------------------------------------------------------------
 
-    async def _keep_time(self) -> None:
+    async def _tick(self) -> None:
         while True:
             self._handle(e.RolloutTick())
-            self._say_late()
+            self._report_late_drains()
             self._sleeps_until = due = self._machine.next_deadline()
             self._wake.clear()
-            wait_s = None if due is None else max(due - self._clock(), LEAST_WAIT_S)
+            wait_s = None if due is None else max(due - self._clock(), MIN_WAIT_S)
             with contextlib.suppress(CallTimeoutError):
                 await in_time(self._wake.wait(), wait_s)
 
-    def _say_late(self) -> None:
-        """Where nothing can be cut, a drain goes on past its timeout; once each, that is said."""
-        draining = {one.worker: one for one in self._workers(WorkerState.draining)}
-        self._late &= draining.keys()
+    def _report_late_drains(self) -> None:
+        """Without `abort_request` a drain continues past its timeout; reported once each."""
+        draining = {view.worker: view for view in self._workers(WorkerState.draining)}
+        self._late_drains &= draining.keys()
         if self._calls.can_abort:
             return
-        for name, one in draining.items():
-            is_late = one.running and one.doing is None and one.deadline is not None and one.deadline <= self._clock()
-            if is_late and name not in self._late:
-                self._late.add(name)
-                self._say(
-                    f"worker {name} drains for longer than {self.config.drain_timeout:g} s: it has {one.running} "
+        for name, view in draining.items():
+            is_late = (
+                view.running and view.doing is None and view.deadline is not None and view.deadline <= self._clock()
+            )
+            if is_late and name not in self._late_drains:
+                self._late_drains.add(name)
+                self._record_fault(
+                    f"worker {name} drains for longer than {self.config.drain_timeout:g} s: it has {view.running} "
                     "requests, and the group has no abort_request"
                 )
 
-    async def _watch(self) -> None:
+    async def _load_loop(self) -> None:
         while True:
             began = self._clock()
-            await self._look()
-            await asyncio.sleep(max(self.config.monitoring_interval - (self._clock() - began), LEAST_WAIT_S))
+            await self._poll_status()
+            await asyncio.sleep(max(self.config.monitoring_interval - (self._clock() - began), MIN_WAIT_S))
 
     async def _first_status(self) -> None:
-        """Find the workers, where the group has not said how many; which of them sleep; what they have."""
+        """Find the workers if the group has no `world_size`; which of them are inactive; their load."""
         if self._ids:
-            said = await self._look()
+            statuses = await self._poll_status()
         else:
-            said = await self._calls.status()
-            if not said:
+            statuses = await self._calls.status()
+            if not statuses:
                 raise UnreachableError("get_worker_status names no worker", where="worker_group")
-            for worker in said:
+            for worker in statuses:
                 self._join(worker)
-        for worker, status in (said or {}).items():
+        for worker, status in (statuses or {}).items():
             if status.status == "inactive" and str(worker) in self._ids:
                 self._handle(e.WorkerSlept(str(worker)))
                 for view in self._machine.requests():
                     if view.worker == str(worker):
                         self._handle(e.AttemptFailed(view.request, view.attempt, 0, f"worker {worker} was off"))
 
-    async def _look(self) -> dict[WorkerId, WorkerStatus] | None:
-        """Ask the group once. What fails is said, and changes nothing."""
+    async def _poll_status(self) -> dict[WorkerId, WorkerStatus] | None:
+        """Read the status once. A failure is reported and changes nothing."""
         try:
-            said = await self._calls.status()
+            statuses = await self._calls.status()
         except UnreachableError as error:
             self._load_known = False
-            self._say(f"{error.what}; the load is not known, nothing is done about it")
+            self._record_fault(f"{error.what}; the load is unknown, so nothing is scaled")
             return None
-        missing = [str(worker) for worker in self._ids.values() if worker not in said]
+        missing = [str(worker) for worker in self._ids.values() if worker not in statuses]
         self._load_known = not missing
         if missing:
-            self._say(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
-        for worker, status in said.items():
+            self._record_fault(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
+        for worker, status in statuses.items():
             if str(worker) in self._ids:
                 self._handle(e.LoadReported(str(worker), status.active_requests, 0, 0.0, self._clock()))
-        for name in self._unflushed & {str(worker) for worker, one in said.items() if not one.active_requests}:
+        for name in self._unflushed & {
+            str(worker) for worker, status in statuses.items() if not status.active_requests
+        }:
             if not self._lock(name).locked():
                 self._spawn(f"late flush of {name}", functools.partial(self._flush_late, name))
-        return said
+        return statuses
 
     def _join(self, worker: WorkerId) -> None:
         name = str(worker)
@@ -466,67 +470,67 @@ class ElasticScheduler:
         spec = WorkerSpec(name, limit=self.config.requests_per_worker_capacity, can_pause=False)
         self._handle(e.WorkerAdded(spec, up=True, version=VERSION))
 
-    def _say(self, sentence: str) -> None:
-        if self.faults and self.faults[-1] == sentence:  # again: once is enough
+    def _record_fault(self, sentence: str) -> None:
+        if self.faults and self.faults[-1] == sentence:  # repeated
             log.debug("%s", sentence)
             return
         log.warning("%s", sentence)
         self.faults = [*self.faults[1 - FAULTS_KEPT :], sentence]
 
-    def _spawn(self, name: str, deed: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _spawn(self, name: str, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            self._postponed.append((name, deed))
+            self._postponed.append((name, action))
             return
-        task = self.background.once(name, deed())
-        self._deeds[task] = name
-        task.add_done_callback(self._deeds.pop)
+        task = self.background.once(name, action())
+        self._actions[task] = name
+        task.add_done_callback(self._actions.pop)
 
-    async def _said(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+    async def _reporting(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         try:
             await loop()
         except Exception as fault:
-            self._say(f"looking at the {name} failed, and is begun again: {describe(fault)}")
+            self._record_fault(f"the {name} loop failed and restarts: {describe(fault)}")
             raise
 
     async def _until(self, true: Callable[[], bool]) -> bool:
-        """Wait until it is so, as long as one call may take, three times over."""
+        """Wait for a condition, three times as long as one call may take."""
         end = self._clock() + 3 * self._calls.timeout_s
         while not true():
             left_s = end - self._clock()
             if left_s <= 0:
                 return False
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._news.append(future)
+            self._waiters.append(future)
             await asyncio.wait({future}, timeout=left_s)
         return True
 
 
 def _unmet(takers: tuple[Taker, ...], given: int) -> tuple[Taker, ...]:
-    """What takers still want after so many workers; those who can use them longest had theirs first."""
+    """Demand left after `given` workers; takers with the longest use are served first."""
     unmet = []
-    for taker in sorted(takers, key=lambda one: -one.use_s):
+    for taker in sorted(takers, key=lambda taker: -taker.use_s):
         has = min(taker.workers, given)
         given -= has
         unmet.append(replace(taker, workers=taker.workers - has))
     return tuple(unmet)
 
 
-def _asked(name: str) -> str:
+def _request_id(name: str) -> str:
     """The id of a request, from the machine's name of it."""
     return name.rpartition("@")[0]
 
 
 def _rules(config: ElasticConfig, calls: WorkerGroupCalls) -> RolloutRules:
-    """The machine's rules that these settings mean."""
+    """The machine's rules for these settings."""
     call_s = calls.timeout_s + 1.0  # the machine's deadline comes after the call's own
     return RolloutRules(
-        least=config.min_workers,
-        most=config.max_workers,
+        min_workers=config.min_workers,
+        max_workers=config.max_workers,
         capacity=config.requests_per_worker_capacity,
         version=VERSION,
-        classes=(RequestClass(queue_limit=MOST_QUEUED),),
+        classes=(RequestClass(queue_limit=MAX_QUEUED),),
         ownership=Ownership(abort=Owner.trimtab if calls.can_abort else Owner.trainer),
         monitor_s=config.monitoring_interval,
         drain_s=config.drain_timeout,

@@ -1,9 +1,8 @@
-"""A trainer's worker group as the elastic scheduler sees it: its calls, plain or async, each with a deadline.
+"""Calls to a trainer's worker group, synchronous or async, each with a deadline.
 
-A worker group runs the engines; here it is only asked and told. Whatever it raises, answers late or answers wrongly
-becomes an UnreachableError that names the call, and nothing that it did not say is made up: a status that cannot be
-read is no status, never "no requests". A plain method runs in a thread of its own, so that one which hangs holds up
-nobody else; such a thread ends with the process.
+An exception, a late answer or a malformed one becomes an UnreachableError that names the call, and nothing is assumed:
+a status that cannot be read is no status, never "no requests". A synchronous method runs in its own thread, so that one
+that hangs blocks no other; such a thread ends with the process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ STATUSES = ("active", "draining", "inactive", "starting")
 
 
 class WorkerGroup(Protocol):
-    """What a worker group must have. Beside it, all plain or async, if it has them:
+    """Required methods of a worker group. Optional, all synchronous or async:
 
     `world_size: int` (workers 0 .. world_size - 1; without it the workers are those of the first status),
     `abort_request(request_id, worker_id)` and `assign_request(request_id, worker_id)`.
@@ -33,15 +32,15 @@ class WorkerGroup(Protocol):
         """By worker: `active_requests`, `total_processed`, `status` (active, draining, inactive or starting)."""
 
     def flush_worker_cache(self, worker_id: Any) -> Any:
-        """Let go of a worker's cache and memory; it has no request then."""
+        """Release a worker's cache and memory; it has no request then."""
 
     def resume_worker_memory(self, worker_id: Any) -> Any:
-        """Have a worker's memory back; it can serve when this returns."""
+        """Restore a worker's memory; it can serve when this returns."""
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a group says of one worker."""
+    """The status of one worker, as the group reports it."""
 
     active_requests: int
     total_processed: int = 0
@@ -49,7 +48,7 @@ class WorkerStatus:
 
 
 class NotIdleError(UnreachableError):
-    """A worker has requests, or nobody knows whether it has; nothing was done to it."""
+    """A worker has requests, or may have; nothing was done to it."""
 
 
 class WorkerGroupCalls:
@@ -61,7 +60,7 @@ class WorkerGroupCalls:
                 raise InputError(
                     f"{type(group).__name__} has no {name}(worker_id)",
                     where="worker_group",
-                    hint="without it no worker can be given up or had back; see docs/rollout-tuning.md",
+                    hint="without it no worker can be released or resumed; see docs/rollout-tuning.md",
                 )
         self.timeout_s = timeout_s
         self.has_status = callable(getattr(group, "get_worker_status", None))
@@ -80,37 +79,34 @@ class WorkerGroupCalls:
         self.workers: tuple[WorkerId, ...] | None = None if size is None else tuple(range(size))
 
     async def status(self) -> dict[WorkerId, WorkerStatus]:
-        """What the group says of its workers. A worker that it leaves out is not in the answer."""
+        """Status of the workers. A worker that the group leaves out is missing here too."""
         answer = await self._call("get_worker_status")
         if not isinstance(answer, Mapping):
             raise UnreachableError(f"get_worker_status answered {_short(answer)}, not a mapping of workers")
-        return {worker: _status(worker, said) for worker, said in answer.items()}
+        return {worker: _status(worker, fields) for worker, fields in answer.items()}
 
     async def flush(self, worker: WorkerId) -> None:
-        """Have the worker let go of cache and memory, if it says itself that it has no request; NotIdleError if not."""
+        """Release a worker's memory if it reports no request; NotIdleError if it does."""
         if self.has_status:
             try:
-                said = (await self.status()).get(worker)
+                status = (await self.status()).get(worker)
             except UnreachableError as error:
                 raise NotIdleError(f"worker {worker} is not flushed: {error.what}") from error
-            if said is None:
+            if status is None:
                 raise NotIdleError(f"worker {worker} is not flushed: get_worker_status says nothing of it")
-            if said.active_requests:
+            if status.active_requests:
                 raise NotIdleError(
-                    f"worker {worker} is not flushed: it says that it has {said.active_requests} requests"
+                    f"worker {worker} is not flushed: it says that it has {status.active_requests} requests"
                 )
         await self._call("flush_worker_cache", worker)
 
     async def resume(self, worker: WorkerId) -> None:
-        """Have the worker's memory back."""
         await self._call("resume_worker_memory", worker)
 
     async def abort(self, request: str, worker: WorkerId) -> None:
-        """Have the worker give a request up."""
         await self._call("abort_request", request, worker)
 
     async def assign(self, request: str, worker: WorkerId) -> None:
-        """Tell the group where a request goes."""
         await self._call("assign_request", request, worker)
 
     async def _call(self, name: str, *arguments: Any) -> Any:
@@ -125,7 +121,7 @@ class WorkerGroupCalls:
 
 
 class CallTimeoutError(Exception):
-    """Something did not end in time."""
+    """A call did not return in time."""
 
 
 async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
@@ -135,7 +131,7 @@ async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) 
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:
         if not task.cancel() and not task.cancelled():
-            task.exception()  # nobody else will look
+            task.exception()  # mark the exception as retrieved
         raise
     if not done:
         task.cancel()
@@ -151,7 +147,7 @@ async def _answer(method: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer of a plain method, from a thread that the process does not wait for."""
+    """The result of a synchronous method, from a daemon thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -167,7 +163,7 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
         answer, error = None, None
         try:
             answer = method(*arguments)
-        except BaseException as raised:  # goes to whoever waits
+        except BaseException as raised:  # passed on to the caller
             # A StopIteration cannot be raised into a future.
             error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
         if not loop.is_closed():
@@ -177,14 +173,14 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
     return await future
 
 
-def _status(worker: WorkerId, said: Any) -> WorkerStatus:
-    if not isinstance(said, Mapping) or "active_requests" not in said:
-        raise UnreachableError(f"get_worker_status says nothing of worker {worker}'s active_requests: {_short(said)}")
-    counts = [said["active_requests"], said.get("total_processed", 0)]
+def _status(worker: WorkerId, fields: Any) -> WorkerStatus:
+    if not isinstance(fields, Mapping) or "active_requests" not in fields:
+        raise UnreachableError(f"get_worker_status says nothing of worker {worker}'s active_requests: {_short(fields)}")
+    counts = [fields["active_requests"], fields.get("total_processed", 0)]
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise UnreachableError(f"get_worker_status says {count!r} of worker {worker}, which is no count")
-    status = str(said.get("status", "active")).lower()
+    status = str(fields.get("status", "active")).lower()
     if status not in STATUSES:
         raise UnreachableError(f"get_worker_status says {status!r} of worker {worker}", hint=f"one of {STATUSES}")
     return WorkerStatus(counts[0], counts[1], status)

@@ -1,1 +1,1 @@
-"""SimpleScheduler: pools, priorities and preemption, with dictionaries for answers."""
+"""SimpleScheduler: pools, priorities and preemption, with dictionaries as answers."""

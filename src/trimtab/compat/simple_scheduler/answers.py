@@ -1,4 +1,4 @@
-"""What comes out of `SimpleScheduler`: dictionaries, and handles that are called like those of Ray's actors."""
+"""Answers of `SimpleScheduler`: dictionaries, and handles that are called like those of Ray actors."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab.core.errors import TrimtabError
-from trimtab.runtime.client.task_errors import TaskError
+from trimtab.runtime.client.task import TaskError
 from trimtab.runtime.controller.rpc import TaskSnapshot
 
-# The name of an agent that is not called like its task travels with the task, so that every client sees it.
+# An agent name that differs from the task id travels with the task, so that every client sees it.
 AGENT_LABEL = "trimtab/agent"
 
 Answer = dict[str, Any]
 
 
 class HostHandle:
-    """Calls the methods of an object in a warm host as one calls those of a Ray actor: `handle.run.remote(...)`.
+    """Calls methods of an object in a warm worker process like those of a Ray actor: `handle.run.remote(...)`.
 
-    It is of one run of the task: once the task was evicted or has ended, calls end in Ray's error for a dead actor.
+    It belongs to one run of the task: after an eviction or the end, calls raise Ray's error for a dead actor.
     """
 
     def __init__(self, host: Any, task: str) -> None:
@@ -35,7 +35,7 @@ class HostHandle:
 
 
 class HostMethod:
-    """One method of an object in a warm host."""
+    """One method of an object in a warm worker process."""
 
     def __init__(self, host: Any, task: str, method: str, options: Mapping[str, Any] | None = None) -> None:
         self._host = host
@@ -44,16 +44,16 @@ class HostMethod:
         self._options = {"name": f"{task}.{method}", **(options or {})}  # the name is for Ray's dashboard
 
     def options(self, **options: Any) -> HostMethod:
-        """The same method, called with these options of Ray."""
+        """The same method with these options of Ray."""
         return HostMethod(self._host, self._task, self._method, options)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; what comes back is for `ray.get`."""
+        """Call it; returns an object ref."""
         return self._host.call.options(**self._options).remote(self._method, *args, **kwargs)
 
 
 def handle_of(ray: Any, seen: TaskSnapshot) -> Any:
-    """What calls the task's object; None where it does not run."""
+    """The handle of a task's object; None if it does not run."""
     if not seen.members:
         return None
     member = seen.members[0]
@@ -65,12 +65,12 @@ def handle_of(ray: Any, seen: TaskSnapshot) -> Any:
 
 
 def name_of(seen: TaskSnapshot) -> str:
-    """What a task's agent is called."""
+    """Agent name of a task."""
     return dict(seen.labels).get(AGENT_LABEL, seen.id)
 
 
 def refused(fault: TrimtabError, facts: Answer) -> Answer:
-    """An answer that says no, and why."""
+    """An answer with `success: False` and the reason."""
     explanation = fault.explanation if isinstance(fault, TaskError) else None
     if explanation is not None:
         reason, code = explanation.reason.sentence, explanation.reason.code.value
@@ -79,20 +79,19 @@ def refused(fault: TrimtabError, facts: Answer) -> Answer:
     return {"success": False, **facts, "agent": None, "reason": reason, "code": code, "error": reason}
 
 
-def eviction_of(one: Mapping[str, Any]) -> Answer:
-    """One preemption, as the controller's books have it."""
+def eviction_of(preemption: Mapping[str, Any]) -> Answer:
+    """One preemption from the controller's status."""
     return {
-        "task_id": one["victim"],
-        "pool": one["victim_pool"],
-        "by": one["by"],
-        "reason": one["reason"]["sentence"],
-        "code": one["reason"]["code"],
-        "time": one["at"],
+        "task_id": preemption["victim"],
+        "pool": preemption["victim_pool"],
+        "by": preemption["by"],
+        "reason": preemption["reason"]["sentence"],
+        "code": preemption["reason"]["code"],
+        "time": preemption["at"],
     }
 
 
 def slot_stats(view: Mapping[str, Any]) -> Answer:
-    """A pool's slots, which are placement groups."""
     slots = view["slots"]
     return {
         "total_pgs": slots["reserved"] + slots["dynamic"],

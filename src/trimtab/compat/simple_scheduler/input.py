@@ -1,17 +1,21 @@
-"""What goes into `SimpleScheduler`, checked and put into the words of the native API; memory comes in MB.
+"""Input of `SimpleScheduler`, checked and converted for the native API; memory is in MB.
 
-Whatever is wrong raises InputError before anything is asked of the controller.
+Errors raise InputError before the controller is called.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import inspect
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.resources import Resources
+from trimtab.model.pool import Aggressiveness, PreemptionPolicy, rules_of
 from trimtab.runtime.client.packing import class_of
 
 MB = 2**20
@@ -23,7 +27,7 @@ Amounts = Mapping[str, float]
 
 @dataclass(frozen=True)
 class SimpleTaskSpec:
-    """A task for `submit_spec`: what `submit` takes, as one object."""
+    """A task for `submit_spec`: the arguments of `submit`, as one object."""
 
     task_id: str
     pool: str
@@ -40,7 +44,7 @@ class SimpleTaskSpec:
 
 
 def slots_of(config: Any, where: str) -> dict[str, Any]:
-    """What a `pg_pool_config` says, in the words of `Session.pool`."""
+    """A `pg_pool_config` as arguments of `Session.pool`."""
     config = mapping_of("pg_pool_config", config)
     for key in config:
         if key not in _PG_KEYS:
@@ -56,11 +60,11 @@ def slots_of(config: Any, where: str) -> dict[str, Any]:
     specs = config.get("high_priority_pg_specs") or ()
     if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
         raise InputError("high_priority_pg_specs is a list of {resource: amount}", where=where)
-    most = config.get("max_dynamic_pgs")
+    limit = config.get("max_dynamic_pgs")
     return {
-        "reserved": [in_bytes(one, f"{where}: high_priority_pg_specs") for one in specs],
+        "reserved": [in_bytes(spec, f"{where}: high_priority_pg_specs") for spec in specs],
         "dynamic": flags["enable_dynamic_pgs"],
-        "dynamic_limit": None if most is None else whole_of("max_dynamic_pgs", most),
+        "dynamic_limit": None if limit is None else whole_of("max_dynamic_pgs", limit),
         "reuse": flags["enable_pg_reuse"],
     }
 
@@ -69,17 +73,17 @@ def in_bytes(resources: Any, where: str) -> dict[str, float]:
     """Amounts as pools count them: memory, given in MB, in bytes."""
     if not isinstance(resources, Mapping):
         raise InputError(f"resources are {{name: amount}}, not {resources!r}", where=where)
-    Resources.of(resources, where=where)  # refuses what is no amount before anything is multiplied
+    Resources.of(resources, where=where)  # refuses invalid amounts before they are multiplied
     return {name: amount * MB if name == "memory" else amount for name, amount in resources.items()}
 
 
 def in_mb(resources: Mapping[str, float]) -> dict[str, float]:
-    """Amounts as people read them: memory in MB."""
+    """Amounts with memory in MB."""
     return {name: amount / MB if name == "memory" else amount for name, amount in resources.items()}
 
 
 def arguments_of(spec: SimpleTaskSpec, agent: str, labels: dict[str, str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The constructor's arguments, with the agent's name and labels where it takes them and they are not given."""
+    """The constructor's arguments, with the agent's name and labels if it takes them and they are not given."""
     where = f"task {spec.task_id}"
     if isinstance(spec.actor_args, str) or not isinstance(spec.actor_args or (), Sequence):
         raise InputError(f"actor_args is a list, not {spec.actor_args!r}", where=where)
@@ -87,7 +91,7 @@ def arguments_of(spec: SimpleTaskSpec, agent: str, labels: dict[str, str]) -> tu
     user_class = class_of(spec.actor_class, where)
     try:
         signature = inspect.signature(user_class)
-    except (TypeError, ValueError):  # written in C, and silent about it
+    except (TypeError, ValueError):  # a C class without a signature
         return args, kwargs
     try:
         given = signature.bind_partial(*args, **kwargs).arguments
@@ -103,21 +107,106 @@ def arguments_of(spec: SimpleTaskSpec, agent: str, labels: dict[str, str]) -> tu
 
 
 def mapping_of(what: str, value: Any) -> Mapping[str, Any]:
-    """A dictionary; None is an empty one."""
     if not isinstance(value or {}, Mapping):
         raise InputError(f"{what} must be a dictionary, not {value!r}")
     return value or {}
 
 
 def word_of(what: str, value: Any) -> str:
-    """A word that is not empty."""
     if not isinstance(value, str) or not value:
         raise InputError(f"{what} must be a word, not {value!r}")
     return value
 
 
 def whole_of(what: str, value: Any) -> int:
-    """A whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{what} must be a whole number, not {value!r}")
     return value
+
+
+# ---- preemption -------------------------------------------------------------------------------------------------
+
+
+class PreemptionAggressiveness(str, enum.Enum):
+    """Required priority gap of an eviction: by label rule, and in the same pool without one."""
+
+    LOW = "low"  # 1.0 and 3.0
+    MEDIUM = "medium"  # 0.5 and 1.0
+    HIGH = "high"  # 0.1 and 0.5
+
+    @classmethod
+    def of(cls, word: str) -> PreemptionAggressiveness:
+        """The level of this name or a synonym; `env:VAR` reads it from the environment."""
+        level_name = word.value if isinstance(word, cls) else word
+        where = "preemption_aggressiveness"
+        if isinstance(level_name, str) and level_name.startswith("env:"):
+            variable = level_name.removeprefix("env:")
+            where = f"{where}, from the environment variable {variable}"
+            if variable not in os.environ:
+                raise InputError(f"the environment variable {variable} is not set", where="preemption_aggressiveness")
+            level_name = os.environ[variable]
+        level = _LEVELS.get(level_name.strip().lower()) if isinstance(level_name, str) else None
+        if level is None:
+            near = nearest(str(level_name).lower(), _LEVELS)
+            hint = f"did you mean {near}?" if near else "low, medium, high, or env:VARIABLE"
+            raise InputError(f"{level_name!r} is no aggressiveness", where=where, hint=hint)
+        return cls(level)
+
+
+_LEVELS = {
+    word: level
+    for level, words in {
+        "low": ("low", "background", "conservative", "gentle", "relaxed", "lazy"),
+        "medium": ("medium", "normal", "default", "balanced", "standard", "moderate"),
+        "high": ("high", "urgent", "aggressive", "critical", "realtime", "immediate"),
+    }.items()
+    for word in words
+}
+
+
+@dataclass(frozen=True)
+class PreemptionSettings:
+    """Arguments of `configure_preemption`. A threshold that is None follows the aggressiveness."""
+
+    enable_same_pool_preemption: bool = True
+    enable_label_preemption: bool = True
+    label_preemption_rules: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(default_factory=dict)
+    preemption_aggressiveness: str = PreemptionAggressiveness.MEDIUM
+    same_pool_priority_threshold: float | None = None
+    label_priority_threshold: float | None = None
+    enable_cross_pool_preemption: bool = False
+    cross_pool_priority_threshold: float = 5.0
+    protected_pools: Collection[str] = ()
+    cancel_timeout: float = 5.0  # seconds for `cancel()`; then the process is killed
+    save_timeout: float = 60.0  # seconds for saving the state, apart from cancelling
+    min_runtime: float = 0.0  # seconds that a task runs at least before it is evicted
+    eviction_budget: int | None = None  # evictions within the window; None: unlimited
+    eviction_window: float = 60.0
+
+    def policy(self) -> PreemptionPolicy:
+        """The policy for the controller; InputError for a wrong setting."""
+        where = "configure_preemption"
+        for field in dataclasses.fields(self):
+            if field.name.startswith("enable_") and not isinstance(getattr(self, field.name), bool):
+                raise InputError(f"{field.name} is true or false, not {getattr(self, field.name)!r}", where=where)
+        protected = self.protected_pools
+        if isinstance(protected, str) or not all(isinstance(pool, str) for pool in protected):
+            raise InputError(f"protected_pools is a list of names, not {protected!r}", where=where)
+        if not isinstance(self.label_preemption_rules or {}, Mapping):
+            raise InputError("label_preemption_rules is {label: {value: [values it may evict]}}", where=where)
+        level = Aggressiveness(PreemptionAggressiveness.of(self.preemption_aggressiveness).value)
+        same, label = self.same_pool_priority_threshold, self.label_priority_threshold
+        return PreemptionPolicy(
+            same_pool=self.enable_same_pool_preemption,
+            same_pool_gap=level.same_pool_gap if same is None else same,
+            label_rules=rules_of(self.label_preemption_rules) if self.enable_label_preemption else (),
+            label_gap=level.label_gap if label is None else label,
+            cross_pool=self.enable_cross_pool_preemption,
+            cross_pool_gap=self.cross_pool_priority_threshold,
+            protected_pools=tuple(protected),
+            cancel_timeout_s=self.cancel_timeout,
+            save_timeout_s=self.save_timeout,
+            min_runtime_s=self.min_runtime,
+            budget=self.eviction_budget,
+            budget_window_s=self.eviction_window,
+        )

@@ -1,9 +1,9 @@
 """`SimpleScheduler`: pools, priorities and preemption in one object, whose answers are dictionaries.
 
-Everything is asked of the native API (`trimtab.runtime.client.session`); nothing is decided here. A submission either
-runs when it returns, by evicting others where the policy allows that, or it is refused with a reason and has touched
-nobody. Memory is in MB (2**20 bytes) in everything that goes in or comes out. What is wrong with a pool or a task is
-an answer with `success: False`; settings that do not exist are errors.
+Everything goes through the native API (`trimtab.runtime.client.session`); nothing is decided here. A submission either
+runs when it returns, after evicting others if the policy allows that, or it is refused with a reason and has evicted
+nothing. Memory is in MB (2**20 bytes) in all input and output. An invalid pool or task gives an answer with `success:
+False`; unknown settings raise.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from trimtab.compat.simple_scheduler.answers import (
 )
 from trimtab.compat.simple_scheduler.input import (
     Amounts,
+    PreemptionAggressiveness,
+    PreemptionSettings,
     SimpleTaskSpec,
     arguments_of,
     in_bytes,
@@ -35,29 +37,27 @@ from trimtab.compat.simple_scheduler.input import (
     whole_of,
     word_of,
 )
-from trimtab.compat.simple_scheduler.preemption import PreemptionAggressiveness, PreemptionSettings
 from trimtab.core.errors import InputError, TrimtabError, nearest
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.client.session import Session, connect
-from trimtab.runtime.client.task import Task
-from trimtab.runtime.client.task_errors import TaskError
+from trimtab.runtime.client.task import Task, TaskError
 from trimtab.runtime.controller.rpc import TaskSnapshot
 
 __all__ = ["PreemptionAggressiveness", "PreemptionSettings", "SimpleScheduler", "SimpleTaskSpec"]
 
 log = logging.getLogger("trimtab")
 
-ROOM_S = 120.0  # beyond what telling, saving and starting may take, until a submission is given up
-SLOTS_S = 10.0  # for reserved slots to stand before `ensure_pool` returns
-NEWS_S = 5.0  # for the controller to say which process a task runs in
+ROOM_S = 120.0  # beyond cancelling, saving and starting, until a submission is given up
+SLOTS_S = 10.0  # for reserved slots to be ready before `ensure_pool` returns
+SNAPSHOT_S = 5.0  # for the controller to report the process of a task
 POLL_S = 0.01
 
 
 class SimpleScheduler:
-    """One scheduler: a controller of this name, found or made on the Ray that `how` names.
+    """One scheduler: a controller of this name, found or created on the Ray that `how` names.
 
-    Until `configure_preemption` is called nobody is evicted. `session` is the native API beneath.
+    Nothing is evicted until `configure_preemption` is called. `session` is the native API beneath.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SimpleScheduler:
         self.how = self.session.how
         self._start_timeout_s = start_timeout
         self._preemption = PreemptionSettings()
-        self._is_shut = False
+        self._closed = False
 
     def __enter__(self) -> SimpleScheduler:
         return self
@@ -87,10 +87,10 @@ class SimpleScheduler:
     # ---- settings ------------------------------------------------------------------------------------------------
 
     def configure_preemption(self, **settings: Any) -> Answer:
-        """Say who may evict whom; the settings are those of `PreemptionSettings`, and those not given stay as they are.
+        """Set the preemption policy; see `PreemptionSettings`. Settings that are not given stay as they are.
 
-        Raises InputError for a setting that does not exist or is wrong. What may be a slip (a rule for a label that
-        nobody has, a protected pool that does not exist) is among the answer's `warnings`.
+        Raises InputError for an unknown or wrong setting. Possible slips (a rule for a label that no task has, a
+        protected pool that does not exist) are in the answer's `warnings`.
         """
         known = [field.name for field in dataclasses.fields(PreemptionSettings)]
         for word in settings:
@@ -105,10 +105,10 @@ class SimpleScheduler:
         session = self._open()
         status = session.status()
         warnings = list(session.ask("set_policy", policy))
-        strangers = [pool for pool in policy.protected_pools if pool not in status["pools"]]
-        warnings += [f"there is no pool {pool} yet, which protected_pools names" for pool in strangers]
+        missing = [pool for pool in policy.protected_pools if pool not in status["pools"]]
+        warnings += [f"there is no pool {pool} yet, which protected_pools names" for pool in missing]
         self._preemption = wanted
-        # Rules come before tasks in most programs: only among tasks is a label that nobody has a surprise.
+        # Rules are usually set before tasks exist: only with tasks is an unused label worth a warning.
         level = logging.WARNING if status["tasks"] else logging.INFO
         for warning in warnings:
             log.log(level, "%s", warning)
@@ -124,11 +124,12 @@ class SimpleScheduler:
         placement_strategy: str = "STRICT_PACK",
         pg_pool_config: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Have a pool with a quota of `resources` (without: all that the cluster has).
+        """Create or find a pool with a quota of `resources` (default: all of the cluster).
 
-        `target_agents` processes are kept warm. `pg_pool_config` may say: enable, high_priority_pg_specs (slots kept
-        for priorities of 8 and above), enable_dynamic_pgs, max_dynamic_pgs, enable_pg_reuse; without it slots are made
-        as tasks need them. A pool that exists must be asked for as it is, else `success` is False with what differs.
+        `target_agents` processes are kept warm. `pg_pool_config` may contain: enable, high_priority_pg_specs (slots
+        reserved for priorities of 8 and above), enable_dynamic_pgs, max_dynamic_pgs, enable_pg_reuse; without it slots
+        are created as tasks need them. For an existing pool the arguments must match, else `success` is False with the
+        differences.
         """
         facts: Answer = {"pool": name}
         try:
@@ -136,7 +137,7 @@ class SimpleScheduler:
             mapping_of("labels", labels)
             session = self._open()
             known = session.status()["pools"].get(name)
-            wanted = in_bytes(resources, f"pool {name}") if resources else self._all_of_it(name)
+            wanted = in_bytes(resources, f"pool {name}") if resources else self._default_quota(name)
             pool = session.pool(
                 name,
                 wanted,
@@ -145,18 +146,18 @@ class SimpleScheduler:
                 strategy=word_of("placement_strategy", placement_strategy),
                 **slots_of(pg_pool_config or {}, f"pool {name}: pg_pool_config"),
             )
-            slots = self._slots_that_stand(name)
+            slots = self._wait_slots(name)
         except TrimtabError as fault:
             return refused(fault, facts)
-        reason = "it was there, with the same configuration" if known else "it was made"
+        reason = "it exists, with the same configuration" if known else "it was created"
         if slots["wanted"]:
-            reason += f"; {slots['wanted']} of {len(pool.spec.reserved)} reserved slots wait for room in the cluster"
+            reason += f"; {slots['wanted']} of {len(pool.spec.reserved)} reserved slots wait for free resources"
         return {"success": True, **facts, "created": known is None, "reason": reason, "error": None}
 
     def register_state_handlers(
         self, pool_name: str, preserver: Callable[[Any], Any], restorer: Callable[[Any, Any], None]
     ) -> Answer:
-        """Save and restore tasks of a pool that have no `save()`: preserver(actor) -> state, restorer(actor, state)."""
+        """Save and restore tasks of a pool without `save()`: preserver(actor) -> state, restorer(actor, state)."""
         try:
             self._open().pool(pool_name).state_handlers(preserver, restorer)
         except TrimtabError as fault:
@@ -181,10 +182,10 @@ class SimpleScheduler:
         auto_register: bool = True,
         ray_options: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Have an actor run now, evicting others where the policy allows it, or be told why not.
+        """Run an actor now, evicting others if the policy allows it, or refuse it with a reason.
 
         The answer's `agent` has its `handle`: `handle.method.remote(...)`, as with a Ray actor. `name` and `labels` of
-        the constructor are filled in where it has them and they are not given. A task that is not registered
+        the constructor are filled in if it has them and they are not given. A task that is not registered
         (`auto_register` false) is never evicted.
         """
         spec = SimpleTaskSpec(
@@ -218,7 +219,7 @@ class SimpleScheduler:
         auto_register: bool = True,
         ray_options: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """As `submit`, but only within the pool's quota: where that is short it is refused, and nobody is evicted."""
+        """As `submit`, but only within the pool's quota: if that is short it is refused, and nothing is evicted."""
         spec = SimpleTaskSpec(
             task_id=task_id,
             pool=pool,
@@ -241,25 +242,25 @@ class SimpleScheduler:
         return self._submit(spec, over_quota=True)
 
     def complete(self, task_id: str) -> Answer:
-        """Say that a task's work is done: its process ends, and what it held is free when this returns."""
+        """Mark a task as done: its process ends, and its resources are free when this returns."""
         return self._end(task_id, lambda task: task.complete(), to_complete=True)
 
     def delete_agent(self, name: str, *, force: bool = False, destroy_pg: bool = True) -> Answer:
         """End the task of this name (its agent's or its own), and with `destroy_pg` its slot, also a reserved one.
 
-        Its `cancel()` is called first, unless `force`. Without `destroy_pg` the slot is kept for the next.
+        Its `cancel()` is called first, unless `force`. Without `destroy_pg` the slot is kept for the next task.
         """
         return self._end(name, lambda task: (task.complete if force else task.cancel)(keep_slot=not destroy_pg))
 
-    # ---- looking -------------------------------------------------------------------------------------------------
+    # ---- listing -------------------------------------------------------------------------------------------------
 
     def list_agents(self, pool: str | None = None, *, include_handle: bool = False) -> list[Answer]:
-        """Tasks that have not ended, of all pools or of one: where they are, and why."""
+        """Tasks that have not ended, of all pools or of one: where they run, and why."""
         seen = self._open().tasks(pool)
-        return [self._agent(one, include_handle) for one in seen if one.state not in ENDED]
+        return [self._agent(task, include_handle) for task in seen if task.state not in ENDED]
 
     def list_pools(self) -> list[Answer]:
-        """All pools, with what they may use and what they use."""
+        """All pools, with quota and usage."""
         session = self._open()
         pools = []
         for name, view in session.status()["pools"].items():
@@ -283,7 +284,7 @@ class SimpleScheduler:
         return pools
 
     def stats(self) -> Answer:
-        """Preemptions so far, the last ten of them, and how many tasks run."""
+        """Preemption counts, the last ten preemptions, and the number of running tasks."""
         totals = self._open().status()["totals"]
         by_state = dict(totals.get("by_state", {}))
         return {
@@ -292,25 +293,23 @@ class SimpleScheduler:
             "cross_pool_preemptions": totals["cross_pool"],
             "running_tasks": by_state.get(TaskState.running.value, 0),
             "tasks": by_state,
-            "recent_preemptions": [eviction_of(one) for one in totals.get("latest", ())],
+            "recent_preemptions": [eviction_of(eviction) for eviction in totals.get("latest", ())],
         }
 
     def pg_pool_stats(self, pool: str) -> Answer:
-        """The slots of a pool, which are placement groups: how many of which kind, taken, free, reused, destroyed."""
+        """The slots of a pool, which are placement groups: counts by kind and state, reused, destroyed."""
         session = self._open()
-        session.pool(pool)  # an error that names those that exist
+        session.pool(pool)  # raises an error that names the existing pools
         return {"pool": pool, **slot_stats(session.status()["pools"][pool])}
 
     def shutdown(self) -> None:
-        """End everything of this scheduler: tasks, processes, placement groups, the controller. Twice is once."""
-        if not self._is_shut:
-            self._is_shut = True
+        """End everything of this scheduler: tasks, processes, placement groups, the controller. Idempotent."""
+        if not self._closed:
+            self._closed = True
             self.session.shutdown()
 
-    # ---- how it is done ------------------------------------------------------------------------------------------
-
     def _open(self) -> Session:
-        if self._is_shut:
+        if self._closed:
             raise InputError(f"the scheduler {self.name} was shut down", hint="make a new SimpleScheduler")
         return self.session
 
@@ -343,8 +342,8 @@ class SimpleScheduler:
             return refused(fault, facts)
         preempted: list[Answer] = []
         if seen.reason.code is ReasonCode.preempted:
-            with contextlib.suppress(TrimtabError):  # it runs, whatever else can be told
-                preempted = [one for one in self.stats()["recent_preemptions"] if one["by"] == spec.task_id]
+            with contextlib.suppress(TrimtabError):  # the task runs in any case
+                preempted = [entry for entry in self.stats()["recent_preemptions"] if entry["by"] == spec.task_id]
         return {
             "success": True,
             **facts,
@@ -356,16 +355,16 @@ class SimpleScheduler:
         }
 
     def _started(self, task: Task) -> TaskSnapshot:
-        """The task, as it runs; TaskError where it cannot, and then nothing of it is left."""
+        """The task once it runs; TaskError if it cannot, with nothing of it left."""
         settings = self._preemption
-        patience_s = self._start_timeout_s + settings.cancel_timeout + settings.save_timeout + ROOM_S
+        timeout_s = self._start_timeout_s + settings.cancel_timeout + settings.save_timeout + ROOM_S
         try:
-            task.wait("running", timeout=patience_s)
+            task.wait("running", timeout=timeout_s)
         except TaskError:
             with contextlib.suppress(TrimtabError):
                 task.cancel()
             raise
-        until = time.monotonic() + NEWS_S
+        until = time.monotonic() + SNAPSHOT_S
         seen = task.seen
         while seen.state is TaskState.running and not seen.members and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -375,7 +374,7 @@ class SimpleScheduler:
     def _end(self, name: str, ask: Callable[[Task], None], *, to_complete: bool = False) -> Answer:
         facts: Answer = {"task_id": name}
         try:
-            seen = self._named(word_of("a task", name), agents=not to_complete)
+            seen = self._find_task(word_of("a task", name), agents=not to_complete)
             facts["task_id"] = seen.id
             if seen.state in ENDED:
                 if to_complete and seen.state is not TaskState.done:
@@ -390,23 +389,23 @@ class SimpleScheduler:
             return refused(fault, facts)
         return {"success": True, **facts, "state": seen.state.value, "reason": seen.reason.sentence, "error": None}
 
-    def _named(self, name: str, agents: bool) -> TaskSnapshot:
-        """The task of this id, or with `agents` the living one whose agent is called so."""
+    def _find_task(self, name: str, agents: bool) -> TaskSnapshot:
+        """The task of this id, or with `agents` the live one with this agent name."""
         session = self._open()
         if agents:
-            for one in session.tasks():
-                if one.state not in ENDED and name_of(one) == name:
-                    return one
+            for task in session.tasks():
+                if task.state not in ENDED and name_of(task) == name:
+                    return task
         return session.task(name).seen
 
     def _agent_name(self, spec: SimpleTaskSpec, session: Session) -> str:
-        """What the agent is called; no two that live are called alike."""
+        """The agent's name; unique among live ones."""
         if spec.agent_name is None:
             return spec.task_id
         name = word_of("agent_name", spec.agent_name)
-        for one in session.tasks():
-            if one.state not in ENDED and name in (one.id, name_of(one)) and one.id != spec.task_id:
-                raise InputError(f"the agent {name} exists: it is that of task {one.id}", where=f"task {spec.task_id}")
+        for task in session.tasks():
+            if task.state not in ENDED and name in (task.id, name_of(task)) and task.id != spec.task_id:
+                raise InputError(f"the agent {name} exists: it is that of task {task.id}", where=f"task {spec.task_id}")
         return name
 
     def _agent(self, seen: TaskSnapshot, with_handle: bool) -> Answer:
@@ -429,8 +428,8 @@ class SimpleScheduler:
             agent["handle"] = handle_of(self.session._ray, seen)
         return agent
 
-    def _all_of_it(self, name: str) -> dict[str, float]:
-        """The quota that a pool has, or else what all nodes together have."""
+    def _default_quota(self, name: str) -> dict[str, float]:
+        """The pool's current quota, or else the resources of all nodes."""
         session = self._open()
         with contextlib.suppress(InputError):
             return dict(session.pool(name).spec.quota.floats())
@@ -440,8 +439,8 @@ class SimpleScheduler:
                 whole[resource] = whole.get(resource, 0.0) + amount
         return whole
 
-    def _slots_that_stand(self, pool: str) -> dict[str, int]:
-        """The pool's slots, once none is being made any more, or as they are after a while."""
+    def _wait_slots(self, pool: str) -> dict[str, int]:
+        """The pool's slots, once none is being created any more, or after SLOTS_S."""
         until = time.monotonic() + SLOTS_S
         while True:
             slots: dict[str, int] = self._open().status()["pools"][pool]["slots"]

@@ -1,1 +1,1 @@
-"""A job's cluster for other tools: KubeRay and Slurm."""
+"""Exports a job's cluster to KubeRay and Slurm."""

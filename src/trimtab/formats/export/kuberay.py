@@ -1,8 +1,8 @@
-"""A job's cluster as a KubeRay RayCluster manifest (ray.io/v1): one group of worker pods for each kind of node.
+"""Exports a job's cluster as a KubeRay RayCluster manifest (ray.io/v1): a worker group for each kind of node.
 
-It says what the job file states (nodes, GPUs, their kind, CPUs, memory) in KubeRay's words; what the file does not
-state and Kubernetes needs is assumed, and told as a note. It reads no cluster and applies nothing. Every worker pod is
-drained before it goes, so that what runs there can save and move.
+States what the job file states (nodes, GPUs, their kind, CPUs, memory); what Kubernetes needs beyond that is assumed,
+with a note. It reads no cluster and applies nothing. Every worker pod is drained before it is deleted, so that its
+tasks can checkpoint and move.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from trimtab.formats.yaml_text import dump
 from trimtab.model.workflow import Cluster, Node
 
 LONGEST_NAME = 53
-"""KubeRay makes the names of pods and services, which are DNS labels, from that of the cluster."""
+"""KubeRay derives names of pods and services, which are DNS labels, from the cluster's name."""
 
 NOT_TEXT = frozenset({"y", "n", "yes", "no", "on", "off"})
 """Kubernetes reads YAML 1.1, in which these are true and false."""
 
-PRODUCT_LABEL = "nvidia.com/gpu.product"
-"""Set on nodes by NVIDIA's GPU feature discovery."""
+PRODUCT_LABEL = "nvidia.com/gpu.product"  # set on nodes by NVIDIA's GPU feature discovery
 
 PRODUCTS = {
     "A100": "NVIDIA-A100-SXM4-80GB",
@@ -36,19 +35,19 @@ PRODUCTS = {
     "L4": "NVIDIA-L4",
     "T4": "Tesla-T4",
 }
-"""What that label says for the usual board of a kind; any other kind is taken as the label's value."""
+"""The label's value for the usual board of a kind; any other kind is used as the value itself."""
 
 CPUS_PER_GPU = 4
 MEMORY_GB_PER_GPU = 32
 HEAD_CPUS = 4
 HEAD_MEMORY_GB = 16
-SPARE_S = 30
-"""Between the end of a drain and the end of its pod: for processes to stop."""
+STOP_MARGIN_S = 30
+"""Between the end of a drain and the end of its pod, for processes to stop."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest as text, and what had to be assumed."""
+    """A manifest as text, and the assumptions made."""
 
     text: str
     notes: tuple[str, ...]
@@ -56,18 +55,18 @@ class Manifest:
 
 @dataclass(frozen=True)
 class PodOptions:
-    """What a manifest says beyond the job file. `selector` replaces the one by GPU kind where it is not None."""
+    """Options beyond the job file. `selector` replaces the one by GPU kind if it is not None."""
 
     name: str
     image: str
     ray_version: str
     namespace: str | None = None
     autoscale: bool = False
-    least: int | None = None  # worker pods; None: 0 with autoscaling
-    most: int | None = None  # None: as many as the job's cluster has nodes
-    idle_s: int = 300  # with autoscaling: a pod without work goes after so long
+    min_replicas: int | None = None  # worker pods; None: 0 with autoscaling
+    max_replicas: int | None = None  # None: the job's number of nodes
+    idle_s: int = 300  # with autoscaling: idle time before a pod is deleted
     head_gpus: int = 0
-    drain_s: int = 120  # what runs in a pod has so long to save and move
+    drain_s: int = 120  # time for a pod's tasks to checkpoint and move
     selector: Mapping[str, str] | None = None
     token: bool = False  # Ray's token authentication
 
@@ -87,18 +86,18 @@ class PodOptions:
         for name, value, lowest in (("--head-gpus", self.head_gpus, 0), ("--drain", self.drain_s, 1)):
             if value < lowest:
                 raise InputError(f"{name} must be at least {lowest}, but is {value}", where=where)
-        if not self.autoscale and (self.least is not None or self.most is not None):
+        if not self.autoscale and (self.min_replicas is not None or self.max_replicas is not None):
             raise InputError("--min and --max go with --autoscale", where=where)
 
 
 def manifest(cluster: Cluster, options: PodOptions) -> Manifest:
-    """The RayCluster for a job's cluster. Raises InputError where it cannot be said."""
+    """The RayCluster for a job's cluster. Raises InputError where it cannot be expressed."""
     if not cluster.nodes:
         raise InputError("the job's cluster has no nodes", where="cluster.nodes")
     groups = Counter(replace(node, name="") for node in cluster.nodes)
-    if len(groups) > 1 and (options.least is not None or options.most is not None):
+    if len(groups) > 1 and (options.min_replicas is not None or options.max_replicas is not None):
         raise InputError(
-            f"the job has {len(groups)} kinds of node: --min and --max would be of which?",
+            f"the job has {len(groups)} kinds of node: --min and --max are ambiguous",
             where="command line",
             hint="leave them out and edit minReplicas and maxReplicas of each group",
         )
@@ -135,7 +134,7 @@ def _autoscaler(options: PodOptions) -> dict[str, Any]:
 def _head(options: PodOptions) -> dict[str, Any]:
     start = {"dashboard-host": "0.0.0.0"}
     if not options.head_gpus:
-        start["num-cpus"] = "0"  # nothing of the run goes to the head: it cannot be drained
+        start["num-cpus"] = "0"  # no tasks on the head: it cannot be drained
     ports = {"gcs": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080}
     container = {
         "name": "ray-head",
@@ -162,22 +161,22 @@ def _worker_groups(groups: Mapping[Node, int], options: PodOptions, notes: list[
 
 
 def _worker_group(name: str, node: Node, count: int, options: PodOptions, notes: list[str]) -> dict[str, Any]:
-    most = count if options.most is None else options.most
-    least = (0 if options.autoscale else count) if options.least is None else options.least
-    if not 0 <= least <= most:
-        raise InputError(f"--min {least} and --max {most} do not go together", where="command line")
+    max_replicas = count if options.max_replicas is None else options.max_replicas
+    min_replicas = (0 if options.autoscale else count) if options.min_replicas is None else options.min_replicas
+    if not 0 <= min_replicas <= max_replicas:
+        raise InputError(f"--min {min_replicas} and --max {max_replicas} do not go together", where="command line")
     spec = {
         **_restarts(options),
-        "terminationGracePeriodSeconds": options.drain_s + SPARE_S,
+        "terminationGracePeriodSeconds": options.drain_s + STOP_MARGIN_S,
         **_selector(node, options, notes),
         **_tolerations(node.gpus),
         "containers": [_worker(name, node, options, notes)],
     }
     return {
         "groupName": name,
-        "replicas": min(max(count, least), most),
-        "minReplicas": least,
-        "maxReplicas": most,
+        "replicas": min(max(count, min_replicas), max_replicas),
+        "minReplicas": min_replicas,
+        "maxReplicas": max_replicas,
         "rayStartParams": {},
         "template": {"spec": spec},
     }
@@ -197,7 +196,7 @@ def _worker(name: str, node: Node, options: PodOptions, notes: list[str]) -> dic
         "image": options.image,
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            # The hook below has drained the node when Ray hears of the end; a second drain would only take time.
+            # The hook below drains the node first; a second drain by Ray would only take time.
             {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"},
         ],
         "ports": [{"name": "metrics", "containerPort": 8080}],
@@ -207,7 +206,7 @@ def _worker(name: str, node: Node, options: PodOptions, notes: list[str]) -> dic
 
 
 def drain_hook(drain_s: int) -> str:
-    """What a pod does before it goes: says so, then waits until Ray has ended its node, which is when it is empty."""
+    """The preStop hook: drains the node, then waits until Ray has ended it, which is when it is empty."""
     return (
         f'timeout {drain_s} trimtab cluster drain "$POD_IP" --address "$RAY_ADDRESS" --deadline {drain_s}; '
         f"waited=0; while [ $waited -lt {drain_s} ] && grep -qsx raylet /proc/[0-9]*/comm; "
@@ -222,7 +221,7 @@ def _resources(cpus: float, memory_gb: float, gpus: int) -> dict[str, Any]:
 
 
 def _restarts(options: PodOptions) -> dict[str, Any]:
-    # Autoscaler v2 wants a new pod for a new node, never an old one started again.
+    # Autoscaler v2 needs a new pod for a new node, never a restarted one.
     return {"restartPolicy": "Never"} if options.autoscale else {}
 
 

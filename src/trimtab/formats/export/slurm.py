@@ -1,8 +1,8 @@
-"""A job's cluster as a Slurm batch script: Ray on all its nodes, the user's command, and a drain before the time limit.
+"""Exports a job's cluster as a Slurm batch script: Ray on all nodes, the user's command, a drain before the time limit.
 
-It says what the job file states (nodes, GPUs of each, their kind, CPUs, memory) to Slurm, and writes a script that
-waits for every node with a deadline and ends what it started, whatever ends it. It submits nothing. Whatever a user
-gives is quoted for the shell, or refused where it would stand in a line that Slurm reads.
+The script requests what the job file states (nodes, GPUs per node, their kind, CPUs, memory), waits for every node with
+a deadline, and always stops what it started. It submits nothing. User input is quoted for the shell, or refused in
+#SBATCH lines.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from trimtab.core.errors import InputError
 from trimtab.model.workflow import Cluster, Node
 
-SPARE_S = 15
-"""Between the end of a drain and the time limit: for processes to stop."""
+STOP_MARGIN_S = 15
+"""Between the end of a drain and the time limit, for processes to stop."""
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+-]*")
 _TIME = re.compile(r"\d{1,5}(-\d{1,2}(:\d{2}){0,2})?|\d{1,4}(:\d{2}){1,2}")
@@ -24,19 +24,19 @@ _TIME = re.compile(r"\d{1,5}(-\d{1,2}(:\d{2}){0,2})?|\d{1,4}(:\d{2}){1,2}")
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What a script says beyond the job file."""
+    """Options beyond the job file."""
 
     name: str
-    command: tuple[str, ...] = ()  # empty: the cluster is there until the time limit
+    command: tuple[str, ...] = ()  # empty: the cluster runs until the time limit
     time: str = "24:00:00"
     partition: str | None = None
     account: str | None = None
-    gpu_type: str | None = None  # as Slurm names it; None: the job's kind in small letters; empty: any
-    least: int | None = None  # nodes without which the command is not run; None: all
+    gpu_type: str | None = None  # Slurm's name; None: the job's kind in lower case; empty: any
+    min_nodes: int | None = None  # the command is not run with fewer; None: all
     join_s: int = 300
     warn_s: int = 120  # before the time limit
     port: int = 6379
-    setup: str = ""  # lines of shell, as they are: `source venv/bin/activate`
+    setup: str = ""  # shell lines, used verbatim: `source venv/bin/activate`
 
     def __post_init__(self) -> None:
         for option, value in (
@@ -46,32 +46,32 @@ class BatchOptions:
             ("--gpu-type", self.gpu_type or None),
         ):
             if value is not None and not _WORD.fullmatch(value):
-                raise InputError(f"{value!r} cannot stand in a line that Slurm reads", where=f"command line: {option}")
+                raise InputError(f"{value!r} is not allowed in an #SBATCH line", where=f"command line: {option}")
         if not _TIME.fullmatch(self.time):
             raise InputError(
                 f"{self.time!r} is no time limit", where="command line: --time", hint="24:00:00, 2-12 or 90 (minutes)"
             )
-        if self.warn_s <= 2 * SPARE_S:
+        if self.warn_s <= 2 * STOP_MARGIN_S:
             raise InputError(f"{self.warn_s} s are too short for a drain", where="command line: --drain")
         if self.join_s < 1 or not 1 <= self.port <= 65_535:
-            raise InputError("a wait takes a second at least, and a port is 1 to 65535", where="command line")
+            raise InputError("--join-timeout is 1 s or more, and --port is 1 to 65535", where="command line")
 
 
 def script(cluster: Cluster, options: BatchOptions) -> str:
-    """The batch script for a job's cluster. Raises InputError where its nodes are unlike each other."""
-    node, count = _alike(cluster)
-    least = count if options.least is None else options.least
-    if not 1 <= least <= count:
-        raise InputError(f"--min {least}: the job has {count} nodes", where="command line")
+    """The batch script for a job's cluster. Raises InputError if its nodes differ."""
+    node, count = _single_kind(cluster)
+    min_nodes = count if options.min_nodes is None else options.min_nodes
+    if not 1 <= min_nodes <= count:
+        raise InputError(f"--min {min_nodes}: the job has {count} nodes", where="command line")
     lines = [
         "#!/usr/bin/env bash",
         *(f"#SBATCH --{line}" for line in _directives(node, count, options)),
         _BODY.format(
             nodes=count,
             gpus=node.gpus,
-            least=least,
+            min_nodes=min_nodes,
             join_s=options.join_s,
-            drain_s=options.warn_s - SPARE_S,
+            drain_s=options.warn_s - STOP_MARGIN_S,
             port=options.port,
             command=shlex.join(options.command or ("sleep", "infinity")),
             setup=f"\n{options.setup.strip()}\n" if options.setup.strip() else "",
@@ -80,14 +80,14 @@ def script(cluster: Cluster, options: BatchOptions) -> str:
     return "\n".join(lines)
 
 
-def _alike(cluster: Cluster) -> tuple[Node, int]:
+def _single_kind(cluster: Cluster) -> tuple[Node, int]:
     kinds = list(dict.fromkeys(replace(node, name="") for node in cluster.nodes))
     if not kinds:
         raise InputError("the job's cluster has no nodes", where="cluster.nodes")
     if len(kinds) > 1:
-        told = ", ".join(f"{kind.gpus} {kind.gpu or 'GPUs'}" for kind in kinds)
+        shapes = ", ".join(f"{kind.gpus} {kind.gpu or 'GPUs'}" for kind in kinds)
         raise InputError(
-            f"the job's nodes are unlike ({told}), and one batch job of Slurm has one kind",
+            f"the job's nodes differ ({shapes}), and a Slurm batch job has one kind of node",
             where="cluster.nodes",
             hint="export a job file for each kind, and start the second's workers with the first's RAY_ADDRESS",
         )
@@ -122,27 +122,27 @@ set -euo pipefail
 
 nodes={nodes}
 gpus_per_node={gpus}
-least={least}       # fewer nodes than this after join_s seconds: the command is not run
+min_nodes={min_nodes}   # fewer nodes than this after join_s seconds: the command is not run
 join_s={join_s}
-drain_s={drain_s}   # what runs has so long to save, when the time limit is near
+drain_s={drain_s}   # time for tasks to checkpoint before the time limit
 port="${{RAY_PORT:-{port}}}"
-# shellcheck disable=SC2016 # quoted as it was given
+# shellcheck disable=SC2016 # quoted as given
 command=({command})
 {setup}
-# Ray's head asks for a token where there is one; every other process must be told that it does.
+# Ray's head requires a token if there is one; all other processes need the same mode.
 token_file="${{RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}}"
 if [[ -z "${{RAY_AUTH_MODE:-}}" ]] && [[ -n "${{RAY_AUTH_TOKEN:-}}" || -s "$token_file" ]]; then
     export RAY_AUTH_MODE=token
 fi
-# This script drains nodes itself; Ray would wait for its own drain at every end.
+# This script drains nodes itself; Ray's own drain would only take time.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 
 steps=()
 run=""
-ends_at=0 # in seconds of this script; 0: nobody knows
+ends_at=0 # in seconds of this script; 0: not known
 
 # shellcheck disable=SC2329 # called by a trap
-stop() {{ # ends what this script started, whatever ends it
+stop() {{ # stops everything that this script started
     trap - EXIT
     trap '' USR1 TERM INT
     if [[ -n "$run" ]]; then kill -TERM "$run" 2>/dev/null || true; fi
@@ -151,10 +151,10 @@ stop() {{ # ends what this script started, whatever ends it
 }}
 
 # shellcheck disable=SC2329 # called by a trap
-drain() {{ # Slurm says that the time limit is near: what runs on the workers saves itself
+drain() {{ # the time limit is near: tasks on the workers checkpoint
     trap '' USR1
     ends_at=$((SECONDS + drain_s))
-    echo "the time limit is near: what runs on the workers has $drain_s s" >&2
+    echo "the time limit is near: draining the workers within $drain_s s" >&2
     local host drains=()
     for host in "${{hosts[@]:1}}"; do
         timeout "$drain_s" trimtab cluster drain "$host" --address "$RAY_ADDRESS" --deadline "$drain_s" >&2 &
@@ -175,7 +175,7 @@ head_ip="$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address |
 head_ip="${{head_ip:-$head}}"
 export RAY_ADDRESS="$head_ip:$port"
 
-on_node() {{ # on_node HOST ray start arguments ...: a step of its own, so that one node's end is not the others'
+on_node() {{ # on_node HOST ray start arguments ...: a step per node, so that the end of a node does not end the others
     local host="$1"
     shift
     srun --nodes=1 --ntasks=1 --nodelist="$host" --overlap --no-kill \\
@@ -201,10 +201,10 @@ for host in "${{hosts[@]:1}}"; do
     on_node "$host" --address="$RAY_ADDRESS"
 done
 
-python3 - "$least" "$join_s" "${{hosts[@]}}" <<'PYTHON'
+python3 - "$min_nodes" "$join_s" "${{hosts[@]}}" <<'PYTHON'
 import logging, sys, time
 import ray
-least, seconds, hosts = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+min_nodes, seconds, hosts = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 end = time.monotonic() + seconds
 ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
 while True:
@@ -216,7 +216,7 @@ while True:
 ray.shutdown()
 if missing:
     print(f"not there after {{seconds:g}} s: {{', '.join(missing)}}", file=sys.stderr)
-if len(hosts) - len(missing) < least:
+if len(hosts) - len(missing) < min_nodes:
     sys.exit(4)
 PYTHON
 
@@ -227,7 +227,7 @@ trap drain USR1
 
 status=0
 wait "$run" || status="$?"
-if ((ends_at)); then # the signal ended `wait`, but not the command
+if ((ends_at)); then # the signal ended `wait`, not the command
     while kill -0 "$run" 2>/dev/null && ((SECONDS < ends_at)); do sleep 1; done
     kill -TERM "$run" 2>/dev/null || true
     status=0

@@ -1,1 +1,1 @@
-"""One folder for each framework: its configuration and its logs."""
+"""A folder per training framework: its config and its logs."""

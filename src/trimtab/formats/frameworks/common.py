@@ -1,8 +1,8 @@
-"""What the dialects of frameworks share: components out of profiles, pools of whole nodes, and the check of a plan.
+"""Shared by the framework configs: components from profiles, pools of whole nodes, and checks of a plan.
 
-A pool of a framework runs each of its members on all of its GPUs. So the sizes allowed for a pool are those on which
-every member can run, and a plan is expressible only where its grouping and its sizes stand in the rules. Nothing here
-may accept a plan that the framework would refuse.
+A framework's pool runs each member on all of its GPUs. So the allowed sizes of a pool are those on which every member
+can run, and a plan is expressible only if its grouping and sizes are in the rules. Nothing here may accept a plan that
+the framework would refuse.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
-from trimtab.formats.frameworks.hydra_config import MOST_COUNT, ConfigReader
+from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ConfigReader
 from trimtab.model.plan import AllowedGroup, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync
 from trimtab.plan.placement.spread import even_splits
 
 WEIGHT_SYNC = "weight_sync"
-"""The name under which profiles hold the copy of weights from the trainer to the rollout."""
+"""Name of the weight copy from trainer to rollout in profiles."""
 
 
 @dataclass(frozen=True)
 class AllowedGpuCounts:
-    """On how many GPUs a component can run: multiples of a model-parallel size, and only listed counts if any."""
+    """GPU counts of a component: multiples of a model-parallel size, and only listed counts if any."""
 
     multiple_of: int = 1
     gpus: tuple[int, ...] | None = None
 
 
 def even_cluster(nodes: int, gpus_per_node: int) -> Cluster:
-    """A cluster of like nodes. Raises InputError where it is too large to plan for."""
+    """A cluster of identical nodes. Raises InputError if it is too large."""
     check_gpus(nodes * gpus_per_node, f"{nodes:,} nodes of {gpus_per_node:,} GPUs")
     return Cluster(tuple(Node(name=f"node{index}", gpus=gpus_per_node) for index in range(nodes)))
 
 
 def check_gpus(gpus: int, what: str, where: str | None = None) -> None:
-    """Raise InputError for more GPUs than a plan is made for, before anything counts through them."""
-    if gpus > MOST_COUNT:
-        raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MOST_COUNT:,}", where=where)
+    """Raise InputError for more GPUs than the limit, before anything iterates over them."""
+    if gpus > MAX_COUNT:
+        raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MAX_COUNT:,}", where=where)
 
 
 def component(
@@ -52,7 +52,7 @@ def component(
     granularity: int | None = None,
     on_cpu: bool = False,
 ) -> Component:
-    """A component with the costs of a profile. Its inputs come all at once unless a granularity is given."""
+    """A component with the costs of a profile. It takes all inputs at once unless a granularity is given."""
     if on_cpu:
         return Component(
             name=measured.name,
@@ -75,10 +75,10 @@ def component(
 def costs(
     profile: Profile | None, known: Sequence[str], required: Sequence[str], framework: str, where: str
 ) -> dict[str, ComponentProfile]:
-    """The measured components that a framework knows, in its order; refuses what is missing or no cost."""
+    """The measured components that a framework has, in its order. Raises InputError for missing ones and waits."""
     if profile is None:
         raise InputError(
-            f"what each component costs is unknown: a {framework} config holds no times",
+            f"component costs are unknown: a {framework} config has no times",
             where=where,
             hint="make a profile from the logs of a run with `trimtab profile logs`, and give it with --profile FILE",
         )
@@ -90,7 +90,7 @@ def costs(
             near = nearest(name, [c.name for c in profile.components])
             meant = f"; did you mean {near}?" if near else ""
             raise InputError(
-                f"the profile has no {name}, and {framework} cannot train without it{meant}",
+                f"the profile has no {name}, which {framework} training needs{meant}",
                 where=f"profile ({profile.source})",
                 hint=f"it knows: {', '.join(known)}",
             )
@@ -98,7 +98,7 @@ def costs(
 
 
 def refuse_waits(measured: ComponentProfile) -> None:
-    """A time that contains waiting for others is no cost and must not be planned with."""
+    """Refuse a time that contains waiting: it must not be planned with."""
     if measured.waits:
         raise InputError(
             f"the time of {measured.name} in this profile is a wait, not a cost",
@@ -110,27 +110,27 @@ def refuse_waits(measured: ComponentProfile) -> None:
 
 
 def weight_sync(profile: Profile | None, source: str, target: str) -> WeightSync:
-    """The weight sync between two components, with the measured time where there is one, shared or separate alike."""
+    """The weight sync between two components, with the measured time if any, shared or separate alike."""
     measured = profile.component(WEIGHT_SYNC) if profile else None
     seconds = measured.seconds[-1][1] if measured and measured.seconds and not measured.waits else 0.0
     return WeightSync(source=source, target=target, shared_seconds=seconds, separate_seconds=seconds)
 
 
 def not_placed(profile: Profile | None, known: Iterable[str]) -> tuple[str, ...]:
-    """A sentence on what a profile holds beyond the components, if anything."""
+    """A note on measured components that are not part of the plan, if any."""
     names = {*known, WEIGHT_SYNC}
     others = [c.name for c in profile.components if c.name not in names] if profile else []
     return (f"not part of the plan, though in the profile: {', '.join(others)}",) if others else ()
 
 
 def pool_sizes(cluster: Cluster) -> list[int]:
-    """Sizes of pools that `nodes x GPUs per node` can say on this cluster."""
+    """Pool sizes that `nodes x GPUs per node` can express on this cluster."""
     nodes = [node.gpus for node in cluster.nodes]
     return [size for size in range(1, sum(nodes) + 1) if even_splits(size, nodes)]
 
 
 def runnable(sizes: Iterable[int], members: Iterable[Component]) -> tuple[int, ...]:
-    """Those sizes on which every member can run."""
+    """The sizes on which every member can run."""
     variants = [variant for member in members for variant in member.variants]
     return tuple(size for size in sizes if all(variant.allows(size) for variant in variants))
 
@@ -141,7 +141,7 @@ def groupings(
     sizes: Sequence[int],
     where: str,
 ) -> tuple[tuple[AllowedGroup, ...], ...]:
-    """The groupings of which every pool has at least one size that suits all its members."""
+    """The groupings whose pools each have a size that suits all members."""
     allowed = []
     ruled_out: list[str] = []
     for option in options:
@@ -161,7 +161,7 @@ def groupings(
 
 
 def check_expressible(plan: Plan, rules: FrameworkRules) -> None:
-    """Raise InputError where the framework cannot run a plan."""
+    """Raise InputError if the framework cannot run a plan."""
     groups = {frozenset(group.components): len(group.gpus) for group in plan.groups}
     near: str | None = None
     for grouping in rules.spanning if plan.overlaps else rules.groupings:
@@ -179,7 +179,7 @@ def check_expressible(plan: Plan, rules: FrameworkRules) -> None:
 
 
 def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int, int]:
-    """A pool as (nodes, GPUs of each): raises InputError where its nodes do not give the same number."""
+    """(nodes, GPUs per node) of a pool. Raises InputError if its nodes have different numbers."""
     ends = list(accumulate(node.gpus for node in cluster.nodes))
     found = Counter(bisect_right(ends, rank) for rank in ranks)
     counts = [found[at] for at in sorted(found)]
@@ -191,13 +191,13 @@ def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int,
     return len(counts), counts[0]
 
 
-def divisors_of_batch(batch: int, model_parallel: int, most: int) -> tuple[int, ...]:
-    """GPU counts up to `most` whose data-parallel size divides a batch."""
-    return tuple(dp * model_parallel for dp in range(1, most // model_parallel + 1) if batch % dp == 0)
+def divisors_of_batch(batch: int, model_parallel: int, highest: int) -> tuple[int, ...]:
+    """GPU counts up to `highest` whose data-parallel size divides a batch."""
+    return tuple(dp * model_parallel for dp in range(1, highest // model_parallel + 1) if batch % dp == 0)
 
 
 def product(reader: ConfigReader, keys: Iterable[str]) -> int:
-    """The product of parallel sizes; what is not stated counts 1."""
+    """The product of parallel sizes; unset ones count 1."""
     result = 1
     for key in keys:
         result *= int(reader.positive_int(key, 1))

@@ -1,9 +1,9 @@
-"""Framework configs as Hydra and OmegaConf mean them: defaults, interpolations, overrides, resolved files.
+"""Composes framework configs as Hydra and OmegaConf do: defaults, interpolations, overrides, resolved files.
 
-`compose` gives a `ComposedConfig`, whose `reader` resolves a key only when somebody reads it: a big framework config is
-full of resolvers and environment variables that planning does not need, and those must never stop it. A key that is
-read and cannot be resolved is an InputError that names the file and the key. Hydra is imported only here and only when
-a framework config is really read, because it costs start-up time that plain job files must not pay.
+`compose` returns a `ComposedConfig`, whose `reader` resolves a key only when it is read: framework configs are full of
+resolvers and environment variables that planning does not need, and those must never fail it. A key that is read and
+cannot be resolved is an InputError that names the file and the key. Hydra is imported only here and only when a
+framework config is read, because its import is slow.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 
 MAX_EXPANDED_NODES = 500_000
-"""Aliases may multiply a small file without bound; more than this is no config."""
+"""Limit for expanded aliases, which may multiply a small file without bound."""
 MAX_PARENTS = 32
-MOST_COUNT = 65_536
-"""GPUs, nodes, batches, parallel sizes: as many as a job file of trimtab's own form may have."""
-MOST_NUMBER = 1e9
+MAX_COUNT = 65_536
+"""GPUs, nodes, batches, parallel sizes: the same limit as in trimtab's job file."""
+MAX_NUMBER = 1e9
 
 _REQUIRED = object()
 
@@ -44,37 +44,37 @@ _RESOLVERS: Mapping[str, Callable[..., Any]] = {
     "int_div": operator.floordiv,
     "not": operator.not_,
 }
-"""Arithmetic that frameworks register with OmegaConf when they start."""
+"""Resolvers that frameworks register with OmegaConf at start."""
 
 
 @contextmanager
 def _resolvers() -> Iterator[None]:
-    """The frameworks' arithmetic, for as long as a value is read: OmegaConf knows resolvers only process-wide."""
+    """Register the frameworks' resolvers while a value is read: OmegaConf's are process-wide."""
     from omegaconf import OmegaConf
 
-    mine = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
-    for name in mine:
+    added = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
+    for name in added:
         OmegaConf.register_new_resolver(name, _RESOLVERS[name])
     try:
         yield
     finally:
-        for name in mine:
+        for name in added:
             OmegaConf.clear_resolver(name)
 
 
 class ConfigReader:
-    """Typed access to a composed config by dotted keys; resolves only what is asked for."""
+    """Typed access to a composed config by dotted keys; resolves only the keys that are read."""
 
     def __init__(self, config: Any, path: Path) -> None:
         self._config = config
         self.path = path
 
     def where(self, key: str) -> str:
-        """The place to name in an error."""
+        """Location of a key, for errors."""
         return f"{self.path}: {key}"
 
     def has(self, key: str) -> bool:
-        """Whether the key is stated (and not null); an interpolation counts as stated, resolvable or not."""
+        """Whether the key is set and not null; an interpolation counts as set, resolvable or not."""
         from omegaconf.errors import OmegaConfBaseException
 
         try:
@@ -85,7 +85,7 @@ class ConfigReader:
             return False
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The plain value of a key, or the default where it is absent, null or `???`."""
+        """The plain value of a key, or the default if it is absent, null or `???`."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -111,7 +111,7 @@ class ConfigReader:
         return default if value is None else value
 
     def require(self, key: str, hint: str | None = None) -> Any:
-        """The plain value of a key that must be there."""
+        """The plain value of a required key."""
         value = self.get(key)
         if value is None:
             raise InputError(
@@ -120,56 +120,54 @@ class ConfigReader:
         return value
 
     def positive_int(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A whole number from 1 to `MOST_COUNT`; without a default the key must be there."""
+        """A whole number from 1 to `MAX_COUNT`; required without a default."""
         value = self._value(key, default, hint)
         if value is default and default is not _REQUIRED:
             return default
         number = as_number(value)
-        if number is None or number != int(number) or not 1 <= number <= MOST_COUNT:
+        if number is None or number != int(number) or not 1 <= number <= MAX_COUNT:
             raise InputError(
-                f"a whole number above 0, from 1 to {MOST_COUNT:,}, is expected, not {value!r:.60}",
+                f"a whole number above 0, from 1 to {MAX_COUNT:,}, is expected, not {value!r:.60}",
                 where=self.where(key),
                 hint=hint,
             )
         return int(number)
 
     def number(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A finite number from 0 to `MOST_NUMBER`."""
+        """A finite number from 0 to `MAX_NUMBER`."""
         value = self._value(key, default, hint)
         if value is default and default is not _REQUIRED:
             return default
         number = as_number(value)
-        if number is None or not 0 <= number <= MOST_NUMBER:
+        if number is None or not 0 <= number <= MAX_NUMBER:
             raise InputError(
-                f"a finite number of at least 0, at most {MOST_NUMBER:g}, is expected, not {value!r:.60}",
+                f"a finite number of at least 0, at most {MAX_NUMBER:g}, is expected, not {value!r:.60}",
                 where=self.where(key),
                 hint=hint,
             )
         return number
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false."""
         value = self.get(key, default)
         if isinstance(value, bool):
             return value
         raise InputError(f"true or false is expected, not {value!r:.60}", where=self.where(key))
 
     def text(self, key: str, default: str) -> str:
-        """A string."""
         value = self.get(key, default)
         if isinstance(value, str):
             return value
         raise InputError(f"a word is expected, not {value!r:.60}", where=self.where(key))
 
     def mapping(self, key: str) -> dict[Any, Any]:
-        """A mapping; empty where the key is absent."""
+        """A mapping; empty if the key is absent."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
         raise InputError(f"a mapping of keys is expected, not {value!r:.60}", where=self.where(key))
 
     def plain(self) -> dict[str, Any]:
-        """Everything as plain data; interpolations that cannot be resolved stay as they are written."""
+        """Everything as plain data; unresolvable interpolations stay as text."""
         from omegaconf import OmegaConf
 
         def convert(node: Any) -> Any:
@@ -182,7 +180,7 @@ class ConfigReader:
         def convert_item(node: Any, key: Any) -> Any:
             try:
                 return convert(None if OmegaConf.is_missing(node, key) else node[key])
-            except Exception:  # any resolver may fail in any way; what is not read must not matter
+            except Exception:  # resolvers may raise anything; unread keys must not matter
                 return str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
 
         with _resolvers():
@@ -199,7 +197,7 @@ class ConfigReader:
 
 @dataclass(frozen=True)
 class ComposedConfig:
-    """A framework config with everything merged, and which of its keys can be edited in the file itself."""
+    """A merged framework config, which also knows which keys can be edited in the file itself."""
 
     path: Path
     reader: ConfigReader
@@ -207,30 +205,29 @@ class ComposedConfig:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The whole config as plain data."""
         return self.reader.plain()
 
     def literal(self, key: str) -> bool:
-        """Whether the key can be edited in the file: its value stands there literally, or nowhere at all."""
+        """Whether the key can be edited in the file: it is set there literally, or nowhere at all."""
         from trimtab.formats import write_back
 
         if self.on_command_line(key):
             return False
-        standing = write_back.standing(self._text, key)
-        if standing == "absent":
+        key_standing = write_back.key_standing(self._text, key)
+        if key_standing == "absent":
             return not self.reader.has(key)
-        # A defaults file may add to a mapping, or come after this file: then editing here would not do.
-        return standing == "literal" and self._own.get(key) == self.reader.get(key)
+        # A defaults file may add to a mapping, or be merged after this file: then an edit here has no effect.
+        return key_standing == "literal" and self._own.get(key) == self.reader.get(key)
 
     def states(self, key: str, value: Any) -> bool:
-        """Whether the file (without the command line) already says this."""
+        """Whether the file, without the command line, has this value already."""
         if self.on_command_line(key):
             return False
         found = self.reader.get(key)
         return found == value and isinstance(found, bool) == isinstance(value, bool)
 
     def on_command_line(self, key: str) -> bool:
-        """Whether an override touches the key, something above it or something below it."""
+        """Whether an override sets the key, its parent or its child."""
         return any(key == k or key.startswith(f"{k}.") or k.startswith(f"{key}.") for k in self.overridden)
 
     @cached_property
@@ -243,12 +240,12 @@ class ComposedConfig:
 
 
 def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
-    """Read a framework config with its parents and with `key=value` overrides applied."""
+    """Read a framework config with its parents and `key=value` overrides."""
     own = _load(path)
     defaults = _raw(own).get("defaults")
     parsed = _parse_overrides(overrides)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # search paths that are not there show up as missing configs, if at all
+        warnings.simplefilter("ignore")  # missing search paths show up as missing configs
         if defaults is None or _names_files(defaults):
             config = _with_parents(path, own, ())
             _apply_overrides(config, parsed, path)
@@ -259,7 +256,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
 
 
 def _load(path: Path) -> Any:
-    """One YAML file as OmegaConf reads it, without its parents."""
+    """A YAML file as OmegaConf reads it, without its parents."""
     import yaml  # type: ignore[import-untyped]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -284,7 +281,7 @@ def _load(path: Path) -> Any:
 
 
 def _check_aliases(text: str, path: Path) -> None:
-    """Refuse aliases that contain themselves or multiply beyond measure, before anything copies them out."""
+    """Refuse recursive and excessive aliases before anything expands them."""
     if "*" not in text or "&" not in text:
         return
     import yaml
@@ -311,7 +308,7 @@ def _check_aliases(text: str, path: Path) -> None:
 
 
 def _raw(config: Any) -> dict[str, Any]:
-    """The top level as it is written: nothing is resolved, so nothing can fail."""
+    """The unresolved top level; cannot fail."""
     from omegaconf import OmegaConf
 
     data: Any = OmegaConf.to_container(config, resolve=False)
@@ -319,13 +316,13 @@ def _raw(config: Any) -> dict[str, Any]:
 
 
 def _names_files(defaults: Any) -> bool:
-    """Whether `defaults` names parent files by path (NeMo RL) instead of Hydra's config groups."""
+    """Whether `defaults` names parent files by path (NeMo RL) rather than Hydra config groups."""
     entries = [defaults] if isinstance(defaults, str) else list(defaults) if hasattr(defaults, "__iter__") else []
     return bool(entries) and all(isinstance(e, str) and e.endswith((".yaml", ".yml")) for e in entries)
 
 
 def _with_parents(path: Path, config: Any, children: tuple[Path, ...]) -> Any:
-    """Merge parent files named by path below their child, depth first; later parents win over earlier ones."""
+    """Merge parent files below their child, depth first; later parents win."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -338,7 +335,7 @@ def _with_parents(path: Path, config: Any, children: tuple[Path, ...]) -> Any:
         raise InputError("a parent file cannot have a Hydra defaults list of its own", where=f"{path}: defaults")
     here = path.resolve()
     if here in children or len(children) >= MAX_PARENTS:
-        raise InputError("the parents named in `defaults` go round in a circle", where=f"{path}: defaults")
+        raise InputError("the parents named in `defaults` form a cycle", where=f"{path}: defaults")
     merged: Any = OmegaConf.create({})
     for name in [defaults] if isinstance(defaults, str) else list(defaults):
         parent = path.parent / str(name)
@@ -357,7 +354,7 @@ def _merge(base: Any, child: Any, path: Path) -> Any:
 
     try:
         for key, raw in _raw(child).items():
-            if isinstance(raw, dict) and raw.get("_override_") is True:  # NeMo RL: this section replaces its parent's
+            if isinstance(raw, dict) and raw.get("_override_") is True:  # NeMo RL: replaces the parent's section
                 child[key].pop("_override_")
                 base.pop(key, None)
         return OmegaConf.merge(base, child)
@@ -398,7 +395,7 @@ def _apply_overrides(config: Any, parsed: list[Any], path: Path) -> None:
     for override in parsed:
         try:
             ConfigLoaderImpl._apply_overrides_to_config(overrides=[override], cfg=config)
-        except Exception as error:  # noqa: PERF203 - they have no common root, and resolvers may raise anything
+        except Exception as error:  # noqa: PERF203 - no common base class, and resolvers may raise anything
             key = str(override.key_or_group)
             near = nearest(key, _dotted_keys(config))
             raise InputError(
@@ -410,10 +407,10 @@ def _apply_overrides(config: Any, parsed: list[Any], path: Path) -> None:
 
 
 def _with_search_path(path: Path, own: Any, overrides: Sequence[str]) -> list[str]:
-    """The overrides, and the file's `hydra.searchpath` as folders that are there.
+    """The overrides, plus the file's `hydra.searchpath` with existing folders.
 
-    Hydra looks for `pkg://verl.trainer.config` among installed packages and for `file://verl/trainer/config` in the
-    working folder. A config is planned in other places too: so a folder of that name is looked for above the file.
+    Hydra looks for `pkg://verl.trainer.config` in installed packages and for `file://verl/trainer/config` in the
+    working folder. Configs are also planned elsewhere, so a folder of that name is looked for above the file.
     """
     entries = (_raw(own).get("hydra") or {}).get("searchpath")
     given = any(override.lstrip("+~").startswith("hydra.searchpath=") for override in overrides)
@@ -426,7 +423,7 @@ def _with_search_path(path: Path, own: Any, overrides: Sequence[str]) -> list[st
 
 
 def _found_folder(entry: str, path: Path) -> str:
-    """A search path entry as a folder that is there, or as it stands where none is."""
+    """A search path entry as an existing folder, or unchanged if there is none."""
     scheme, _, place = entry.rpartition("://")
     if scheme not in ("pkg", "file", ""):
         return entry
@@ -436,9 +433,9 @@ def _found_folder(entry: str, path: Path) -> str:
     above = [Path.cwd(), *path.resolve().parents]
     if scheme == "pkg":
         with suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(wanted.parts[0])  # of the topmost package: nothing is imported
+            spec = importlib.util.find_spec(wanted.parts[0])  # of the top-level package: imports nothing
             above = [*(Path(at).parent for at in (spec and spec.submodule_search_locations) or ()), *above]
-    # A checkout has the name of its package: beside the file's own it may be verl/verl.
+    # A checkout is named like its package: it may be verl/verl.
     for folder in (base / inner / wanted for inner in ("", wanted.parts[0]) for base in above):
         if folder.is_dir():
             return f"file://{folder}"
@@ -470,7 +467,7 @@ def _compose_with_hydra(path: Path, overrides: Sequence[str]) -> Any:
             where=f"{path}: defaults",
             hint="say where it is: hydra.searchpath=[file:///FOLDER], or give the resolved .hydra/config.yaml of a run",
         ) from None
-    except Exception as error:  # Hydra raises its own, OmegaConf's, YAML's and plain Python's errors
+    except Exception as error:  # errors of Hydra, OmegaConf, YAML or Python
         raise InputError(
             f"Hydra cannot compose this config: {_first_line(error)}",
             where=str(path),
@@ -493,7 +490,7 @@ def _dotted_keys(config: Any, prefix: str = "", depth: int = 0) -> list[str]:
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number, also where YAML or a shell made it a string (`1e3`, `'8'`); None for anything else."""
+    """A finite number, also as a string of YAML or a shell (`1e3`, `'8'`); None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -1,37 +1,43 @@
-"""One run's log while it grows: bytes of its files in, whole steps out.
+"""Parses the log of a running job: bytes of its files in, complete steps out.
 
-A step may come in several lines, and in several files; several processes may write into one file, or each log the same
-steps. Every process's lines are read on their own, so that a block of one is never mixed with another's, and a step
-counts once, as the process that told it first told it. A step is given out when the next one begins, or when nothing
-was added to it between two calls of `settle`. What must never happen: that a half line counts, that a step counts
-twice, or that lines of two processes make one step. No file is opened here and no clock is read.
+A step may come in several lines and files; several processes may write into one file, or each log the same steps. Lines
+of each process are parsed separately, and a step counts once, as first logged. A step is emitted when the next one
+begins, or when nothing was added to it between two calls of `settle`. Incomplete lines and event records wait for the
+rest. What must never happen: a half line counts, a step counts twice, or lines of two processes make one step. No file
+is opened here and no clock is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from trimtab.formats.logs.follow_bytes import EventBytes, LineBytes, is_event_head
 from trimtab.formats.logs.reader import JoinedSteps, disagree, periodic_work
-from trimtab.formats.logs.records import LogFramework, LogLine, LogParser, StepRecord
+from trimtab.formats.logs.records import MAX_LINE_BYTES, LogFramework, LogLine, LogParser, StepRecord
+from trimtab.formats.logs.tensorboard import MAX_RECORD_BYTES, Scalar, scalars_of
+from trimtab.formats.logs.wrapped_lines import WrappedLines
 
 NEAR_LINES = 50
-"""Two processes that log the same step without a mark of their own do so within so many lines; a restart takes more."""
+"""Processes without a prefix that log the same step do so within this many lines; a restart takes more."""
 
-MOST_PROCESSES = 256
+MAX_PROCESSES = 256
 LATE_STEPS = 1
-"""A process seen for the first time that is further behind than this was started anew."""
+"""A new process that is further behind than this was restarted."""
 
 CHECKPOINTS = ("save_checkpoint", "checkpointing")
+HEAD_BYTES = 64
+_EVENT_FILE = b"brain.Event:"
+_HEAD, _CHECKSUM = 12, 4
 
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """One whole step.
+    """A complete step.
 
-    `restart`: the run was started anew before it. `extra` is periodic work that made it longer; `saved`: a checkpoint
-    was written in it, however quickly.
+    `restart`: the run was restarted before it. `extra` is periodic work that made it longer; `saved`: it wrote a
+    checkpoint, however quickly.
     """
 
     number: int
@@ -43,45 +49,44 @@ class LoggedStep:
 
 @dataclass
 class _LogProcess:
-    """One process that logs steps."""
+    """A process that logs steps."""
 
     parser: LogParser
-    named: bool  # it has a mark; lines without one may be of several
-    newest: int = -1  # the last step that it told; -1: none
+    named: bool  # has a prefix; lines without one may be of several processes
+    newest: int = -1  # the last step that it logged; -1: none
 
 
 @dataclass
 class _LogFile:
-    """One file, from where it was last started anew."""
+    """A file, since it was last truncated or replaced."""
 
-    head: bytes = b""  # until it is known what kind of file it is
+    head: bytes = b""  # until the kind of file is known
     lines: LineBytes | None = None
     events: EventBytes | None = None
-    processes: dict[str, _LogProcess] = field(default_factory=dict)  # by the mark before their lines
-    open_event: StepRecord | None = None  # the step whose scalars are coming
+    processes: dict[str, _LogProcess] = field(default_factory=dict)  # by the prefix of their lines
+    open_event: StepRecord | None = None  # the step whose scalars are being read
     at_line: int = 0
-    told_at: int = -NEAR_LINES  # the line of the newest step
+    newest_line: int = -NEAR_LINES  # line of the newest step
 
 
 class RunLog:
-    """The log of one run, which may be several files."""
+    """The log of a run, which may be several files."""
 
     def __init__(self, framework: LogFramework) -> None:
         self.framework = framework
         self.joined = JoinedSteps(framework)
-        self.others = 0  # records that another process told already
+        self.duplicates = 0  # records that another process logged already
         self._files: dict[str, _LogFile] = {}
-        self._waiting: list[
-            tuple[StepRecord, bool]
-        ] = []  # not given out yet, oldest first; whether a restart is before it
+        # Not emitted yet, oldest first; whether a restart precedes it.
+        self._waiting: list[tuple[StepRecord, bool]] = []
         self._changes = self._changes_seen = 0
         self._arrived = self._arrived_seen = 0  # bytes
-        self._leader: _LogProcess | None = None  # who told the newest step
+        self._leader: _LogProcess | None = None  # which logged the newest step
 
-    # ---- what comes ------------------------------------------------------------------------------------------------
+    # ---- input -----------------------------------------------------------------------------------------------------
 
     def take(self, name: str, data: bytes) -> list[LoggedStep]:
-        """More bytes of a file; the steps that are whole now."""
+        """Add bytes of a file; return the steps that are complete now."""
         self._arrived += len(data)
         file = self._files.setdefault(name, _LogFile())
         if file.lines is None and file.events is None:
@@ -91,24 +96,24 @@ class RunLog:
                 return []
             data = self._begin(file, kind)
         self._read(file, data)
-        return self._given(all_of=False)
+        return self._emit(include_newest=False)
 
-    def anew(self, name: str) -> None:
-        """The file was truncated or replaced: what follows is its beginning. What was half there is lost."""
+    def file_replaced(self, name: str) -> None:
+        """The file was truncated or replaced: the next bytes are its beginning. Incomplete input is dropped."""
         file = self._files.get(name)
         if file is None:
             return
         self._end_of(file, cut=True)
         processes = file.processes
         self._files[name] = again = _LogFile()
-        # They are remembered, so that one which begins again from an earlier step is known to have been restarted.
+        # Kept, so that a process that begins again from an earlier step is known to be restarted.
         again.processes = {
             mark: _LogProcess(self.framework.parser(), process.named, process.newest)
             for mark, process in processes.items()
         }
 
     def settle(self) -> list[LoggedStep]:
-        """To be called now and then: a step to which nothing was added since the last call is whole."""
+        """Call periodically: a step to which nothing was added since the last call is complete."""
         if self._arrived == self._arrived_seen:
             for file in self._files.values():
                 for at, mark, line in file.lines.quiet() if file.lines is not None else ():
@@ -116,20 +121,19 @@ class RunLog:
         self._arrived_seen = self._arrived
         quiet = self._changes == self._changes_seen
         self._changes_seen = self._changes
-        return self._given(all_of=quiet)
+        return self._emit(include_newest=quiet)
 
     def end(self) -> list[LoggedStep]:
-        """Nothing more will come."""
         for file in self._files.values():
             if file.head and file.lines is None and file.events is None:
                 data = self._begin(file, kind=False)
                 self._read(file, data)
             self._end_of(file, cut=False)
-        return self._given(all_of=True)
+        return self._emit(include_newest=True)
 
     @property
     def lines(self) -> int:
-        """Lines of text that were read, of the files as they are now."""
+        """Lines of text read, of the current files."""
         return sum(file.lines.count for file in self._files.values() if file.lines is not None)
 
     # ---- files -----------------------------------------------------------------------------------------------------
@@ -138,7 +142,7 @@ class RunLog:
         if kind:
             file.events = EventBytes(self.framework.keeps)
         else:
-            file.lines = LineBytes(self.framework.needles, self.framework.starts)
+            file.lines = LineBytes(self.framework.needles, self.framework.line_start)
         data, file.head = file.head, b""
         return data
 
@@ -162,7 +166,7 @@ class RunLog:
 
     def _process(self, file: _LogFile, mark: str) -> _LogProcess:
         if mark not in file.processes:
-            while len(file.processes) >= MOST_PROCESSES:
+            while len(file.processes) >= MAX_PROCESSES:
                 del file.processes[next(iter(file.processes))]
             file.processes[mark] = _LogProcess(self.framework.parser(), named=bool(mark))
         return file.processes[mark]
@@ -173,7 +177,7 @@ class RunLog:
             self._take_record(file, self._process(file, ""), record)
 
     def _end_of(self, file: _LogFile, *, cut: bool) -> None:
-        """A file has ended; where it was cut, what its processes had begun is not whole."""
+        """End a file; if it was cut, incomplete records of its processes are not whole."""
         if file.events is not None:
             if file.events.end():
                 self.joined.cut_off += 1
@@ -190,39 +194,125 @@ class RunLog:
     def _take_record(self, file: _LogFile, process: _LogProcess, record: StepRecord) -> None:
         newest = self.joined.newest
         timed = any(name.startswith(self.framework.prefix) for name in record.values)
-        if record.whole and timed and newest is not None and self._told_already(file, process, record, newest):
+        if record.whole and timed and newest is not None and self._is_duplicate(file, process, record, newest):
             process.newest = max(process.newest, record.step)
-            self.others += 1
+            self.duplicates += 1
             return
         before = dict(newest.values) if newest is not None else {}
         pieces = len(self.joined.pieces)
         if self.joined.take(record):
             process.newest, self._leader = record.step, process
-            file.told_at = file.at_line
+            file.newest_line = file.at_line
             self._waiting.append((record, 0 < pieces < len(self.joined.pieces)))
             self._changes += 1
         elif newest is not None and newest.values != before:
             self._changes += 1
 
-    def _told_already(self, file: _LogFile, process: _LogProcess, record: StepRecord, newest: StepRecord) -> bool:
-        """Whether another process told this step, and this is not the run started anew."""
+    def _is_duplicate(self, file: _LogFile, process: _LogProcess, record: StepRecord, newest: StepRecord) -> bool:
+        """Whether another process logged this step already, and this is no restart."""
         if record.step > newest.step:
             return False
         if process is self._leader:
-            near = record.step == newest.step and 0 < file.at_line - file.told_at <= NEAR_LINES
+            near = record.step == newest.step and 0 < file.at_line - file.newest_line <= NEAR_LINES
             return near and not process.named and disagree(self.framework, record, newest)
         if process.newest >= 0:
-            return record.step > process.newest  # it goes on, a little behind; else it has begun again
+            return record.step > process.newest  # slightly behind; else it was restarted
         return record.step >= newest.step - LATE_STEPS
 
-    def _given(self, *, all_of: bool) -> list[LoggedStep]:
-        """The steps that are whole and were not given out yet; of the newest one more may come."""
-        until = len(self._waiting) if all_of else len(self._waiting) - 1
-        given = [_step(self.framework, record, restart) for record, restart in self._waiting[: max(until, 0)]]
-        del self._waiting[: len(given)]
-        return given
+    def _emit(self, *, include_newest: bool) -> list[LoggedStep]:
+        """The complete steps that were not emitted yet; the newest may still grow."""
+        until = len(self._waiting) if include_newest else len(self._waiting) - 1
+        steps = [_step(self.framework, record, restart) for record, restart in self._waiting[: max(until, 0)]]
+        del self._waiting[: len(steps)]
+        return steps
 
 
 def _step(framework: LogFramework, record: StepRecord, restart: bool) -> LoggedStep:
     saved = any(record.values.get(framework.prefix + name, 0.0) > 0 for name in CHECKPOINTS)
     return LoggedStep(record.step, dict(record.values), restart, periodic_work(framework, record.values), saved)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+class LineBytes:
+    """Splits a text file into lines that contain a needle, each with its number and process."""
+
+    def __init__(self, needles: tuple[bytes, ...], line_start: re.Pattern[str] | None = None) -> None:
+        self.count = 0
+        self._needles = needles
+        self._wraps = WrappedLines(line_start)
+        self._rest = b""
+
+    def take(self, data: bytes) -> Iterator[tuple[int, str, LogLine]]:
+        """The lines completed by these bytes. A carriage return ends a line too: progress bars use it."""
+        # A file truncated under its writer begins with zeros.
+        data = data.replace(b"\r", b"\n").replace(b"\0", b"")
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            # No log has such lines: dropped, so that no file fills the memory.
+            self._rest = b""
+        for line in whole:
+            self.count += 1
+            # A line after one that may be wrapped is always checked.
+            if self._wraps.holds or any(needle in line for needle in self._needles):
+                yield from self._numbered(self._wraps.take(_text(line[:MAX_LINE_BYTES])))
+
+    def quiet(self) -> Iterator[tuple[int, str, LogLine]]:
+        """Nothing came for a while: release the line held back."""
+        yield from self._numbered(self._wraps.end())
+
+    def end(self) -> Iterator[tuple[int, str, LogLine]]:
+        """The last line if it has no newline: it may be cut off."""
+        rest, self._rest = self._rest, b""
+        if rest.strip():
+            self.count += 1
+            yield from self._numbered(self._wraps.take(_text(rest), whole=False))
+        yield from self._numbered(self._wraps.end())
+
+    def _numbered(self, lines: Iterator[tuple[str, LogLine]]) -> Iterator[tuple[int, str, LogLine]]:
+        for mark, line in lines:
+            yield self.count, mark, line
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+class EventBytes:
+    """Parses the scalars of a TensorBoard event file."""
+
+    def __init__(self, keeps: Callable[[str], bool]) -> None:
+        self._keeps = keeps
+        self._rest = b""
+        self.broken = False  # malformed bytes: nothing after them can be read
+
+    def take(self, data: bytes) -> list[Scalar]:
+        """The scalars of the records completed by these bytes."""
+        found: list[Scalar] = []
+        rest = memoryview(self._rest + data)
+        while not self.broken and len(rest) >= _HEAD:
+            length = struct.unpack("<Q", rest[:8])[0]
+            if length > MAX_RECORD_BYTES:
+                self.broken = True
+            elif len(rest) < _HEAD + length + _CHECKSUM:
+                break
+            else:
+                try:
+                    found.extend(scalars_of(rest[_HEAD : _HEAD + length], self._keeps))
+                except (ValueError, struct.error, IndexError):
+                    self.broken = True
+                rest = rest[_HEAD + length + _CHECKSUM :]
+        self._rest = b"" if self.broken else bytes(rest)
+        return found
+
+    def end(self) -> bool:
+        """Whether the file ends in a cut-off record."""
+        return bool(self._rest) or self.broken
+
+
+def is_event_head(data: bytes) -> bool | None:
+    """Whether a file with this head is TensorBoard's; None if the head is too short."""
+    if _EVENT_FILE in data[:HEAD_BYTES]:
+        return True
+    return False if len(data) >= HEAD_BYTES or b"\n" in data[:HEAD_BYTES] else None

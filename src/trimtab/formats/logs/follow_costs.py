@@ -1,8 +1,8 @@
-"""What a followed run's timers mean: which are costs, which are waits, and where the run's configuration puts whom.
+"""Interprets the timers of a followed run: which are costs, which are waits, and on which GPUs components run.
 
-The first steps that count settle it, as they do for a profile of a finished log. A time that is a wait is shown and
-never given out as a cost; neither is one of a step that logs timers of a mode in which it would be a wait. Numbers of
-GPUs come from the configuration that the run was started with, read as the planner reads it; none is guessed.
+The first counted steps decide, as for a profile of a finished log. A time that is a wait is shown but must never count
+as a cost; the same holds for a step that logs timers of a mode in which it would be a wait. GPU counts come from the
+config that the run was started with, read as the planner reads it; none is guessed.
 """
 
 from __future__ import annotations
@@ -30,37 +30,36 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "nemo_rl": ("generation", "policy"),
     "openrlhf": ("rollout", "actor"),
 }
-"""Without these no run trains; a run that warms up its critic logs them later."""
+"""Components that every run has; a run that warms up its critic logs them later."""
 
 _VERL_MODES = ("colocate_async", "separate_async")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of a run: the file and what was overridden on its command line."""
+    """The config of a run: the file and its command-line overrides."""
 
     path: Path
     overrides: tuple[str, ...] = ()
 
     def load(self, profile: Profile | None) -> LoadedJob:
-        """The job with these costs."""
         return load(self.path, self.overrides, profile)
 
     def placement(self, components: Iterable[str]) -> tuple[CurrentPlacement, Cluster]:
-        """Where these components are now, and on what; an InputError where the file does not say."""
-        # Where things are does not depend on what they cost, but a framework's file is read with costs only.
+        """The components' placement and the cluster. Raises InputError if the file does not state it."""
+        # A placement does not depend on costs, but framework configs can only be read with costs.
         some = tuple(ComponentProfile(name, ((1, 1.0),)) for name in components if name != WEIGHT_SYNC)
         loaded = self.load(Profile("", some))
         if loaded.current is None:
             raise InputError(
-                "the configuration does not say where the components are now",
+                "the config does not state where the components are now",
                 where=str(self.path),
-                hint="give the configuration that the run was started with, and its overrides",
+                hint="give the config that the run was started with, and its overrides",
             )
         return loaded.current, loaded.job.cluster
 
     def framework(self) -> str | None:
-        """Whose configuration it is, where it is a framework's."""
+        """The framework of the config; None for trimtab's job file."""
         from trimtab.formats import job
         from trimtab.formats.frameworks.hydra_config import compose
         from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
@@ -72,10 +71,10 @@ class RunConfig:
         if job.matches(composed.config):
             return None
         known = (rlinf, verl, nemo_rl, openrlhf)
-        return next((dialect.NAME for dialect in known if dialect.matches(composed.reader)), None)
+        return next((framework.NAME for framework in known if framework.matches(composed.reader)), None)
 
     def asynchronous(self) -> str | None:
-        """The mode, where it is one in which generation runs beside training."""
+        """The mode if generation runs beside training, else None."""
         from trimtab.formats.frameworks.hydra_config import compose
 
         reader = compose(self.path, self.overrides).reader
@@ -84,7 +83,7 @@ class RunConfig:
         if reader.has("actor_rollout_ref") and reader.has("rollout.nnodes"):
             return "one_step_off"
         if reader.has("vllm.num_engines"):
-            return None  # OpenRLHF's timers are of each component's own work, also side by side
+            return None  # OpenRLHF's timers exclude waits, also side by side
         if reader.get("grpo.async_grpo.enabled", False) is True:
             return "asynchronous GRPO"
         mode = reader.get("trainer.v1.trainer_mode", "sync")
@@ -93,7 +92,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TimerReading:
-    """What the timers of one run mean. `waits` says why, by component; `derived`: the last one's timer is no cost."""
+    """The meaning of a run's timers. `waits`: reasons by component; `derived`: the last component's timer is no
+    cost.
+    """
 
     framework: LogFramework
     facts: RunFacts
@@ -101,47 +102,48 @@ class TimerReading:
     derived: bool = False
 
     def seconds(self, step: LoggedStep) -> dict[str, float]:
-        """What the log says of each component in a step, waits among it."""
+        """The logged seconds of each component in a step, waits included."""
         record = StepRecord(step.number, dict(step.values))
         samples = logs.samples_of(self.framework, [record], self.facts)
         if self.derived and not logs.derive_last(self.framework, [record], samples, self.waits):
-            # Its own timer contains waiting, and with periodic work in the step what the others leave is no cost.
+            # Its timer contains waiting, and with periodic work the rest of the step is no cost.
             samples.pop(self.framework.last, None)
-        return {name: one.seconds for name, (one,) in samples.items()}
+        return {name: sample.seconds for name, (sample,) in samples.items()}
 
     def costs(self, step: LoggedStep) -> dict[str, float]:
-        """What each component cost in a step, where that is known."""
+        """The cost of each component in a step, where known."""
         waits = {*self.waits, *self.framework.waiting(frozenset(step.values))}
         return {name: taken for name, taken in self.seconds(step).items() if name not in waits and taken > 0}
 
     def total(self, step: LoggedStep) -> float | None:
-        """How long a step took; None where it says nothing of one, or periodic work fell into it."""
+        """Seconds of a step; None if not logged, or with periodic work."""
         total = step.values.get(self.framework.prefix + self.framework.total, 0.0)
         return total if total > 0 and not step.extra else None
 
     def length(self, step: LoggedStep) -> float | None:
-        """The mean length of its answers, in tokens."""
-        return self.framework.amounts(step.values)[1]
+        """Mean response length in tokens."""
+        return self.framework.token_counts(step.values)[1]
 
 
 def reading_of(framework: LogFramework, steps: Sequence[LoggedStep], facts: RunFacts) -> TimerReading:
-    """What the timers mean, by the first steps that count."""
+    """The meaning of the timers, by the first counted steps."""
     records = [StepRecord(step.number, dict(step.values)) for step in steps]
     samples = logs.samples_of(framework, records, facts)
     if not samples:
         raise InputError(
-            f"no component's time is among what this {framework.name} log holds", hint=f"read are: {framework.reads}"
+            f"no component's time is among what this {framework.name} log holds",
+            hint=f"supported: {framework.supported_logs}",
         )
     waits, derived = logs.waits_of(framework, records, samples, facts)
     return TimerReading(framework, facts, waits, derived)
 
 
 def profile_of(reading: TimerReading, steps: Sequence[LoggedStep], gpus: Mapping[str, int]) -> Profile:
-    """What everything costs in these steps, on as many GPUs as it has; waits are left out."""
+    """The costs in these steps on the given GPU counts, without waits."""
     samples: dict[str, list[measured.CostSample]] = {}
     for step in steps:
         for name, seconds in reading.costs(step).items():
             samples.setdefault(name, []).append(measured.CostSample(seconds))
-    most = max(gpus.values(), default=1)
-    found = [measured.summarise(name, gpus.get(name) or most, taken) for name, taken in samples.items()]
+    highest = max(gpus.values(), default=1)
+    found = [measured.summarise(name, gpus.get(name) or highest, taken) for name, taken in samples.items()]
     return Profile(reading.framework.name, tuple(found))

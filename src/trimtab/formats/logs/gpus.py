@@ -1,7 +1,7 @@
-"""How many GPUs each component of a logged run had: as the user says, or as the run's own configuration says.
+"""GPU counts of each component of a logged run: from the user, or from the run's config.
 
-Never guessed: a log does not tell, and a profile with a wrong count makes every plan wrong. A configuration is read
-with its parents, as the framework reads it; what it does not state must be given by hand.
+Never guessed: a log does not contain them, and a wrong count makes every plan wrong. A config is read with its parents,
+as the framework reads it; what it does not state must be given by hand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.formats import yaml_text
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 
-HOW_TO_SAY = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
+GPUS_HINT = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "rollout": ("rollout", "generation"),
@@ -27,49 +27,49 @@ ROLES: Mapping[str, tuple[str, ...]] = {
         *("policy", "logprobs", "value_inference", "value_training"),
     ),
 }
-"""Words for several components at once; a component's own name goes before them."""
+"""Names for several components at once; a component's own name takes precedence."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run besides its log.
+    """Facts about a run that its log does not contain.
 
-    `asynchronous` names the mode where it is one; `shared` says that all components take turns on the same GPUs.
+    `asynchronous` names the mode if it is asynchronous; `shared`: all components take turns on the same GPUs.
     """
 
-    everywhere: int | None = None
+    default_gpus: int | None = None
     by_name: Mapping[str, int] = field(default_factory=dict)
     answers_per_step: int | None = None
     asynchronous: str | None = None
     shared: bool = False
 
     def gpus(self, component: str) -> int | None:
-        """The GPUs of a component, or `None` where nothing says."""
+        """The GPUs of a component; `None` if unknown."""
         if component in self.by_name:
             return self.by_name[component]
         for role, members in ROLES.items():
             if component in members and role in self.by_name:
                 return self.by_name[role]
-        if self.everywhere is None and component == "weight_sync" and self.by_name:
+        if self.default_gpus is None and component == "weight_sync" and self.by_name:
             # The copy reaches every GPU that takes part in it.
             return max(self.by_name.values())
-        return self.everywhere
+        return self.default_gpus
 
-    def over(self, other: RunFacts) -> RunFacts:
-        """These facts, and the other's where these are silent."""
+    def with_defaults(self, other: RunFacts) -> RunFacts:
+        """These facts, completed by the other's."""
         return RunFacts(
-            everywhere=self.everywhere if self.everywhere is not None else other.everywhere,
-            # A count for all components is meant for all: it is not mixed with another source's exceptions.
-            by_name=dict(self.by_name) if self.everywhere is not None else {**other.by_name, **self.by_name},
+            default_gpus=self.default_gpus if self.default_gpus is not None else other.default_gpus,
+            # A count for all components is not mixed with another source's exceptions.
+            by_name=dict(self.by_name) if self.default_gpus is not None else {**other.by_name, **self.by_name},
             answers_per_step=self.answers_per_step or other.answers_per_step,
             asynchronous=self.asynchronous or other.asynchronous,
             shared=self.shared or other.shared,
         )
 
 
-def from_words(words: Iterable[str]) -> RunFacts:
+def from_options(words: Iterable[str]) -> RunFacts:
     """The counts of `--gpus`: `16`, or `rollout=8`."""
-    everywhere: int | None = None
+    default_gpus: int | None = None
     by_name: dict[str, int] = {}
     for word in words:
         name, equals, count = word.rpartition("=")
@@ -80,12 +80,12 @@ def from_words(words: Iterable[str]) -> RunFacts:
         if name:
             by_name[name] = gpus
         else:
-            everywhere = gpus
-    return RunFacts(everywhere, by_name)
+            default_gpus = gpus
+    return RunFacts(default_gpus, by_name)
 
 
 def check_names(facts: RunFacts, components: Iterable[str]) -> None:
-    """Raise InputError where a count is given for a component that was not measured."""
+    """Raise InputError for a count of a component that was not measured."""
     known = list(components)
     for name in facts.by_name:
         if name not in known and not (name in ROLES and any(member in known for member in ROLES[name])):
@@ -95,13 +95,13 @@ def check_names(facts: RunFacts, components: Iterable[str]) -> None:
 
 
 def from_config(path: Path, framework: str) -> RunFacts:
-    """What a run's configuration says, with its parents and its interpolations."""
+    """The facts in a run's config, with its parents and interpolations resolved."""
     if framework == "nemo_rl":
         return _nemo_rl(compose(path).reader)
     readers = {"verl": _verl, "rlinf": _rlinf, "openrlhf": _openrlhf}
     try:
         config = compose(path).config
-    except InputError:  # config groups that are not there: the counts may stand in the file itself
+    except InputError:  # missing config groups: the file itself may state the counts
         config = yaml_text.read_mapping(path)
     return readers[framework](config, str(path))
 
@@ -132,7 +132,7 @@ def _nemo_rl(reader: ConfigReader) -> RunFacts:
     try:
         gpus = nemo_rl.gpus_of(reader)
     except InputError as error:
-        raise InputError(error.what, where=error.where, hint=f"say the GPUs yourself: {HOW_TO_SAY}") from None
+        raise InputError(error.what, where=error.where, hint=f"give the GPUs: {GPUS_HINT}") from None
     by_name = {"generation": gpus.generation, **({"reward": gpus.reward} if gpus.reward else {})}
     algorithm = next((name for name in ("grpo", "ppo", "distillation") if reader.has(name)), "grpo")
     keys = (f"{algorithm}.num_prompts_per_step", f"{algorithm}.num_generations_per_prompt")
@@ -155,11 +155,11 @@ def _rlinf(config: Mapping[str, Any], name: str) -> RunFacts:
                 raise InputError(
                     f"the GPUs of {component.strip()} cannot be counted from {value!r:.80}",
                     where=f"{name}: cluster.component_placement",
-                    hint=HOW_TO_SAY,
+                    hint=GPUS_HINT,
                 )
             by_name[component.strip()] = gpus
     if "actor" in by_name:
-        # What has no place of its own (inference in shared mode) runs where the actor does.
+        # Components without a placement (inference in shared mode) run on the actor's GPUs.
         by_name.setdefault("trainer", by_name["actor"])
     if total is None and not by_name:
         _count(config, "cluster.num_gpus_per_node", name)
@@ -167,13 +167,13 @@ def _rlinf(config: Mapping[str, Any], name: str) -> RunFacts:
 
 
 def _ranks(value: Any, total: int | None) -> int | None:
-    """How many GPUs an RLinf placement names: `all`, `3`, `0-7`, `0-3,6`, `0:0-4,1:5-9`."""
+    """GPUs of an RLinf placement: `all`, `3`, `0-7`, `0-3,6`, `0:0-4,1:5-9`."""
     text = str(value).strip().lower()
     if text == "all":
         return total
     count = 0
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part.partition(":")[0])  # then come its processes
+        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part.partition(":")[0])  # after the colon: processes
         if not found or (found[2] and int(found[2]) < int(found[1])):
             return None
         count += int(found[2]) - int(found[1]) + 1 if found[2] else 1
@@ -195,7 +195,7 @@ def _count(config: Mapping[str, Any], dotted: str, name: str) -> int:
     value = _get(config, dotted)
     if not _is_count(value):
         found = "is not stated" if value is None else f"is {value!r:.60}, no plain number above 0"
-        raise InputError(f"{dotted} {found}", where=name, hint=f"say the GPUs yourself: {HOW_TO_SAY}")
+        raise InputError(f"{dotted} {found}", where=name, hint=f"give the GPUs: {GPUS_HINT}")
     return int(value)
 
 

@@ -1,8 +1,8 @@
-"""When answers finish: the completion curve of a rollout, from the lengths of its samples.
+"""Computes the completion curve of a rollout from the response lengths of its samples.
 
-All answers of a step start together and a decode step takes the same time for few and for many, so an answer is done
-after a share of the time that equals its share of the longest answer. A prompt group is done with its longest sample.
-Lengths are token counts where the dump has them; text alone gives characters, which is said.
+All responses of a step start together and a decode step takes the same time for few and for many, so a response is done
+after a share of the time that equals its share of the longest response. A prompt group is done with its longest sample.
+Lengths are token counts where the dump has them, else characters, with a note.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trimtab.formats.logs.records import LogLine, read_lines
 
 TOKEN_KEYS = ("response_tokens", "response_length", "output_tokens", "completion_tokens", "num_tokens")
 TEXT_KEYS = ("output", "response", "completion")
-MOST_TOKENS = 1e12
+MAX_TOKENS = 1e12
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 
 CompletionCurve = tuple[tuple[float, float], ...]
@@ -31,7 +31,7 @@ class _AnswerLength:
 
 
 def looks_like_dump(path: Path) -> bool:
-    """Whether the first line of a file is a sample and not a log."""
+    """Whether the first line of a file is a sample rather than a log line."""
     try:
         first = next(iter(read_lines(path)), None)
     except InputError:
@@ -40,9 +40,9 @@ def looks_like_dump(path: Path) -> bool:
 
 
 def read(paths: Sequence[Path], group_size: int | None = None) -> tuple[CompletionCurve, tuple[str, ...]]:
-    """The completion curve [share of batches done, share of time] of some dumps, and what to know about it.
+    """The completion curve [share of batches done, share of time] of dumps, and notes.
 
-    Without a group size, samples of one step with the same prompt text are a group; without prompts each is its own.
+    Without a group size, samples of a step with the same prompt are a group; without prompts each sample is its own.
     """
     if group_size is not None and group_size < 1:
         raise InputError("--group-size is 1 or more")
@@ -59,7 +59,7 @@ def read(paths: Sequence[Path], group_size: int | None = None) -> tuple[Completi
             if answer is None or data is None:
                 skipped += 1
                 continue
-            # Every step is a rollout of its own; a dump that names no steps is one rollout per file.
+            # Every step is a rollout; a dump without steps is a rollout per file.
             steps.setdefault((str(file), str(data.get("step", ""))), []).append(answer)
     if not steps:
         named = ", ".join(str(path) for path in paths)
@@ -85,7 +85,7 @@ def read(paths: Sequence[Path], group_size: int | None = None) -> tuple[Completi
 
 
 def curve(rollouts: Sequence[Sequence[float]]) -> CompletionCurve:
-    """The mean curve of rollouts, each the ascending lengths of its groups: never falling, ending in (1, 1)."""
+    """The mean curve of rollouts, each the ascending lengths of its groups: monotonic, ending in (1, 1)."""
     points: list[tuple[float, float]] = []
     for share in SHARES:
         times = [_time_of(share, lengths) for lengths in rollouts]
@@ -95,7 +95,7 @@ def curve(rollouts: Sequence[Sequence[float]]) -> CompletionCurve:
 
 
 def _time_of(share: float, lengths: Sequence[float]) -> float:
-    """The share of the longest answer's time by which a share of the groups is done; linear between groups."""
+    """The share of the longest response's time by which a share of the groups is done; interpolated."""
     position = share * len(lengths)
     whole = min(int(position), len(lengths) - 1)
     below = lengths[whole - 1] if whole else 0.0
@@ -143,7 +143,7 @@ def _answer(data: Mapping[str, Any] | None, units: set[str]) -> _AnswerLength | 
         value = data.get(key)
         if isinstance(value, list):
             value = len(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_TOKENS:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_TOKENS:
             units.add("tokens")
             return _AnswerLength(float(value), prompt)
     for key in TEXT_KEYS:

@@ -1,7 +1,7 @@
-"""From samples to a component's cost: the one place where medians, spreads and drifts are counted.
+"""Computes a component's cost from samples: median, spread and drift.
 
-The log importers and the timer both end here, so that a profile means the same wherever it came from. Nothing is
-smoothed or thrown away here; which samples count has been decided by the caller.
+Used by the log readers and the timer, so that profiles mean the same whatever their source. Nothing is smoothed or
+dropped here; the caller decides which samples count.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from trimtab.model.profile import ComponentProfile
 
 WARMUP_STEPS = 2
-"""Steps dropped at the start of a run: compilation, CUDA graphs and cold caches make them longer."""
+"""Steps dropped at the start of a run: compilation, CUDA graphs and cold caches make them slower."""
 
-STEPS_FOR_DRIFT = 6
-"""With fewer steps a third of the run is a single step or none, and a drift would be noise."""
+MIN_DRIFT_STEPS = 6
+"""With fewer steps a third of the run is at most one step, and a drift would be noise."""
 
-STEPS_TO_TRUST = 5
-DRIFT_WORTH_TELLING = 0.1
+MIN_RELIABLE_STEPS = 5
+MIN_REPORTED_DRIFT = 0.1
 SHORTEST = 1e-9
-"""Shares of less than this say nothing."""
+"""Shorter times give no meaningful ratios."""
 
 
 @dataclass(frozen=True)
 class CostSample:
-    """One component in one step. `tokens` are all response tokens of the step, `length` the mean answer's."""
+    """A component in a step. `tokens` are all response tokens of the step, `length` the mean response length."""
 
     seconds: float
     tokens: float | None = None
@@ -36,7 +36,7 @@ class CostSample:
 def summarise(
     name: str, gpus: int, samples: Sequence[CostSample], kind: str = "", waits: bool = False
 ) -> ComponentProfile:
-    """A component's cost on so many GPUs: median, spread and drift of at least one sample."""
+    """A component's cost on `gpus` GPUs, of at least one sample."""
     seconds = [sample.seconds for sample in samples]
     per_1k = [1000 * sample.seconds / sample.tokens for sample in samples if sample.tokens and sample.tokens >= 1]
     return ComponentProfile(
@@ -52,7 +52,7 @@ def summarise(
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Half the interquartile range over the median; `None` where that says nothing."""
+    """Half the interquartile range over the median; `None` for a single or tiny value."""
     middle = statistics.median(values)
     if len(values) < 2 or middle <= SHORTEST:
         return None
@@ -62,7 +62,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 def drift(values: Sequence[float]) -> float | None:
     """The relative change from the first to the last third of the run; `None` for a short run."""
-    if len(values) < STEPS_FOR_DRIFT:
+    if len(values) < MIN_DRIFT_STEPS:
         return None
     third = len(values) // 3
     first, last = statistics.median(values[:third]), statistics.median(values[-third:])
@@ -70,14 +70,14 @@ def drift(values: Sequence[float]) -> float | None:
 
 
 def drift_note(component: ComponentProfile, samples: Sequence[CostSample], by_length: bool = True) -> str | None:
-    """A sentence on where a drift comes from: longer answers, or a dearer token (where length matters at all)."""
-    if component.drift is None or abs(component.drift) < DRIFT_WORTH_TELLING:
+    """A sentence on the cause of a drift: longer responses, or a higher cost per token."""
+    if component.drift is None or abs(component.drift) < MIN_REPORTED_DRIFT:
         return None
     sentence = f"{component.name} drifts by {component.drift:+.0%} from the first to the last third of the run"
     if not by_length:
         return sentence
-    amounts = [sample.tokens or sample.length for sample in samples]
-    known = [amount for amount in amounts if amount and amount >= 1]
+    token_counts = [sample.tokens or sample.length for sample in samples]
+    known = [amount for amount in token_counts if amount and amount >= 1]
     if len(known) < len(samples):
         return f"{sentence}; answer lengths are not logged, so it may be longer answers"
     length = drift(known)

@@ -1,8 +1,8 @@
-"""Costs out of training logs: which framework wrote them, which steps count, what each component took.
+"""Computes component costs from training logs of any framework.
 
-Rules that hold for every framework: warm-up steps are dropped after every start and restart; periodic work
-(validation, checkpoints) is no part of an iteration; a time that is a wait is marked and never passed off as a cost;
-GPU counts are said, never guessed. Whatever was left out or doubted stands in the profile's notes.
+Rules for every framework: warm-up steps are dropped after every start and restart; periodic work (validation,
+checkpoints) is not part of an iteration; a time that is a wait is marked and must never count as a cost; GPU counts are
+given, never guessed. Everything left out or doubtful is in the profile's notes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from trimtab.model.profile import ComponentProfile, Profile
 FRAMEWORKS: Mapping[str, LogFramework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL, OPENRLHF)}
 
 OVERLAP = 1.15
-"""Components that together take so much longer than their step cannot have run one after another."""
+"""Components whose times sum to more than this share of their step ran side by side."""
 
 NOTICEABLE = 0.01
-"""Periodic work of less than this share of its step says nothing: verl times a profiler in each step, also when off."""
+"""Periodic work below this share of its step is ignored: verl times a profiler in each step, also when off."""
 
 _FIRST_IN_CHAIN = ("rollout", "generation")
 _NO_TOKENS = ("weight_sync",)
@@ -43,7 +43,7 @@ _NOT_WAITING = (*_FIRST_IN_CHAIN, "weight_sync")
 
 @dataclass
 class JoinedSteps:
-    """The steps with timings of one run in order, cut where it was started anew; repeated lines are dropped."""
+    """The timed steps of a run in order, cut into pieces at restarts; repeated lines are dropped."""
 
     framework: LogFramework
     pieces: list[list[StepRecord]] = field(default_factory=list)
@@ -53,23 +53,23 @@ class JoinedSteps:
 
     @property
     def newest(self) -> StepRecord | None:
-        """The step that came last; what else is said of it goes into it."""
+        """The latest step; further values of it are added to it."""
         return self.pieces[-1][-1] if self.pieces else None
 
     def take(self, record: StepRecord) -> bool:
-        """Count a record; whether a step begins with it."""
+        """Add a record; return whether it begins a step."""
         framework, newest = self.framework, self.newest
         if not record.whole:
             self.cut_off += 1
             return False
         again = newest is not None and newest.step == record.step
         if not any(name.startswith(framework.prefix) for name in record.values):
-            # Lines of validation scores and the like; what they say of the same step belongs to it.
+            # E.g. validation scores: values of the same step belong to it.
             if newest is not None and again:
                 newest.values.update(record.values)
             return False
         if newest is not None and again and not disagree(framework, record, newest):
-            # A redrawn progress bar, or one step in two lines.
+            # A redrawn progress bar, or a step in two lines.
             newest.values.update(record.values)
             return False
         if record.values in self._known.get(record.step, ()):
@@ -82,7 +82,7 @@ class JoinedSteps:
         return True
 
     def steps(self, warmup: int) -> list[StepRecord]:
-        """The steps that count: without the warm-up of every piece."""
+        """The steps without the warm-up of every piece."""
         return [record for piece in self.pieces for record in piece[warmup:]]
 
 
@@ -97,23 +97,23 @@ def read(
     lengths: Sequence[Path] = (),
     group_size: int | None = None,
 ) -> Profile:
-    """The profile of one run, from its log files in order, or an InputError."""
+    """The profile of a run, from its log files in order. Raises InputError."""
     if not paths:
         raise InputError("no log file is given")
     if warmup < 0:
         raise InputError("--warmup cannot be negative")
     files = list(itertools.chain.from_iterable(files_of(path) for path in paths))
     source = framework_named(framework) if framework else detect(files)
-    said = facts or RunFacts()
-    facts = said
+    given = facts or RunFacts()
+    facts = given
     if config is not None:
-        facts = said.over(logs_gpus.from_config(config, source.name))
+        facts = given.with_defaults(logs_gpus.from_config(config, source.name))
     run = _join(source, files)
     steps = run.steps(warmup)
     found = sum(len(piece) for piece in run.pieces)
     if not found:
         raise InputError(
-            f"no step with timings of {source.name} is in {_named(files)}", hint=f"read are: {source.reads}"
+            f"no step with timings of {source.name} is in {_named(files)}", hint=f"supported: {source.supported_logs}"
         )
     if not steps:
         raise InputError(
@@ -122,13 +122,13 @@ def read(
             hint="let the run go on for 10 steps or so, or give --warmup 0",
         )
     samples = samples_of(source, steps, facts)
-    logs_gpus.check_names(said, samples)
+    logs_gpus.check_names(given, samples)
     curve = rollout_lengths.read(lengths, group_size) if lengths else ((), ())
     return _profile(source, run, steps, samples, facts, warmup, kind, curve)
 
 
 def detect(files: Sequence[Path]) -> LogFramework:
-    """The framework that wrote these files, by the first line or tag that only one of them writes."""
+    """The framework that wrote these files, by the first line or tag that is unique to a framework."""
     for path in files:
         if tensorboard_events.is_event_file(path):
             for scalar in tensorboard_events.read_scalars(path, lambda _: True, lambda: None):
@@ -136,19 +136,18 @@ def detect(files: Sequence[Path]) -> LogFramework:
                     if scalar.tag.startswith(framework.prefix):
                         return framework
             continue
-        for line in unwrapped(raw_lines(path), VERL.starts):
+        for line in unwrapped(raw_lines(path), VERL.line_start):
             for framework in FRAMEWORKS.values():
                 if framework.marker.search(line.text):
                     return framework
-    known = "; ".join(framework.reads for framework in FRAMEWORKS.values())
-    hint = f"known are {known}"
+    known = "; ".join(framework.supported_logs for framework in FRAMEWORKS.values())
+    hint = f"supported: {known}"
     if any(rollout_lengths.looks_like_dump(path) for path in files):
         hint = "these are answers, not timings: give them with --lengths beside the run's log"
-    raise InputError("no framework that trimtab knows wrote these timings", where=_named(files), hint=hint)
+    raise InputError("these timings are of no known framework", where=_named(files), hint=hint)
 
 
 def framework_named(name: str) -> LogFramework:
-    """The framework of that name, or an InputError."""
     known = {**FRAMEWORKS, "nemo-rl": NEMO_RL, "nemo": NEMO_RL}
     if name.lower() not in known:
         near = nearest(name.lower(), FRAMEWORKS)
@@ -158,7 +157,7 @@ def framework_named(name: str) -> LogFramework:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or the logs in a folder: event files of one run, or JSON lines, oldest first by name."""
+    """The file, or the logs in a folder: event files of a run, or JSON lines, sorted by name."""
     if not path.is_dir():
         return [path]
     try:
@@ -175,7 +174,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[StepRecord]:
     if not tensorboard_events.is_event_file(path):
-        yield from framework.parse(unwrapped(raw_lines(path), framework.starts))
+        yield from framework.parse(unwrapped(raw_lines(path), framework.line_start))
         return
 
     def cut_off() -> None:
@@ -193,7 +192,6 @@ def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[
 
 
 def _join(framework: LogFramework, files: Iterable[Path]) -> JoinedSteps:
-    """All steps with timings of these files, read one after another."""
     run = JoinedSteps(framework)
     for record in itertools.chain.from_iterable(_records(framework, path, run) for path in files):
         run.take(record)
@@ -201,7 +199,7 @@ def _join(framework: LogFramework, files: Iterable[Path]) -> JoinedSteps:
 
 
 def disagree(framework: LogFramework, record: StepRecord, other: StepRecord) -> bool:
-    """Whether two records of one step hold different times: then the step was run twice."""
+    """Whether two records of a step hold different times: then the step ran twice."""
     return any(
         name.startswith(framework.prefix) and other.values.get(name, value) != value
         for name, value in record.values.items()
@@ -226,7 +224,7 @@ def _profile(
     missing = [name for name in samples if facts.gpus(name) is None]
     if missing:
         raise InputError(
-            f"on how many GPUs did these run: {', '.join(missing)}? A log does not say", hint=logs_gpus.HOW_TO_SAY
+            f"the log does not state the number of GPUs of: {', '.join(missing)}", hint=logs_gpus.GPUS_HINT
         )
     notes = _step_notes(framework, run, steps, warmup)
     iteration = _iteration(framework, steps)
@@ -234,7 +232,7 @@ def _profile(
     if derived:
         notes.append(
             f"{framework.last}'s timer contains waiting; as all components share their GPUs, "
-            "its cost is what the others leave of the step"
+            "its cost is the rest of the step"
         )
     components: list[ComponentProfile] = []
     for name, taken in samples.items():
@@ -262,14 +260,14 @@ def _profile(
 def waits_of(
     framework: LogFramework, steps: Sequence[StepRecord], samples: dict[str, list[CostSample]], facts: RunFacts
 ) -> tuple[dict[str, str], bool]:
-    """The components whose times are waits, and why; and whether the last one's samples were derived from the others'.
+    """(components whose times are waits, with the reason; whether the last component's samples were derived).
 
-    Where they were, `samples` has them.
+    Derived samples are written to `samples`.
     """
     waits = framework.waiting(frozenset(name for record in steps for name in record.values))
     if facts.asynchronous:
         waits.setdefault(_first(samples), f"in {facts.asynchronous} mode it runs beside the training")
-    overlap = None if framework.own_times else _overlap(framework, steps, samples, waits)
+    overlap = None if framework.timers_exclude_waits else _overlap(framework, steps, samples, waits)
     if overlap is None:
         return waits, False
     if facts.shared and framework.last in samples and derive_last(framework, steps, samples, waits):
@@ -281,10 +279,10 @@ def waits_of(
 
 
 def samples_of(framework: LogFramework, steps: Iterable[StepRecord], facts: RunFacts) -> dict[str, list[CostSample]]:
-    """What each component took in each step that has it."""
+    """The samples of each component, one per step that has it."""
     samples: dict[str, list[CostSample]] = {}
     for record in steps:
-        tokens, length = framework.amounts(record.values)
+        tokens, length = framework.token_counts(record.values)
         if tokens is None and length is not None and facts.answers_per_step:
             tokens = length * facts.answers_per_step
         for name in framework.parts:
@@ -298,25 +296,25 @@ def samples_of(framework: LogFramework, steps: Iterable[StepRecord], facts: RunF
 def derive_last(
     framework: LogFramework, steps: Iterable[StepRecord], samples: dict[str, list[CostSample]], waits: Mapping[str, str]
 ) -> bool:
-    """Replace the last component's samples by what the others leave of each step; false where nothing is left."""
+    """Replace the last component's samples by the rest of each step; false if nothing is left."""
     derived: list[CostSample] = []
     for record in _plain_steps(framework, steps):
         others = [name for name in samples if name != framework.last and name not in waits]
         taken = sum(seconds_of(framework, name, record) or 0.0 for name in others)
-        taken += sum(record.values.get(framework.prefix + name, 0.0) for name in framework.beside)
+        taken += sum(record.values.get(framework.prefix + name, 0.0) for name in framework.other_timers)
         left = record.values[framework.prefix + framework.total] - taken
         if left <= 0:
             return False
-        derived.append(CostSample(left, *framework.amounts(record.values)))
+        derived.append(CostSample(left, *framework.token_counts(record.values)))
     samples[framework.last] = derived
     return bool(derived)
 
 
 def seconds_of(framework: LogFramework, component: str, record: StepRecord) -> float | None:
-    """What a component's timers say of a step; None where it logs none."""
+    """A component's seconds in a step; None if it logged none."""
     for timers in framework.parts[component]:
         found = [record.values[framework.prefix + t] for t in timers if framework.prefix + t in record.values]
-        # The first timer of an alternative is the component itself, the others are work that goes with it.
+        # The first timer of an alternative is the component itself, the others are its side work.
         if found and framework.prefix + timers[0] in record.values:
             return sum(found)
     return None
@@ -331,13 +329,13 @@ def _first(samples: Mapping[str, object]) -> str:
 
 
 def periodic_work(framework: LogFramework, values: Mapping[str, float]) -> tuple[str, ...]:
-    """Timers of validation, checkpoints and the like that make a step's total another than an iteration's."""
+    """Noticeable timers of validation, checkpoints etc. in a step: its total is not an iteration's."""
     total = values.get(framework.prefix + framework.total, 0.0)
     return tuple(n for n in framework.periodic if values.get(framework.prefix + n, 0.0) > NOTICEABLE * max(total, 0.0))
 
 
 def _plain_steps(framework: LogFramework, steps: Iterable[StepRecord]) -> list[StepRecord]:
-    """Steps without periodic work that state their total: only their totals are an iteration's."""
+    """Steps with a total and without periodic work: only their totals are an iteration's."""
     total = framework.prefix + framework.total
     return [r for r in steps if r.values.get(total, 0.0) > 0 and not periodic_work(framework, r.values)]
 
@@ -350,7 +348,7 @@ def _iteration(framework: LogFramework, steps: Iterable[StepRecord]) -> float | 
 def _overlap(
     framework: LogFramework, steps: Iterable[StepRecord], samples: Mapping[str, object], waits: Mapping[str, str]
 ) -> str | None:
-    """Why the components' times overlap, where they do: then all but the first contain waiting for their input."""
+    """The reason if components' times overlap: then all but the first contain waiting for input."""
     ratios = []
     for record in _plain_steps(framework, steps):
         taken = [seconds_of(framework, name, record) or 0.0 for name in samples if name not in waits]
@@ -373,8 +371,8 @@ def _step_notes(framework: LogFramework, run: JoinedSteps, steps: list[StepRecor
         notes.append(f"logged more than once, with the same values, and counted once: {_steps(run.repeated)}")
     if run.cut_off:
         notes.append(f"cut off in the log, and left out: {_steps(run.cut_off)}")
-    if len(steps) < measured.STEPS_TO_TRUST:
-        notes.append(f"{_steps(len(steps))} are few: medians of {measured.STEPS_TO_TRUST} or more are steadier")
+    if len(steps) < measured.MIN_RELIABLE_STEPS:
+        notes.append(f"{_steps(len(steps))} are few: medians of {measured.MIN_RELIABLE_STEPS} or more are steadier")
     periodic = sum(bool(periodic_work(framework, record.values)) for record in steps)
     if periodic:
         notes.append(f"validation, checkpoints or the like fell into {_steps(periodic)}; their totals are left out")

@@ -1,8 +1,8 @@
-"""What every log comes down to: numbered records of named values, whatever wrote them.
+"""The common form of all training logs: numbered records of named values.
 
-A `LogFramework` says how its lines are read and what its timers mean; `logs` does the rest for all of them alike. Lines
-are cleaned here once (colours, Ray's prefixes, carriage returns of progress bars). Garbage is never an error: a
-line that is not understood is not a record.
+A `LogFramework` describes how its lines are parsed and what its timers mean; the readers treat all frameworks alike.
+Lines are cleaned here (colours, Ray's prefixes, carriage returns of progress bars). Garbage is never an error: a line
+that is not understood is not a record.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trimtab.formats.files import unreadable
 MAX_LINE_BYTES = 1 << 20
 
 _BARE_COLOURS = re.compile(r"\[\d{0,3}(?:;\d{1,3}){0,4}m")
-"""Colours as a web page shows them, which drops the escape character."""
+"""Colours copied from a web page, which drops the escape character."""
 
 _COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _RAY_PREFIX = re.compile(r"^\((?:[^()]|\([^()]*\))*\bpid=\d+[^()]*\) ?")
@@ -34,12 +34,12 @@ _LABELS_BEGIN = frozenset("[ 0123456789")
 MAX_STEP_DIGITS = 12
 MAX_NUMBER_CHARACTERS = 80
 LARGEST_VALUE = 1e15
-"""No time and no token count is larger; what is, is garbage."""
+"""Larger values are garbage: no time or token count is larger."""
 
 
 @dataclass
 class StepRecord:
-    """The values one step logged, under the framework's own names. `whole` is false where the line was cut off."""
+    """The values that a step logged, by the framework's names. `whole` is false if the line was cut off."""
 
     step: int
     values: dict[str, float] = field(default_factory=dict)
@@ -47,35 +47,37 @@ class StepRecord:
 
 
 class LogParser(Protocol):
-    """Lines in, records out: one process's lines of one log, in order, as they come."""
+    """Parses the lines of one process, in order, into records."""
 
     def take(self, line: LogLine) -> Iterable[StepRecord]:
-        """The records that end with this line."""
+        """The records completed by this line."""
         ...
 
     def end(self) -> Iterable[StepRecord]:
-        """What has begun and will not end, as no line follows."""
+        """The incomplete record, if any: no more lines follow."""
         ...
 
 
 @dataclass(frozen=True)
 class LogFramework:
-    """How one training framework logs.
+    """How a training framework logs.
 
-    A line without any of the `needles` says nothing to the parser, whatever else is in it.
-    `parts` maps a component to alternatives, each a set of timers that are added up; the first alternative with any
-    timer present counts. `waiting` looks at all names a run logged and tells which components' times are waits, and
-    why. `amounts` gives (response tokens of the step, mean answer length), either of which may be unknown. `reward` is
-    the name under which the mean reward of a step is logged. `own_times` says that timers hold no waiting for others,
-    even where components run side by side. `last` is the component whose timer may start before its input is there;
-    `beside` are timers of no component that are part of a step. `starts` finds the beginning of a console line that a
-    narrow window may have broken.
+    - A line without any of the `needles` is skipped.
+    - `parts` maps a component to alternatives, each a set of timers to add up; the first one with any timer counts.
+    - `waiting` takes all names that a run logged and returns the components whose times are waits, with the reason.
+    - `token_counts` returns (response tokens of the step, mean response length), each None if unknown.
+    - `reward` is the name of a step's mean reward.
+    - `timers_exclude_waits`: timers contain no waiting, even where components run side by side.
+    - `last` is the component whose timer may start before its input is there.
+    - `other_timers` are timers of no component that are part of a step.
+    - `line_start` finds the start of a console line that a narrow window may have wrapped.
+    - `supported_logs` lists the supported kinds of logs, for messages.
     """
 
     name: str
-    reads: str
+    supported_logs: str
     prefix: str
-    kept: tuple[str, ...]
+    kept_prefixes: tuple[str, ...]
     marker: re.Pattern[str]
     parser: Callable[[], LogParser]
     needles: tuple[bytes, ...]
@@ -84,19 +86,18 @@ class LogFramework:
     periodic: tuple[str, ...]
     idle: tuple[str, ...]
     waiting: Callable[[frozenset[str]], dict[str, str]]
-    amounts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
+    token_counts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
     reward: str = ""
-    own_times: bool = False
+    timers_exclude_waits: bool = False
     last: str = ""
-    beside: tuple[str, ...] = ()
-    starts: re.Pattern[str] | None = None
+    other_timers: tuple[str, ...] = ()
+    line_start: re.Pattern[str] | None = None
 
     def keeps(self, name: str) -> bool:
-        """Whether a logged value matters here; the rest is thrown away early, logs being large."""
-        return name.startswith(self.kept)
+        """Whether a logged value is used; the rest is dropped early, as logs are large."""
+        return name.startswith(self.kept_prefixes)
 
     def parse(self, lines: Iterable[LogLine]) -> Iterator[StepRecord]:
-        """The records of a whole log."""
         parser = self.parser()
         for line in lines:
             yield from parser.take(line)
@@ -105,24 +106,24 @@ class LogFramework:
 
 @dataclass(frozen=True)
 class LogLine:
-    """One cleaned line. `whole` is false for a last line without its end: it may have been cut off."""
+    """A cleaned line. `whole` is false for a last line without a newline: it may be cut off."""
 
     text: str
     whole: bool = True
 
 
 def read_lines(path: Path) -> Iterator[LogLine]:
-    """The cleaned lines of a log, one at a time and of bounded length, or an InputError."""
+    """The cleaned lines of a log, of bounded length. Raises InputError."""
     return (LogLine(clean(raw), whole) for raw, whole in raw_lines(path))
 
 
 def raw_lines(path: Path) -> Iterator[tuple[str, bool]]:
-    """The lines of a log as they are written, and whether each is whole."""
+    """The raw lines of a log, and whether each is whole."""
     try:
         with path.open("rb") as file:
             while data := file.readline(MAX_LINE_BYTES):
                 whole = data.endswith(b"\n")
-                # A progress bar redraws itself with carriage returns: every state is a line of its own.
+                # A progress bar redraws itself with carriage returns: each state counts as a line.
                 parts = data.decode("utf-8", errors="replace").rstrip("\n").split("\r")
                 for position, part in enumerate(parts):
                     yield part, whole or position < len(parts) - 1
@@ -131,16 +132,16 @@ def raw_lines(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def uncoloured(text: str) -> str:
-    """A line without colours, also where a web page lost their escape character."""
+    """A line without colours, also those without their escape character."""
     text = _COLOURS.sub("", text) if "\x1b" in text else text
     return _BARE_COLOURS.sub("", text) if "[0m" in text else text
 
 
 def clean(text: str) -> str:
-    """A line without colours and without what Ray, torchrun or srun put before it."""
+    """A line without colours and without prefixes of Ray, torchrun or srun."""
     text = uncoloured(text)
     if text.startswith("("):
-        # Only the start is searched, so that no line, however odd, takes long.
+        # Only the start is searched: bounds the time for odd lines.
         text = _RAY_PREFIX.sub("", text[:_PREFIX_CHARACTERS], count=1) + text[_PREFIX_CHARACTERS:]
     elif text[:1] in _LABELS_BEGIN and (label := _LABEL.match(text)):
         text = text[label.end() :]
@@ -148,14 +149,14 @@ def clean(text: str) -> str:
 
 
 def process_of(text: str) -> str:
-    """Which process wrote a line: the mark that Ray, torchrun or srun put before it; empty where there is none."""
+    """The process that wrote a line: the prefix of Ray, torchrun or srun; empty without one."""
     text = uncoloured(text[:_PREFIX_CHARACTERS])
     found = _PROCESS.match(text[:_PREFIX_CHARACTERS])
     return found[0].strip() if found else ""
 
 
 def number(text: str) -> float | None:
-    """A finite number, plain or in a wrapper such as `np.float64(1.5)`; `None` for anything else."""
+    """A finite number, plain or wrapped as in `np.float64(1.5)`; `None` for anything else."""
     text = text.strip()
     if len(text) > MAX_NUMBER_CHARACTERS:
         return None
@@ -168,12 +169,11 @@ def number(text: str) -> float | None:
 
 
 def step_number(text: str) -> int | None:
-    """A step's number; `None` for what is no count."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_STEP_DIGITS else None
 
 
 def tokens_of(mean_length: float | None, answers: float | None) -> tuple[float | None, float | None]:
-    """(all response tokens, mean length), where each is known."""
+    """(all response tokens, mean length), each None if unknown."""
     length = mean_length if mean_length and mean_length > 0 else None
     total = length * answers if length and answers and answers > 0 else None
     return total, length

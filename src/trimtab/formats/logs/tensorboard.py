@@ -1,8 +1,8 @@
-"""Scalars out of TensorBoard event files, without TensorBoard.
+"""Reads scalars from TensorBoard event files, without TensorBoard.
 
-An event file is a row of records (length, checksum, bytes, checksum), each a protocol-buffer message with a step and
-a summary of tagged values. Only scalars are read. A run that still writes, or was killed, leaves a record cut off: what
-stands before it is read, and the cut is told. Checksums are not verified; nothing read here is ever executed.
+An event file is a sequence of records (length, checksum, bytes, checksum), each a protocol-buffer message with a step
+and tagged values. Only scalars are read. A running or killed run leaves a cut-off record: what precedes it is read, and
+the cut is reported. Checksums are not verified; nothing read here is ever executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class Scalar:
-    """One logged value."""
+    """A logged value."""
 
     step: int
     tag: str
@@ -30,7 +30,7 @@ class Scalar:
 
 
 def is_event_file(path: Path) -> bool:
-    """Whether the file starts as TensorBoard's do. A file that cannot be read is none; reading it will say why."""
+    """Whether the file has TensorBoard's header; False for an unreadable file: reading it raises the error."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -40,7 +40,7 @@ def is_event_file(path: Path) -> bool:
 
 
 def read_scalars(path: Path, keeps: Callable[[str], bool], cut_off: Callable[[], None]) -> Iterator[Scalar]:
-    """The scalars whose tag is kept, in the order they were written; `cut_off` is called if the file ends early."""
+    """The scalars with a kept tag, in order; `cut_off` is called if the file ends early."""
     try:
         with path.open("rb") as file:
             while head := file.read(12):
@@ -59,7 +59,7 @@ def read_scalars(path: Path, keeps: Callable[[str], bool], cut_off: Callable[[],
 
 
 def scalars_of(data: memoryview, keeps: Callable[[str], bool]) -> list[Scalar]:
-    """The scalars of one record's bytes; ValueError, struct.error or IndexError where they are none."""
+    """The scalars of a record; ValueError, struct.error or IndexError if it is malformed."""
     step = 0
     found: list[tuple[str, float]] = []
     for field, kind, value, content in _fields(data):
@@ -88,7 +88,7 @@ def _tagged_value(data: memoryview, keeps: Callable[[str], bool]) -> tuple[str, 
 
 
 def _tensor_scalar(data: memoryview) -> float | None:
-    """The single number in a tensor: newer writers store scalars so. Types: 1 is float, 2 is double."""
+    """The number in a scalar tensor, the newer encoding. Types: 1 is float, 2 is double."""
     form = {1: "<f", 2: "<d"}
     dtype = 0
     content: memoryview | None = None
@@ -103,7 +103,7 @@ def _tensor_scalar(data: memoryview) -> float | None:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, int, memoryview]]:
-    """(field number, wire type, number, bytes) of a message; ValueError where it is not one."""
+    """(field number, wire type, number, bytes) of a message; ValueError if malformed."""
     position = 0
     empty = data[:0]
     while position < len(data):

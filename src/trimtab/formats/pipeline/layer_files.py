@@ -1,9 +1,9 @@
-"""Puts a layer profile into `models.yml` and `device_types.yml`, beside what stands there.
+"""Merges a layer profile into `models.yml` and `device_types.yml`.
 
 Decides whether a measurement agrees with the files, and what is added or replaced. It must never change another entry,
-leave one of the two files written without the other, or replace a figure that contradicts the new one unless told to
-(`force`). Both new texts are made and read back before either file is touched. Memory is the one figure that may differ
-without a quarrel, because a model has one list for all dtypes and batch sizes: the larger number of each layer stays.
+write one of the two files without the other, or replace a contradicting figure without `force`. Both new texts are made
+and parsed before either file is written. Only memory may differ without `force`, because a model has one list for all
+dtypes and batch sizes: the larger number of each layer is kept.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
-from trimtab.formats.pipeline.pipeedge import MOST
+from trimtab.formats.pipeline.pipeedge import MAX_VALUE
 
 KIND = "trimtab layer profile"
-# A device's memory also holds what no layer owns: the runtime, the allocator's slack, the operating system.
+# The rest of a device's memory is for the runtime, the allocator's slack and the operating system.
 USABLE_SHARE = 0.9
 _OVER = "use --force to replace it"
-_BOOLEAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "~"}  # to readers of older YAML, too
+_BOOLEAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "~"}  # in YAML 1.1, too
 
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """The part of a layer profile that the files hold."""
+    """The part of a layer profile that goes into the files."""
 
     model: str
     dtype: str
@@ -50,7 +50,7 @@ class MeasuredLayers:
 
 @dataclass(frozen=True)
 class MergedFiles:
-    """What was written where, and what a person should know about it."""
+    """The result of a merge, with notes for the user."""
 
     model: str
     device_type: str
@@ -61,7 +61,7 @@ class MergedFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A layer profile that was measured elsewhere, as plain data."""
+    """Read a layer profile that was measured elsewhere."""
     try:
         data = plain.loads(yaml_text.read_text(path))
     except ValueError as fault:
@@ -111,7 +111,7 @@ def merge(
     mem_mb: float | None = None,
     force: bool = False,
 ) -> MergedFiles:
-    """Add a layer profile to both files, or to neither. Raises InputError where it contradicts what stands there."""
+    """Add a layer profile to both files, or to neither. Raises InputError on a contradiction."""
     profile = measured(data)
     model = model_name or profile.model
     if not device_type.strip():
@@ -133,7 +133,7 @@ def merge(
 
 
 class _Document:
-    """A YAML file of named entries as it stands and as it is to be; other entries stay, byte for byte if they can."""
+    """A YAML file of named entries, old and new; other entries stay, byte for byte if possible."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -143,23 +143,22 @@ class _Document:
             raise InputError(f"a mapping of names is expected, the file holds {type(plain).__name__}", where=str(path))
         self.expected: dict[Any, Any] = copy.deepcopy(dict(plain)) if plain else {}
         self._tree: Any = _yaml().load(self.old) if plain else CommentedMap()
-        self._touched: dict[str, None] = {}  # names of entries that were changed or added
+        self._touched: dict[str, None] = {}  # names of changed or added entries
 
     def put(self, keys: tuple[Any, ...], value: Any) -> None:
-        """Set a value, making the mappings above it where there are none."""
+        """Set a value; missing mappings above it are created."""
         for root, made in ((self.expected, value), (self._tree, _styled(value))):
             place, last = _below(root, keys[:-1]), keys[-1]
             place[last if last in place else _key(last)] = made
         self._touched[keys[0]] = None
 
     def append(self, keys: tuple[Any, ...], value: Any) -> None:
-        """Add a value to a list that is there."""
         for root, made in ((self.expected, value), (self._tree, _styled(value))):
             _below(root, keys).append(made)
         self._touched[keys[0]] = None
 
     def text(self) -> str:
-        """The new text, which must read back as the old data with the new values."""
+        """The new text, which must parse to the old data with the new values."""
         if not self._touched:
             return self.old or ""
         for text in (self._spliced(), _dumped(self._tree)):
@@ -173,7 +172,7 @@ class _Document:
         )
 
     def _spliced(self) -> str:
-        """The old text with only the touched entries written anew, or added at its end."""
+        """The old text with only the touched entries rewritten, or appended."""
         text = self.old or ""
         newline = "\r\n" if "\r\n" in text else "\n"
         for name in self._touched:
@@ -212,12 +211,12 @@ def _merge_model(document: _Document, model: str, profile: MeasuredLayers, force
             if entry.get(key) != value:
                 document.put((model, key), value)
         return
-    stands = {
+    existing = {
         "layers": entry.get("layers"),
         "parameters_in": entry.get("parameters_in"),
         "parameters_out": _repeated(entry.get("parameters_out"), layers),
     }
-    for key, old in stands.items():
+    for key, old in existing.items():
         if old != fresh[key]:
             raise InputError(
                 f"{model} is already there with another {key}: {_brief(old, fresh[key])}",
@@ -255,13 +254,11 @@ def _merge_type(
         raise InputError(f"keys with values are expected here, not {type(entry).__name__}", where=where)
     entry = entry or {}
     if entry.get("bw_Mbps") is None and bw_mbps is None:
-        raise InputError(
-            f"what is the bandwidth of {name}?", where=where, hint="--bw-mbps 10000: a profile of layers cannot tell"
-        )
+        raise InputError(f"the bandwidth of {name} is not known", where=where, hint="give it: --bw-mbps 10000")
     if entry.get("mem_MB") is None and mem_mb is None:
         mem_mb = int(profile.device_mem_mb * USABLE_SHARE)
         if not mem_mb:
-            raise InputError(f"what is the memory of {name}?", where=where, hint="--mem-mb 8192")
+            raise InputError(f"the memory of {name} is not known", where=where, hint="give it: --mem-mb 8192")
         notes[f"{name} gets mem_MB {mem_mb}: {USABLE_SHARE:.0%} of what the device has; --mem-mb sets it"] = None
     for key, given in (("bw_Mbps", bw_mbps), ("mem_MB", mem_mb)):
         if given is None or entry.get(key) == given:
@@ -303,7 +300,7 @@ def _merge_type(
 
 
 def _warn_of_lengths(document: _Document, model: str, layers: int, notes: dict[str, None]) -> None:
-    """A model that was replaced by force may leave profiles of its old length behind."""
+    """Warn of profiles whose length no longer fits a model replaced by force."""
     for name, entry in document.expected.items():
         profiles = entry.get("model_profiles") if isinstance(entry, Mapping) else None
         for row in (profiles.get(model) if isinstance(profiles, Mapping) else None) or []:
@@ -315,7 +312,7 @@ def _warn_of_lengths(document: _Document, model: str, layers: int, notes: dict[s
 
 
 def _write_both(texts: list[tuple[_Document, str]]) -> None:
-    """Write the files that change; where the second cannot be written the first is put back."""
+    """Write the changed files; if the second fails, the first is restored."""
     (first, first_text), (second, second_text) = texts
     if first_text != first.old:
         files.write_text(first.path, first_text)
@@ -344,7 +341,7 @@ def _below(root: Any, keys: tuple[Any, ...]) -> Any:
 def _dumped(tree: Any) -> str:
     stream = io.StringIO()
     _yaml().dump(tree, stream)
-    return re.sub(r", +$", ",", stream.getvalue(), flags=re.MULTILINE)  # where long lists are broken
+    return re.sub(r", +$", ",", stream.getvalue(), flags=re.MULTILINE)  # where long lists wrap
 
 
 def _yaml() -> YAML:
@@ -356,7 +353,7 @@ def _yaml() -> YAML:
 
 
 def _styled(value: Any) -> Any:
-    """Plain data as the files show it: mappings in blocks, lists of numbers in brackets."""
+    """Plain data in the files' style: block mappings, flow lists of numbers."""
     if isinstance(value, Mapping):
         return CommentedMap((_key(key), _styled(part)) for key, part in value.items())
     if isinstance(value, list):
@@ -372,7 +369,7 @@ def _key(key: Any) -> Any:
 
 
 def _repeated(values: Any, length: int) -> Any:
-    """The counts after every layer; a shorter list stands for a block that repeats."""
+    """The counts after every layer; a shorter list is a block that repeats."""
     if isinstance(values, list) and values and len(values) < length:
         return (values * -(-length // len(values)))[:length]
     return values
@@ -402,16 +399,16 @@ def _list(data: Mapping[str, Any], key: str, name: str) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_VALUE
 
 
 def _number(value: Any, where: str) -> float:
     if not _is_number(value):
-        raise InputError(f"a number of 0 or more, up to {MOST:.0f}, is expected, not {value!r:.40}", where=where)
+        raise InputError(f"a number of 0 or more, up to {MAX_VALUE:.0f}, is expected, not {value!r:.40}", where=where)
     return float(value)
 
 
 def _count(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
-        raise InputError(f"a whole number, 0 to {MOST:.0f}, is expected, not {value!r:.40}", where=where)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VALUE:
+        raise InputError(f"a whole number, 0 to {MAX_VALUE:.0f}, is expected, not {value!r:.40}", where=where)
     return value

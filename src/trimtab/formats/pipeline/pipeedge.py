@@ -1,8 +1,8 @@
-"""The files of a pipeline (`models.yml`, `device_types.yml`, `devices.yml`, `links.yml`), and its schedule as YAML.
+"""Reads a pipeline's files (`models.yml`, `device_types.yml`, `devices.yml`, `links.yml`); writes its schedule as YAML.
 
-Called by the partition commands. Reading ends in a checked `PipelineJob` or in an InputError that names file and key;
-what can be read in only one way is read, with a warning, and nothing is guessed. Only what the job needs is checked, so
-that a half-finished profile of another model is nobody's problem.
+Reading gives a checked `PipelineJob` or an InputError that names file and key; input with a single possible meaning is
+accepted with a warning, and nothing is guessed. Only what the job needs is checked, so that an unfinished profile of
+another model does no harm.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 from trimtab.model.pipeline import DeviceType, Host, HostLink, ModelChain, PipelineJob, Schedule
 
-MOST = float(2**53)
-"""Numbers beyond this are mistakes, and would not add up exactly."""
+MAX_VALUE = float(2**53)
+"""Larger numbers are mistakes, and would not add up exactly."""
 
 _SAME = {
     "float": "float32",
@@ -48,12 +48,12 @@ ELEMENT_BYTES: dict[str, int] = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-"""Bytes that one element of each torch dtype takes where it is stored."""
+"""Stored bytes per element of each torch dtype."""
 
 
 @dataclass(frozen=True)
 class PartitionRequest:
-    """What a user asks of the files: which model, measured how, and how the schedule may look."""
+    """Options of a partition: the model, how it was measured, and constraints on the schedule."""
 
     model: str
     dtype: str = "torch.float32"
@@ -69,7 +69,7 @@ class PartitionRequest:
 
 @dataclass(frozen=True)
 class LoadedPipeline:
-    """A job, and what had to be said while reading it."""
+    """A job, and warnings from reading it."""
 
     job: PipelineJob
     warnings: tuple[str, ...]
@@ -78,18 +78,18 @@ class LoadedPipeline:
 def load(
     models: Path, types: Path, devices: Path, request: PartitionRequest, links: Path | None = None
 ) -> LoadedPipeline:
-    """The job that three files, or four, describe. Raises InputError."""
+    """Read the job from three files, or four. Raises InputError."""
     warnings: list[str] = []
     dtype = canonical_dtype(request.dtype)
-    for name, value, least in (
+    for name, value, minimum in (
         ("--batch-size", request.batch_size, 1),
         ("--buffers-in", request.buffers_in, 0),
         ("--buffers-out", request.buffers_out, 0),
         ("--cut-every", request.cut_every, 1),
         ("--max-devices", 1 if request.max_devices is None else request.max_devices, 1),
     ):
-        if not least <= value <= 2**31:
-            raise InputError(f"{name} must be at least {least}, not {value}")
+        if not minimum <= value <= 2**31:
+            raise InputError(f"{name} must be at least {minimum}, not {value}")
     if not 0 <= request.headroom < 1:
         raise InputError(f"--headroom must be a share from 0% to less than 100%, not {request.headroom:g}")
     model = _model(models, request.model, warnings)
@@ -123,7 +123,7 @@ def load(
 
 
 def canonical_dtype(name: str) -> str:
-    """A torch dtype without its prefix and under its first name: `torch.half` is `float16`."""
+    """The canonical name of a torch dtype, without prefix: `torch.half` is `float16`."""
     short = name.strip().removeprefix("torch.")
     short = _SAME.get(short, short)
     if short not in ELEMENT_BYTES:
@@ -155,7 +155,7 @@ def _model(path: Path, name: str, warnings: list[str]) -> ModelChain:
 
 
 def _hosts(path: Path) -> tuple[Host, ...]:
-    """Hosts in the order of the file; names are taken as they are written, also where they look like numbers."""
+    """Hosts in file order; names are taken literally, also where they look like numbers."""
     data = _as_written(path)
     out: list[Host] = []
     types: dict[str, str] = {}
@@ -198,11 +198,11 @@ def _types(
     out: list[DeviceType] = []
     others: set[tuple[int, str]] = set()
     for name in sorted(named):
-        mine = [host.name for host in hosts if host.type == name]
+        members = [host.name for host in hosts if host.type == name]
         if name not in by_name:
-            if mine:
+            if members:
                 raise InputError(
-                    f"host {mine[0]} is of an unknown type {name}",
+                    f"host {members[0]} is of an unknown type {name}",
                     where=f"{devices}: {name}",
                     hint=f"{path} must describe it; {_meant(name, by_name)}",
                 )
@@ -210,12 +210,12 @@ def _types(
             continue
         entry = _mapping(by_name[name], f"{path}: {name}")
         speed = _number(_key(entry, "bw_Mbps", f"{path}: {name}"), f"{path}: {name}.bw_Mbps")
-        room = _number(_key(entry, "mem_MB", f"{path}: {name}"), f"{path}: {name}.mem_MB")
+        memory = _number(_key(entry, "mem_MB", f"{path}: {name}"), f"{path}: {name}.mem_MB")
         time_s: tuple[float, ...] = ()
         if model.layers:
             time_s, seen = _profile(entry, model, batch_size, dtype, f"{path}: {name}", warnings)
             others |= seen
-        out.append(DeviceType(name, speed, room, time_s))
+        out.append(DeviceType(name, speed, memory, time_s))
     if model.layers and not any(kind.time_s for kind in out if any(host.type == kind.name for host in hosts)):
         _no_profile(path, devices, hosts, model, batch_size, dtype, others)
     return tuple(out)
@@ -247,15 +247,15 @@ def _no_profile(
 def _profile(
     entry: Mapping[str, Any], model: ModelChain, batch_size: int, dtype: str, where: str, warnings: list[str]
 ) -> tuple[tuple[float, ...], set[tuple[int, str]]]:
-    """The times of a model on a type, and the settings it was profiled with."""
+    """(times of a model on a device type, settings it was profiled with)."""
     profiles = entry.get("model_profiles")
-    mine = _mapping(profiles, f"{where}.model_profiles").get(model.name) if profiles is not None else None
-    if mine is None:
+    rows = _mapping(profiles, f"{where}.model_profiles").get(model.name) if profiles is not None else None
+    if rows is None:
         warnings.append(f"{where} has no profile of {model.name}: its hosts hold no layers")
         return (), set()
     found: tuple[float, ...] = ()
     seen = set()
-    for at, profile in enumerate(_list(mine, f"{where}.model_profiles.{model.name}")):
+    for at, profile in enumerate(_list(rows, f"{where}.model_profiles.{model.name}")):
         place = f"{where}.model_profiles.{model.name}[{at}]"
         profile = _mapping(profile, place)
         size = _integer(_key(profile, "batch_size", place), f"{place}.batch_size")
@@ -284,7 +284,7 @@ def _profile(
 
 
 def _links(path: Path, known: list[str]) -> tuple[HostLink, ...]:
-    """Links by pair of hosts; of entries that speak of the same pair the last one counts."""
+    """Links by pair of hosts; of several entries for a pair the last counts."""
     entries = _as_written(path, list)
     found: dict[tuple[str, str], HostLink] = {}
     for at, entry in enumerate(entries):
@@ -319,9 +319,9 @@ def _links(path: Path, known: list[str]) -> tuple[HostLink, ...]:
 
 
 def _as_written(path: Path, expected: type = dict) -> Any:
-    """A YAML file with every scalar as the text that stands there, so that the host 010 stays 010."""
+    """A YAML file with every scalar as its text, so that the host 010 stays 010."""
     text = yaml_text.read_text(path)
-    # Read twice: faults in the YAML are told by the one reader of the project.
+    # Parsed twice: `yaml_text` gives the errors.
     plain = yaml_text.parse(text, str(path))
     if plain is None:
         return expected()
@@ -358,7 +358,7 @@ def _numbers(value: Any, where: str) -> list[float]:
 
 
 def _number(value: Any, where: str) -> float:
-    """A finite number that is not negative; text is read as one only where a file is read as written."""
+    """A finite number of 0 or more; text only occurs in files read by `_as_written`."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -368,7 +368,7 @@ def _number(value: Any, where: str) -> float:
         raise InputError(f"a number is expected, not {_kind(value)}", where=where)
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"a finite number is expected, not {value}", where=where)
-    if not 0 <= value <= MOST:
+    if not 0 <= value <= MAX_VALUE:
         raise InputError(f"{_short(value)} is {'negative' if value < 0 else 'too large'}", where=where)
     return float(value)
 
@@ -406,21 +406,21 @@ def _meant(name: str, known: Any, prefix: str = "") -> str:
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*\Z")
-# Numbers, dates and base-60 numbers of YAML 1.1 and 1.2, and some that are neither: quotes do no harm.
+# Numbers, dates and base-60 numbers of YAML 1.1 and 1.2, and some more: quotes do no harm.
 _NUMBER_LIKE = re.compile(r"[0-9_][0-9a-fA-FxXoO_.:TtZz+-]*\Z")
 _ADDRESS = re.compile(r"\d+(\.\d+){3}\Z")
 _WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"])
 
 
 def schedule_yaml(schedule: Schedule) -> str:
-    """A schedule in the public form: a list of hosts with their first and last layer."""
+    """A schedule in PipeEdge's format: a list of hosts with their first and last layer."""
     if not schedule.stages:
         return "[]\n"
     return "".join(f"- {scalar(s.host)}: [{s.first}, {s.last}]\n" for s in schedule.stages)
 
 
 def scalar(text: str) -> str:
-    """Text as a YAML scalar, quoted unless every reader takes it for text as it is."""
+    """Text as a YAML scalar, quoted unless every YAML version reads it as text."""
     number = _NUMBER_LIKE.match(text) and not _ADDRESS.match(text)
     if _PLAIN.match(text) and not number and text.lower() not in _WORDS:
         return text

@@ -1,7 +1,7 @@
-"""A schedule in the forms in which serving engines and trainers take an uneven split into pipeline stages.
+"""Formats a schedule as an uneven pipeline split for serving engines and trainers.
 
-They count whole decoder blocks and give stage n to pipeline rank n; which host that rank runs on is theirs to be told.
-So the schedule must have been cut between blocks, and the hosts stand beside the split in order.
+These count whole decoder blocks and give stage n to pipeline rank n; they do not take hosts. So the schedule must be
+cut between blocks, and the hosts are listed beside the split in rank order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trimtab.model.pipeline import Schedule
 
 
 class SplitTarget(str, enum.Enum):
-    """Who is to run the stages."""
+    """Software that runs the stages."""
 
     vllm = "vllm"
     sglang = "sglang"
@@ -22,7 +22,7 @@ class SplitTarget(str, enum.Enum):
 
 
 def split_lines(schedule: Schedule, engine: SplitTarget, layers_per_block: int = 1) -> str:
-    """Shell text: the split as an environment variable or as flags, with the hosts in rank order as a comment."""
+    """Shell text: the split as an environment variable or flags, and the hosts in rank order as a comment."""
     sizes = [(stage.last - stage.first + 1) // layers_per_block for stage in schedule.stages]
     if not sizes:
         raise InfeasibleError("there are no layers to split")
@@ -51,7 +51,7 @@ def split_lines(schedule: Schedule, engine: SplitTarget, layers_per_block: int =
 
 
 def layout(sizes: list[int]) -> str:
-    """Megatron's layout: the embedding with the first stage, the loss with the last, equal neighbours folded."""
+    """Megatron's layout: embedding with the first stage, loss with the last, equal neighbours folded."""
     if len(sizes) == 1:
         return f"E{_layers(sizes[0])}L"
     parts = [f"E{_layers(sizes[0])}|"]

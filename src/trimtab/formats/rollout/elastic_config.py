@@ -1,6 +1,6 @@
-"""The `elastic_config:` block of a YAML file: read, checked, with the file and the key in every error.
+"""Reads the `elastic_config:` block of a YAML file; every error names the file and the key.
 
-The block may stand in any training config, among keys that are none of ours; only what is inside it is looked at.
+The block may stand in any training config; only its own keys are read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("min_workers", "max_workers"), (1, 65_536)),
     "requests_per_worker_capacity": (1, 1_000_000),
 }
-"""What each number may be, in seconds, shares, workers and requests."""
+"""Allowed values, in seconds, ratios, workers and requests."""
 
 
 def read(path: Path) -> ElasticConfig:
-    """The settings in a file, or an InputError with the file and the key; a file without the block is an error."""
+    """The settings in a file. Raises InputError, also for a file without the block."""
     config = from_data(yaml_text.read_mapping(path), str(path))
     if config is None:
         raise InputError(f"this file has no {BLOCK} block", where=str(path), hint=f"{BLOCK}: {{max_workers: 8}}")
@@ -35,7 +35,7 @@ def read(path: Path) -> ElasticConfig:
 
 
 def from_text(text: str, name: str = "the text") -> ElasticConfig | None:
-    """The settings in YAML text, or None where it has no such block; `name` stands in errors."""
+    """The settings in YAML text, or None without the block; `name` is used in errors."""
     data = yaml_text.parse(text, name)
     if not isinstance(data, Mapping):
         raise InputError("a mapping of keys is expected", where=name)
@@ -43,7 +43,7 @@ def from_text(text: str, name: str = "the text") -> ElasticConfig | None:
 
 
 def from_data(data: Mapping[Any, Any], name: str) -> ElasticConfig | None:
-    """The settings in plain data, or None where there is no such block (or it is empty: null)."""
+    """The settings in plain data, or None without the block (or if it is null)."""
     if BLOCK not in data:
         meant = nearest(BLOCK, [key for key in data if isinstance(key, str) and key.startswith("elastic")])
         if meant is not None:
@@ -60,9 +60,9 @@ def from_data(data: Mapping[Any, Any], name: str) -> ElasticConfig | None:
 
 
 def check_ranges(block: Mapping[Any, Any], where: str) -> None:
-    """Raise InputError for a number that no run can mean: an interval of nothing, a year of waiting."""
-    for key, (least, most) in RANGES.items():
+    """Raise InputError for a number out of its range."""
+    for key, (lowest, highest) in RANGES.items():
         value: Any = block.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and not least <= value <= most:
-            raise InputError(f"{key} is {value:g}", where=f"{where}.{key}", hint=f"from {least:g} to {most:g}")
+        if is_number and not lowest <= value <= highest:
+            raise InputError(f"{key} is {value:g}", where=f"{where}.{key}", hint=f"from {lowest:g} to {highest:g}")

@@ -1,4 +1,4 @@
-"""The `rollout:` section of a job file as pydantic reads it: keys, types, ranges, defaults. Made sense of elsewhere."""
+"""The pydantic schema of the `rollout:` section of a job file: keys, types, ranges, defaults."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trimtab.formats.job import Name, Seconds
-from trimtab.formats.rollout.settings import USUAL_PORT, GatewayFileSettings
+from trimtab.formats.rollout.settings import DEFAULT_PORT, GatewayFileSettings
 
-MOST_ENGINES = 4_096
-LEAST_S = 0.001  # of a time that something has to be done in
+MAX_ENGINES = 4_096
+MIN_S = 0.001  # of a timeout
 
 
 def _no_bool(value: Any) -> Any:
@@ -22,7 +22,7 @@ def _no_bool(value: Any) -> Any:
 
 
 def _words(value: Any) -> Any:
-    """A command as a list or as one line of a shell."""
+    """A command as a list or as a shell line."""
     if isinstance(value, str):
         try:
             return shlex.split(value)
@@ -34,11 +34,11 @@ def _words(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Any:
-    """Variables of an environment may be written as numbers."""
+    """Environment variables may be written as numbers."""
     if isinstance(value, Mapping):
         return {
-            key: str(one) if isinstance(one, int | float) and not isinstance(one, bool) else one
-            for key, one in value.items()
+            key: str(text) if isinstance(text, int | float) and not isinstance(text, bool) else text
+            for key, text in value.items()
         }
     return value
 
@@ -59,7 +59,7 @@ class _Section(BaseModel):
 
 
 class EngineSection(_Section):
-    """One entry of `engines`."""
+    """An entry of `engines`."""
 
     url: str | None = None
     kind: Literal["vllm", "sglang", "llamacpp"] | None = None
@@ -67,7 +67,7 @@ class EngineSection(_Section):
     command: Annotated[Words, Field(min_length=1)] | None = None
     arguments: Words = Field(default_factory=list)
     environment: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(default_factory=dict)
-    count: Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=MOST_ENGINES, strict=True)] | Literal["nodes"] = 1
+    count: Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=MAX_ENGINES, strict=True)] | Literal["nodes"] = 1
     per_node: Whole | None = None
     name: Name | None = None
     limit: Whole = 64
@@ -76,7 +76,7 @@ class EngineSection(_Section):
     node: str = ""
     host: str = "127.0.0.1"
     folder: str = ""
-    start_s: Annotated[Seconds, Field(ge=LEAST_S)] = 600.0
+    start_s: Annotated[Seconds, Field(ge=MIN_S)] = 600.0
     stop_s: Seconds = 30.0
     devices: Words = Field(default_factory=list)
     idle: Literal["sleep", "stop"] | None = None
@@ -88,7 +88,7 @@ class EngineSection(_Section):
 
 
 class RequestClassSection(_Section):
-    """One entry of `classes`."""
+    """An entry of `classes`."""
 
     priority: Annotated[int, BeforeValidator(_no_bool), Field(ge=-1_000_000, le=1_000_000, strict=True)] = 0
     queue_limit: Whole = 10_000
@@ -99,7 +99,7 @@ class GatewaySection(_Section):
     """The `gateway` section."""
 
     host: Name = GatewayFileSettings.host
-    port: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535, strict=True)] = USUAL_PORT
+    port: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535, strict=True)] = DEFAULT_PORT
     allowed_hosts: Names = ()
     worker_hosts: Names = GatewayFileSettings.worker_hosts
     open_requests: bool | None = None
@@ -109,14 +109,14 @@ class GatewaySection(_Section):
     )
     max_concurrent: Whole = GatewayFileSettings.max_concurrent
     default_max_tokens: Whole = GatewayFileSettings.default_max_tokens
-    deadline_s: Annotated[Seconds, Field(ge=LEAST_S)] | None = None
+    deadline_s: Annotated[Seconds, Field(ge=MIN_S)] | None = None
     stop_s: Seconds = GatewayFileSettings.stop_s
 
 
 class RolloutSection(_Section):
     """The `rollout` section."""
 
-    engines: Annotated[list[str | EngineSection], BeforeValidator(_several), Field(max_length=MOST_ENGINES)] = Field(
+    engines: Annotated[list[str | EngineSection], BeforeValidator(_several), Field(max_length=MAX_ENGINES)] = Field(
         default_factory=list
     )
     version: Version = 0

@@ -87,7 +87,7 @@ def not_scaling_down(seen: StatusReader) -> Iterator[RolloutFinding]:
             tuple(holds),
         )
         return
-    least = seen.rules.least
+    least = seen.rules.min_workers
     if seen.serving <= least:
         yield RolloutFinding(
             RolloutIssue.min_workers,
@@ -165,7 +165,7 @@ def not_scaling_up(seen: StatusReader) -> Iterator[RolloutFinding]:
     """The load is high, and no worker is added."""
     if not seen.high or seen.of("starting"):
         return
-    most = seen.rules.most
+    most = seen.rules.max_workers
     load = f"load {seen.metrics['load_ratio']:.2f}"
     full = f"{load} is above {seen.elastic['scale_up_threshold']:g}, {seen.serving} serve"
     if seen.serving >= most:

@@ -1,1 +1,1 @@
-"""Elastic groups: members that join and leave while a training goes on."""
+"""Elastic groups: members that join and leave while training goes on."""

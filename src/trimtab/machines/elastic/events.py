@@ -1,8 +1,8 @@
-"""What happens to an elastic group (events), and what is to be done about it (instructions).
+"""Events and instructions of an elastic group.
 
-Whoever drives the machine submits members as tasks of a pool, calls them, and feeds what came of it. A step has two
-halves: every member computes, then every member commits what was combined; a loss before the commit has begun has the
-step redone whole, a loss during the commit is made good from a member that has committed, so a step counts once.
+The runtime submits members as tasks of a pool, calls them, and reports the outcomes. A step has two phases: every
+member computes, then every member commits the combined result. A loss before the commit redoes the whole step; a loss
+during the commit is recovered from a member that has committed, so a step counts once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from trimtab.model.nodes import NodeView, World
 
 @dataclass(frozen=True)
 class NodesChanged:
-    """These nodes there are now: all that are there, in node order (the order of ranks)."""
+    """All nodes that are up, in node order (the order of ranks)."""
 
     nodes: tuple[NodeView, ...]
-    change: int = 0  # number of the last Change that this includes
+    change: int = 0  # number of the last NodeChange that this includes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MemberPending:
 
 @dataclass(frozen=True)
 class MemberStarted:
-    """The member is constructed, on this node."""
+    """The member is constructed on this node."""
 
     member: str
     node: str
@@ -41,7 +41,7 @@ class MemberStarted:
 
 @dataclass(frozen=True)
 class MemberLost:
-    """The member's process is gone, unasked, or its task failed. `fatal`: another start would fail the same way."""
+    """The member's process died unexpectedly, or its task failed. `fatal`: a retry would fail the same way."""
 
     member: str
     why: str
@@ -50,14 +50,14 @@ class MemberLost:
 
 @dataclass(frozen=True)
 class MemberLeft:
-    """The member ended as it was told to."""
+    """The member ended as instructed."""
 
     member: str
 
 
 @dataclass(frozen=True)
 class MemberPreempted:
-    """The pool wants the member's room: it has to go within so many seconds (eviction with notice)."""
+    """The pool needs the member's capacity: it has to leave within `within_s` (eviction with notice)."""
 
     member: str
     within_s: float
@@ -66,7 +66,7 @@ class MemberPreempted:
 
 @dataclass(frozen=True)
 class HealthChecked:
-    """A member's health call returned, or `fault` says what was wrong (raised, no answer in time)."""
+    """A member's health check returned; `fault`: it raised or timed out."""
 
     member: str
     fault: str | None = None
@@ -74,10 +74,10 @@ class HealthChecked:
 
 @dataclass(frozen=True)
 class StepBoundary:
-    """No step is under way: the world may change. `step`: the number of steps that are complete.
+    """No step is running: the world may change. `step`: the number of completed steps.
 
-    `wanted`: the next step is to run. False takes back one that was asked for, begun or not, while nobody has committed
-    it (its code raised, or the caller was interrupted).
+    `wanted`: run the next step. False withdraws a requested step, started or not, that no member has committed (its
+    code raised, or the caller was interrupted).
     """
 
     step: int
@@ -86,14 +86,14 @@ class StepBoundary:
 
 @dataclass(frozen=True)
 class WorldEntered:
-    """Every member of the world of this epoch has been told of it, and newcomers have their state."""
+    """Every member of the world of this epoch has entered it, and newcomers have their state."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class WorldFailed:
-    """The world could not be entered: these members did not answer (they are ended by the driver)."""
+    """The world could not be entered: these members did not respond (the runtime ends them)."""
 
     epoch: int
     members: tuple[str, ...]
@@ -109,7 +109,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class StepInterrupted:
-    """The step could not be completed. `hung`: members that did not end it in time (ended by the driver)."""
+    """The step could not be completed. `hung`: members that timed out (the runtime ends them)."""
 
     step: int
     why: str
@@ -118,7 +118,7 @@ class StepInterrupted:
 
 @dataclass(frozen=True)
 class ResizeRequested:
-    """A person wants so many members (None: no longer)."""
+    """A user requests this many members (None: withdraws the request)."""
 
     size: int | None
 
@@ -165,7 +165,7 @@ class StartMember:
 
 @dataclass(frozen=True)
 class StopMember:
-    """Have the member's task end. Ends in MemberLeft."""
+    """End the member's task. Ends in MemberLeft."""
 
     member: str
     reason: Reason
@@ -173,33 +173,32 @@ class StopMember:
 
 @dataclass(frozen=True)
 class EnterWorld:
-    """Tell all members of the world. Ends in WorldEntered or WorldFailed.
+    """Make all members enter the world. Ends in WorldEntered or WorldFailed.
 
     Leavers are saved first (`leavers`, still alive); each newcomer loads the state of its source: a leaver that it
-    replaces, or a member that was there before; None: there is no state yet. Leavers are ended afterwards by
-    StopMember.
+    replaces, or an older member; None: there is no state yet. StopMember ends the leavers afterwards.
     """
 
     world: World
-    newcomers: tuple[tuple[str, str | None], ...]  # member, whose state it takes over
+    newcomers: tuple[tuple[str, str | None], ...]  # member, source of its state
     leavers: tuple[str, ...]
     deadline: float
 
 
 @dataclass(frozen=True)
 class RunStep:
-    """Run this step with the world as it is. Ends in StepDone or StepInterrupted."""
+    """Run this step with the current world. Ends in StepDone or StepInterrupted."""
 
     step: int
     epoch: int
-    redo: bool  # it was begun before, and not one member committed it
+    redo: bool  # it was started before, and no member committed it
 
 
 @dataclass(frozen=True)
 class InterruptStep:
-    """Give the step up unless its commit has begun: it cannot be completed, or a member has to go before it would be.
+    """Abort the step unless its commit has begun: it cannot complete, or a member has to leave before it would.
 
-    Ends in StepInterrupted, or in StepDone where the commit had begun. Said again if nobody answers.
+    Ends in StepInterrupted, or in StepDone where the commit had begun. Issued again without an outcome.
     """
 
     step: int
@@ -208,7 +207,7 @@ class InterruptStep:
 
 @dataclass(frozen=True)
 class CheckHealth:
-    """Call the member's health. Ends in HealthChecked."""
+    """Call the health check of the member. Ends in HealthChecked."""
 
     member: str
     timeout_s: float
@@ -216,14 +215,14 @@ class CheckHealth:
 
 @dataclass(frozen=True)
 class RequestUnits:
-    """The group could use so many units in all: for autoscalers."""
+    """The group could use this many units in all: for autoscalers."""
 
     units: int
 
 
 @dataclass(frozen=True)
 class WaitForMembers:
-    """The group is below its least and waits, until the deadline; the reason says for what."""
+    """The group is below its minimum and waits until the deadline; the reason says for what."""
 
     reason: Reason
     deadline: float
@@ -231,7 +230,7 @@ class WaitForMembers:
 
 @dataclass(frozen=True)
 class FailGroup:
-    """The group cannot go on; nothing more is started."""
+    """The group cannot continue; nothing more is started."""
 
     reason: Reason
 

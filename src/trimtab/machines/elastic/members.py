@@ -1,15 +1,15 @@
-"""The lives of a group's members: every transition, named after its edge, and who is started, replaced or ended.
+"""Transitions of group members, and which members are started, replaced or ended.
 
-Called by the group machine alone. What must never happen here: a member that is started without end because it dies
-each time (replacements wait longer and longer, and stop at a cap until their window has passed), a working member
-that goes in the middle of a step when it could wait for the boundary, and an id that is used twice.
+Called by the group machine only. What must never happen: endless restarts of a member that dies each time (replacements
+back off, and stop at a limit until its window has passed); a working member that leaves in the middle of a step when it
+could wait for the boundary; an id that is used twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.elastic import events as e
 from trimtab.machines.elastic.state import (
     OVER,
@@ -19,62 +19,68 @@ from trimtab.machines.elastic.state import (
     LeaveCause,
     LostMember,
     MemberCapacity,
-    room_on,
+    member_capacity,
 )
-from trimtab.machines.nodes.state import title
+from trimtab.machines.nodes.state import display_name
 from trimtab.model.nodes import MemberState, NodeView
 
-STORIES_KEPT = 200
-GRACE_S = 30.0  # beyond a deadline that whoever drives the machine keeps itself
-END_S = 60.0  # until an end that nobody confirmed is said again
-FATAL_WEIGHT = 3  # restarts that a start counts for when the next one would fail the same way
+MAX_STORIES = 200
+GRACE_S = 30.0  # beyond a deadline that the runtime enforces itself
+STOP_TIMEOUT_S = 60.0  # until an unconfirmed StopMember is issued again
+FATAL_WEIGHT = 3  # restarts that a fatal start failure counts for
 
 
 class MemberTransitions(ElasticState):
-    """Transitions of members over the books."""
+    """Transitions of members."""
 
-    _out: list[e.ElasticInstruction]  # of the event that is being handled
-    _offer: tuple[tuple[NodeView, ...], MemberCapacity] | None = None  # of the nodes that it was worked out for
+    _out: list[e.ElasticInstruction]  # of the current event
+    _capacity_of: tuple[tuple[NodeView, ...], MemberCapacity] | None = None  # with the nodes it was computed for
 
-    # ---- how many --------------------------------------------------------------------------------------------------
+    # ---- size -------------------------------------------------------------------------------------------------------
 
     @property
     def wanted(self) -> int:
-        """How many members there should be: what a person asked, or as many as there is room for, within limits."""
-        if self.asked is not None:
-            return self.asked
-        room = self._room().capacity(self.members)
-        return max(self.spec.least, room if self.spec.most is None else min(self.spec.most, room))
+        """Target number of members: as requested, or as many as fit, within limits."""
+        if self.requested is not None:
+            return self.requested
+        room = self._capacity().capacity(self.members)
+        return max(self.spec.min_members, room if self.spec.max_members is None else min(self.spec.max_members, room))
 
-    def _room(self) -> MemberCapacity:
-        if self._offer is None or self._offer[0] is not self.nodes:
-            self._offer = (self.nodes, room_on(self.nodes, self.spec.unit))
-        return self._offer[1]
+    def _capacity(self) -> MemberCapacity:
+        if self._capacity_of is None or self._capacity_of[0] is not self.nodes:
+            self._capacity_of = (self.nodes, member_capacity(self.nodes, self.spec.unit))
+        return self._capacity_of[1]
 
     def _staying(self) -> list[ElasticMember]:
-        """Those that are there or on their way, and are to stay."""
-        return [one for one in self.members.values() if one.state not in (MemberState.leaving, MemberState.gone)]
+        """Members that are up or pending, and are to stay."""
+        return self._in_state(MemberState.pending, MemberState.ready, MemberState.working)
+
+    def _leaving(self) -> list[ElasticMember]:
+        return self._in_state(MemberState.leaving)
+
+    def _in_state(self, *states: MemberState) -> list[ElasticMember]:
+        return [member for member in self.members.values() if member.state in states]
 
     def _fill(self, now: float) -> None:
-        """Start who is missing and end who is too many."""
+        """Start missing members and end surplus ones."""
         if not self.nodes_known:
             return
-        self._say_want()
+        self._request_units()
         self._end_surplus(now)
-        self._call_back(now)
+        self._recall_leavers(now)
         missing = self.wanted - len(self._staying())
-        del self.debts[max(0, missing) :]  # what went together with its node is not to be replaced
-        more = missing - len(self.debts)
+        del self.unreplaced[max(0, missing) :]  # members lost with their node are not replaced
+        more = missing - len(self.unreplaced)
         if more > 0:
             self._start_more(more, now)
-        if self.debts and self._may_replace(now):
+        if self.unreplaced and self._may_replace(now):
             self.round_open = False
-            for debt in self.debts:
-                self._start_instead(debt, now)
-            self.debts.clear()
+            for lost in self.unreplaced:
+                self._start_replacement(lost, now)
+            self.unreplaced.clear()
 
-    def _say_want(self) -> None:
-        want = self.wanted if self.asked is not None or self.spec.most is None else self.spec.most
+    def _request_units(self) -> None:
+        want = self.wanted if self.requested is not None or self.spec.max_members is None else self.spec.max_members
         if want != self.want:
             self.want = want
             self._out.append(e.RequestUnits(want))
@@ -85,124 +91,121 @@ class MemberTransitions(ElasticState):
         if over <= 0:
             return
         reason = Reason(ReasonCode.shrink, f"members wanted: {self.wanted}; there or on their way: {len(staying)}")
-        waiting = [one for one in reversed(staying) if one.state is MemberState.asked and not self._irreplaceable(one)]
-        for member in waiting[:over]:
-            self._asked_to_gone(member, reason, now)
-        # Those that have their room keep it, unless a limit or a person says otherwise: it is theirs.
-        limit = self.asked if self.asked is not None else self.spec.most
+        pending = [member for member in self._in_state(MemberState.pending) if not self._irreplaceable(member)]
+        for member in pending[::-1][:over]:
+            self._pending_to_gone(member, reason, now)
+        # Members that have their capacity keep it, unless a limit or a request says otherwise.
+        limit = self.requested if self.requested is not None else self.spec.max_members
         staying = self._staying()
         for member in self._last_first(staying)[: max(0, len(staying) - limit) if limit is not None else 0]:
             self._to_leaving(member, reason, None, now)
 
-    def _call_back(self, now: float) -> None:
-        """Whoever was to leave only because fewer were wanted stays, as far as more are wanted again."""
+    def _recall_leavers(self, now: float) -> None:
+        """Members that leave only because fewer were wanted stay, as far as more are wanted again."""
         missing = self.wanted - len(self._staying())
         reason = Reason(ReasonCode.grow, f"members wanted again: {self.wanted}")
-        spared = [
-            one
-            for one in self.members.values()
-            if one.state is MemberState.leaving and all(cause.reason.code is ReasonCode.shrink for cause in one.causes)
-        ]
-        for member in spared[: max(0, missing)]:
+        surplus = [m for m in self._leaving() if all(cause.reason.code is ReasonCode.shrink for cause in m.causes)]
+        for member in surplus[: max(0, missing)]:
             self._leaving_to_staying(member, ReasonCode.shrink, reason, now)
 
     def _last_first(self, members: list[ElasticMember]) -> list[ElasticMember]:
-        """Newcomers before those that work, then the highest rank first; the only one that has the state last."""
+        """Newcomers before working members, then highest rank first; the only holder of the state last."""
         ranks = {name: at for at, name in enumerate(self.world.members)} if self.world is not None else {}
 
-        def order(one: ElasticMember) -> tuple[bool, bool, int, int]:
-            working = one.state is MemberState.working
-            return self._irreplaceable(one), working, -ranks.get(one.id, 0), -one.number
+        def order(member: ElasticMember) -> tuple[bool, bool, int, int]:
+            working = member.state is MemberState.working
+            return self._irreplaceable(member), working, -ranks.get(member.id, 0), -member.number
 
         return sorted(members, key=order)
 
     def _start_more(self, count: int, now: float) -> None:
-        """First in place of those that leave, then to grow."""
-        stood_in = {one.stands_in for one in self.members.values()}
-        leavers = [one for one in self.members.values() if one.state is MemberState.leaving and one.id not in stood_in]
+        """First replacements of leavers, then growth."""
+        replaced = {member.replaces for member in self.members.values()}
+        leavers = [leaver for leaver in self._leaving() if leaver.id not in replaced]
         for leaver in leavers[:count]:
             sentence = f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}"
-            self._new_to_asked(Reason(leaver.reason.code, sentence), leaver.id, now)
+            self._new_to_pending(Reason(leaver.reason.code, sentence), leaver.id, now)
         grow = Reason(ReasonCode.grow, f"members wanted: {self.wanted}")
         for _ in range(count - len(leavers)):
-            self._new_to_asked(grow, "", now)
+            self._new_to_pending(grow, "", now)
 
-    def _start_instead(self, debt: LostMember, now: float) -> None:
-        reason = Reason(ReasonCode.replaced, f"in place of {debt.member}: {debt.reason.sentence}")
-        member = self._new_to_asked(reason, debt.member, now)
-        member.restart_at, member.restart_weight, member.restart_node = now, debt.weight, debt.node
-        self.restarts += [now] * debt.weight
+    def _start_replacement(self, lost: LostMember, now: float) -> None:
+        reason = Reason(ReasonCode.replaced, f"in place of {lost.member}: {lost.reason.sentence}")
+        member = self._new_to_pending(reason, lost.member, now)
+        member.restart_at, member.restart_weight, member.restart_node = now, lost.weight, lost.node
+        self.restarts += [now] * lost.weight
         self.restart_count += 1
 
     def _may_replace(self, now: float) -> bool:
         if self.fatal and not self.ever_started:
-            return False  # either another start succeeds, or the group gives up
+            return False  # either another start succeeds, or the group fails
         self.restarts = [at for at in self.restarts if at + self.spec.restart_window_s > now]
         capped = len(self.restarts) >= self.spec.restarts
         if capped and not self.capped:
             sentence = f"members were started again {len(self.restarts)} times within {self.spec.restart_window_s:g} s"
-            self._tell(self.spec.name, "capped", Reason(ReasonCode.cap, f"{sentence}: no more are tried for now"), now)
+            reason = Reason(ReasonCode.cap, f"{sentence}: no more are tried for now")
+            self._record(self.spec.name, "capped", reason, now)
         self.capped = capped
         return not capped and self.not_before <= now
 
     def _replace_due(self) -> float | None:
-        """When the next replacement may be made, if one is wanted."""
-        if not self.debts or (self.fatal and not self.ever_started):
+        """When the next pending replacement may be started."""
+        if not self.unreplaced or (self.fatal and not self.ever_started):
             return None
         if len(self.restarts) < self.spec.restarts:
             return self.not_before
         return self.restarts[-self.spec.restarts] + self.spec.restart_window_s if self.spec.restarts else None
 
     def _back_off(self, times: int) -> float:
-        return min(self.spec.back_off_most_s, self.spec.back_off_s * 2.0 ** min(times - 1, 64))
+        return min(self.spec.max_back_off_s, self.spec.back_off_s * 2.0 ** min(times - 1, 64))
 
     # ---- transitions -----------------------------------------------------------------------------------------------
 
-    def _new_to_asked(self, reason: Reason, stands_in: str, now: float) -> ElasticMember:
-        self.made += 1
-        member = ElasticMember(f"{self.spec.name}-{self.made:04d}", self.made, MemberState.asked, reason, now)
-        member.stands_in = stands_in
+    def _new_to_pending(self, reason: Reason, replaces: str, now: float) -> ElasticMember:
+        self.created_count += 1
+        name = f"{self.spec.name}-{self.created_count:04d}"
+        member = ElasticMember(name, self.created_count, MemberState.pending, reason, now, replaces=replaces)
         self.members[member.id] = member
-        self._to(member, MemberState.asked, reason, now)
+        self._to(member, MemberState.pending, reason, now)
         self._out.append(e.StartMember(member.id, reason))
         return member
 
-    def _asked_to_ready(self, member: ElasticMember, node: str, now: float) -> None:
+    def _pending_to_ready(self, member: ElasticMember, node: str, now: float) -> None:
         member.node = node
         member.health_due = now + self.spec.health_every_s if self.spec.health_every_s else None
         self.ever_started = True
-        self._to(member, MemberState.ready, Reason(member.reason.code, f"it runs on node {self._called(node)}"), now)
+        self._to(member, MemberState.ready, Reason(member.reason.code, f"it runs on node {self._node_name(node)}"), now)
 
     def _ready_to_gone_with_nodes(self, now: float) -> None:
-        """Whoever has no rank yet does not wait for a boundary when its node will go."""
-        draining = self._room().draining
+        """A member without a rank does not wait for a boundary when its node drains."""
+        draining = self._capacity().draining
         for member in list(self.members.values()) if draining else ():
             if member.state is MemberState.ready and member.node in draining:
                 self._to_leaving(member, self._draining(member.node), None, now)
 
-    def _back_to_asked(self, member: ElasticMember, reason: Reason, now: float) -> None:
-        """The pool took its room and will give it another: its state is kept for it, its rank is not."""
+    def _back_to_pending(self, member: ElasticMember, reason: Reason, now: float) -> None:
+        """The pool took its capacity and will give it another: it keeps its state, not its rank."""
         self._left_world(member, reason)
         member.node, member.health_due, member.health_by, member.causes = "", None, None, ()
-        self._to(member, MemberState.asked, reason, now)
+        self._to(member, MemberState.pending, reason, now)
 
     def _ready_to_working(self, member: ElasticMember, now: float) -> None:
         self._to(member, MemberState.working, Reason(member.reason.code, f"it has a rank in world {self.epoch}"), now)
 
     def _to_leaving(self, member: ElasticMember, reason: Reason, deadline: float | None, now: float) -> None:
-        """It goes at the next boundary; at once if it has no rank to give up.
+        """Leave at the next boundary; at once without a rank.
 
-        One whom the pool gave back the only state that there is, and no rank yet, is left to the pool, which keeps it.
+        A member without a rank that holds the only state is left to the pool, which keeps that state.
         """
-        if member.state is MemberState.asked:
-            self._asked_to_gone(member, reason, now)
-        elif member.state is MemberState.ready and not self._being_entered(member):
+        if member.state is MemberState.pending:
+            self._pending_to_gone(member, reason, now)
+        elif member.state is MemberState.ready and not self._in_next_world(member):
             if not self._irreplaceable(member):
                 self._to_gone(member, reason, now, end=True)
         else:
             cause = LeaveCause(reason, None if deadline is None else deadline - self.spec.handover_s)
-            codes = [one.reason.code for one in member.causes]
-            member.health_due = None  # an answer that is due stays due
+            codes = [cause.reason.code for cause in member.causes]
+            member.health_due = None  # a result that is due stays due
             if reason.code in codes:
                 at = codes.index(reason.code)
                 member.causes = (*member.causes[:at], cause, *member.causes[at + 1 :])
@@ -211,8 +214,8 @@ class MemberTransitions(ElasticState):
                 self._to(member, MemberState.leaving, reason, now)
 
     def _leaving_to_staying(self, member: ElasticMember, over: ReasonCode, reason: Reason, now: float) -> None:
-        """One cause is over; where there is another one, it leaves for that."""
-        member.causes = tuple(one for one in member.causes if one.reason.code is not over)
+        """A cause is over; with another cause it still leaves."""
+        member.causes = tuple(cause for cause in member.causes if cause.reason.code is not over)
         if member.causes:
             self._to(member, MemberState.leaving, member.causes[0].reason, now)
             return
@@ -223,33 +226,33 @@ class MemberTransitions(ElasticState):
     def _leaving_to_gone(self, member: ElasticMember, now: float) -> None:
         self._to_gone(member, member.reason, now, end=True)
 
-    def _asked_to_gone(self, member: ElasticMember, reason: Reason, now: float) -> None:
-        self._was_no_restart(member)  # it never ran
+    def _pending_to_gone(self, member: ElasticMember, reason: Reason, now: float) -> None:
+        self._uncount_restart(member)  # it never ran
         self._to_gone(member, reason, now, end=True)
 
-    def _was_no_restart(self, member: ElasticMember) -> None:
+    def _uncount_restart(self, member: ElasticMember) -> None:
         if member.restart_at is not None:
             for _ in range(min(member.restart_weight, self.restarts.count(member.restart_at))):
                 self.restarts.remove(member.restart_at)
             self.rounds, self.restart_count = max(0, self.rounds - 1), self.restart_count - 1
             member.restart_at = None
 
-    def _excuse(self, gone: AbstractSet[str]) -> None:
-        """Whoever was lost together with its node is no sign that members do not work."""
-        self.debts = [one for one in self.debts if one.node not in gone]
+    def _forgive_node_losses(self, gone: AbstractSet[str]) -> None:
+        """Members lost together with their node do not count as restarts."""
+        self.unreplaced = [lost for lost in self.unreplaced if lost.node not in gone]
         for member in self.members.values():
             if member.restart_node in gone:
-                self._was_no_restart(member)
+                self._uncount_restart(member)
 
     def _to_lost(self, member: ElasticMember, reason: Reason, now: float, *, end: bool, weight: int = 1) -> None:
-        """Unplanned: it is to be replaced, unless it was to go anyway."""
+        """Unplanned loss: replace it, unless it was leaving anyway."""
         planned, node = member.state is MemberState.leaving, member.node
         self._left_world(member, reason)
         self._to_gone(member, reason, now, end=end)
-        self.retry_at = now  # now it is known why it failed
+        self.retry_at = now  # the cause of the failure is known now
         if planned:
             return
-        self.debts.append(LostMember(member.id, node, reason, weight))
+        self.unreplaced.append(LostMember(member.id, node, reason, weight))
         if not self.round_open:
             self.round_open = True
             self.rounds += 1
@@ -259,7 +262,7 @@ class MemberTransitions(ElasticState):
         member.health_due, member.health_by, member.causes = None, None, ()
         self._to(member, MemberState.gone, reason, now)
         if end:
-            member.end_by = now + END_S
+            member.stop_by = now + STOP_TIMEOUT_S
             self._out.append(e.StopMember(member.id, reason))
         else:
             del self.members[member.id]
@@ -271,33 +274,35 @@ class MemberTransitions(ElasticState):
         if state is not member.state:
             member.since = now
         member.state, member.reason = state, reason
-        self._tell(member.id, state.value, reason, now)
+        self._record(member.id, state.value, reason, now)
 
     def _left_world(self, member: ElasticMember, reason: Reason) -> None:
-        if self._ranked(member.id) or self._being_entered(member):
-            self.outs = [*(one for one in self.outs if one[0] != member.id), (member.id, reason)]
+        if self._ranked(member.id) or self._in_next_world(member):
+            self.departed = [*(entry for entry in self.departed if entry[0] != member.id), (member.id, reason)]
 
     def _ranked(self, name: str) -> bool:
         return self.world is not None and name in self.world.members
 
-    def _being_entered(self, member: ElasticMember) -> bool:
-        return self.coming is not None and member.id in self.coming.members
+    def _in_next_world(self, member: ElasticMember) -> bool:
+        return self.next_world is not None and member.id in self.next_world.members
 
     def _irreplaceable(self, member: ElasticMember) -> bool:
-        """Whether nobody else has the state that it has."""
-        others = [one.step for one in self.members.values() if one is not member and one.state is not MemberState.gone]
+        """Whether no other member has its state."""
+        others = [
+            other.step for other in self.members.values() if other is not member and other.state is not MemberState.gone
+        ]
         return member.step is not None and all(step is None or step < member.step for step in others)
 
-    def _called(self, node: str) -> str:
-        return title(node, next((one.facts for one in self.nodes if one.node == node), None))
+    def _node_name(self, node: str) -> str:
+        return display_name(node, next((view.facts for view in self.nodes if view.node == node), None))
 
     def _draining(self, node: str) -> Reason:
-        why = next((f": {one.reason.sentence}" for one in self.nodes if one.node == node), "")
-        return Reason(ReasonCode.node_draining, f"node {self._called(node)} will go{why}")
+        why = next((f": {view.reason.sentence}" for view in self.nodes if view.node == node), "")
+        return Reason(ReasonCode.node_draining, f"node {self._node_name(node)} will go{why}")
 
     # ---- health ----------------------------------------------------------------------------------------------------
 
-    def _ask_health(self, now: float) -> None:
+    def _check_health(self, now: float) -> None:
         for member in list(self.members.values()):
             if member.health_by is not None and member.health_by <= now:
                 self._unhealthy(member, "no answer to the health call, nor that it timed out", now)
@@ -308,46 +313,54 @@ class MemberTransitions(ElasticState):
     def _unhealthy(self, member: ElasticMember, fault: str, now: float) -> None:
         self._to_lost(member, Reason(ReasonCode.unhealthy, fault), now, end=True)
 
-    def _end_again(self, now: float) -> None:
+    def _resend_stops(self, now: float) -> None:
         for member in self.members.values():
-            if member.end_by is not None and member.end_by <= now:
-                member.end_by = now + END_S
+            if member.stop_by is not None and member.stop_by <= now:
+                member.stop_by = now + STOP_TIMEOUT_S
                 self._out.append(e.StopMember(member.id, member.reason))
 
     # ---- stories ---------------------------------------------------------------------------------------------------
 
     def story(self, name: str) -> tuple[StoryEntry, ...]:
-        """What became of the group (by its name) or of a member, as long as it is remembered."""
+        """Story of the group (by its name) or of a member, as long as it is remembered."""
         return tuple(self.stories.get(name, ()))
 
-    def _tell(self, name: str, state: str, reason: Reason, now: float) -> None:
+    def _record(self, name: str, state: str, reason: Reason, now: float) -> None:
         story = self.stories.setdefault(name, [])
-        add_chapter(story, StoryEntry(now, state, reason))
-        if len(self.stories) > STORIES_KEPT + len(self.members):
+        add_story_entry(story, StoryEntry(now, state, reason))
+        if len(self.stories) > MAX_STORIES + len(self.members):
             kept = self.members.keys() | {self.spec.name, name}
-            del self.stories[next(one for one in self.stories if one not in kept)]
+            del self.stories[next(known for known in self.stories if known not in kept)]
 
     def check_members(self) -> None:
-        """Raise AssertionError where the members contradict each other or the books."""
-        for name, one in self.members.items():
-            assert name == one.id == f"{self.spec.name}-{one.number:04d}"
-            assert one.number <= self.made
-            assert one.reason.sentence, f"{name} has no reason"
-            assert self.stories[name][-1].state == one.state.value, f"{name}: story"
-            assert (one.state is MemberState.gone) == (one.end_by is not None), f"{name}: gone without an end"
-            assert one.node or one.state in (MemberState.asked, MemberState.gone), f"{name} works nowhere"
-            assert bool(one.causes) == (one.state is MemberState.leaving), f"{name}: leaves without a cause, or stays"
-            assert one.health_by is None or one.node, f"{name}: health"
-            assert one.health_due is None or one.state in (MemberState.ready, MemberState.working), f"{name}: health"
-            in_world = self._ranked(name) or self._being_entered(one)
-            assert in_world or one.state not in (MemberState.working, MemberState.leaving), f"{name} has no rank"
-        numbers = [one.number for one in self.members.values()]
+        """Raise AssertionError where the members contradict each other."""
+        for name, member in self.members.items():
+            assert name == member.id == f"{self.spec.name}-{member.number:04d}"
+            assert member.number <= self.created_count
+            assert member.reason.sentence, f"{name} has no reason"
+            assert self.stories[name][-1].state == member.state.value, f"{name}: story"
+            assert (member.state is MemberState.gone) == (member.stop_by is not None), f"{name}: gone without an end"
+            assert member.node or member.state in (MemberState.pending, MemberState.gone), f"{name} works nowhere"
+            assert bool(member.causes) == (member.state is MemberState.leaving), (
+                f"{name}: leaves without a cause, or stays"
+            )
+            assert member.health_by is None or member.node, f"{name}: health"
+            assert member.health_due is None or member.state in (MemberState.ready, MemberState.working), (
+                f"{name}: health"
+            )
+            in_world = self._ranked(name) or self._in_next_world(member)
+            assert in_world or member.state not in (MemberState.working, MemberState.leaving), f"{name} has no rank"
+        numbers = [member.number for member in self.members.values()]
         assert numbers == sorted(numbers), "members in another order than made"
         if self.phase not in OVER and self.nodes_known:
             missing = self.wanted - len(self._staying())
-            # Whoever waits with the only state that there is waits on, however few are wanted.
-            spared = sum(one.state is MemberState.asked and self._irreplaceable(one) for one in self._staying())
-            assert -spared <= missing - len(self.debts) <= 0, f"{missing} are missing, {len(self.debts)} with a reason"
-            assert self.phase is not ElasticPhase.entering or self.coming is not None
-        assert len(self.restarts) <= self.spec.restarts + FATAL_WEIGHT * max(1, self.made)
-        assert len(self.stories) <= STORIES_KEPT + len(self.members) + 2, "stories without end"
+            # A pending member with the only state stays pending, however few are wanted.
+            spared = sum(
+                member.state is MemberState.pending and self._irreplaceable(member) for member in self._staying()
+            )
+            assert -spared <= missing - len(self.unreplaced) <= 0, (
+                f"{missing} are missing, {len(self.unreplaced)} with a reason"
+            )
+            assert self.phase is not ElasticPhase.entering or self.next_world is not None
+        assert len(self.restarts) <= self.spec.restarts + FATAL_WEIGHT * max(1, self.created_count)
+        assert len(self.stories) <= MAX_STORIES + len(self.members) + 2, "stories without end"

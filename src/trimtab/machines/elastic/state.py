@@ -1,4 +1,4 @@
-"""What the group machine remembers. Decides nothing; a snapshot is all of it, as plain data."""
+"""State of the group machine; a snapshot is all of it, as plain data. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from trimtab.model.nodes import ElasticSpec, MemberState, NodeState, NodeView, W
 
 
 class ElasticPhase(str, enum.Enum):
-    """What a group is doing."""
+    """Phase of a group."""
 
-    idle = "idle"  # no step is under way, and none was asked for
-    waiting = "waiting"  # a step was asked for, but there are too few members, or the last try just failed
-    entering = "entering"  # its members are being told of a world
+    idle = "idle"  # no step is running or requested
+    waiting = "waiting"  # a step is requested, but there are too few members, or the last attempt just failed
+    entering = "entering"  # members enter a new world
     stepping = "stepping"
     given_up = "given_up"
     closed = "closed"
 
 
 OVER = (ElasticPhase.given_up, ElasticPhase.closed)
+LIVE = tuple(state for state in MemberState if state is not MemberState.gone)
 
 
 @dataclass(frozen=True)
 class LeaveCause:
-    """Why a member has to leave, and by when no step is begun with it any more; None: it can take its time."""
+    """Why a member has to leave, and when the last step with it may begin; None: no deadline."""
 
     reason: Reason
     leave_by: float | None
@@ -34,84 +35,83 @@ class LeaveCause:
 
 @dataclass(eq=False)
 class ElasticMember:
-    """One member."""
+    """A member of a group."""
 
     id: str
     number: int
     state: MemberState
     reason: Reason
     since: float
-    node: str = ""  # empty: it waits, or is being constructed
-    stands_in: str = ""  # for whom it was started
-    restart_at: float | None = None  # it counts as a restart, made then ...
-    restart_weight: int = 0  # ... so many times ...
-    restart_node: str = ""  # ... for one that was lost there
-    step: int | None = None  # whose outcome it has; None: nobody's, it is new
+    node: str = ""  # empty: pending
+    replaces: str = ""  # the member it was started for
+    restart_at: float | None = None  # it counts as a restart at that time ...
+    restart_weight: int = 0  # ... this many times ...
+    restart_node: str = ""  # ... for a member lost on this node
+    step: int | None = None  # whose result it has; None: it is new
     proven: bool = False  # it has completed a step
-    causes: tuple[LeaveCause, ...] = ()  # of a leaving one, one of each code; in the order they came
+    causes: tuple[LeaveCause, ...] = ()  # only while leaving; one per code, in order of arrival
     health_due: float | None = None
-    health_by: float | None = None  # when the answer is due
-    end_by: float | None = None  # of one that is gone: when its end is due to be confirmed
+    health_by: float | None = None  # when the result is due
+    stop_by: float | None = None  # while gone: when its end must be confirmed
 
     @property
     def leave_by(self) -> float | None:
-        """No step is begun with it after that: the nearest of its deadlines."""
-        return min((one.leave_by for one in self.causes if one.leave_by is not None), default=None)
+        """No step is started with it after that: the nearest of its deadlines."""
+        return min((cause.leave_by for cause in self.causes if cause.leave_by is not None), default=None)
 
 
 @dataclass(frozen=True)
 class LostMember:
-    """A member that was lost unplanned, and not replaced yet."""
+    """A member that was lost unplanned, and is not replaced yet."""
 
     member: str
     node: str
     reason: Reason
-    weight: int  # as how many restarts its replacement counts
+    weight: int  # restarts that its replacement counts for
 
 
 @dataclass(eq=False)
 class ElasticState:
-    """One group."""
+    """An elastic group."""
 
     spec: ElasticSpec
     now: float = 0.0
     phase: ElasticPhase = ElasticPhase.idle
-    step: int = 0  # complete ones
-    epoch: int = 0  # of the last world that was to be entered
-    world: World | None = None  # the last one that was entered
-    # Of the phase: entering and stepping have a deadline; waiting has one of its own, which a failed try does not move.
+    step: int = 0  # completed
+    epoch: int = 0  # of the last world, entered or not
+    world: World | None = None  # the last one entered
+    # Of entering and stepping; waiting has its own deadline, which a failed attempt does not move.
     deadline: float | None = None
-    coming: World | None = None  # exactly while entering
-    leavers: tuple[str, ...] = ()  # of `coming`
-    wants_step: bool = False  # a step was asked for and is not complete
-    redo: bool = False  # it was begun and interrupted
-    interrupting: Reason | None = None  # InterruptStep was said
+    next_world: World | None = None  # set exactly while entering
+    leavers: tuple[str, ...] = ()  # of `next_world`
+    wants_step: bool = False  # a step is requested and not complete
+    redo: bool = False  # it was started and interrupted
+    interrupting: Reason | None = None  # InterruptStep was issued
     wait_deadline: float | None = None
     wait_reason: Reason | None = None
-    wait_key: str = ""  # what the last Wait was about
-    retry_at: float = 0.0  # no world or step is tried before: the last one failed, and nobody knows why
-    fruitless: int = 0  # such failures in a row
+    wait_key: str = ""  # reason code of the last WaitForMembers
+    retry_at: float = 0.0  # back-off after a failure without a known cause
+    failed_attempts: int = 0  # such failures in a row
     # Members.
-    made: int = 0
-    members: dict[str, ElasticMember] = field(
-        default_factory=dict
-    )  # in order of number; gone ones until that is confirmed
+    created_count: int = 0
+    # In order of number; gone members until their end is confirmed.
+    members: dict[str, ElasticMember] = field(default_factory=dict)
     nodes: tuple[NodeView, ...] = ()
     nodes_known: bool = False
     change: int = 0
-    asked: int | None = None  # what a person wants
-    want: int = 0  # as it was said last
+    requested: int | None = None  # by a user
+    want: int = 0  # by the last RequestUnits
     # Replacements.
-    debts: list[LostMember] = field(default_factory=list)
+    unreplaced: list[LostMember] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)  # within the window
-    rounds: int = 0  # of replacements in a row, none of which has completed a step
-    round_open: bool = False  # a loss that belongs to the last round: nothing was started since
-    not_before: float = 0.0  # no replacement
+    rounds: int = 0  # of replacements in a row that completed no step
+    round_open: bool = False  # no replacement was started since the last loss
+    not_before: float = 0.0  # of a replacement
     capped: bool = False
-    fatal: str = ""  # why the last start failed that another would not mend
+    fatal: str = ""  # why the last start failed, if a retry would fail the same way
     ever_started: bool = False
-    # Telling.
-    outs: list[tuple[str, Reason]] = field(default_factory=list)  # who is gone since the last world was entered
+    # Reporting.
+    departed: list[tuple[str, Reason]] = field(default_factory=list)  # since the last world was entered
     restart_count: int = 0
     redone_count: int = 0
     end_reason: Reason | None = None
@@ -119,65 +119,63 @@ class ElasticState:
 
 
 def units_on(node: NodeView, unit: Resources) -> int:
-    """How many members a node has room for, when nothing of ours is there."""
+    """How many members fit on an otherwise unused node."""
     left = node.facts.total.minus(node.outside)
     return min(left.get(name) // units for name, units in unit)
 
 
 @dataclass(frozen=True)
 class MemberCapacity:
-    """What nodes offer to members; worked out once for each news of nodes."""
+    """Capacity of nodes for members; computed once per NodesChanged."""
 
-    ready: int  # members that nodes have room for which may be used
-    silent: tuple[tuple[str, int], ...]  # nodes whose link says nothing, and how many each has room for
+    ready: int  # members that fit on usable nodes
+    silent: tuple[tuple[str, int], ...]  # suspect nodes, and how many members fit on each
     draining: frozenset[str]
 
     def capacity(self, members: dict[str, ElasticMember]) -> int:
-        """How many members there is room for. A silent node counts while it holds some."""
+        """How many members fit. A silent node counts while it holds members."""
         if not self.silent:
             return self.ready
-        holding = {one.node for one in members.values() if one.state is not MemberState.gone}
+        holding = {member.node for member in members.values() if member.state is not MemberState.gone}
         return self.ready + sum(units for node, units in self.silent if node in holding)
 
 
-def room_on(nodes: tuple[NodeView, ...], unit: Resources) -> MemberCapacity:
-    """What these nodes offer."""
-    states = NodeState
+def member_capacity(nodes: tuple[NodeView, ...], unit: Resources) -> MemberCapacity:
     return MemberCapacity(
-        sum(units_on(one, unit) for one in nodes if one.state is states.ready),
-        tuple((one.node, units_on(one, unit)) for one in nodes if one.state is states.suspect),
-        frozenset(one.node for one in nodes if one.state is states.draining),
+        sum(units_on(node, unit) for node in nodes if node.state is NodeState.ready),
+        tuple((node.node, units_on(node, unit)) for node in nodes if node.state is NodeState.suspect),
+        frozenset(node.node for node in nodes if node.state is NodeState.draining),
     )
 
 
-def plain(books: ElasticState, size: int, wanted: int) -> dict[str, object]:
-    """A group as people and programs see it."""
-    ranks = {name: rank for rank, name in enumerate(books.world.members)} if books.world is not None else {}
+def group_view(state: ElasticState, size: int, wanted: int) -> dict[str, object]:
+    """A group as plain data, for display and for programs."""
+    ranks = {name: rank for rank, name in enumerate(state.world.members)} if state.world is not None else {}
     return {
-        "name": books.spec.name,
-        "phase": books.phase.value,
+        "name": state.spec.name,
+        "phase": state.phase.value,
         "size": size,
         "wanted": wanted,
-        "least": books.spec.least,
-        "most": books.spec.most,
-        "asked": books.asked,
-        "epoch": books.world.epoch if books.world is not None else 0,
-        "step": books.step,
-        "change": books.change,
-        "restarts": books.restart_count,
-        "redone": books.redone_count,
-        "waiting": str(books.wait_reason) if books.phase is ElasticPhase.waiting and books.wait_reason else None,
-        "wait_deadline": books.wait_deadline if books.phase is ElasticPhase.waiting else None,
-        "ended": str(books.end_reason) if books.end_reason is not None else None,
+        "least": state.spec.min_members,
+        "most": state.spec.max_members,
+        "asked": state.requested,
+        "epoch": state.world.epoch if state.world is not None else 0,
+        "step": state.step,
+        "change": state.change,
+        "restarts": state.restart_count,
+        "redone": state.redone_count,
+        "waiting": str(state.wait_reason) if state.phase is ElasticPhase.waiting and state.wait_reason else None,
+        "wait_deadline": state.wait_deadline if state.phase is ElasticPhase.waiting else None,
+        "ended": str(state.end_reason) if state.end_reason is not None else None,
         "members": [
             {
-                "id": one.id,
-                "state": one.state.value,
-                "node": one.node or None,
-                "rank": ranks.get(one.id) if one.state in (MemberState.working, MemberState.leaving) else None,
-                "since": one.since,
-                "reason": {"code": one.reason.code.value, "sentence": one.reason.sentence},
+                "id": member.id,
+                "state": member.state.value,
+                "node": member.node or None,
+                "rank": ranks.get(member.id) if member.state in (MemberState.working, MemberState.leaving) else None,
+                "since": member.since,
+                "reason": {"code": member.reason.code.value, "sentence": member.reason.sentence},
             }
-            for one in books.members.values()
+            for member in state.members.values()
         ],
     }

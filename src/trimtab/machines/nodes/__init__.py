@@ -1,1 +1,1 @@
-"""How many nodes: which join, drain, leave."""
+"""The node machine: which nodes join, drain and leave."""

@@ -1,7 +1,7 @@
-"""What happens to nodes (events), and what is to be done about it (instructions).
+"""Events and instructions of the node machine.
 
-Whoever drives the machine listens to Ray and to a link of its own to each node, and feeds what changed; being told the
-same twice changes nothing. Instructions about nodes take effect at once: they end in nothing.
+The runtime reports changes from Ray and from its own connection to each node; repeated events change nothing.
+Instructions take effect at once and have no outcome events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.model.nodes import NodeChange, NodeFacts
 
 @dataclass(frozen=True)
 class NodeSeen:
-    """Ray has the node alive; also says that its figures changed."""
+    """Ray lists the node as alive, or its resources changed."""
 
     node: str
     facts: NodeFacts
@@ -26,7 +26,7 @@ class NodeSeen:
 
 @dataclass(frozen=True)
 class NodeGone:
-    """Ray does not have the node any more. `expected`: it ended in order (a drain that ran out, `ray stop`)."""
+    """Ray no longer lists the node. `expected`: it ended in order (a completed drain, `ray stop`)."""
 
     node: str
     expected: bool = False
@@ -34,14 +34,14 @@ class NodeGone:
 
 @dataclass(frozen=True)
 class HeartbeatReceived:
-    """The node's own link speaks (again)."""
+    """A heartbeat on the node's connection, the first or after a silence."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class HeartbeatMissed:
-    """The node's own link is there, but has said nothing for so long."""
+    """No heartbeat on the node's connection for `silent_s`."""
 
     node: str
     silent_s: float
@@ -49,7 +49,7 @@ class HeartbeatMissed:
 
 @dataclass(frozen=True)
 class ConnectionBroken:
-    """The link broke and the node's raylet does not listen any more: the node is dead."""
+    """The connection broke and the node's raylet no longer listens: the node is dead."""
 
     node: str
     why: str
@@ -57,7 +57,7 @@ class ConnectionBroken:
 
 @dataclass(frozen=True)
 class DrainRequested:
-    """The node will go at `deadline` (None: whenever it is empty). `by_ray`: Ray said so, else a person or a hook."""
+    """The node will go at `deadline` (None: when it is empty). `by_ray`: announced by Ray, else by a user or hook."""
 
     node: str
     deadline: float | None
@@ -67,7 +67,7 @@ class DrainRequested:
 
 @dataclass(frozen=True)
 class DrainCancelled:
-    """The node stays after all."""
+    """The node stays."""
 
     node: str
 
@@ -94,7 +94,7 @@ NodeEvent = (
 
 @dataclass(frozen=True)
 class UseNode:
-    """What the node has may be used from now on; also: its figures changed while it was used."""
+    """The node may be used from now on; or its resources changed while in use."""
 
     node: str
     facts: NodeFacts
@@ -104,7 +104,7 @@ class UseNode:
 
 @dataclass(frozen=True)
 class CordonNode:
-    """Nothing new goes to the node; what runs there goes on."""
+    """Place nothing new on the node; its tasks run on."""
 
     node: str
     reason: Reason
@@ -112,7 +112,7 @@ class CordonNode:
 
 @dataclass(frozen=True)
 class DrainNode:
-    """Nothing new goes to the node, and what is there has to be elsewhere by the deadline (None: when it can)."""
+    """Place nothing new on the node, and move its tasks by the deadline (None: when possible)."""
 
     node: str
     deadline: float | None
@@ -121,7 +121,7 @@ class DrainNode:
 
 @dataclass(frozen=True)
 class RemoveNode:
-    """The node is gone, and everything on it."""
+    """The node is gone, with everything on it."""
 
     node: str
     reason: Reason
@@ -129,7 +129,7 @@ class RemoveNode:
 
 @dataclass(frozen=True)
 class AnnounceNodeChange:
-    """Tell those who grow and shrink with nodes what happened within a window, as one."""
+    """Announce the node changes of a window to elastic groups, as one change."""
 
     change: NodeChange
 

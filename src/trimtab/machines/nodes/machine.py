@@ -1,16 +1,15 @@
-"""Which nodes there are, which of them may be used, and when those who grow and shrink with them are told.
+"""The node machine: which nodes are up, which may be used, and when changes are announced to elastic groups.
 
-`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
-instructions. It is called by whoever listens to Ray and to the nodes' own links.
+`handle(event, now)` is the only entry point; it reads no clock, and the same events give the same instructions.
 
-The transition that must not exist is lost to ready because Ray still lists the node. Ray goes on listing a killed node
-for a quarter of a minute and a frozen one for a whole one; if that brought it back, everything that had just been given
-up there would be placed there again, and be lost again. A lost node comes back when its own link speaks, or when Ray
-had dropped it and has it anew. Nor is a node ever lost by a Tick: how long a link has been silent is what the link
-says, or a machine that was itself asleep would lose every node on waking.
+The transition that must not exist is lost to ready because Ray still lists the node. Ray lists a killed node for 15 s
+and a frozen one for 60 s; if that brought it back, everything that was just moved away would be placed there again, and
+be lost again. A lost node returns when its own connection has a heartbeat, or when Ray dropped it and lists it anew.
+Nor is a node ever lost by a NodeTick: only a HeartbeatMissed event tells how long a connection was silent, or a machine
+that was itself suspended would lose every node on waking.
 
-What must never happen besides: a change of groups per flap of one node (who was lost too often is held back, longer
-each time); a drain that is heard of late; memory that grows with the nodes that were.
+What must never happen besides: an announcement per flap of a node (nodes that were lost too often are held, longer each
+time); a late announcement of a drain; memory that grows with the nodes of the past.
 """
 
 from __future__ import annotations
@@ -18,67 +17,70 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from trimtab.core.codec import decode, encode
+from trimtab.core.dispatch import handlers_of
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_chapter
+from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.nodes import events as e
-from trimtab.machines.nodes import state as words
-from trimtab.machines.nodes.state import Announced, NodeDrain, NodeShape, TrackedNode
+from trimtab.machines.nodes.state import (
+    Announced,
+    NodeDrain,
+    NodeShape,
+    TrackedNode,
+    change_reason,
+    departure_text,
+    duration_text,
+    gpu_text,
+    is_sooner,
+    name_of,
+    node_order,
+    resources_text,
+    to_announce,
+)
 from trimtab.model.nodes import NodeChange, NodePolicy, NodeState, NodeView
 
-SAME_S = 1.0  # two deadlines that are not further apart are the same one, read from two clocks
+SAME_S = 1.0  # deadlines closer than this are the same, read from two clocks
 
 
 class NodeMachine:
-    """Nodes as they come and go. Events in, instructions out."""
+    """Nodes as they join and leave. Events in, instructions out."""
 
     def __init__(self, policy: NodePolicy = NodePolicy()) -> None:  # noqa: B008 -- it is frozen
         self.policy = policy
         self.now = 0.0
-        self.version = 0  # grows with every change that `views` shows
+        self.version = 0  # incremented with every change that `views` shows
         self.last_change = 0
-        self.nodes: dict[str, TrackedNode] = {}  # that are there, or were not long ago
-        # What follows can be worked out from the above, and is not in a snapshot.
-        self._kinds: Counter[NodeShape] = Counter()  # of nodes that are there; none of them zero
-        self._timers: list[tuple[float, str]] = []  # a heap; has every node's `_due`, and some that have changed since
-        self._armed: dict[str, float] = {}  # by node: the timer set last, so that none is set twice in a row
-        self._places: dict[str, str] = {}  # by name: the node that had it last
+        self.nodes: dict[str, TrackedNode] = {}  # up, or gone not long ago
+        # Derived from the above; not in a snapshot.
+        self._kinds: Counter[NodeShape] = Counter()  # of nodes that are up; no zero counts
+        self._timers: list[tuple[float, str]] = []  # a heap; has every node's `_due`, and outdated ones
+        self._armed: dict[str, float] = {}  # by node: its latest timer, so that none is set twice in a row
+        self._by_name: dict[str, str] = {}  # by given name: the node that had it last
         self._order: list[TrackedNode] = []  # all, in node order
-        self._untold: dict[str, TrackedNode] = {}  # that have a `tell_by`
+        self._unannounced: dict[str, TrackedNode] = {}  # that have a `announce_by`
         self._common: NodeShape | None = None
         self._common_known = False
-        self._views: dict[str, NodeView] = {}  # those that have not changed since they were looked at
+        self._views: dict[str, NodeView] = {}  # up-to-date ones
         self._seen: tuple[int, tuple[NodeView, ...]] = (-1, ())  # by version
-        self._telling = False
+        self._announce_due = False
         self._out: list[e.NodeInstruction] = []
-        self._doors: dict[type, Callable[[Any, float], None]] = {
-            e.NodeSeen: self._on_node_seen,
-            e.NodeGone: self._on_node_gone,
-            e.HeartbeatReceived: self._on_link_heard,
-            e.HeartbeatMissed: self._on_link_silent,
-            e.ConnectionBroken: self._on_link_broken,
-            e.DrainRequested: self._on_drain_asked,
-            e.DrainCancelled: self._on_drain_over,
-            e.NodeTick: self._on_tick,
-        }
 
-    # ---- the door --------------------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.NodeEvent, now: float) -> list[e.NodeInstruction]:
-        """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
+        """The instructions that follow. Raises InputError for an invalid request, with nothing changed."""
         now = max(float(now), self.now)
-        self._out, self._telling = [], False
-        self._doors[type(event)](event, now)
+        self._out, self._announce_due = [], False
+        _HANDLERS[type(event)](self, event, now)
         self.now = now
-        if self._telling:
-            self._tell(now)
+        if self._announce_due:
+            self._announce(now)
         return self._out
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
+        """When a NodeTick is due at the latest."""
         while self._timers:
             at, name = self._timers[0]
             node = self.nodes.get(name)
@@ -87,7 +89,7 @@ class NodeMachine:
             self._pop_timer()
         return None
 
-    # ---- news of Ray -----------------------------------------------------------------------------------------------
+    # ---- events of Ray ----------------------------------------------------------------------------------------------
 
     def _on_node_seen(self, event: e.NodeSeen, now: float) -> None:
         node = self.nodes.get(event.node)
@@ -96,12 +98,12 @@ class NodeMachine:
             return
         changed = node.facts != event.facts or node.outside != event.outside
         if changed:
-            self._figures(node, event)
+            self._update_facts(node, event)
         if not node.listed:
             node.listed = True
-            self._gone_to_there(node, Reason(ReasonCode.returned, "Ray has it again"), now)
+            self._gone_to_there(node, Reason(ReasonCode.returned, "Ray lists it again"), now)
         elif changed and node.state is NodeState.ready:
-            self._use(node, Reason(ReasonCode.changed, words.figures(node.facts, node.outside)))
+            self._use(node, Reason(ReasonCode.changed, resources_text(node.facts, node.outside)))
         if changed:
             self._changed(node)
 
@@ -112,18 +114,18 @@ class NodeMachine:
         announced = event.expected or node.drain is not None
         node.listed = False
         if node.there and announced:
-            self._there_to_left(node, Reason(ReasonCode.left, words.went(node, "Ray says that it ended in order")), now)
+            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, "Ray reports an orderly end")), now)
         elif node.there:
-            self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray does not have it any more"), now)
+            self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray no longer lists it"), now)
         elif event.expected and node.state is NodeState.lost:
-            self._lost_to_left(node, Reason(ReasonCode.left, "its link broke because it ended in order"), now)
-        node.drain = None  # whoever comes back under this id is not on its way out
+            self._lost_to_left(node, Reason(ReasonCode.left, "its connection broke because it ended in order"), now)
+        node.drain = None  # a node that returns under this id is not draining
         self._changed(node)
         self._arm(node)
 
-    # ---- news of links ---------------------------------------------------------------------------------------------
+    # ---- events of connections --------------------------------------------------------------------------------------
 
-    def _on_link_heard(self, event: e.HeartbeatReceived, now: float) -> None:
+    def _on_heartbeat_received(self, event: e.HeartbeatReceived, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None:
             return
@@ -131,14 +133,14 @@ class NodeMachine:
         if node.state is NodeState.suspect:
             self._suspect_to_ready(node, now)
         elif not node.there and node.listed:
-            self._gone_to_there(node, Reason(ReasonCode.returned, "its link speaks again"), now)
+            self._gone_to_there(node, Reason(ReasonCode.returned, "its heartbeats are back"), now)
 
-    def _on_link_silent(self, event: e.HeartbeatMissed, now: float) -> None:
+    def _on_heartbeat_missed(self, event: e.HeartbeatMissed, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there or event.silent_s < self.policy.suspect_s:
             return
         node.silent = True
-        reason = Reason(ReasonCode.link_silent, f"its link has said nothing for {event.silent_s:.3g} s")
+        reason = Reason(ReasonCode.link_silent, f"no heartbeat for {event.silent_s:.3g} s")
         if event.silent_s >= self.policy.lost_s:
             self._there_to_lost(node, reason, now)
         elif node.state is NodeState.ready:
@@ -146,53 +148,54 @@ class NodeMachine:
         elif node.state is NodeState.held:
             self._hold_longer(node, now)
 
-    def _on_link_broken(self, event: e.ConnectionBroken, now: float) -> None:
+    def _on_connection_broken(self, event: e.ConnectionBroken, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there:
             return
         if node.state is NodeState.draining:
-            self._there_to_left(node, Reason(ReasonCode.left, words.went(node, event.why)), now)
+            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, event.why)), now)
         else:
             self._there_to_lost(node, Reason(ReasonCode.link_broken, event.why), now)
 
     # ---- drains ----------------------------------------------------------------------------------------------------
 
-    def _on_drain_asked(self, event: e.DrainRequested, now: float) -> None:
-        node = self._to_be_drained(event)
+    def _on_drain_requested(self, event: e.DrainRequested, now: float) -> None:
+        node = self._node_to_drain(event)
         if not node.there:
             return
         before = node.drain
         code = ReasonCode.drain_seen if event.by_ray else ReasonCode.drain_asked
         deadline = None if event.deadline is None else max(float(event.deadline), now)
-        drain = NodeDrain(deadline, event.deadline, Reason(code, event.cause + words.until("given", deadline, now)))
+        drain = NodeDrain(deadline, event.deadline, Reason(code, event.cause + duration_text("given", deadline, now)))
         if before is None:
             node.drain = drain
             self._to_draining(node, now)
-        elif (before.asked, before.reason.code) == (drain.asked, code):
+        elif (before.requested, before.reason.code) == (drain.requested, code):
             return
-        elif words.sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is ReasonCode.drain_asked:
-            # Ray repeats itself and what we told it, by another clock; and nobody puts off what Ray said.
+        elif is_sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is ReasonCode.drain_asked:
+            # Ray repeats its drains and ours, by another clock; and no request postpones a drain by Ray.
             node.drain = drain
-            self._write(node, node.state, drain.reason, now)
-            self._empty(node)
-            self._note(node, now)
+            self._record(node, node.state, drain.reason, now)
+            self._drain(node)
+            self._update_announcement(node, now)
 
-    def _to_be_drained(self, event: e.DrainRequested) -> TrackedNode:
+    def _node_to_drain(self, event: e.DrainRequested) -> TrackedNode:
         node = self.nodes.get(event.node)
         if node is None:
-            known = [name for name, one in self.nodes.items() if one.there]
+            known = [name for name, node in self.nodes.items() if node.there]
             near = nearest(event.node, known)
             hint = f"did you mean {near}?" if near else "nodes: " + (", ".join(sorted(known)[:8]) or "none")
             raise InputError(f"there is no node {event.node}", hint=hint)
         if node.facts.head:
             raise InputError(
-                f"node {node.title} is the head: the cluster ends with it", hint="drain workers, or stop the cluster"
+                f"node {node.display_name} is the head: the cluster ends with it",
+                hint="drain workers, or stop the cluster",
             )
         if not node.there and not event.by_ray:
-            raise InputError(f"node {node.title} is gone already", hint=str(node.reason))
+            raise InputError(f"node {node.display_name} is gone already", hint=str(node.reason))
         return node
 
-    def _on_drain_over(self, event: e.DrainCancelled, now: float) -> None:
+    def _on_drain_cancelled(self, event: e.DrainCancelled, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or node.drain is None:
             return
@@ -202,12 +205,12 @@ class NodeMachine:
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def _on_tick(self, event: e.NodeTick, now: float) -> None:
+    def _on_node_tick(self, event: e.NodeTick, now: float) -> None:
         while (at := self.next_deadline()) is not None and at <= now:
             node = self.nodes[self._pop_timer()]
-            if node.tell_by is not None and node.tell_by <= now:
-                self._telling = True
-                self._tell(now)
+            if node.announce_by is not None and node.announce_by <= now:
+                self._announce_due = True
+                self._announce(now)
             if not node.there and not node.listed and node.since + self.policy.forget_s <= now:
                 self._gone_to_forgotten(node)
                 continue
@@ -221,8 +224,8 @@ class NodeMachine:
     def _due(self, node: TrackedNode) -> float | None:
         """When time alone changes something about the node."""
         dues = []
-        if node.tell_by is not None:
-            dues.append(node.tell_by)
+        if node.announce_by is not None:
+            dues.append(node.announce_by)
         if node.losses:
             dues.append(node.losses[0] + self.policy.forget_s)
         if node.state is NodeState.held and node.hold_until is not None:
@@ -246,12 +249,12 @@ class NodeMachine:
     # ---- transitions -----------------------------------------------------------------------------------------------
 
     def _new_to_there(self, event: e.NodeSeen, now: float) -> None:
-        reason = Reason(ReasonCode.joined, "Ray has it for the first time")
-        place = words.name_of(event.facts)
+        reason = Reason(ReasonCode.joined, "Ray lists it for the first time")
+        place = name_of(event.facts)
         node = TrackedNode(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
-        before = self.nodes.get(self._places.get(place, ""))
+        before = self.nodes.get(self._by_name.get(place, ""))
         if before is not None and not before.there:
-            # The same one, started again: what it did under its other id is not forgotten.
+            # The same node, restarted: its losses under the other id still count.
             node.losses = list(before.losses)
         self._remember(node)
         self._gone_to_there(node, reason, now)
@@ -262,13 +265,13 @@ class NodeMachine:
         over = len(node.losses) - self.policy.free_losses
         node.hold_until = None
         if over > 0:
-            node.hold_until = now + min(self.policy.hold_most_s, self.policy.hold_s * 2.0 ** min(over - 1, 64))
+            node.hold_until = now + min(self.policy.max_hold_s, self.policy.hold_s * 2.0 ** min(over - 1, 64))
         if node.drain is not None:
             self._to_draining(node, now)
         elif node.hold_until is not None:
             self._to_held(node, now)
         else:
-            self._to_ready(node, self._with_what(node, reason), now)
+            self._to_ready(node, self._with_gpus(node, reason), now)
 
     def _to_ready(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.ready, reason, now)
@@ -279,7 +282,7 @@ class NodeMachine:
         self._to(
             node,
             NodeState.held,
-            Reason(ReasonCode.flapping, sentence + words.until("held for", node.hold_until, now)),
+            Reason(ReasonCode.flapping, sentence + duration_text("held for", node.hold_until, now)),
             now,
         )
 
@@ -288,7 +291,7 @@ class NodeMachine:
         self._to_ready(node, Reason(ReasonCode.steady, f"it has been steady for {now - node.since:.3g} s"), now)
 
     def _hold_longer(self, node: TrackedNode, now: float) -> None:
-        """It fell silent while it was to show that it is steady: that begins again."""
+        """It fell silent while held: the hold starts again."""
         hold_until = max(node.hold_until or 0.0, now + self.policy.hold_s)
         if hold_until != node.hold_until:
             node.hold_until = hold_until
@@ -297,21 +300,21 @@ class NodeMachine:
 
     def _ready_to_suspect(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.suspect, reason, now)
-        self._spare(node, reason)
+        self._cordon(node, reason)
 
     def _suspect_to_ready(self, node: TrackedNode, now: float) -> None:
-        self._to_ready(node, Reason(ReasonCode.returned, "its link speaks again"), now)
+        self._to_ready(node, Reason(ReasonCode.returned, "its heartbeats are back"), now)
 
     def _to_draining(self, node: TrackedNode, now: float) -> None:
         assert node.drain is not None
         self._to(node, NodeState.draining, node.drain.reason, now)
-        self._empty(node)
+        self._drain(node)
 
     def _draining_to_there(self, node: TrackedNode, reason: Reason, now: float) -> None:
         if node.hold_until is not None and node.hold_until > now and not node.in_use:
             self._to_held(node, now)
         elif node.silent:
-            self._ready_to_suspect(node, Reason(ReasonCode.link_silent, "it stays, but its link says nothing"), now)
+            self._ready_to_suspect(node, Reason(ReasonCode.link_silent, "it stays, but sends no heartbeat"), now)
         else:
             self._to_ready(node, reason, now)
 
@@ -319,14 +322,14 @@ class NodeMachine:
         self._forget_losses(node, now)
         node.losses.append(now)
         self._to(node, NodeState.lost, reason, now)
-        self._lose(node)
+        self._remove(node)
 
     def _there_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.left, reason, now)
-        self._lose(node)
+        self._remove(node)
 
     def _lost_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
-        """It was no loss: the link was only faster than the news that the node would end."""
+        """It was no loss: the connection broke before the orderly end was reported."""
         if node.losses and node.losses[-1] == node.since:
             node.losses.pop()
         self._to(node, NodeState.left, reason, now)
@@ -335,41 +338,41 @@ class NodeMachine:
         del self.nodes[node.id]
         self._order.remove(node)
         self._changed(node)
-        if node.place and self._places.get(node.place) == node.id:
-            del self._places[node.place]
+        if node.place and self._by_name.get(node.place) == node.id:
+            del self._by_name[node.place]
 
-    # ---- what every transition does --------------------------------------------------------------------------------
+    # ---- common to all transitions ----------------------------------------------------------------------------------
 
     def _to(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
         self._count(node, -1)
         if state is not node.state or not node.story:
             node.since = now
-        self._write(node, state, reason, now)
+        self._record(node, state, reason, now)
         node.state = state
         self._count(node, 1)
-        self._note(node, now)
+        self._update_announcement(node, now)
 
-    def _write(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
+    def _record(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
         node.reason = reason
-        add_chapter(node.story, StoryEntry(now, state.value, reason))
+        add_story_entry(node.story, StoryEntry(now, state.value, reason))
         self._changed(node)
 
     def _remember(self, node: TrackedNode) -> None:
         self.nodes[node.id] = node
-        insort(self._order, node, key=words.rank)
+        insort(self._order, node, key=node_order)
         if node.place:
-            self._places[node.place] = node.id
+            self._by_name[node.place] = node.id
 
     def _changed(self, node: TrackedNode) -> None:
         self._views.pop(node.id, None)
         self.version += 1
 
-    def _figures(self, node: TrackedNode, event: e.NodeSeen) -> None:
+    def _update_facts(self, node: TrackedNode, event: e.NodeSeen) -> None:
         self._count(node, -1)
         head = node.facts.head
         node.facts, node.outside = event.facts, event.outside
         if head != node.facts.head:
-            self._order.sort(key=words.rank)
+            self._order.sort(key=node_order)
         self._count(node, 1)
 
     def _count(self, node: TrackedNode, sign: int) -> None:
@@ -382,67 +385,67 @@ class NodeMachine:
     def _forget_losses(self, node: TrackedNode, now: float) -> None:
         node.losses = [at for at in node.losses if at + self.policy.forget_s > now]
 
-    # ---- instructions: only the pool's nodes are spared, emptied and lost ----
+    # ---- instructions: only nodes in use are cordoned, drained and removed ----
 
     def _use(self, node: TrackedNode, reason: Reason) -> None:
         node.in_use = True
         self._out.append(e.UseNode(node.id, node.facts, node.outside, reason))
 
-    def _spare(self, node: TrackedNode, reason: Reason) -> None:
+    def _cordon(self, node: TrackedNode, reason: Reason) -> None:
         if node.in_use:
             self._out.append(e.CordonNode(node.id, reason))
 
-    def _empty(self, node: TrackedNode) -> None:
+    def _drain(self, node: TrackedNode) -> None:
         if node.in_use and node.drain is not None:
             self._out.append(e.DrainNode(node.id, node.drain.deadline, node.drain.reason))
 
-    def _lose(self, node: TrackedNode) -> None:
+    def _remove(self, node: TrackedNode) -> None:
         if node.in_use:
             node.in_use = False
             self._out.append(e.RemoveNode(node.id, node.reason))
 
-    # ---- changes ---------------------------------------------------------------------------------------------------
+    # ---- announcements ----------------------------------------------------------------------------------------------
 
-    def _note(self, node: TrackedNode, now: float) -> None:
-        """Groups are to be told of the node by and by, at once, or not at all if it is again as they believe."""
-        if node.state is NodeState.left and node.told is Announced.draining:
-            node.told = Announced.absent  # it was said that it would go
-        what = words.to_be_told(node)
-        if what is node.told:
-            node.tell_by = None
-            self._untold.pop(node.id, None)
+    def _update_announcement(self, node: TrackedNode, now: float) -> None:
+        """Schedule an announcement of the node, or cancel it if what was announced is true again."""
+        if node.state is NodeState.left and node.announced is Announced.draining:
+            node.announced = Announced.absent  # its departure was announced by the drain
+        what = to_announce(node)
+        if what is node.announced:
+            node.announce_by = None
+            self._unannounced.pop(node.id, None)
         else:
             by = now + self._window_s(node, what, now)
-            node.tell_by = by if node.tell_by is None else min(by, node.tell_by)
-            self._untold[node.id] = node
-            self._telling = self._telling or node.tell_by <= now
+            node.announce_by = by if node.announce_by is None else min(by, node.announce_by)
+            self._unannounced[node.id] = node
+            self._announce_due = self._announce_due or node.announce_by <= now
         self._arm(node)
 
     def _window_s(self, node: TrackedNode, what: Announced, now: float) -> float:
-        """How long the news may wait for more of its kind."""
+        """How long the announcement may wait for more changes."""
         if what is Announced.used:
             return self.policy.join_window_s
         deadline = node.drain.deadline if node.drain is not None else None
-        if what is Announced.absent or (deadline is not None and deadline - now < self.policy.hurry_s):
+        if what is Announced.absent or (deadline is not None and deadline - now < self.policy.urgent_drain_s):
             return 0.0
         return self.policy.drain_window_s
 
-    def _tell(self, now: float) -> None:
-        """One change of all that is pending; joins whose window is over leave drains their own, longer one."""
-        pending = list(self._untold.values())
-        if all(words.to_be_told(node) is Announced.used for node in pending if (node.tell_by or 0.0) <= now):
-            pending = [node for node in pending if words.to_be_told(node) is Announced.used]
-        told: dict[Announced, list[TrackedNode]] = {what: [] for what in Announced}
-        for node in sorted(pending, key=words.rank):
-            node.told, node.tell_by = words.to_be_told(node), None
-            del self._untold[node.id]
-            told[node.told].append(node)
+    def _announce(self, now: float) -> None:
+        """Announce all pending changes as one; due joins leave pending drains their longer window."""
+        pending = list(self._unannounced.values())
+        if all(to_announce(node) is Announced.used for node in pending if (node.announce_by or 0.0) <= now):
+            pending = [node for node in pending if to_announce(node) is Announced.used]
+        announced: dict[Announced, list[TrackedNode]] = {what: [] for what in Announced}
+        for node in sorted(pending, key=node_order):
+            node.announced, node.announce_by = to_announce(node), None
+            del self._unannounced[node.id]
+            announced[node.announced].append(node)
             self._changed(node)
             self._arm(node)
-        self._telling = False
+        self._announce_due = False
         if not pending:
             return
-        joined, draining, lost = told[Announced.used], told[Announced.draining], told[Announced.absent]
+        joined, draining, lost = announced[Announced.used], announced[Announced.draining], announced[Announced.absent]
         self.last_change += 1
         self._out.append(
             e.AnnounceNodeChange(
@@ -452,28 +455,27 @@ class NodeMachine:
                     tuple(node.id for node in joined),
                     tuple(node.id for node in draining),
                     tuple(node.id for node in lost),
-                    words.change_reason(joined, draining, lost),
+                    change_reason(joined, draining, lost),
                 )
             )
         )
 
-    # ---- what can be asked -----------------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------------------------
 
     def views(self, now: float, gone: bool = False) -> tuple[NodeView, ...]:
-        """The nodes that are there, in node order (the head, then who came first); with `gone` all remembered ones.
+        """Nodes that are up, in node order (head first, then by join time); with `gone` all remembered ones.
 
-        As of the last event: what time alone changes until `now` is shown after the next Tick.
+        As of the last event: changes by time alone are visible after the next NodeTick.
         """
         if self._seen[0] != self.version:
             self._seen = (self.version, tuple(self._view(node) for node in self._order if node.there))
         return tuple(self._view(node) for node in self._order) if gone else self._seen[1]
 
     def story(self, node: str) -> tuple[StoryEntry, ...]:
-        """What became of a node, as long as it is remembered."""
         return tuple(self.nodes[node].story) if node in self.nodes else ()
 
     def _view(self, node: TrackedNode) -> NodeView:
-        common = self._most_common()  # clears all views where it is another than before
+        common = self._most_common()  # clears all views where it changed
         view = self._views.get(node.id)
         if view is None:
             deadline = node.hold_until if node.state is NodeState.held else None
@@ -489,37 +491,38 @@ class NodeMachine:
                 deadline,
                 node.kind is not None and node.kind != common,
                 len(node.losses),
-                node.tell_by is None,
+                node.announce_by is None,
             )
         return view
 
     def _most_common(self) -> NodeShape | None:
-        """What most nodes with accelerators have; among equals, what the first of them in node order has."""
+        """The accelerators of most nodes; among equals, those of the first in node order."""
         if not self._common_known:
             most = max(self._kinds.values(), default=0)
             kinds = [kind for kind, count in self._kinds.items() if count == most]
-            common = kinds[0] if len(kinds) == 1 else next((one.kind for one in self._order if one.kind in kinds), None)
+            common = (
+                kinds[0] if len(kinds) == 1 else next((node.kind for node in self._order if node.kind in kinds), None)
+            )
             if common != self._common:
                 self._views.clear()
             self._common, self._common_known = common, True
         return self._common
 
-    def _with_what(self, node: TrackedNode, reason: Reason) -> Reason:
-        """Why it is used, and what is particular about it. The node does not count itself."""
+    def _with_gpus(self, node: TrackedNode, reason: Reason) -> Reason:
+        """The reason, with the GPUs of the node. The node itself is not counted yet."""
         mine, common = (node.facts.kind, node.facts.total.get("gpu")), self._most_common()
         if not mine[1]:
             return Reason(reason.code, f"{reason.sentence}; it has no GPU")
         if common is not None and mine != common:
             return Reason(
                 ReasonCode.unlike,
-                f"{reason.sentence}; it has {words.gpu_text(mine)}, most have {words.gpu_text(common)}",
+                f"{reason.sentence}; it has {gpu_text(mine)}, most have {gpu_text(common)}",
             )
-        return Reason(reason.code, f"{reason.sentence}; it has {words.gpu_text(mine)}")
+        return Reason(reason.code, f"{reason.sentence}; it has {gpu_text(mine)}")
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
-        """All that is remembered, as plain data."""
         return {
             "policy": encode(self.policy),
             "now": self.now,
@@ -530,19 +533,19 @@ class NodeMachine:
 
     @classmethod
     def load(cls, data: dict[str, Any], policy: NodePolicy | None = None) -> NodeMachine:
-        """A machine that goes on from a snapshot, with its policy or another."""
+        """A machine from a snapshot, with its policy or another."""
         machine = cls(decode(NodePolicy, data["policy"]) if policy is None else policy)
         machine.now, machine.version, machine.last_change = data["now"], data["version"], data["last_change"]
-        for one in data["nodes"]:
-            node = decode(TrackedNode, one)
+        for data_of_node in data["nodes"]:
+            node = decode(TrackedNode, data_of_node)
             machine._remember(node)
             machine._count(node, 1)
             machine._arm(node)
-            if node.tell_by is not None:
-                machine._untold[node.id] = node
+            if node.announce_by is not None:
+                machine._unannounced[node.id] = node
         return machine
 
-    # ---- what must be true -----------------------------------------------------------------------------------------
+    # ---- invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError where the machine contradicts itself."""
@@ -559,13 +562,16 @@ class NodeMachine:
             )
             assert node.state is not NodeState.ready or (node.in_use and node.drain is None), f"{name}: ready"
             assert (node.state is NodeState.draining) == (node.there and node.drain is not None), f"{name}: drain"
-            assert (node.tell_by is None) == (node.told is words.to_be_told(node)), (
-                f"{name}: {node.told}, {node.tell_by}"
+            assert (node.announce_by is None) == (node.announced is to_announce(node)), (
+                f"{name}: {node.announced}, {node.announce_by}"
             )
             assert node.there or node.listed or due is not None, f"{name} is never forgotten"
-            assert (name in self._untold) == (node.tell_by is not None), f"{name}: untold"
+            assert (name in self._unannounced) == (node.announce_by is not None), f"{name}: untold"
             assert len(node.story) <= STORY_KEPT, f"{name}: its story grows"
         assert self._kinds == Counter(node.kind for node in self.nodes.values() if node.kind is not None), "kinds"
-        assert self._order == sorted(self.nodes.values(), key=words.rank), "order"
-        assert self._untold.keys() <= self.nodes.keys(), "untold"
-        assert all(name in self.nodes for name in self._places.values()), "a place of nobody"
+        assert self._order == sorted(self.nodes.values(), key=node_order), "order"
+        assert self._unannounced.keys() <= self.nodes.keys(), "untold"
+        assert all(name in self.nodes for name in self._by_name.values()), "a name of a forgotten node"
+
+
+_HANDLERS = handlers_of(NodeMachine, e.NodeEvent)

@@ -1,8 +1,8 @@
-"""Which role a node that joins or leaves is for: the planner is asked before and after, and the difference is told.
+"""Which components get the GPUs of nodes that join or leave: plans before and after, and reports the difference.
 
-It decides what a run should change when its cluster does, component by component, with the reason, and whether it had
-better stay as it is. It never touches a run: whoever calls it (`trimtab cluster advise`) shows what it would do. Small
-moves win: where only sizes need to change to come within the noise of the best plan, groups are left as they are.
+Advises what a run should change when its cluster does, component by component with the reason, and whether to stay. It
+never touches a run: `trimtab cluster advise` shows the advice. Small moves win: where changed sizes alone come within
+the noise of the best plan, groups are kept.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from trimtab.plan.placement.planner import NOISE, best_plan
 from trimtab.plan.placement.search import search
 from trimtab.plan.placement.timeline import to_plan
 
-SAME_S = 1e-9
-"""Relative: plans closer than this are equally fast."""
+SAME_S = 1e-9  # relative: plans closer than this are equally fast
 
 
 @dataclass(frozen=True)
 class PlanningContext:
-    """A job, before or after nodes came or went. `current`: where it runs now, if that is known."""
+    """A job on a cluster. `current`: where it runs now, if known."""
 
     job: PlacementJob
     rules: FrameworkRules | None = None
@@ -36,7 +35,7 @@ class PlanningContext:
 
 @dataclass(frozen=True)
 class RoleChange:
-    """What becomes of one component. `group_*` are those it shares GPUs with, itself among them; empty on CPUs."""
+    """Change of one component. `group_*`: components that share its GPUs, itself included; empty on CPUs."""
 
     component: str
     gpus_before: int
@@ -51,36 +50,34 @@ class RoleChange:
 
     @property
     def changed(self) -> bool:
-        """Whether anything is to be done about it."""
         return self.reason.code is not ReasonCode.stay
 
 
 @dataclass(frozen=True)
 class RoleAdvice:
-    """What to do about nodes that came or went.
+    """What to do about nodes that joined or left.
 
-    `before` is how it runs (None: it did not fit), `after` what is advised; `best` is the best plan of the new cluster,
-    another one than `after` where that comes within the noise of it with a smaller move, or by staying.
+    `before` is the running plan (None: it did not fit), `after` the advised one; `best` is the best plan of the new
+    cluster, which differs from `after` where that comes within the noise of it with a smaller move, or by staying.
     """
 
     before: Plan | None
     after: Plan
     best: Plan
-    can_stay: bool  # the plan from before runs on the new cluster, unchanged
+    can_stay: bool  # the old plan runs unchanged on the new cluster
     changes: tuple[RoleChange, ...]  # in workflow order
     reason: Reason
     notes: tuple[str, ...] = ()
 
     @property
     def stay(self) -> bool:
-        """Whether nothing is to be changed."""
         return self.reason.code is ReasonCode.stay
 
 
 def advise(before: PlanningContext, after: PlanningContext, *, noise: float = NOISE) -> RoleAdvice:
     """What to change now that the cluster of `before` has become that of `after`.
 
-    Raises InfeasibleError where nothing fits on the new cluster, InputError where a job is wrong.
+    Raises InfeasibleError where nothing fits on the new cluster, InputError where a job is invalid.
     """
     running, notes = _running(before, noise)
     space, outcome = best_plan(after.job, after.rules)
@@ -105,7 +102,7 @@ def advise(before: PlanningContext, after: PlanningContext, *, noise: float = NO
         can_stay=can_stay,
         changes=changes,
         reason=_verdict(running, chosen, best, changes, can_stay, noise),
-        notes=(*notes, *_kinds_said(before.job, after.job), *_guessed(chosen)),
+        notes=(*notes, *_new_kinds(before.job, after.job), *_extrapolated(chosen)),
     )
 
 
@@ -113,7 +110,7 @@ def advise(before: PlanningContext, after: PlanningContext, *, noise: float = NO
 
 
 def with_joined(cluster: Cluster, count: int, gpus: int | None = None, kind: str | None = None) -> Cluster:
-    """The cluster with so many nodes more: like those it has most of, but for what is said otherwise."""
+    """The cluster with `count` more nodes: like most of its nodes, unless stated otherwise."""
     if count < 1:
         raise InputError(f"{count} nodes cannot join", hint="--join 1, or --join 2x8 for two nodes of eight GPUs")
     like = _usual(cluster, kind)
@@ -134,7 +131,7 @@ def with_joined(cluster: Cluster, count: int, gpus: int | None = None, kind: str
 
 
 def without(cluster: Cluster, which: int | str) -> Cluster:
-    """The cluster without its last so many nodes, or without the one of that name."""
+    """The cluster without its last nodes (a number), or without the node of that name."""
     if isinstance(which, int):
         if not 1 <= which <= len(cluster.nodes):
             raise InputError(f"{which} of {len(cluster.nodes)} nodes cannot leave")
@@ -154,33 +151,33 @@ def without(cluster: Cluster, which: int | str) -> Cluster:
 
 
 def as_planned(seen: Sequence[Node], planned: Cluster) -> tuple[Cluster, tuple[str, ...]]:
-    """A living cluster's nodes in the words of a job file's, and what had to be taken for granted.
+    """Nodes of a live cluster in the terms of a job file, and notes on assumptions.
 
-    A node states neither memory of GPUs nor, often, their kind: both are taken from the job file where it has one kind
-    only, or nodes of the same kind.
+    A node reports neither GPU memory nor, often, the GPU kind: both come from the job file where it has a single kind,
+    or nodes of the same kind.
     """
     notes: list[str] = []
     kinds = {node.gpu for node in planned.nodes if node.gpus}
     only = next(iter(kinds)) if len(kinds) == 1 else None
-    said: set[str] = set()
+    unstated: set[str] = set()
     nodes = []
     for node in seen:
         kind = node.gpu
         if node.gpus and only is not None and kind != only and (not kind or only == ANY_KIND):
             kind = only
         elif node.gpus and not kind:
-            said.add(node.name)
+            unstated.add(node.name)
         elif node.gpus and kind not in kinds:
             notes.append(f"{node.name} has {kind}, which the job file does not name ({_some(sorted(kinds))})")
-        like = next((one for one in planned.nodes if one.gpu == kind and one.gpus), None)
+        like = next((known for known in planned.nodes if known.gpu == kind and known.gpus), None)
         nodes.append(replace(node, gpu=kind, gpu_memory_gb=like.gpu_memory_gb if like else node.gpu_memory_gb))
-    if said:
-        notes.append(f"not said of which kind the GPUs are, and the job file has several: {_some(said)}")
+    if unstated:
+        notes.append(f"not said of which kind the GPUs are, and the job file has several: {_some(unstated)}")
     return Cluster(tuple(nodes)), tuple(notes)
 
 
 def _usual(cluster: Cluster, kind: str | None) -> Node:
-    """The kind of node that there are most of: of that kind of GPU where there are any, with GPUs where there are."""
+    """The most frequent node: of that GPU kind if any, else with GPUs if any."""
     of_kind = [node for node in cluster.nodes if node.gpus and node.gpu == kind]
     nodes = of_kind or [node for node in cluster.nodes if node.gpus] or list(cluster.nodes)
     if not nodes:
@@ -189,8 +186,8 @@ def _usual(cluster: Cluster, kind: str | None) -> Node:
     return usual
 
 
-def _kinds_said(before: PlacementJob, after: PlacementJob) -> tuple[str, ...]:
-    """What is to be said of kinds of GPU that are new: whether anything was measured on them."""
+def _new_kinds(before: PlacementJob, after: PlacementJob) -> tuple[str, ...]:
+    """Notes on new GPU kinds: whether anything was measured on them."""
     notes = []
     for kind in after.cluster.kinds:
         if kind in before.cluster.kinds or kind == ANY_KIND:
@@ -207,7 +204,7 @@ def _kinds_said(before: PlacementJob, after: PlacementJob) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _guessed(plan: Plan) -> tuple[str, ...]:
+def _extrapolated(plan: Plan) -> tuple[str, ...]:
     names = [placed.name for placed in plan.components if placed.extrapolated]
     return (f"extrapolated beyond what was measured: {', '.join(names)}",) if names else ()
 
@@ -216,7 +213,7 @@ def _guessed(plan: Plan) -> tuple[str, ...]:
 
 
 def _running(before: PlanningContext, noise: float) -> tuple[Plan | None, tuple[str, ...]]:
-    """How the job runs: where its file puts it, else the best plan; None where it does not fit at all."""
+    """The running plan: as the file places it, else the best plan; None where it does not fit."""
     try:
         space, outcome = best_plan(before.job, before.rules)
     except InfeasibleError as fault:
@@ -236,7 +233,7 @@ def _running(before: PlanningContext, noise: float) -> tuple[Plan | None, tuple[
 
 
 def _fits(plan: Plan, cluster: Cluster) -> bool:
-    """Whether a plan's groups find their GPUs in a cluster: as many of each kind; which ones does not matter."""
+    """Whether the cluster has enough GPUs of each kind for the groups of a plan."""
     need = Counter[str]()
     for group in plan.groups:
         need[group.kind] += len(group.gpus)
@@ -251,10 +248,10 @@ def _shape(plan: Plan, order: Sequence[str]) -> set[tuple[tuple[int, ...], str]]
 def _kept_ranks(
     plan: Plan, found: FoundPlan, before: PlanningContext, after: PlanningContext
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Ranks for the same groups in other sizes where as few as possible move, or None: then they are laid out anew.
+    """Ranks for the same groups in other sizes with as few moves as possible; None: a new layout.
 
-    Ranks count through the nodes, so they mean the same GPUs only while the nodes from before stand first; and a
-    framework may want each group in one piece.
+    Ranks count through the nodes, so they mean the same GPUs only while the old nodes come first; and a framework may
+    need contiguous groups.
     """
     old, new = before.job.cluster, after.job.cluster
     if after.rules is not None or new.nodes[: len(old.nodes)] != old.nodes:
@@ -301,24 +298,24 @@ def _why(
     if before is None or then is None:
         return Reason(ReasonCode.grow, f"{name} can run now, on {_gpus(gpus) if gpus else 'CPUs'}")
     had = len(then.gpus)
-    company = _company(name, was, becomes)
+    sharing = _sharing_text(name, was, becomes)
     takes = f"it takes {now.seconds:.1f} s there instead of {then.seconds:.1f} s"
     if gpus > had:
-        cause = f"{_held_up(before, was)}; {takes}" if was is not None and was == _bottleneck(before) else takes
-        return Reason(ReasonCode.grow, f"{name} grows from {had} to {_gpus(gpus)}{company}: {cause}")
+        cause = f"{_bottleneck_text(before, was)}; {takes}" if was is not None and was == _bottleneck(before) else takes
+        return Reason(ReasonCode.grow, f"{name} grows from {had} to {_gpus(gpus)}{sharing}: {cause}")
     if gpus < had:
         growing = [c.name for c in after.components if len(c.gpus) > len(before.placed(c.name).gpus)]
         cause = "an iteration is shortest with these shares"
         if growing:
             cause = f"{' and '.join(growing)} can use them better"
-        return Reason(ReasonCode.shrink, f"{name} shrinks from {had} to {_gpus(gpus)}{company}: {cause}; {takes}")
-    if company:
-        return Reason(ReasonCode.regroup, f"{name} keeps {_gpus(gpus)}{company}")
+        return Reason(ReasonCode.shrink, f"{name} shrinks from {had} to {_gpus(gpus)}{sharing}: {cause}; {takes}")
+    if sharing:
+        return Reason(ReasonCode.regroup, f"{name} keeps {_gpus(gpus)}{sharing}")
     return Reason(ReasonCode.stay, f"{name} stays as it is")
 
 
-def _held_up(plan: Plan, group: ComponentGroup) -> str:
-    """Why more GPUs help here: this group's work is what the iteration waits for."""
+def _bottleneck_text(plan: Plan, group: ComponentGroup) -> str:
+    """Why more GPUs help: the iteration waits for this group."""
     busy, whole = _busy(plan, group), plan.iteration_seconds
     who = "it" if len(group.components) == 1 else f"{', '.join(group.components)} take turns on the same GPUs and"
     if len(plan.groups) == 1 and len(group.components) > 1:
@@ -326,15 +323,15 @@ def _held_up(plan: Plan, group: ComponentGroup) -> str:
     return f"{who} held up the iteration, busy {busy:.1f} of {whole:.1f} s"
 
 
-def _company(name: str, was: ComponentGroup | None, becomes: ComponentGroup | None) -> str:
-    """With whom it shares its GPUs and of which kind they are, where that is not as before."""
+def _sharing_text(name: str, was: ComponentGroup | None, becomes: ComponentGroup | None) -> str:
+    """Components that share its GPUs, and the GPU kind, where these changed."""
     if was is None or becomes is None:
         return ""
     others = [other for other in becomes.components if other != name]
-    told = ""
+    announced = ""
     if was.components != becomes.components:
-        told = f", shared with {', '.join(others)}" if others else ", of its own"
-    return told + (f", on {becomes.kind}" if was.kind != becomes.kind else "")
+        announced = f", shared with {', '.join(others)}" if others else ", of its own"
+    return announced + (f", on {becomes.kind}" if was.kind != becomes.kind else "")
 
 
 def _gpus(count: int) -> str:
@@ -346,7 +343,7 @@ def _group(plan: Plan | None, name: str) -> ComponentGroup | None:
 
 
 def _bottleneck(plan: Plan) -> ComponentGroup:
-    """The group that is busy longest: what the iteration waits for."""
+    """The group that is busy longest."""
     return max(plan.groups, key=lambda group: _busy(plan, group))
 
 

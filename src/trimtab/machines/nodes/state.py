@@ -1,4 +1,4 @@
-"""What the node machine remembers of a node, and the words it has for it. Decides nothing."""
+"""State and texts of the node machine. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.model.nodes import THERE, NodeFacts, NodeState
+from trimtab.model.pool import PreemptionPolicy
 
 NAMED = 5  # nodes in a sentence
+EVICT_AFTER_S = 30.0  # on a node that drains without a deadline, for tasks that leave by themselves
+EVICT_SLACK_S = 5.0  # beyond cancel and checkpoint
 
-NodeShape = tuple[str, int]  # of accelerators, and units of them
+NodeShape = tuple[str, int]  # accelerator kind, units
 
 
 class Announced(str, enum.Enum):
-    """What groups believe of a node."""
+    """What was announced of a node to elastic groups."""
 
     absent = "absent"
     used = "used"
@@ -24,16 +27,16 @@ class Announced(str, enum.Enum):
 
 @dataclass(frozen=True)
 class NodeDrain:
-    """That a node will go."""
+    """A drain of a node."""
 
-    deadline: float | None  # never before the moment it was asked
-    asked: float | None  # as it was asked, so that asking the same again is known
+    deadline: float | None  # never before the request
+    requested: float | None  # as requested, to recognize a repeated request
     reason: Reason
 
 
 @dataclass(eq=False)
 class TrackedNode:
-    """One node."""
+    """A node, from its join until it is forgotten."""
 
     id: str
     facts: NodeFacts
@@ -42,91 +45,95 @@ class TrackedNode:
     state: NodeState
     reason: Reason
     since: float
-    place: str = ""  # the name it came with: the same when it is started again under another id; empty: it had none
-    listed: bool = True  # Ray has it
-    in_use: bool = False  # a UseNode was said, and no LoseNode after it
-    silent: bool = False  # what its link last said
+    place: str = ""  # its given name, which survives a restart under another id
+    listed: bool = True  # by Ray
+    in_use: bool = False  # UseNode was issued, and no RemoveNode after it
+    silent: bool = False  # by its last heartbeat event
     drain: NodeDrain | None = None  # may outlast a loss, as long as Ray lists the node
     hold_until: float | None = None
-    losses: list[float] = field(default_factory=list)  # when; of its name, too; not older than the policy remembers
-    told: Announced = Announced.absent
-    tell_by: float | None = None  # exactly when groups believe something else than what is
+    losses: list[float] = field(default_factory=list)  # times, also of earlier ids of its name; within `forget_s`
+    announced: Announced = Announced.absent
+    announce_by: float | None = None  # set exactly while `announced` is outdated
     story: list[StoryEntry] = field(default_factory=list)
 
     @property
     def there(self) -> bool:
-        """Whether it is there, used or not."""
         return self.state in THERE
 
     @property
     def kind(self) -> NodeShape | None:
-        """Its accelerators, if it is there and has any."""
         gpus = self.facts.total.get("gpu")
         return (self.facts.kind, gpus) if gpus and self.there else None
 
     @property
-    def title(self) -> str:
-        """What people call it."""
-        return title(self.id, self.facts)
+    def display_name(self) -> str:
+        return display_name(self.id, self.facts)
 
 
-def to_be_told(node: TrackedNode) -> Announced:
-    """What groups ought to believe: who drains is news only to those who knew it."""
+def to_announce(node: TrackedNode) -> Announced:
+    """What should be announced: a drain only of a node whose join was announced."""
     if node.state in (NodeState.ready, NodeState.suspect):
         return Announced.used
-    if node.state is NodeState.draining and node.told is not Announced.absent:
+    if node.state is NodeState.draining and node.announced is not Announced.absent:
         return Announced.draining
     return Announced.absent
 
 
 def name_of(facts: NodeFacts) -> str:
-    """The name that somebody gave the node, if any: Ray's name for a nameless one is its host."""
+    """The node's given name, if any: Ray names an unnamed node by its address."""
     return facts.name if facts.name != facts.address else ""
 
 
-def title(node: str, facts: NodeFacts | None) -> str:
-    """What people call a node: its name, or the beginning of Ray's long id."""
+def display_name(node: str, facts: NodeFacts | None) -> str:
+    """Node name for display: its given name, or the start of Ray's long id."""
     return (name_of(facts) if facts is not None else "") or (node[:12] if len(node) > 20 else node)
 
 
-def rank(node: TrackedNode) -> tuple[bool, float, str]:
-    """Node order."""
+def node_order(node: TrackedNode) -> tuple[bool, float, str]:
     return not node.facts.head, node.joined, node.id
 
 
 def change_reason(joined: list[TrackedNode], draining: list[TrackedNode], lost: list[TrackedNode]) -> Reason:
-    """The gravest cause; all of them in the sentence."""
-    said = ((lost, "gone"), (draining, "draining"), (joined, "joined"))
-    first = next(nodes[0] for nodes, _ in said if nodes)
-    words = [f"{word}: {_titles(nodes)}" for nodes, word in said if nodes]
-    return Reason(first.reason.code, f"{'; '.join(words)} ({first.reason.sentence})")
+    """The code of the gravest change; all of them in the sentence."""
+    changes = ((lost, "gone"), (draining, "draining"), (joined, "joined"))
+    first = next(nodes[0] for nodes, _ in changes if nodes)
+    parts = [f"{word}: {_names(nodes)}" for nodes, word in changes if nodes]
+    return Reason(first.reason.code, f"{'; '.join(parts)} ({first.reason.sentence})")
 
 
-def _titles(nodes: list[TrackedNode]) -> str:
+def _names(nodes: list[TrackedNode]) -> str:
     more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
-    return ", ".join(node.title for node in nodes[:NAMED]) + more
+    return ", ".join(node.display_name for node in nodes[:NAMED]) + more
 
 
-def went(node: TrackedNode, why: str) -> str:
-    """Why a node is gone that was to go, or ended in order."""
+def departure_text(node: TrackedNode, why: str) -> str:
     return f"it went as announced ({node.drain.reason.sentence})" if node.drain is not None else why
 
 
-def until(word: str, deadline: float | None, now: float) -> str:
-    """How long something will be, said at the moment it begins."""
+def duration_text(word: str, deadline: float | None, now: float) -> str:
     return "" if deadline is None else f"; {word} {deadline - now:.3g} s"
 
 
-def sooner(one: float | None, other: float | None, by_s: float) -> bool:
-    """Whether the one deadline is before the other, by more than that; None is the latest."""
-    return one is not None and (other is None or one < other - by_s)
+def is_sooner(deadline: float | None, other: float | None, by_s: float) -> bool:
+    """Whether a deadline precedes the other by more than `by_s`; None is the latest."""
+    return deadline is not None and (other is None or deadline < other - by_s)
 
 
-def figures(facts: NodeFacts, outside: Resources) -> str:
-    """What a node has, and what is not ours of it."""
+def resources_text(facts: NodeFacts, outside: Resources) -> str:
     return f"it has {facts.total}" + (f", of which others hold {outside}" if outside else "")
 
 
 def gpu_text(kind: NodeShape) -> str:
-    """Accelerators as people say them."""
     return f"{kind[1] / GRAIN:g} {kind[0] or 'GPU'}" + ("s" if not kind[0] and kind[1] != GRAIN else "")
+
+
+def evict_after_s(left_s: float | None, policy: PreemptionPolicy) -> float:
+    """Seconds until tasks are evicted from a draining node whose deadline is in `left_s` (None: it has none).
+
+    Early enough to cancel and checkpoint as the policy allows, but never in the first half of the time: tasks may leave
+    by themselves.
+    """
+    if left_s is None:
+        return EVICT_AFTER_S
+    left_s = max(0.0, left_s)
+    return left_s - min(left_s / 2, policy.cancel_timeout_s + policy.save_timeout_s + EVICT_SLACK_S)

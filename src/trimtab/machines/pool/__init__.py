@@ -1,1 +1,1 @@
-"""Which tasks run now, and which are preempted."""
+"""The pool machine: which tasks run, wait or are evicted."""

@@ -1,8 +1,8 @@
-"""Which nodes the bundles of a group go to, given what is free. Looks, and changes nothing.
+"""Bin packing: which nodes the bundles of a placement group go to, given what is free. Changes nothing.
 
-A bundle goes to the node it leaves the least on (GPUs first, then CPUs), so that whole nodes stay whole. Bundles of
-one size are placed whenever that is possible; unlike ones are placed largest first, which may miss a placement that
-exists.
+A bundle goes to the node it leaves the least on (GPUs first, then CPUs), so that empty nodes stay empty. Bundles of one
+size are placed whenever that is possible; bundles of different sizes are placed largest first, which may miss a
+placement that exists.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from trimtab.machines.pool.capacity import Vector
 from trimtab.model.pool import PlacementStrategy
 
-CPU, GPU = 0, 1  # columns of the ledger
+CPU, GPU = 0, 1  # columns of ClusterCapacity
 
 
-def fitting(free: Vector, ask: Vector) -> NDArray[np.bool_]:
-    """Which rows have room for the ask."""
-    # Column by column, and only those that are asked for: several times faster than comparing whole rows.
+def fitting(free: Vector, demand: Vector) -> NDArray[np.bool_]:
+    """Which rows have capacity for the demand."""
+    # Only the requested columns, one by one: several times faster than comparing whole rows.
     found = np.ones(len(free), np.bool_)
-    for column in np.flatnonzero(ask):
-        found &= free[:, column] >= ask[column]
+    for column in np.flatnonzero(demand):
+        found &= free[:, column] >= demand[column]
     return found
 
 
-def tightest(free: Vector, usable: NDArray[np.bool_], ask: Vector) -> int | None:
-    """The row that has room for the ask and is left with the least."""
-    rows = np.flatnonzero(fitting(free, ask) & usable[: len(free)])
+def tightest(free: Vector, usable: NDArray[np.bool_], demand: Vector) -> int | None:
+    """The row that fits the demand and is left with the least."""
+    rows = np.flatnonzero(fitting(free, demand) & usable[: len(free)])
     if not len(rows):
         return None
     if len(rows) == 1:
@@ -40,7 +40,7 @@ def tightest(free: Vector, usable: NDArray[np.bool_], ask: Vector) -> int | None
 def place(
     free: Vector, usable: NDArray[np.bool_], bundles: Sequence[Vector], strategy: PlacementStrategy
 ) -> tuple[int, ...] | None:
-    """A row for each bundle, or None where there is no room for all of them."""
+    """A row for each bundle, or None where they do not all fit."""
     if len(bundles) == 1:
         row = tightest(free, usable, bundles[0])
         return None if row is None else (row,)
@@ -71,10 +71,10 @@ def place(
     return tuple(rows[at] for at in range(len(bundles)))
 
 
-def could_ever(
+def never_placeable(
     total: Vector, there: NDArray[np.bool_], bundles: Sequence[Vector], strategy: PlacementStrategy
 ) -> str | None:
-    """Why these bundles could not even be placed on the empty cluster, or None. Only certainties."""
+    """Why the bundles could not be placed even on an empty cluster, or None. Only certainties."""
     nodes = total[there[: len(total)]]
     if not len(nodes):
         return "there is no node"

@@ -1,14 +1,14 @@
-"""The books: what every node has and holds, what every pool may use and uses. Exact whole numbers, in arrays.
+"""Capacity accounting: what every node has and holds, what every pool may use and uses. Exact integers, in arrays.
 
-A row is a node, a column a resource. It decides nothing; it must never let what is held exceed what there is, which
-`PoolMachine.check` verifies against the records. Rows of lost nodes are used again, so that the order of nodes, which
-breaks ties, is the same in a replay and after reading a snapshot.
+A row is a node, a column a resource. What is held must never exceed what there is; `PoolMachine.check` verifies that
+against the records. Rows of lost nodes are reused, so that the order of nodes, which breaks ties, is the same in a
+replay and after loading a snapshot.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ FIRST_COLUMNS = ("cpu", "gpu", "memory")
 
 
 class ClusterCapacity:
-    """Nodes and pools as matrices of whole numbers."""
+    """Nodes and pools as integer matrices."""
 
     def __init__(self) -> None:
         self.columns: dict[str, int] = {name: at for at, name in enumerate(FIRST_COLUMNS)}
@@ -31,16 +31,16 @@ class ClusterCapacity:
         width = 8
         self.total: Vector = np.zeros((0, width), np.int64)
         self.outside: Vector = np.zeros((0, width), np.int64)
-        self.held: Vector = np.zeros((0, width), np.int64)  # by groups, also those being made or removed
+        self.held: Vector = np.zeros((0, width), np.int64)  # by groups, also those being created or removed
         self.kept: Vector = np.zeros((0, width), np.int64)  # for claims
-        self.idle: Vector = np.zeros((0, width), np.int64)  # of what is held: dynamic groups that nobody is in
-        self.usable: NDArray[np.bool_] = np.zeros(0, np.bool_)  # there, and not cordoned
+        self.idle: Vector = np.zeros((0, width), np.int64)  # part of held: empty dynamic groups
+        self.usable: NDArray[np.bool_] = np.zeros(0, np.bool_)  # up, and not cordoned
         self.cordoned: set[str] = set()
-        self.shape = 0  # changes with what nodes have, which are usable, and what is reserved of them
+        self.shape = 0  # changes with total capacity, usable nodes and reserved slots
         self._free: Vector | None = None
-        # No usable row has more than this free, nor with its idle slots; less may be true until `tighten`.
-        self._most: tuple[list[int], list[int]] | None = None
-        self._tight = False
+        # Upper bounds on what any usable row has free, without and with its idle slots; exact after `tighten`.
+        self._max_free: tuple[list[int], list[int]] | None = None
+        self._max_is_exact = False
         self._holes: list[int] = []  # a heap of the rows of lost nodes
         self.quota: dict[str, Vector] = {}
         self.used: dict[str, Vector] = {}
@@ -49,7 +49,7 @@ class ClusterCapacity:
     # ---- vectors ----
 
     def vector(self, amounts: Resources) -> Vector:
-        """Amounts as a vector; not to be changed."""
+        """Amounts as a vector; read-only."""
         known = self._vectors.get(amounts)
         if known is None:
             for name, _ in amounts:
@@ -64,17 +64,16 @@ class ClusterCapacity:
         return known
 
     def sum_vector(self, bundles: Sequence[Resources]) -> Vector:
-        """All bundles together."""
         if len(bundles) == 1:
             return self.vector(bundles[0])
-        # First every column, then the sum: a new column makes older vectors too short.
-        for one in bundles:
-            self.vector(one)
-        together: Vector = np.sum([self.vector(one) for one in bundles], axis=0, dtype=np.int64)
+        # Add every column first: a new column makes older vectors too short.
+        for bundle in bundles:
+            self.vector(bundle)
+        together: Vector = np.sum([self.vector(bundle) for bundle in bundles], axis=0, dtype=np.int64)
         return together
 
     def resources(self, vector: Vector) -> Resources:
-        """A vector as amounts; what is negative counts as nothing."""
+        """A vector as amounts; negative ones count as zero."""
         return Resources(tuple(sorted((name, int(vector[at])) for name, at in self.columns.items() if vector[at] > 0)))
 
     def _add_column(self, name: str) -> None:
@@ -93,18 +92,17 @@ class ClusterCapacity:
             for pool in by_pool:
                 by_pool[pool] = wider(by_pool[pool])
         self._vectors.clear()
-        self._free = self._most = None
+        self._free = self._max_free = None
 
     # ---- nodes ----
 
-    def there(self) -> NDArray[np.bool_]:
+    def node_rows(self) -> NDArray[np.bool_]:
         """Which rows are nodes."""
         found = np.zeros(len(self.total), np.bool_)
         found[list(self.row_of.values())] = True
         return found
 
     def set_node(self, node: str, amounts: Resources, outside: Resources) -> None:
-        """A node is there, with these figures."""
         self.vector(amounts), self.vector(outside)
         row = self.row_of.get(node)
         if row is None:
@@ -115,10 +113,10 @@ class ClusterCapacity:
         self.outside[row] = self.vector(outside)
         self.usable[row] = node not in self.cordoned
         self.shape += 1
-        self._free = self._most = None
+        self._free = self._max_free = None
 
     def set_row(self, row: int, node: str | None) -> None:
-        """The node of a row as a snapshot has it; None where one was lost."""
+        """The node of a row of a snapshot; None where a node was lost."""
         while len(self.nodes) <= row:
             self._new_row()
         self.nodes[row] = node
@@ -141,8 +139,8 @@ class ClusterCapacity:
         return row
 
     def cordon(self, node: str, on: bool) -> None:
-        """Nothing new goes to the node, or may again."""
-        self._most = None
+        """Exclude the node from placement, or include it again."""
+        self._max_free = None
         self.shape += 1
         (self.cordoned.add if on else self.cordoned.discard)(node)
         row = self.row_of.get(node)
@@ -150,7 +148,6 @@ class ClusterCapacity:
             self.usable[row] = not on
 
     def drop_node(self, node: str) -> None:
-        """The node is gone, and all that was held of it."""
         row = self.row_of.pop(node)
         self.nodes[row] = None
         heapq.heappush(self._holes, row)
@@ -159,40 +156,40 @@ class ClusterCapacity:
             matrix[row] = 0
         self.usable[row] = False
         self.shape += 1
-        self._free = self._most = None
+        self._free = self._max_free = None
 
     @property
     def free(self) -> Vector:
-        """What nobody holds or keeps, by row. Negative where others took more than was left."""
+        """What is neither held nor kept, by row. Negative where other users of Ray took more than was left."""
         if self._free is None:
             self._free = self.total - self.outside - self.held - self.kept
         return self._free
 
-    def too_large(self, ask: Vector, *, with_idle: bool = False) -> bool:
-        """Whether no usable row has so much of each resource; False says nothing."""
-        if self._most is None:
+    def too_large(self, demand: Vector, *, with_idle: bool = False) -> bool:
+        """Whether no usable row has that much of each resource; False is not conclusive."""
+        if self._max_free is None:
             self.tighten()
-        most = (self._most or ([], []))[with_idle]
-        return any(units > have for units, have in zip(ask.tolist(), most, strict=True))
+        most = (self._max_free or ([], []))[with_idle]
+        return any(units > have for units, have in zip(demand.tolist(), most, strict=True))
 
     def tighten(self) -> None:
-        """What the most is that any usable row has, exactly. Keeping it so all the time would take too long."""
-        if self._tight and self._most is not None:
+        """Compute the exact per-column maximum over usable rows; keeping it exact all the time is too slow."""
+        if self._max_is_exact and self._max_free is not None:
             return
-        self._tight = True
+        self._max_is_exact = True
         usable = self.usable[: len(self.nodes)]
         if not usable.any():
             nothing = [0] * self.total.shape[1]
-            self._most = (nothing, list(nothing))
+            self._max_free = (nothing, list(nothing))
             return
         free, idle = self.free[: len(usable)][usable], self.idle[: len(usable)][usable]
-        self._most = (free.max(axis=0).tolist(), (free + idle).max(axis=0).tolist())
+        self._max_free = (free.max(axis=0).tolist(), (free + idle).max(axis=0).tolist())
 
-    def _no_less(self, row: int, bundle: Resources) -> None:
-        """Something of the row is free or idle again: it may be the one that has most now."""
-        if self._most is None:
+    def _raise_max(self, row: int, bundle: Resources) -> None:
+        """Capacity of the row became free or idle: raise the maximum where needed."""
+        if self._max_free is None:
             return
-        free, with_idle = self._most
+        free, with_idle = self._max_free
         for name, _ in bundle:
             column = self.columns[name]
             left = int(self.free[row, column])
@@ -200,11 +197,11 @@ class ClusterCapacity:
             with_idle[column] = max(with_idle[column], left + int(self.idle[row, column]))
 
     def _add(self, matrix: Vector, nodes: Sequence[str], bundles: Sequence[Resources], sign: int, free: int) -> None:
-        self._tight = False
+        self._max_is_exact = False
         for node, bundle in zip(nodes, bundles, strict=True):
             row = self.row_of.get(node)
             if row is None:
-                continue  # lost; its row is empty already
+                continue  # lost; its row is cleared already
             vector = self.vector(bundle)
             if sign > 0:
                 matrix[row] += vector
@@ -216,24 +213,27 @@ class ClusterCapacity:
                 else:
                     self._free[row] -= vector
             if sign * (free or 1) > 0:
-                self._no_less(row, bundle)
+                self._raise_max(row, bundle)
 
     def hold(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> None:
-        """A group takes this."""
         for bundle in bundles:
             self.vector(bundle)
         self._add(self.held, nodes, bundles, 1, -1)
 
     def release(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> None:
-        """A group is gone."""
         self._add(self.held, nodes, bundles, -1, -1)
 
+    def parts(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> Iterator[tuple[int, Vector]]:
+        """Row and vector of each bundle whose node is up."""
+        for node, bundle in zip(nodes, bundles, strict=True):
+            if node in self.row_of:
+                yield self.row_of[node], self.vector(bundle)
+
     def set_idle(self, nodes: Sequence[str], bundles: Sequence[Resources], idle: bool) -> None:
-        """A dynamic group fell idle, or is not idle any more."""
         self._add(self.idle, nodes, bundles, 1 if idle else -1, 0)
 
-    def fitted(self, vector: Vector) -> Vector:
-        """A vector made before a resource was first heard of, as wide as vectors are now."""
+    def widened(self, vector: Vector) -> Vector:
+        """A vector created before the latest resources were added, at the current width."""
         missing = self.total.shape[1] - len(vector)
         return np.concatenate([vector, np.zeros(missing, np.int64)]) if missing else vector
 
@@ -242,10 +242,10 @@ class ClusterCapacity:
         row = self.row_of.get(node)
         if row is None:
             return
-        self._tight = False
+        self._max_is_exact = False
         if sign < 0:
-            self._most = None
-        vector = self.fitted(vector)
+            self._max_free = None
+        vector = self.widened(vector)
         self.kept[row] += sign * vector
         if self._free is not None:
             self._free[row] -= sign * vector
@@ -253,23 +253,19 @@ class ClusterCapacity:
     # ---- pools ----
 
     def set_pool(self, pool: str, quota: Resources) -> None:
-        """A pool is there."""
         self.vector(quota)
         self.quota[pool] = self.vector(quota).copy()
         self.used[pool] = np.zeros_like(self.quota[pool])
         self.quota_kept[pool] = np.zeros_like(self.quota[pool])
 
     def set_quota(self, pool: str, quota: Resources) -> None:
-        """A pool may use so much from now on."""
         self.vector(quota)
         self.quota[pool] = self.vector(quota).copy()
 
     def use(self, pool: str, bundles: Sequence[Resources], sign: int) -> None:
-        """A task uses this of its pool's quota, or not any more."""
         for bundle in bundles:
             vector = self.vector(bundle)
             self.used[pool] += sign * vector
 
     def quota_left(self, pool: str) -> Vector:
-        """What the pool may still use."""
         return self.quota[pool] - self.used[pool] - self.quota_kept[pool]

@@ -1,8 +1,8 @@
-"""What happens to pools (events), and what is to be done about it (instructions).
+"""Events and instructions of the pool machine.
 
-Whoever drives the machine turns the world into events and instructions into deeds. Every instruction ends in one of
-the events named beside it, also when it fails or takes too long. An `attempt` numbers the starts of one task, so that
-late news of an earlier start changes nothing.
+The runtime turns what happens into events and executes the instructions. Every instruction ends in one of the events
+named beside it, also when it fails or times out. An `attempt` numbers the starts of a task, so that late events of an
+earlier start change nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.model.pool import BundlePlacement, Labels, PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 
-# ---- events: what users ask -------------------------------------------------------------------------------------
+# ---- events: requests -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PoolEnsured:
-    """A pool is asked for; one that exists with the same spec stays as it is, another spec is refused."""
+    """Create a pool; an existing one with the same spec stays, another spec is refused."""
 
     spec: PoolSpec
 
 
 @dataclass(frozen=True)
 class QuotaSet:
-    """The pool may use so much from now on. What runs over less goes on; nothing new starts until it fits."""
+    """Set the quota. Tasks over a lowered quota run on; nothing new starts until it fits."""
 
     pool: str
     quota: Resources
@@ -33,7 +33,7 @@ class QuotaSet:
 
 @dataclass(frozen=True)
 class PoolDrained:
-    """The pool takes nothing new (or, with `on` false, takes again)."""
+    """The pool accepts no new tasks (or, with `on` false, accepts them again)."""
 
     pool: str
     on: bool = True
@@ -41,28 +41,28 @@ class PoolDrained:
 
 @dataclass(frozen=True)
 class PoolDropped:
-    """The pool ends: its tasks are cancelled, its slots removed."""
+    """Remove the pool: its tasks are cancelled, its slots removed."""
 
     pool: str
 
 
 @dataclass(frozen=True)
 class PolicySet:
-    """From now on this decides who may evict whom."""
+    """Set the preemption policy."""
 
     policy: PreemptionPolicy
 
 
 @dataclass(frozen=True)
 class TaskSubmitted:
-    """A task is to run. A duplicate id, an unknown pool or bad shares are refused before anything is touched."""
+    """Submit a task. A duplicate id, an unknown pool or invalid sharing is refused with nothing changed."""
 
     spec: TaskSpec
 
 
 @dataclass(frozen=True)
 class CompleteRequested:
-    """The task has done its work: it is stopped and counts as done. `keep_slot` false: its slot is removed, too."""
+    """Stop the task as done. `keep_slot` false: its slot is removed, too."""
 
     task: str
     keep_slot: bool = True
@@ -70,7 +70,7 @@ class CompleteRequested:
 
 @dataclass(frozen=True)
 class CancelRequested:
-    """The task is to end; it counts as cancelled."""
+    """Stop the task as cancelled."""
 
     task: str
     keep_slot: bool = True
@@ -79,14 +79,14 @@ class CancelRequested:
 
 @dataclass(frozen=True)
 class EvictRequested:
-    """The task is to stop now and return later; needs no policy, for a person asked."""
+    """Stop the task now, to return later; requested by a user, so no policy is needed."""
 
     task: str
 
 
 @dataclass(frozen=True)
 class TurnRequested:
-    """The task wants to be the active tenant of its slots; those active now are parked."""
+    """Make the task the active tenant of its slots; the active one is parked."""
 
     task: str
 
@@ -96,7 +96,7 @@ class TurnRequested:
 
 @dataclass(frozen=True)
 class NodeJoined:
-    """A node is there; `outside` is what others than trimtab hold of it. Also says that its figures changed."""
+    """A node is up, or its resources changed; `outside` is held by other users of Ray."""
 
     node: str
     total: Resources
@@ -106,7 +106,7 @@ class NodeJoined:
 
 @dataclass(frozen=True)
 class NodeCordoned:
-    """Nothing new goes to the node (or, with `on` false, may go there again)."""
+    """Nothing new is placed on the node (or, with `on` false, is again)."""
 
     node: str
     on: bool = True
@@ -114,9 +114,9 @@ class NodeCordoned:
 
 @dataclass(frozen=True)
 class NodeDrained:
-    """The node will go soon: whatever is on it leaves now and returns elsewhere, and nothing new goes there.
+    """The node will go soon: its tasks are evicted and return elsewhere, nothing new is placed there.
 
-    No rule is asked, for nobody can stay. NodeCordoned with `on` false opens the node again.
+    Needs no policy, for no task can stay. NodeCordoned with `on` false uncordons the node.
     """
 
     node: str
@@ -125,25 +125,25 @@ class NodeDrained:
 
 @dataclass(frozen=True)
 class NodeLost:
-    """The node is gone, with all that was on it."""
+    """The node is gone, with all tasks on it."""
 
     node: str
     why: str = ""
 
 
-# ---- events: news of what was instructed ------------------------------------------------------------------------
+# ---- events: outcomes of instructions ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlacementGroupReady:
-    """The placement group stands, every bundle on the node it was meant for."""
+    """The placement group is ready, every bundle on its node."""
 
     group: str
 
 
 @dataclass(frozen=True)
 class PlacementGroupFailed:
-    """The placement group could not be made, and nothing of it is left."""
+    """The placement group could not be created, and nothing of it is left."""
 
     group: str
     why: str
@@ -158,7 +158,7 @@ class PlacementGroupRemoved:
 
 @dataclass(frozen=True)
 class PlacementGroupLost:
-    """The placement group vanished, or Ray re-placed a bundle of it; it is not to be trusted any more."""
+    """The placement group vanished, or Ray re-placed a bundle of it."""
 
     group: str
     why: str
@@ -166,7 +166,7 @@ class PlacementGroupLost:
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """All members are constructed. `how` says in what (a warm host, a plain actor) and why."""
+    """All members are constructed. `how`: in which kind of process (warm process, actor) and why."""
 
     task: str
     attempt: int
@@ -175,18 +175,18 @@ class TaskStarted:
 
 @dataclass(frozen=True)
 class TaskStartFailed:
-    """The start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
+    """The start failed, and nothing of it is left. `fatal`: a retry would fail the same way."""
 
     task: str
     attempt: int
     why: str
     fatal: bool = True
-    timed_out: bool = False  # its `start_timeout_s` passed: that counts as a loss, and `restarts` says how often
+    timed_out: bool = False  # its `start_timeout_s` passed: counts as a loss, limited by `restarts`
 
 
 @dataclass(frozen=True)
 class TaskEnded:
-    """The entry method returned (or raised `error`) in every member; the processes are still there."""
+    """The entry method returned (or raised `error`) in every member; the processes still exist."""
 
     task: str
     attempt: int
@@ -195,7 +195,7 @@ class TaskEnded:
 
 @dataclass(frozen=True)
 class TaskDied:
-    """A process of the task is gone, unasked; members that still live are to be stopped."""
+    """A process of the task died unexpectedly; the remaining members are to be stopped."""
 
     task: str
     attempt: int
@@ -215,7 +215,7 @@ class TaskStopped:
 
 @dataclass(frozen=True)
 class TaskParked:
-    """The task gave its devices up, as far as its residual."""
+    """The task released its devices, down to its residual."""
 
     task: str
     attempt: int
@@ -231,7 +231,7 @@ class TaskUnparked:
 
 @dataclass(frozen=True)
 class RecoveredTask:
-    """A task that runs though nothing is remembered of it; `reserved`: which of its pool's reserved slots it is in."""
+    """A running task without a record; `reserved`: which of its pool's reserved slots it is in."""
 
     spec: TaskSpec
     attempt: int
@@ -242,7 +242,7 @@ class RecoveredTask:
 
 @dataclass(frozen=True)
 class StateRecovered:
-    """The journal was lost, and these pools and tasks are there. What cannot be taken up is left to be ended."""
+    """The journal was lost, and these pools and tasks exist. What cannot be recovered is ended."""
 
     pools: tuple[PoolSpec, ...]
     tasks: tuple[RecoveredTask, ...]
@@ -250,7 +250,7 @@ class StateRecovered:
 
 @dataclass(frozen=True)
 class PoolTick:
-    """Time has passed: deadlines are looked at."""
+    """Time has passed: deadlines are checked."""
 
 
 PoolEvent = (
@@ -289,7 +289,7 @@ PoolEvent = (
 
 @dataclass(frozen=True)
 class CreatePlacementGroup:
-    """Make a placement group, each bundle on its node. Ends in PlacementGroupReady or PlacementGroupFailed."""
+    """Create a placement group, each bundle on its node. Ends in PlacementGroupReady or PlacementGroupFailed."""
 
     group: str
     pool: str
@@ -308,30 +308,32 @@ class RemovePlacementGroup:
 
 @dataclass(frozen=True)
 class StartTask:
-    """Start the task, a member in each place. Ends in Started or TaskStartFailed; later Ended or Died may follow."""
+    """Start the task, a member in each place. Ends in TaskStarted or TaskStartFailed; then TaskEnded or TaskDied may
+    follow.
+    """
 
     task: str
     attempt: int
     places: tuple[BundlePlacement, ...]
-    restore: bool  # it was saved before
+    restore: bool  # from its checkpoint
     deadline: float
 
 
 @dataclass(frozen=True)
 class StopTask:
-    """Stop every process of the task: tell it, save it, then end it for certain. Ends in Stopped."""
+    """Stop every process of the task: cancel, checkpoint, then kill. Ends in TaskStopped."""
 
     task: str
     attempt: int
     reason: Reason
-    tell_s: float  # how long `cancel()` (or, with notice, `drain()`) may take; 0: not called
+    cancel_grace_s: float  # how long `cancel()` (or, with notice, `drain()`) may take; 0: not called
     notice: bool = False
-    save_s: float = 0.0  # how long saving may take; 0: not saved
+    checkpoint_timeout_s: float = 0.0  # how long saving may take; 0: not saved
 
 
 @dataclass(frozen=True)
 class ParkTask:
-    """Have the task give up its devices. Ends in Parked, or in Died."""
+    """Release the devices of the task. Ends in TaskParked or TaskDied."""
 
     task: str
     attempt: int
@@ -340,7 +342,7 @@ class ParkTask:
 
 @dataclass(frozen=True)
 class UnparkTask:
-    """Have the task take its devices again. Ends in Unparked, or in Died."""
+    """Give the task its devices again. Ends in TaskUnparked or TaskDied."""
 
     task: str
     attempt: int

@@ -1,4 +1,4 @@
-"""Tells why things are as they are: one task, a pool, the totals. Reads the books and changes nothing."""
+"""Explains a task, a pool, the totals, and lists outstanding instructions. Changes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Reason, ReasonCode, StoryEntry
 from trimtab.machines.pool import events as e
-from trimtab.machines.pool import feasibility as room
+from trimtab.machines.pool import feasibility
 from trimtab.machines.pool.records import Eviction, PgState, PlacementGroupKind, PoolTask
 from trimtab.machines.pool.state import PoolState
 from trimtab.model.pool import IN_QUEUE, TaskExplanation, TaskState
@@ -15,7 +15,7 @@ from trimtab.model.pool import IN_QUEUE, TaskExplanation, TaskState
 
 @dataclass(frozen=True)
 class PoolView:
-    """A pool as people and programs see it."""
+    """A pool for display and for programs."""
 
     name: str
     quota: dict[str, float]
@@ -23,7 +23,7 @@ class PoolView:
     drained: bool
     tasks: dict[str, int]  # by state
     queue: tuple[str, ...]
-    slots: dict[str, int]  # reserved, dynamic, idle, taken, making, removing, wanted (reserved and not there)
+    slots: dict[str, int]  # reserved, dynamic, idle, taken, making, removing, wanted (reserved and missing)
     reuse_count: int
     made_count: int
     destroyed_count: int
@@ -42,26 +42,28 @@ class PoolTotals:
     latest: tuple[Eviction, ...] = ()
 
 
-def explain(books: PoolState, name: str, now: float) -> TaskExplanation:
-    """Why a task is where it is, and what would have to happen."""
-    task = room.known_task(books, name)
+def explain(state: PoolState, name: str, now: float) -> TaskExplanation:
+    """Why a task is in its state, and what would have to happen for it to start."""
+    task = feasibility.known_task(state, name)
     reason = task.reason
     position = None
     needs: tuple[str, ...] = ()
-    if task.id in books.waiting:
-        position = list(books.waiting.in_order(task.spec.pool)).index(name) + 1
-        if task.not_before <= now and not books.pools[task.spec.pool].drained:
-            found = room.spot(books, task)
+    if task.id in state.waiting:
+        position = list(state.waiting.in_order(task.spec.pool)).index(name) + 1
+        if task.not_before <= now and not state.pools[task.spec.pool].drained:
+            found = feasibility.find_assignment(state, task)
             if isinstance(found, Reason):
                 reason = found
                 if found.code is ReasonCode.no_room:
-                    reason = Reason(found.code, room.shortage(books, task.spec))
-                needs = tuple(victim for victim, _ in room.choose(books, task, now, everyone=True).victims)
-                reason = _with_spared(books, task, needs, reason)
+                    reason = Reason(found.code, feasibility.shortage(state, task.spec))
+                needs = tuple(
+                    victim for victim, _ in feasibility.plan_preemption(state, task, now, ignore_policy=True).victims
+                )
+                reason = _with_spared(state, task, needs, reason)
             else:
-                reason = Reason(ReasonCode.behind, "there is room, kept for one who has waited longer")
-    elif task.id in books.claims:
-        needs = tuple(books.claims[task.id].tasks)
+                reason = Reason(ReasonCode.behind, "there is room, kept for a task that has waited longer")
+    elif task.id in state.claims:
+        needs = tuple(state.claims[task.id].tasks)
     out_s = task.evicted_s + (now - task.since if task.state is TaskState.evicted else 0.0)
     return TaskExplanation(
         task=name,
@@ -83,11 +85,11 @@ def explain(books: PoolState, name: str, now: float) -> TaskExplanation:
     )
 
 
-def _with_spared(books: PoolState, task: PoolTask, needs: tuple[str, ...], reason: Reason) -> Reason:
-    """The reason, and that a task which was evicted itself does not evict its equals."""
-    if not books.may_evict(task):
+def _with_spared(state: PoolState, task: PoolTask, needs: tuple[str, ...], reason: Reason) -> Reason:
+    """The reason, extended by the rule that an evicted task does not evict its equals."""
+    if not state.may_evict(task):
         return reason
-    spared = books.candidates.spared(task, books.policy)
+    spared = state.candidates.spared(task, state.policy)
     names = [name for name in needs if name in spared]
     if not names:
         return reason
@@ -95,41 +97,39 @@ def _with_spared(books: PoolState, task: PoolTask, needs: tuple[str, ...], reaso
     return Reason(reason.code, f"{reason.sentence}; {rule}: that of {', '.join(names)} is not")
 
 
-def story(books: PoolState, name: str) -> tuple[StoryEntry, ...]:
-    """The history of a task or a node."""
-    if name in books.tasks:
-        return tuple(books.tasks[name].story)
-    if name in books.node_stories:
-        return tuple(books.node_stories[name])
+def story(state: PoolState, name: str) -> tuple[StoryEntry, ...]:
+    if name in state.tasks:
+        return tuple(state.tasks[name].story)
+    if name in state.node_stories:
+        return tuple(state.node_stories[name])
     raise InputError(f"nothing is known of {name}", hint="a task's id, or a node's")
 
 
-def pool_view(books: PoolState, name: str) -> PoolView:
-    """One pool."""
-    pool = room.known_pool(books, name)
-    ledger, shelf = books.ledger, books.shelves[name]
-    groups = shelf.groups.values()
-    standing = [group for group in groups if group.stand is PgState.standing]
+def pool_view(state: PoolState, name: str) -> PoolView:
+    pool = feasibility.known_pool(state, name)
+    capacity, owned = state.capacity, state.pool_groups[name]
+    groups = owned.groups.values()
+    ready = [group for group in groups if group.state is PgState.ready]
     reserved = sum(1 for group in groups if group.kind is PlacementGroupKind.reserved)
     by_state: dict[str, int] = {}
-    for task in books.tasks.values():
+    for task in state.tasks.values():
         if task.spec.pool == name:
             by_state[task.state.value] = by_state.get(task.state.value, 0) + 1
     return PoolView(
         name=name,
         quota=pool.spec.quota.floats(),
-        used=ledger.resources(ledger.used[name]).floats(),
+        used=capacity.resources(capacity.used[name]).floats(),
         drained=pool.drained,
         tasks=by_state,
-        queue=tuple(books.waiting.in_order(name)),
+        queue=tuple(state.waiting.in_order(name)),
         slots={
             "reserved": reserved,
-            "dynamic": shelf.dynamic_bundles,
-            "idle": sum(len(group.bundles) for group in standing if not group.tenants),
-            "taken": sum(len(group.bundles) for group in standing if group.tenants),
-            "making": sum(len(group.bundles) for group in groups if group.stand is PgState.making),
+            "dynamic": owned.dynamic_bundles,
+            "idle": sum(len(group.bundles) for group in ready if not group.tenants),
+            "taken": sum(len(group.bundles) for group in ready if group.tenants),
+            "making": sum(len(group.bundles) for group in groups if group.state is PgState.creating),
             "removing": sum(
-                len(group.bundles) for group in groups if group.stand in (PgState.removing, PgState.broken)
+                len(group.bundles) for group in groups if group.state in (PgState.removing, PgState.broken)
             ),
             "wanted": len(pool.spec.reserved) - len(pool.retired) - reserved,
         },
@@ -141,25 +141,21 @@ def pool_view(books: PoolState, name: str) -> PoolView:
     )
 
 
-def totals(books: PoolState) -> PoolTotals:
-    """All pools together."""
+def totals(state: PoolState) -> PoolTotals:
     by_state: dict[str, int] = {}
-    for task in books.tasks.values():
+    for task in state.tasks.values():
         by_state[task.state.value] = by_state.get(task.state.value, 0) + 1
-    across = sum(pool.evictions.get(ReasonCode.cross_pool.value, 0) for pool in books.pools.values())
+    across = sum(pool.evictions.get(ReasonCode.cross_pool.value, 0) for pool in state.pools.values())
     return PoolTotals(
-        books.eviction_count, books.eviction_count - across, across, by_state, tuple(books.evictions[-10:])
+        state.eviction_count, state.eviction_count - across, across, by_state, tuple(state.evictions[-10:])
     )
 
 
-def warm_targets(books: PoolState) -> dict[str, dict[str, int]]:
-    """How many warm hosts each node is to keep, by pool.
-
-    Those of a pool that are for all nodes together are spread evenly.
-    """
-    nodes = [node for node in books.nodes if node not in books.ledger.cordoned]
+def warm_targets(state: PoolState) -> dict[str, dict[str, int]]:
+    """Target number of warm processes by node and pool; `target_hosts` are spread evenly."""
+    nodes = [node for node in state.nodes if node not in state.capacity.cordoned]
     targets: dict[str, dict[str, int]] = {node: {} for node in nodes}
-    for pool in books.pools.values():
+    for pool in state.pools.values():
         if pool.dropped or not nodes:
             continue
         together = [nodes[at % len(nodes)] for at in range(pool.spec.target_hosts)]
@@ -168,24 +164,28 @@ def warm_targets(books: PoolState) -> dict[str, dict[str, int]]:
     return targets
 
 
-def outstanding(books: PoolState, start_grace_s: float) -> list[e.PoolInstruction]:
-    """All that has been instructed and not answered, to be carried out again by a driver that comes back."""
+def outstanding(state: PoolState, start_grace_s: float) -> list[e.PoolInstruction]:
+    """Instructions without an outcome, to be executed again by a restarted controller."""
     found: list[e.PoolInstruction] = []
-    for group in books.groups.values():
-        if group.stand is PgState.making:
-            spec = books.tasks[group.tenants[0]].spec if group.tenants else None
+    for group in state.groups.values():
+        if group.state is PgState.creating:
+            spec = state.tasks[group.tenants[0]].spec if group.tenants else None
             strategy = spec.strategy if spec is not None else None
-            strategy = strategy or books.pools[group.pool].spec.strategy
+            strategy = strategy or state.pools[group.pool].spec.strategy
             deadline = group.deadline or 0.0
             found.append(e.CreatePlacementGroup(group.id, group.pool, group.bundles, group.nodes, strategy, deadline))
-        elif group.stand is PgState.removing:
+        elif group.state is PgState.removing:
             found.append(e.RemovePlacementGroup(group.id))
-    for task in books.tasks.values():
+    for task in state.tasks.values():
         deadline = task.deadline or 0.0
         if task.state is TaskState.starting and task.started:
             found.append(e.StartTask(task.id, task.attempt, task.places, task.saved, deadline - start_grace_s))
         elif task.state is TaskState.cancelling:
-            found.append(e.StopTask(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
+            found.append(
+                e.StopTask(
+                    task.id, task.attempt, task.reason, task.cancel_grace_s, task.notice, task.checkpoint_timeout_s
+                )
+            )
         elif task.moving == "parking":
             found.append(e.ParkTask(task.id, task.attempt, deadline))
         elif task.moving == "unparking":

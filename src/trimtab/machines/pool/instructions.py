@@ -1,7 +1,7 @@
-"""Instructions in a line each: for the journal, where they stand beside the event that led to them.
+"""Instructions as text, for the journal, where they follow the event that caused them.
 
-A line says what is done to whom and where, and not by when: deadlines follow from the time and the settings. The same
-line means the same deed.
+A line says what is done to which task and where, without deadlines: those follow from the time and the settings. Equal
+lines mean equal instructions.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from trimtab.machines.pool import events as e
 
 
 def lines(instructions: Sequence[e.PoolInstruction]) -> list[str]:
-    """All of them, in their order."""
-    return [line(one) for one in instructions]
+    return [line(instruction) for instruction in instructions]
 
 
-def line(one: e.PoolInstruction) -> str:
-    """One of them."""
-    if isinstance(one, e.CreatePlacementGroup):
-        bundles = " + ".join(f"{bundle} on {node}" for bundle, node in zip(one.bundles, one.nodes, strict=True))
-        return f"make {one.group} of {one.pool}: {bundles}"
-    if isinstance(one, e.RemovePlacementGroup):
-        return f"remove {one.group}"
-    if isinstance(one, e.StartTask):
-        places = " ".join(f"{place.group}/{place.bundle}" for place in one.places)
-        return f"start {one.task} #{one.attempt} in {places}" + (" from its saved state" if one.restore else "")
-    if isinstance(one, e.StopTask):
-        ways = (f"tell {one.tell_s:g} s" if one.tell_s else "", f"save {one.save_s:g} s" if one.save_s else "")
-        said = ", ".join(word for word in (*ways, "with notice" if one.notice else "") if word)
-        return f"stop {one.task} #{one.attempt} for {one.reason.code.value}" + (f": {said}" if said else "")
-    return f"{'park' if isinstance(one, e.ParkTask) else 'unpark'} {one.task} #{one.attempt}"
+def line(instruction: e.PoolInstruction) -> str:
+    if isinstance(instruction, e.CreatePlacementGroup):
+        places = zip(instruction.bundles, instruction.nodes, strict=True)
+        bundles = " + ".join(f"{bundle} on {node}" for bundle, node in places)
+        return f"make {instruction.group} of {instruction.pool}: {bundles}"
+    if isinstance(instruction, e.RemovePlacementGroup):
+        return f"remove {instruction.group}"
+    task = f"{instruction.task} #{instruction.attempt}"
+    if isinstance(instruction, e.StartTask):
+        slots = " ".join(f"{place.group}/{place.bundle}" for place in instruction.places)
+        return f"start {task} in {slots}{' from its saved state' if instruction.restore else ''}"
+    if isinstance(instruction, e.StopTask):
+        cancel_s, save_s = instruction.cancel_grace_s, instruction.checkpoint_timeout_s
+        details = [f"tell {cancel_s:g} s"] * (cancel_s != 0) + [f"save {save_s:g} s"] * (save_s != 0)
+        details += ["with notice"] * instruction.notice
+        return f"stop {task} for {instruction.reason.code.value}{': ' if details else ''}{', '.join(details)}"
+    return f"{'park' if isinstance(instruction, e.ParkTask) else 'unpark'} {task}"

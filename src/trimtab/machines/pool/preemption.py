@@ -1,9 +1,9 @@
-"""Chooses who would have to leave so that a task can start. Looks, and changes nothing; evicting is the machine's job.
+"""Preemption planning: the cheapest evictions that let a task start. Changes nothing; the machine evicts.
 
-A choice is sufficient and holds nobody who could be spared. Free capacity comes first, then idle slots, then victims:
-as few as possible where one bundle decides it, then those of the lowest priority (the highest of each set compared
-first), then those whose eviction loses the least work. Borrowers leave before others. Gangs are placed bundle by
-bundle, and whoever turns out not to be needed is taken back. Reserved slots of others are never touched.
+As few tasks as possible are evicted, and none that is not needed. Free capacity comes first, then idle slots, then
+victims: as few as possible where one bundle decides it, then the lowest priorities (the highest of each set compared
+first), then the least lost work. Borrowers are evicted before others. Gangs are placed bundle by bundle, then victims
+that turn out not to be needed are dropped. Reserved slots of other pools are never touched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trimtab.machines.pool.records import PgState, PlacementGroup, PoolTask
 from trimtab.machines.pool.state import PoolState
 from trimtab.model.pool import PlacementStrategy
 
-# Effort: nodes that are solved exactly after a solution is known, subsets that are tried on one node, and tasks of one
-# pool among which subsets are tried. Beyond them the choice is still sufficient and has nobody to spare in it.
+# Limits of the exact search: nodes compared after a solution is known, subsets tried on a node, and tasks of a pool
+# among which subsets are tried. Beyond them the plan is still sufficient and without needless victims.
 NODES_COMPARED = 16
 SUBSETS_TRIED = 500
 POOL_TRIED = 24
@@ -34,35 +34,34 @@ PreemptionCost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...
 
 @dataclass(frozen=True)
 class PreemptionPlan:
-    """Who would leave, and where the task would go then. Empty `nodes` and no `group`: nothing helps."""
+    """What to evict, and where the task goes then. Empty `nodes` and no `group`: nothing helps."""
 
-    nodes: tuple[str, ...] = ()  # of the group to be made
-    group: str | None = None  # the slot to be taken over
+    nodes: tuple[str, ...] = ()  # of the group to create
+    group: str | None = None  # the slot to take over
     victims: tuple[tuple[str, ReasonCode], ...] = ()
-    reclaims: tuple[str, ...] = ()  # idle groups to be removed
-    awaits: tuple[str, ...] = ()  # groups that are going anyway
-    again_at: float | None = None  # when time alone might change the answer
+    reclaims: tuple[str, ...] = ()  # idle groups to remove
+    awaits: tuple[str, ...] = ()  # groups that are being removed anyway
+    retry_at: float | None = None  # when time alone might change the plan
 
     @property
     def found(self) -> bool:
-        """Whether the task could start this way."""
         return bool(self.nodes) or self.group is not None
 
 
 @dataclass
 class _PreemptionOption:
-    """One way to make room, by lines of the candidates."""
+    """One way to free capacity; victims by candidate index."""
 
     rows: tuple[int, ...]
     group: str | None
-    lines: list[int]
+    indices: list[int]
 
 
 class PreemptionPlanner:
-    """Chooses, over the machine's books."""
+    """Plans preemptions over the pool state."""
 
-    def __init__(self, books: PoolState) -> None:
-        self._books = books
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
 
     def choose(
         self,
@@ -73,50 +72,50 @@ class PreemptionPlanner:
         budget_left: int | None,
         slots_left: int | None,
         idle_slots: int,
-        everyone: bool = False,
+        ignore_policy: bool = False,
     ) -> PreemptionPlan:
         """The cheapest way for the task to start.
 
-        `everyone`: as if anybody could leave, which tells what would have to end. `slots_left`: dynamic bundles the
-        pool may still make; `idle_slots`: those it could remove at once.
+        `ignore_policy`: as if every task were evictable, to tell what would have to end. `slots_left`: dynamic bundles
+        the pool may still create; `idle_slots`: those it could remove at once.
         """
-        books, policy = self._books, self._books.policy
-        candidates = books.candidates
-        search = _PreemptionSearch(books, task, now)
+        state, policy = self._state, self._state.policy
+        candidates = state.candidates
+        search = _PreemptionSearch(state, task, now)
         spec = task.spec
-        pool = books.pools[spec.pool]
+        pool = state.pools[spec.pool]
         owner = spec.priority >= pool.spec.reserved_priority
-        again_at: float | None = None
+        retry_at: float | None = None
         search.may_evict = may_evict
         if may_evict:
-            search.may, again_at = candidates.allowed(task, now, policy)
-        if everyone:
+            search.may, retry_at = candidates.allowed(task, now, policy)
+        if ignore_policy:
             search.may = np.array([name is not None for name in candidates.names], np.bool_)
         search.slots_left = None if slots_left is None else slots_left + idle_slots
-        ways: list[_PreemptionOption] = []
+        options: list[_PreemptionOption] = []
         if len(spec.bundles) == 1:
-            slots = list(books.shelves[spec.pool].reserved.values())
-            ways += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
+            slots = list(state.pool_groups[spec.pool].reserved.values())
+            options += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
         if pool.spec.dynamic:
             strategy = spec.strategy or pool.spec.strategy
-            way = search.onto_nodes(strategy)
-            if way is not None:
-                ways.append(way)
+            option = search.onto_nodes(strategy)
+            if option is not None:
+                options.append(option)
         if budget_left is not None:
-            ways = [way for way in ways if len(way.lines) <= budget_left]
-        if not ways:
-            return PreemptionPlan(again_at=again_at)
-        best = min(ways, key=lambda way: (search.cost(way.lines), way.group is None))
-        tenants = books.groups[best.group].tenants if best.group else []
+            options = [option for option in options if len(option.indices) <= budget_left]
+        if not options:
+            return PreemptionPlan(retry_at=retry_at)
+        best = min(options, key=lambda option: (search.cost(option.indices), option.group is None))
+        tenants = state.groups[best.group].tenants if best.group else []
 
-        def why(line: int) -> ReasonCode:
-            # Whoever borrowed the very slot leaves because its owner is back, whatever the policy says.
-            here = candidates["borrowed"][line] and candidates.names[line] in tenants
-            return ReasonCode.owner_returned if here else candidates.reason(line, task, policy)
+        def why(index: int) -> ReasonCode:
+            # A borrower of this slot is evicted because its owner is back, whatever the policy says.
+            here = candidates["borrowed"][index] and candidates.names[index] in tenants
+            return ReasonCode.owner_returned if here else candidates.reason(index, task, policy)
 
-        order = sorted(best.lines, key=search.price)
-        victims = tuple((str(candidates.names[line]), why(line)) for line in order)
-        nodes = tuple(str(books.ledger.nodes[row]) for row in best.rows)
+        order = sorted(best.indices, key=search.price)
+        victims = tuple((str(candidates.names[index]), why(index)) for index in order)
+        nodes = tuple(str(state.capacity.nodes[row]) for row in best.rows)
         reclaims = () if best.group else search.reclaims(best, slots_left)
         return PreemptionPlan(nodes, best.group, victims, reclaims)
 
@@ -124,9 +123,9 @@ class PreemptionPlanner:
 class _PreemptionSearch:
     """One search, for one task."""
 
-    def __init__(self, books: PoolState, task: PoolTask, now: float) -> None:
-        ledger, candidates = books.ledger, books.candidates
-        self.books, self.ledger, self.candidates = books, ledger, candidates
+    def __init__(self, state: PoolState, task: PoolTask, now: float) -> None:
+        capacity, candidates = state.capacity, state.candidates
+        self.state, self.capacity, self.candidates = state, capacity, candidates
         self.task = task
         self.may: NDArray[np.bool_] = np.zeros(len(candidates.names), np.bool_)
         self._prices: dict[int, tuple[int, float, float, int]] = {}
@@ -134,16 +133,16 @@ class _PreemptionSearch:
         self.slots_left: int | None = None
         self.now = now
         spec = task.spec
-        self.asks = [ledger.vector(bundle) for bundle in spec.size]
-        self.asks = [ledger.vector(bundle) for bundle in spec.size]  # again: all of one width now
-        self.quota_lack = np.maximum(0, ledger.sum_vector(spec.bundles) - ledger.quota_left(spec.pool))
+        self.demands = [capacity.vector(bundle) for bundle in spec.size]
+        self.demands = [capacity.vector(bundle) for bundle in spec.size]  # again: after all columns were added
+        self.quota_lack = np.maximum(0, capacity.sum_vector(spec.bundles) - capacity.quota_left(spec.pool))
         candidates._fit()
         self.mine = candidates.same_pool(spec.pool)
 
     # ---- what it costs ----
 
     def price(self, at: int) -> tuple[int, float, float, int]:
-        """What one costs: borrowers least, then by priority, work lost, and who came last."""
+        """Cost of evicting one task: borrowers first, then by priority, lost work, latest submission."""
         known = self._prices.get(at)
         if known is None:
             columns = self.candidates
@@ -155,47 +154,52 @@ class _PreemptionSearch:
             )
         return known
 
-    def cost(self, lines: Sequence[int]) -> PreemptionCost:
-        """What a set costs: how many, how high (the highest first), how much work, and then who came last."""
-        prices = [self.price(at) for at in lines]
-        levels = sorted([(one[0], one[1]) for one in prices], reverse=True)
-        return len(lines), tuple(levels), sum(one[2] for one in prices), tuple(sorted(one[3] for one in prices))
+    def cost(self, indices: Sequence[int]) -> PreemptionCost:
+        """Cost of a set: count, priorities (highest first), lost work, then latest submissions."""
+        prices = [self.price(at) for at in indices]
+        levels = sorted([(price[0], price[1]) for price in prices], reverse=True)
+        return (
+            len(indices),
+            tuple(levels),
+            sum(price[2] for price in prices),
+            tuple(sorted(price[3] for price in prices)),
+        )
 
-    def _cheapest(self, lines: NDArray[np.int64]) -> int:
-        """By price; whoever is dearer in the first respect is not looked at in the next."""
+    def _cheapest(self, indices: NDArray[np.int64]) -> int:
+        """The index with the lowest price, found criterion by criterion."""
         columns = self.candidates
-        borrowers = lines[columns["borrowed"][lines]]
-        lines = borrowers if len(borrowers) else lines
-        priorities = columns["priority"][lines]
-        lines = lines[priorities == priorities.min()]
-        lost = columns.lost(lines, self.now)
-        lines = lines[lost == lost.min()]
-        return int(lines[np.argmax(columns["seq"][lines])])
+        borrowers = indices[columns["borrowed"][indices]]
+        indices = borrowers if len(borrowers) else indices
+        priorities = columns["priority"][indices]
+        indices = indices[priorities == priorities.min()]
+        lost = columns.lost(indices, self.now)
+        indices = indices[lost == lost.min()]
+        return int(indices[np.argmax(columns["seq"][indices])])
 
     # ---- slots that are there ----
 
     def into_slots(self, reserved: Sequence[PlacementGroup], *, owner: bool, borrow: bool) -> list[_PreemptionOption]:
-        """Take over a reserved slot, or an idle dynamic one of just the right size."""
+        """Take over a reserved slot that is idle, or whose tenant may be evicted."""
         spec = self.task.spec
-        ways = []
+        options = []
         for group in reserved:
-            if group.stand is not PgState.standing or not spec.bundles[0].within(group.bundles[0]):
+            if group.state is not PgState.ready or not spec.bundles[0].within(group.bundles[0]):
                 continue
-            if not self.books.usable(group):
+            if not self.state.usable(group):
                 continue
             if group.idle and (owner or borrow):
                 base: list[int] = []
-            elif owner and len(group.tenants) == 1 and self._may_leave_slot(group.tenants[0]):
+            elif owner and len(group.tenants) == 1 and self._may_be_evicted_from_slot(group.tenants[0]):
                 base = [self.candidates.at[group.tenants[0]]]
             else:
                 continue
-            lines = self._cover_pool(base, slots_needed=0)
-            if lines is not None:
-                ways.append(_PreemptionOption((), group.id, lines))
-        return ways
+            indices = self._cover_pool(base, slots_needed=0)
+            if indices is not None:
+                options.append(_PreemptionOption((), group.id, indices))
+        return options
 
-    def _may_leave_slot(self, task: str) -> bool:
-        """Whether the policy lets it leave a reserved slot, or the switch under which it borrowed it."""
+    def _may_be_evicted_from_slot(self, task: str) -> bool:
+        """Whether the policy allows it, or it borrowed the slot."""
         at = self.candidates.at.get(task)
         if at is None:
             return False
@@ -205,63 +209,63 @@ class _PreemptionSearch:
     # ---- nodes ----
 
     def onto_nodes(self, strategy: PlacementStrategy) -> _PreemptionOption | None:
-        """Make a new group, where others leave."""
-        ledger = self.ledger
-        available = ledger.free + ledger.idle
-        slots_needed = 0 if self.slots_left is None else max(0, len(self.asks) - self.slots_left)
-        none = any(ledger.too_large(ask, with_idle=True) for ask in self.asks[:1] + self.asks[-1:])
-        rows = None if none else place(available, ledger.usable, self.asks, strategy)
+        """Create a new group where tasks are evicted."""
+        capacity = self.capacity
+        available = capacity.free + capacity.idle
+        slots_needed = 0 if self.slots_left is None else max(0, len(self.demands) - self.slots_left)
+        none = any(capacity.too_large(demand, with_idle=True) for demand in self.demands[:1] + self.demands[-1:])
+        rows = None if none else place(available, capacity.usable, self.demands, strategy)
         if rows is not None:
-            lines = self._cover_pool([], slots_needed)
-            return None if lines is None else _PreemptionOption(rows, None, lines)
+            indices = self._cover_pool([], slots_needed)
+            return None if indices is None else _PreemptionOption(rows, None, indices)
         if not self.may.any():
             return None
-        if len(self.asks) == 1 or strategy is PlacementStrategy.strict_pack:
-            ask: Vector = np.asarray(np.sum(self.asks, axis=0, dtype=np.int64))
-            found = self._one_node(available, ledger.usable, ask, slots_needed, [])
+        if len(self.demands) == 1 or strategy is PlacementStrategy.strict_pack:
+            demand: Vector = np.asarray(np.sum(self.demands, axis=0, dtype=np.int64))
+            found = self._one_node(available, capacity.usable, demand, slots_needed, [])
             if found is None:
                 return None
-            row, lines = found
-            return _PreemptionOption((row,) * len(self.asks), None, lines)
+            row, indices = found
+            return _PreemptionOption((row,) * len(self.demands), None, indices)
         return self._many_nodes(available, strategy, slots_needed)
 
     def _one_node(
         self,
         available: Vector,
         usable: NDArray[np.bool_],
-        ask: Vector,
+        demand: Vector,
         slots_needed: int,
         base: list[int],
     ) -> tuple[int, list[int]] | None:
-        """The node on which the fewest have to leave for the ask, and who they are."""
+        """The node with the fewest evictions for the demand, and its victims."""
         columns = self.candidates
         may = self.may.copy()
         may[base] = False
-        (lines,) = np.nonzero(may & (columns["row"] >= 0))
+        (indices,) = np.nonzero(may & (columns["row"] >= 0))
         gangs = [at for at in columns.spread if may[at]]
-        wanted = np.nonzero(ask)[0]
-        rows = columns["row"][lines]
+        wanted = np.nonzero(demand)[0]
+        rows = columns["row"][indices]
         count = len(available)
         release = columns["release"]
         if not gangs:
-            alone = self._one_alone(available, usable, ask, slots_needed, base, lines)
+            alone = self._one_alone(available, usable, demand, slots_needed, base, indices)
             if alone is not None:
                 return int(columns["row"][alone]), [alone]
-        lack = np.maximum(0, ask[wanted] - available[:, wanted])
+        lack = np.maximum(0, demand[wanted] - available[:, wanted])
         gain = np.zeros((count, len(wanted)))
         largest = np.zeros((count, len(wanted)), np.int64)
         for place_at, column in enumerate(wanted):
-            amounts = release[lines, column]
+            amounts = release[indices, column]
             gain[:, place_at] = np.bincount(rows, weights=amounts, minlength=count)
             np.maximum.at(largest[:, place_at], rows, amounts)
         lowest = np.full(count, np.inf)
-        np.minimum.at(lowest, rows, columns["priority"][lines])
+        np.minimum.at(lowest, rows, columns["priority"][indices])
         for at in gangs:
             for row, vector in columns.parts[at]:
                 gain[row] += vector[wanted]
                 largest[row] = np.maximum(largest[row], vector[wanted])
                 lowest[row] = min(lowest[row], columns["priority"][at])
-        # Sums in floating point decide only which nodes are looked at; whoever looks counts in whole numbers.
+        # Floating-point sums only select the nodes to solve; solving is in integers.
         open_rows = usable[:count] & (gain * (1 + 1e-9) >= lack).all(axis=1)
         (hopeful,) = np.nonzero(open_rows)
         if not len(hopeful):
@@ -292,8 +296,8 @@ class _PreemptionSearch:
                     and not _any(columns["borrowed"], columns.by_row.get(row, ()))
                 ):
                     continue
-            here = [line for line in columns.by_row.get(row, ()) if may[line]] + by_gang.get(row, [])
-            chosen = self._cover_node(row, ask - available[row], here, slots_needed, base)
+            here = [index for index in columns.by_row.get(row, ()) if may[index]] + by_gang.get(row, [])
+            chosen = self._cover_node(row, demand - available[row], here, slots_needed, base)
             solved += 1
             if chosen is None:
                 continue
@@ -306,29 +310,29 @@ class _PreemptionSearch:
         self,
         available: Vector,
         usable: NDArray[np.bool_],
-        ask: Vector,
+        demand: Vector,
         slots_needed: int,
         base: list[int],
-        lines: NDArray[np.int64],
+        indices: NDArray[np.int64],
     ) -> int | None:
-        """The cheapest one that is enough all by itself."""
+        """The cheapest single task whose eviction is enough."""
         columns = self.candidates
-        rows = columns["row"][lines]
+        rows = columns["row"][indices]
         enough = usable[rows]
-        for column in np.nonzero(ask)[0]:
-            enough &= available[rows, column] + columns["release"][lines, column] >= ask[column]
+        for column in np.nonzero(demand)[0]:
+            enough &= available[rows, column] + columns["release"][indices, column] >= demand[column]
         if not self._pool_covered(base, slots_needed):
             leaving = [at for at in base if self.mine[at]]
             uses, slots = columns["uses"], columns["slots"]
             quota = self.quota_lack - (uses[leaving].sum(axis=0) if leaving else 0)
             needed = slots_needed - int(sum(slots[at] for at in leaving))
-            enough &= self.mine[lines] & (uses[lines] >= quota).all(axis=1) & (slots[lines] >= needed)
-        return self._cheapest(lines[enough]) if enough.any() else None
+            enough &= self.mine[indices] & (uses[indices] >= quota).all(axis=1) & (slots[indices] >= needed)
+        return self._cheapest(indices[enough]) if enough.any() else None
 
     def _cover_node(
         self, row: int, lack: Vector, here: list[int], slots_needed: int, base: list[int]
     ) -> list[int] | None:
-        """The cheapest set on one node that frees what is lacking there; others may join it for the quota."""
+        """The cheapest set on one node that frees what is lacking there; plus victims for the quota."""
         node_columns = [int(column) for column in np.nonzero(lack > 0)[0]]
         quota_columns = [int(column) for column in np.nonzero(self.quota_lack > 0)[0]]
         mine = {at: bool(self.mine[at]) for at in here}
@@ -353,10 +357,10 @@ class _PreemptionSearch:
         chosen = self._cover(node_lacks, {at: gain[: len(node_columns)] for at, gain in gains.items()})
         if chosen is None:
             return None
-        lines = self._cover_pool(base + chosen, slots_needed)
-        if lines is None:
+        indices = self._cover_pool(base + chosen, slots_needed)
+        if indices is None:
             return None
-        lines = [at for at in lines if at not in base]
+        indices = [at for at in indices if at not in base]
 
         def enough(kept: list[int]) -> bool:
             node = all(
@@ -365,41 +369,41 @@ class _PreemptionSearch:
             )
             return node and self._pool_covered(base + kept, slots_needed)
 
-        return self._taken_back(lines, enough)
+        return self._minimal(indices, enough)
 
     def _cover(self, lacks: list[int], gains: dict[int, list[int]]) -> list[int] | None:
-        """The cheapest of the smallest sets whose gains cover all that is lacking."""
+        """The cheapest of the smallest sets whose gains cover all lacks."""
         wanted = [at for at, lack in enumerate(lacks) if lack > 0]
         if not wanted:
             return []
-        lines = [at for at, gain in gains.items() if any(gain[place_at] > 0 for place_at in wanted)]
-        if any(sum(gains[at][place_at] for at in lines) < lacks[place_at] for place_at in wanted):
+        indices = [at for at, gain in gains.items() if any(gain[place_at] > 0 for place_at in wanted)]
+        if any(sum(gains[at][place_at] for at in indices) < lacks[place_at] for place_at in wanted):
             return None
         least = 1
         for place_at in wanted:
             covered = 0
-            for number, gain in enumerate(sorted((gains[at][place_at] for at in lines), reverse=True), start=1):
+            for number, gain in enumerate(sorted((gains[at][place_at] for at in indices), reverse=True), start=1):
                 covered += gain
                 if covered >= lacks[place_at]:
                     least = max(least, number)
                     break
-        lines.sort(key=self.price)
+        indices.sort(key=self.price)
 
         def enough(kept: Sequence[int]) -> bool:
             return all(sum(gains[at][place_at] for at in kept) >= lacks[place_at] for place_at in wanted)
 
-        if len({tuple(gains[at][place_at] for place_at in wanted) for at in lines}) == 1:
-            return lines[:least]  # alike: the cheapest ones
-        for size in range(least, len(lines) + 1):
-            if math.comb(len(lines), size) > SUBSETS_TRIED:
+        if len({tuple(gains[at][place_at] for place_at in wanted) for at in indices}) == 1:
+            return indices[:least]  # equal gains: the cheapest
+        for size in range(least, len(indices) + 1):
+            if math.comb(len(indices), size) > SUBSETS_TRIED:
                 break
-            found = [list(some) for some in itertools.combinations(lines, size) if enough(some)]
+            found = [list(some) for some in itertools.combinations(indices, size) if enough(some)]
             if found:
                 return min(found, key=self.cost)
-        # Too many to try: those that cover most of what is lacking first, and then nobody who could be spared.
+        # Too many subsets: greedily by share of the lack covered, then without needless victims.
         kept: list[int] = []
         left = {place_at: lacks[place_at] for place_at in wanted}
-        remaining = list(lines)
+        remaining = list(indices)
         while any(value > 0 for value in left.values()):
             best = max(
                 remaining,
@@ -411,27 +415,27 @@ class _PreemptionSearch:
             kept.append(best)
             for place_at in wanted:
                 left[place_at] -= gains[best][place_at]
-        return self._taken_back(kept, enough)
+        return self._minimal(kept, enough)
 
-    def _taken_back(self, lines: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
-        """Without whoever could be spared, the dearest first."""
-        kept = list(lines)
-        for at in sorted(lines, key=self.price, reverse=True):
-            without = [one for one in kept if one != at]
+    def _minimal(self, indices: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
+        """Without victims that are not needed, dearest first."""
+        kept = list(indices)
+        for at in sorted(indices, key=self.price, reverse=True):
+            without = [index for index in kept if index != at]
             if enough(without):
                 kept = without
         return kept
 
     # ---- the pool's quota and its limit of slots ----
 
-    def _pool_covered(self, lines: Sequence[int], slots_needed: int) -> bool:
+    def _pool_covered(self, indices: Sequence[int], slots_needed: int) -> bool:
         uses, slots = self.candidates["uses"], self.candidates["slots"]
-        mine = [at for at in lines if self.mine[at]]
+        mine = [at for at in indices if self.mine[at]]
         freed = uses[mine].sum(axis=0) if mine else 0
         return bool((self.quota_lack <= freed).all()) and int(sum(slots[at] for at in mine)) >= slots_needed
 
     def _cover_pool(self, base: list[int], slots_needed: int) -> list[int] | None:
-        """With those already leaving: who else of the pool has to, for the quota and the limit of slots."""
+        """Extend the victims by others of the pool, for the quota and the slot limit."""
         if self._pool_covered(base, slots_needed):
             return base
         columns = self.candidates
@@ -441,145 +445,148 @@ class _PreemptionSearch:
         leaving = [at for at in base if self.mine[at]]
         quota = self.quota_lack - (uses[leaving].sum(axis=0) if leaving else 0)
         needed = slots_needed - int(sum(slots[at] for at in leaving))
-        (lines,) = np.nonzero(may)
-        if not len(lines):
+        (indices,) = np.nonzero(may)
+        if not len(indices):
             return None
-        alone = (uses[lines] >= quota).all(axis=1) & (slots[lines] >= needed)
+        alone = (uses[indices] >= quota).all(axis=1) & (slots[indices] >= needed)
         if alone.any():
-            return [*base, self._cheapest(lines[alone])]
+            return [*base, self._cheapest(indices[alone])]
         wanted = [int(column) for column in np.nonzero(quota > 0)[0]]
-        if len(lines) <= POOL_TRIED:
+        if len(indices) <= POOL_TRIED:
             lacks = [int(quota[column]) for column in wanted] + [needed]
-            gains = {int(at): [int(uses[at][column]) for column in wanted] + [int(slots[at])] for at in lines}
+            gains = {int(at): [int(uses[at][column]) for column in wanted] + [int(slots[at])] for at in indices}
             chosen = self._cover(lacks, gains)
             return None if chosen is None else base + chosen
-        gain = np.column_stack([uses[lines][:, wanted], slots[lines]])
+        gain = np.column_stack([uses[indices][:, wanted], slots[indices]])
         lack = np.array([*(quota[column] for column in wanted), max(0, needed)], np.int64)
         if (gain.sum(axis=0) < lack).any():
             return None
-        lost = columns.lost(lines, self.now)
-        order = np.lexsort((-columns["seq"][lines], lost, columns["priority"][lines], ~columns["borrowed"][lines]))
-        lines, gain = lines[order], gain[order]
+        lost = columns.lost(indices, self.now)
+        order = np.lexsort(
+            (-columns["seq"][indices], lost, columns["priority"][indices], ~columns["borrowed"][indices])
+        )
+        indices, gain = indices[order], gain[order]
         more: list[int] = []
         while (lack > 0).any():
-            # Whoever covers most of what is lacking; of equals the cheapest, who stands first.
+            # The task that covers most of the lack; of equals the cheapest, which is first.
             share = (np.minimum(gain, np.maximum(0, lack)) / np.maximum(1, lack)).sum(axis=1)
             best = int(np.argmax(share))
-            more.append(int(lines[best]))
+            more.append(int(indices[best]))
             lack = lack - gain[best]
             gain[best] = 0
-        return base + self._taken_back(more, lambda some: self._pool_covered(base + some, slots_needed))
+        return base + self._minimal(more, lambda some: self._pool_covered(base + some, slots_needed))
 
     # ---- gangs over several nodes ----
 
     def _many_nodes(
         self, available: Vector, strategy: PlacementStrategy, slots_needed: int
     ) -> _PreemptionOption | None:
-        """Bundle by bundle, largest first; then whoever could be spared is taken back."""
+        """Place bundle by bundle, largest first; then drop victims that are not needed."""
         columns = self.candidates
         begun = available.copy()
         available = available.copy()
-        usable = self.ledger.usable[: len(available)].copy()
-        order = sorted(range(len(self.asks)), key=lambda at: (-int(self.asks[at][1]), -int(self.asks[at][0]), at))
+        usable = self.capacity.usable[: len(available)].copy()
+        order = sorted(
+            range(len(self.demands)), key=lambda at: (-int(self.demands[at][1]), -int(self.demands[at][0]), at)
+        )
         leaving: list[int] = []
         taken = np.zeros(len(usable), np.bool_)
         for at in order:
-            ask = self.asks[at]
+            demand = self.demands[at]
             open_rows = usable & ~taken if strategy is PlacementStrategy.strict_spread else usable
             row = None
             if strategy is PlacementStrategy.pack:
-                row = tightest(available, open_rows & taken, ask)
+                row = tightest(available, open_rows & taken, demand)
             elif strategy is PlacementStrategy.spread:
-                row = tightest(available, open_rows & ~taken, ask)
+                row = tightest(available, open_rows & ~taken, demand)
             if row is None:
-                row = tightest(available, open_rows, ask)
+                row = tightest(available, open_rows, demand)
             if row is None:
-                # Quota and limit are covered at the end, for all bundles together.
+                # Quota and slot limit are covered at the end, for all bundles together.
                 lack, self.quota_lack = self.quota_lack, np.zeros_like(self.quota_lack)
-                found = self._one_node(available, open_rows, ask, 0, leaving)
+                found = self._one_node(available, open_rows, demand, 0, leaving)
                 self.quota_lack = lack
                 if found is None:
                     return None
                 row, more = found
-                for line in more:
-                    for there, vector in columns.parts[line]:
+                for index in more:
+                    for there, vector in columns.parts[index]:
                         available[there] += vector
                 leaving += more
             taken[row] = True
-            available[row] -= ask
-        lines = self._cover_pool(leaving, slots_needed)
-        if lines is None:
+            available[row] -= demand
+        indices = self._cover_pool(leaving, slots_needed)
+        if indices is None:
             return None
 
-        # Only nodes that could take a bundle at all, once everybody has left, matter from here on.
-        everybody = begun.copy()
-        for line in lines:
-            for there, vector in columns.parts[line]:
-                everybody[there] += vector
+        # Only nodes that could fit a bundle after all evictions matter from here on.
+        after_all = begun.copy()
+        for index in indices:
+            for there, vector in columns.parts[index]:
+                after_all[there] += vector
         fit = np.zeros(len(begun), np.bool_)
-        for ask in self.asks:
-            fit |= (everybody >= ask).all(axis=1)
+        for demand in self.demands:
+            fit |= (after_all >= demand).all(axis=1)
         (few,) = np.nonzero(fit & usable)
         place_of = {int(row): at for at, row in enumerate(few)}
 
         def rows_without(kept: list[int]) -> tuple[int, ...] | None:
             freed = begun[few]
-            for line in kept:
-                for there, vector in columns.parts[line]:
+            for index in kept:
+                for there, vector in columns.parts[index]:
                     if there in place_of:
                         freed[place_of[there]] += vector
-            found = place(freed, usable[few], self.asks, strategy)
+            found = place(freed, usable[few], self.demands, strategy)
             return None if found is None else tuple(int(few[at]) for at in found)
 
-        kept = self._taken_back(
-            lines, lambda some: self._pool_covered(some, slots_needed) and rows_without(some) is not None
+        kept = self._minimal(
+            indices, lambda some: self._pool_covered(some, slots_needed) and rows_without(some) is not None
         )
         rows = rows_without(kept)
         return None if rows is None else _PreemptionOption(rows, None, kept)
 
     # ---- idle groups that have to go ----
 
-    def reclaims(self, way: _PreemptionOption, slots_left: int | None) -> tuple[str, ...]:
-        """The idle groups whose room or number is needed, and none that is not."""
-        ledger, columns = self.ledger, self.candidates
+    def reclaims(self, option: _PreemptionOption, slots_left: int | None) -> tuple[str, ...]:
+        """The idle groups whose capacity or slot count is needed, and no others."""
+        capacity, columns = self.capacity, self.candidates
         lacks: dict[int, Vector] = {}
-        for row, ask in zip(way.rows, self.asks, strict=True):
-            lacks[row] = lacks.get(row, -ledger.free[row]) + ask
-        slots = 0 if slots_left is None else len(self.asks) - slots_left
-        for line in way.lines:
-            for row, vector in columns.parts[line]:
+        for row, demand in zip(option.rows, self.demands, strict=True):
+            lacks[row] = lacks.get(row, -capacity.free[row]) + demand
+        slots = 0 if slots_left is None else len(self.demands) - slots_left
+        for index in option.indices:
+            for row, vector in columns.parts[index]:
                 if row in lacks:
                     lacks[row] = lacks[row] - vector
-            if self.mine[line]:
-                slots -= int(columns["slots"][line])
+            if self.mine[index]:
+                slots -= int(columns["slots"][index])
         pool = self.task.spec.pool
         chosen: list[PlacementGroup] = []
         if slots > 0 or any((lack > 0).any() for lack in lacks.values()):
-            shelves = self.books.shelves.values()
-            idle = [group for shelf in shelves for line in shelf.idle.values() for group in line]
-            # Those of its own pool first: they also make room under its limit.
+            pool_groups = self.state.pool_groups.values()
+            idle = [group for owned in pool_groups for index in owned.idle.values() for group in index]
+            # Groups of its own pool first: they also count against its slot limit.
             idle.sort(key=lambda group: (group.pool != pool, group.seq))
             for group in idle:
-                on_rows = any(ledger.row_of.get(node) in lacks for node in group.nodes)
+                on_rows = any(capacity.row_of.get(node) in lacks for node in group.nodes)
                 if on_rows or (slots > 0 and group.pool == pool):
                     chosen.append(group)
 
         def enough(kept: list[PlacementGroup]) -> bool:
             left = {row: lack.copy() for row, lack in lacks.items()}
             for group in kept:
-                for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                    row = ledger.row_of.get(node)
+                for row, vector in capacity.parts(group.nodes, group.bundles):
                     if row in left:
-                        left[row] -= ledger.vector(bundle)
+                        left[row] -= vector
             room = all((lack <= 0).all() for lack in left.values())
             return room and sum(len(group.bundles) for group in kept if group.pool == pool) >= slots
 
         for group in reversed(list(chosen)):
-            without = [one for one in chosen if one is not group]
+            without = [other for other in chosen if other is not group]
             if enough(without):
                 chosen = without
         return tuple(group.id for group in chosen)
 
 
-def _any(flags: NDArray[np.bool_], lines: Sequence[int]) -> bool:
-    return any(flags[at] for at in lines)
+def _any(flags: NDArray[np.bool_], indices: Sequence[int]) -> bool:
+    return any(flags[at] for at in indices)

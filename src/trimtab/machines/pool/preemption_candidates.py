@@ -1,7 +1,7 @@
-"""The tasks that hold slots, as columns: whoever might have to leave, looked through all at once.
+"""Tasks that hold slots and may be evicted, as arrays for vectorized search.
 
-It knows facts and arithmetic of gaps; which of them are to leave is decided in `victims`. One line per task in a state
-that holds slots and is not leaving already.
+Holds facts and priority gaps; `preemption` chooses among them. One index per task that holds slots and is not stopping
+already.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.core.reasons import ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.pool.capacity import ClusterCapacity, Vector
 from trimtab.machines.pool.records import PlacementGroup, PlacementGroupKind, PoolTask
 from trimtab.model.pool import Labels, PreemptionPolicy
 
-GAP_GRAIN = 1e-9  # gaps are differences of decimals such as 8.5 and 9.0
-ABROAD, SPREAD = -1, -2  # rows of tasks that free no node (in reserved slots), and of gangs
+GAP_GRAIN = 1e-9  # tolerance: gaps are differences of decimals such as 8.5 and 9.0
+NO_ROW, MANY_ROWS = -1, -2  # rows of tasks that free no node (in reserved slots), and of gangs on several
 
 
 class PreemptionCandidates:
     """Columns over the tasks that hold slots."""
 
-    def __init__(self, ledger: ClusterCapacity) -> None:
-        self._ledger = ledger
+    def __init__(self, capacity: ClusterCapacity) -> None:
+        self._capacity = capacity
         self.at: dict[str, int] = {}
         self.names: list[str | None] = []
         self.by_row: dict[int, list[int]] = {}
         self.spread: list[int] = []  # gangs
         self._holes: list[int] = []
-        self._lowest: float | None = None  # priority of anybody who may be evicted at all
+        self._lowest: float | None = None  # priority of any evictable task
         self._pools: dict[str, int] = {}
         self._label_sets: dict[Labels, int] = {}
         self._rules_of: PreemptionPolicy | None = None
-        self._rules_found: dict[Labels, list[bool]] = {}  # by the newcomer's labels, for every label set
-        self.parts: dict[int, tuple[tuple[int, Vector], ...]] = {}  # what goes free, by row
-        width = ledger.total.shape[1]
+        self._rules_found: dict[Labels, list[bool]] = {}  # by the preemptor's labels, for every label set
+        self.parts: dict[int, tuple[tuple[int, Vector], ...]] = {}  # what an eviction frees, by row
+        width = capacity.total.shape[1]
         self._columns: dict[str, NDArray[Any]] = {
-            "row": np.full(0, ABROAD, np.int64),
+            "row": np.full(0, NO_ROW, np.int64),
             "priority": np.zeros(0),
             "since": np.zeros(0),
             "estimate": np.zeros(0),
@@ -48,9 +48,9 @@ class PreemptionCandidates:
             "labels": np.zeros(0, np.int64),
             "evictable": np.zeros(0, np.bool_),
             "borrowed": np.zeros(0, np.bool_),
-            "slots": np.zeros(0, np.int64),  # dynamic bundles that go free
+            "slots": np.zeros(0, np.int64),  # dynamic bundles that an eviction frees
             "seq": np.zeros(0, np.int64),
-            "release": np.zeros((0, width), np.int64),  # of its node
+            "release": np.zeros((0, width), np.int64),  # on its node
             "uses": np.zeros((0, width), np.int64),  # of its quota
         }
 
@@ -58,25 +58,22 @@ class PreemptionCandidates:
         return self._columns[column][: len(self.names)]
 
     def add(self, task: PoolTask, group: PlacementGroup, alone: bool) -> None:
-        """The task holds slots now; `alone`: nobody shares them."""
+        """The task holds slots now; `alone`: it does not share them."""
         self._lowest = None
-        ledger = self._ledger
-        uses = ledger.sum_vector(task.uses)
+        capacity = self._capacity
+        uses = capacity.sum_vector(task.uses)
         for bundle in group.bundles:
-            ledger.vector(bundle)
+            capacity.vector(bundle)
         self._fit()
-        at = self._holes.pop() if self._holes else self._new_line()
+        at = self._holes.pop() if self._holes else self._new_index()
         self.names[at] = task.id
         self.at[task.id] = at
         dynamic = group.kind is PlacementGroupKind.dynamic and alone
         parts: dict[int, Vector] = {}
         if dynamic:
-            for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                row = ledger.row_of.get(node)
-                if row is not None:
-                    vector = ledger.vector(bundle)
-                    parts[row] = parts[row] + vector if row in parts else vector
-        row = ABROAD if not parts else next(iter(parts)) if len(parts) == 1 else SPREAD
+            for row, vector in capacity.parts(group.nodes, group.bundles):
+                parts[row] = parts[row] + vector if row in parts else vector
+        row = NO_ROW if not parts else next(iter(parts)) if len(parts) == 1 else MANY_ROWS
         self.parts[at] = tuple(parts.items())
         columns = self._columns
         columns["row"][at] = row
@@ -94,11 +91,10 @@ class PreemptionCandidates:
         columns["uses"][at] = uses
         if row >= 0:
             self.by_row.setdefault(row, []).append(at)
-        elif row == SPREAD:
+        elif row == MANY_ROWS:
             self.spread.append(at)
 
     def drop(self, task: str) -> None:
-        """The task is leaving, or is gone."""
         at = self.at.pop(task, None)
         if at is None:
             return
@@ -106,7 +102,7 @@ class PreemptionCandidates:
         row = int(self._columns["row"][at])
         if row >= 0:
             self.by_row[row].remove(at)
-        elif row == SPREAD:
+        elif row == MANY_ROWS:
             self.spread.remove(at)
         self._columns["evictable"][at] = False
         self._columns["borrowed"][at] = False
@@ -114,25 +110,24 @@ class PreemptionCandidates:
         del self.parts[at]
         self._holes.append(at)
 
-    def may_leave(self, task: str) -> bool:
-        """Whether it holds slots that it may have to leave for others."""
+    def may_be_evicted(self, task: str) -> bool:
         at = self.at.get(task)
         return at is not None and bool(self._columns["evictable"][at])
 
-    def nobody(self, priority: float, policy: PreemptionPolicy | None) -> bool:
-        """Whether it is certain that nobody may leave for one of this priority; False says nothing."""
+    def none_evictable(self, priority: float, policy: PreemptionPolicy | None) -> bool:
+        """Whether certainly no task may be evicted for this priority; False is not conclusive."""
         if policy is None:
             return True
         if self._lowest is None:
             evictable = self["evictable"]
             self._lowest = float(self["priority"][evictable].min()) if evictable.any() else math.inf
-        return priority - self._lowest + GAP_GRAIN < least_gap(policy)
+        return priority - self._lowest + GAP_GRAIN < min_gap(policy)
 
     def releases(self, row: int, column: int, priority: float, policy: PreemptionPolicy | None) -> int:
-        """The most of a resource that could go free on a row for one of this priority."""
+        """The most of a resource that evictions for this priority could free on a row."""
         if policy is None:
             return 0
-        columns, most = self._columns, priority - least_gap(policy) + GAP_GRAIN
+        columns, most = self._columns, priority - min_gap(policy) + GAP_GRAIN
         priorities, evictable = columns["priority"], columns["evictable"]
         freed = 0
         for at in self.by_row.get(row, ()):
@@ -146,37 +141,36 @@ class PreemptionCandidates:
     def allowed(
         self, task: PoolTask, now: float, policy: PreemptionPolicy | None
     ) -> tuple[NDArray[np.bool_], float | None]:
-        """Whom the policy lets leave for the task; and when `min_runtime_s` first protects another one no longer.
+        """Which tasks the policy allows to evict; and when `min_runtime_s` stops protecting the next one.
 
-        A task that was evicted itself has only those leave whose priority is lower, however small a gap the policy asks
-        for: or two that may evict each other would do so for ever, and neither would run.
+        A task that was evicted itself may only evict lower priorities, however small a gap the policy asks for:
+        otherwise two tasks could evict each other for ever, and neither would run.
         """
         if policy is None:
             return np.zeros(len(self.names), np.bool_), None
         may = self._by_policy(task, policy)
         if task.evictions:
             may &= ~self._as_high(task)
-        again_at = None
+        retry_at = None
         if policy.min_runtime_s > 0:
             grown_at = self["since"] + policy.min_runtime_s
             young = may & (grown_at > now)
             if young.any():
-                again_at = float(grown_at[young].min())
+                retry_at = float(grown_at[young].min())
                 may &= ~young
-        return may, again_at
+        return may, retry_at
 
     def spared(self, task: PoolTask, policy: PreemptionPolicy | None) -> set[str]:
-        """Who might have to leave for the task, had it not been evicted itself."""
+        """Tasks that could be evicted for the task, had it not been evicted itself."""
         if policy is None or not task.evictions:
             return set()
         return {str(self.names[at]) for at in np.flatnonzero(self._by_policy(task, policy) & self._as_high(task))}
 
     def _as_high(self, task: PoolTask) -> NDArray[np.bool_]:
-        """Whose priority is not lower than the task's."""
         return np.asarray(task.spec.priority - self["priority"] <= GAP_GRAIN)
 
     def _by_policy(self, task: PoolTask, policy: PreemptionPolicy) -> NDArray[np.bool_]:
-        """Whom rules and gaps let leave for the task."""
+        """Which tasks rules and gaps allow to evict for the task."""
         spec = task.spec
         same = self.same_pool(spec.pool)
         gap = spec.priority - self["priority"] + GAP_GRAIN
@@ -192,10 +186,10 @@ class PreemptionCandidates:
         return np.asarray(may & self["evictable"])
 
     def add_releases(self, room: Vector, column: int, priority: float, policy: PreemptionPolicy | None) -> None:
-        """To what rows have of a resource, add the most that could go free for one of this priority."""
+        """Add to each row the most of a resource that evictions for this priority could free."""
         if policy is None:
             return
-        may = self["evictable"] & (self["priority"] <= priority - least_gap(policy) + GAP_GRAIN)
+        may = self["evictable"] & (self["priority"] <= priority - min_gap(policy) + GAP_GRAIN)
         single = may & (self["row"] >= 0)
         np.add.at(room, self["row"][single], self["release"][single, column])
         for at in self.spread:
@@ -204,7 +198,7 @@ class PreemptionCandidates:
                     room[row] += vector[column]
 
     def reason(self, at: int, task: PoolTask, policy: PreemptionPolicy | None) -> ReasonCode:
-        """What allows this eviction."""
+        """Which rule allows this eviction."""
         spec = task.spec
         if self["pool"][at] != self._pools.get(spec.pool, -1):
             return ReasonCode.cross_pool
@@ -214,16 +208,15 @@ class PreemptionCandidates:
         return ReasonCode.priority
 
     def same_pool(self, pool: str) -> NDArray[np.bool_]:
-        """Who is in the pool."""
         return np.asarray(self["pool"] == self._pools.get(pool, -1))
 
-    def lost(self, lines: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """The work that would be lost, in seconds."""
-        elapsed = np.maximum(0.0, now - self["since"][lines])
-        return lost_work(elapsed, self["estimate"][lines], self["saves"][lines])
+    def lost(self, indices: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        """Work that would be lost, in seconds."""
+        elapsed = np.maximum(0.0, now - self["since"][indices])
+        return lost_work(elapsed, self["estimate"][indices], self["saves"][indices])
 
     def lost_by(self, at: int, now: float) -> float:
-        """The work that one would lose; the same as `lost`, without arrays."""
+        """Same as `lost` for a single index, without arrays."""
         columns = self._columns
         if columns["saves"][at]:
             return 0.0
@@ -232,7 +225,7 @@ class PreemptionCandidates:
         return elapsed * (min(1.0, elapsed / estimate) if estimate > 0 else 0.5)
 
     def _by_rule(self, labels: Labels, policy: PreemptionPolicy) -> NDArray[np.bool_]:
-        """Which label sets may be evicted by somebody with these labels."""
+        """Which label sets may be evicted by a task with these labels."""
         if policy is not self._rules_of:
             self._rules_of, self._rules_found = policy, {}
         found = self._rules_found.setdefault(labels, [])
@@ -248,7 +241,7 @@ class PreemptionCandidates:
                 found.append(any(value in victims.get(label, ()) for label, value in theirs))
         return np.array(found or [False], np.bool_)
 
-    def _new_line(self) -> int:
+    def _new_index(self) -> int:
         at = len(self.names)
         self.names.append(None)
         if at >= len(self._columns["seq"]):
@@ -258,19 +251,21 @@ class PreemptionCandidates:
         return at
 
     def _fit(self) -> None:
-        """As many resources as the ledger knows."""
-        width = self._ledger.total.shape[1]
+        """Widen the columns to the current number of resources."""
+        width = self._capacity.total.shape[1]
         missing = width - self._columns["uses"].shape[1]
         if missing > 0:
             for name in ("release", "uses"):
                 column = self._columns[name]
                 self._columns[name] = np.concatenate([column, np.zeros((len(column), missing), np.int64)], axis=1)
             for at, parts in self.parts.items():
-                self.parts[at] = tuple((row, np.concatenate([one, np.zeros(missing, np.int64)])) for row, one in parts)
+                self.parts[at] = tuple(
+                    (row, np.concatenate([vector, np.zeros(missing, np.int64)])) for row, vector in parts
+                )
 
 
-def least_gap(policy: PreemptionPolicy) -> float:
-    """The least gap in priority under which anybody may have to leave."""
+def min_gap(policy: PreemptionPolicy) -> float:
+    """The smallest priority gap that allows any eviction."""
     gaps = [policy.same_pool_gap] if policy.same_pool else []
     gaps += [policy.label_gap] if policy.label_rules else []
     gaps += [policy.cross_pool_gap] if policy.cross_pool else []
@@ -280,10 +275,21 @@ def least_gap(policy: PreemptionPolicy) -> float:
 def lost_work(
     elapsed_s: NDArray[np.float64], estimate_s: NDArray[np.float64], saves: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Seconds of work that an eviction throws away: nothing where state is saved, more the nearer the end is.
+    """Seconds of work that an eviction throws away: none where state is saved, more the nearer the end is.
 
-    Elapsed seconds count by the share of the estimate that is behind them, and by half where there is no estimate.
+    Elapsed seconds are weighted by the completed share of the estimate, and by half where there is none.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         progress = np.where(estimate_s > 0, np.minimum(1.0, elapsed_s / estimate_s), 0.5)
     return np.where(saves, 0.0, elapsed_s * progress)
+
+
+def eviction_reason(code: ReasonCode, victim: PoolTask, by: PoolTask) -> Reason:
+    gap = f"priority {by.spec.priority:g} against {victim.spec.priority:g}"
+    why = {
+        ReasonCode.label_rule: f"a label rule allows it, {gap}",
+        ReasonCode.priority: f"{gap} in the same pool",
+        ReasonCode.cross_pool: f"pool {by.spec.pool} may take from pool {victim.spec.pool}, {gap}",
+        ReasonCode.owner_returned: "it had borrowed a reserved slot",
+    }[code]
+    return Reason(code, f"makes room for {by.id}: {why}")

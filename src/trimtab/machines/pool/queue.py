@@ -1,8 +1,8 @@
-"""The order in which waiting tasks are looked at.
+"""The order in which waiting tasks are scheduled.
 
-Tasks age: a point of priority for every minute they wait. So the order of two tasks never changes while both wait, an
-old one passes any newcomer in the end, and nothing has to be sorted again. Ageing orders the queue and counts for
-nothing else. Tasks that ask alike in every respect are of one kind: where the first of a kind finds no room, none does.
+Tasks age: one point of priority for every minute they wait. So the order of two waiting tasks never changes, an old
+task passes any newcomer in the end, and nothing is re-sorted. Ageing affects the queue order only. Tasks with equal
+requirements form a scheduling class: where the first of a class does not fit, none does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AGEING_S_PER_POINT = 60.0
 
 
 class SchedulingClass(NamedTuple):
-    """All that decides where a task could go and whom it could have leave."""
+    """Everything that decides where a task could go and what it could evict."""
 
     pool: str
     bundles: tuple[Resources, ...]
@@ -40,7 +40,7 @@ QueueEntry = tuple[float, int, str]
 
 
 class ClassQueue:
-    """Those of one kind who wait, in their order. It stands for its kind as long as somebody waits in it."""
+    """Waiting tasks of one class, in order. Exists as long as a task waits in it."""
 
     __slots__ = ("entries", "kind", "size", "uniform", "wanted")
 
@@ -49,28 +49,29 @@ class ClassQueue:
         self.entries: list[QueueEntry] = []
         self.size = kind.room or kind.bundles
         self.uniform = all(bundle == self.size[0] for bundle in self.size)
-        self.wanted: list[tuple[int, int]] | None = None  # of a bundle, by column of the ledger; once it is asked for
+        self.wanted: list[tuple[int, int]] | None = (
+            None  # of a bundle, by column of ClusterCapacity; computed on demand
+        )
 
 
 class PendingQueue:
-    """Waiting tasks by kind."""
+    """Waiting tasks by class."""
 
     def __init__(self) -> None:
-        self._lines: dict[SchedulingClass, ClassQueue] = {}
-        self._line_of: dict[str, tuple[ClassQueue, QueueEntry]] = {}
+        self._queues: dict[SchedulingClass, ClassQueue] = {}
+        self._queue_of: dict[str, tuple[ClassQueue, QueueEntry]] = {}
 
     def __len__(self) -> int:
-        return len(self._line_of)
+        return len(self._queue_of)
 
-    def lines(self) -> Iterable[ClassQueue]:
-        """All lines in which somebody waits."""
-        return self._lines.values()
+    def queues(self) -> Iterable[ClassQueue]:
+        return self._queues.values()
 
     def __contains__(self, task: str) -> bool:
-        return task in self._line_of
+        return task in self._queue_of
 
     def add(self, task: PoolTask, may_evict: bool) -> tuple[ClassQueue, bool]:
-        """The task waits; its line, and whether it is the first of it."""
+        """Enqueue the task; its queue, and whether it is the first there."""
         spec = task.spec
         kind = SchedulingClass(
             spec.pool,
@@ -87,47 +88,45 @@ class PendingQueue:
             task.evictions > 0,
         )
         entry = (age_key(task), task.seq, task.id)
-        line = self._lines.get(kind)
-        if line is None:
-            line = self._lines[kind] = ClassQueue(kind)
-        bisect.insort(line.entries, entry)
-        self._line_of[task.id] = (line, entry)
-        return line, line.entries[0] is entry
+        queue = self._queues.get(kind)
+        if queue is None:
+            queue = self._queues[kind] = ClassQueue(kind)
+        bisect.insort(queue.entries, entry)
+        self._queue_of[task.id] = (queue, entry)
+        return queue, queue.entries[0] is entry
 
-    def line_of(self, task: str) -> ClassQueue:
-        """The line in which a task waits."""
-        return self._line_of[task][0]
+    def queue_of(self, task: str) -> ClassQueue:
+        return self._queue_of[task][0]
 
     def remove(self, task: str) -> None:
-        """The task waits no longer."""
-        found = self._line_of.pop(task, None)
+        found = self._queue_of.pop(task, None)
         if found is None:
             return
-        line, entry = found
-        del line.entries[bisect.bisect_left(line.entries, entry)]
-        if not line.entries:
-            del self._lines[line.kind]
+        queue, entry = found
+        del queue.entries[bisect.bisect_left(queue.entries, entry)]
+        if not queue.entries:
+            del self._queues[queue.kind]
 
     def heads(self) -> list[tuple[QueueEntry, ClassQueue]]:
-        """The first of every line, as a heap."""
-        heap = [(line.entries[0], line) for line in self._lines.values()]
-        # Entries differ in their second part at the latest, so lines are never compared.
+        """The first entry of every queue, as a heap."""
+        heap = [(queue.entries[0], queue) for queue in self._queues.values()]
+        # Entries differ in their second part at the latest, so queues are never compared.
         heapq.heapify(heap)
         return heap
 
     @staticmethod
-    def after(line: ClassQueue, entry: QueueEntry) -> QueueEntry | None:
-        """The next of the line behind the entry."""
-        at = bisect.bisect_right(line.entries, entry)
-        return line.entries[at] if at < len(line.entries) else None
+    def after(queue: ClassQueue, entry: QueueEntry) -> QueueEntry | None:
+        """The entry behind this one."""
+        at = bisect.bisect_right(queue.entries, entry)
+        return queue.entries[at] if at < len(queue.entries) else None
 
     def in_order(self, pool: str | None = None) -> Iterator[str]:
-        """All of them, or those of one pool, in the order they are looked at."""
-        lines = [line.entries for kind, line in self._lines.items() if pool is None or kind.pool == pool]
-        for _, _, task in heapq.merge(*lines):
+        """All waiting tasks, or those of one pool, in scheduling order."""
+        queues = [queue.entries for kind, queue in self._queues.items() if pool is None or kind.pool == pool]
+        for _, _, task in heapq.merge(*queues):
             yield task
 
 
 def age_key(task: PoolTask) -> float:
-    """Lower is earlier."""
+    """Sort key; lower is earlier."""
     return task.submitted_at / AGEING_S_PER_POINT - task.spec.priority

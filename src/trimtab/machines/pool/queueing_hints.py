@@ -1,8 +1,8 @@
-"""What has become more since somebody found no room: so that an end looks only at those whom it could help.
+"""Log of capacity gains since a class was unschedulable, so that only classes are tried again that could fit now.
 
-A log of rows of nodes where something fell free or idle, of rows where somebody came who may have to leave, of pools
-whose quota is less used, and of everything at once where it is simpler to say so. A gain that is not written here keeps
-somebody waiting who could start, which must never happen; one too many costs only a look.
+Entries: rows where capacity became free or idle, rows where a task became evictable, pools that use less of their
+quota, and "anything" for all at once. A gain that is not logged would keep a task waiting that could start, which must
+never happen; a superfluous entry only costs time.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-MOST = 256  # of them in the log; beyond that it is everything
+MAX_ENTRIES = 256  # more are replaced by "anything"
 
 
 class QueueingHints(NamedTuple):
-    """All that was gained behind some point."""
+    """All gains since a position."""
 
-    rows: frozenset[int]  # something is free or idle there, or will be in a moment
-    leavers: frozenset[int]  # somebody is there who may have to leave
-    pools: frozenset[str]  # less of the quota is used
+    rows: frozenset[int]  # capacity is free or idle there, or will be soon
+    evictable_rows: frozenset[int]  # with a task that became evictable
+    pools: frozenset[str]  # that use less of their quota
     anything: bool
 
     @property
     def room(self) -> bool:
-        """Whether there is more room with nobody leaving."""
+        """Whether there is more capacity without evictions."""
         return self.anything or bool(self.rows or self.pools)
 
 
 class Unschedulable(NamedTuple):
-    """Nobody of a line could start, nor have others leave for it."""
+    """No task of a class could start, or evict others to start."""
 
-    since: int  # what had been gained by then
-    quota_alone: bool  # their quota is short, and nodes might have room
+    since: int  # position in the log
+    quota_alone: bool  # its quota is short, but nodes might fit it
     timed: bool  # time alone may change it
-    kept: int  # of those who were patient then, so many had room kept for them before it was looked at
+    kept: int  # starvation reserves that were applied when it was tried
 
 
 class HintLog:
-    """What was gained, in order. Positions in it only grow."""
+    """Gains in order. Positions only grow."""
 
     def __init__(self, entries: Iterable[tuple[str, int | str]] = ()) -> None:
         self._entries: list[tuple[str, int | str]] = [(what, where) for what, where in entries]
@@ -46,49 +46,42 @@ class HintLog:
 
     @property
     def position(self) -> int:
-        """What is gained from now on comes behind it."""
         return self._begin + len(self._entries)
 
     def row(self, row: int) -> None:
-        """Something is free or idle there, or will be in a moment."""
         self._add("row", row)
 
-    def leaver(self, row: int) -> None:
-        """Somebody is there who may have to leave."""
-        self._add("leaver", row)
+    def evictable(self, row: int) -> None:
+        self._add("evictable", row)
 
     def pool(self, pool: str) -> None:
-        """Less of its quota is used."""
         self._add("pool", pool)
 
     def anything(self) -> None:
-        """Everybody may find room."""
         self._add("anything", "")
 
     def _add(self, what: str, where: int | str) -> None:
         self._entries.append((what, where))
-        if len(self._entries) > MOST:
+        if len(self._entries) > MAX_ENTRIES:
             self._begin += len(self._entries) - 1
             self._entries = [("anything", "")]
 
     def since(self, position: int) -> QueueingHints:
-        """All that was gained behind a position."""
         if self._summed is None or self._summed[:2] != (position, self.position):
             self._summed = (position, self.position, _sum(self.entries(position)))
         return self._summed[2]
 
     def entries(self, position: int) -> list[tuple[str, int | str]]:
-        """The log from a position on."""
         at = position - self._begin
         return [("anything", "")] if at < 0 else self._entries[at:]
 
     def take_back(self, position: int) -> None:
-        """What was written behind it was no gain."""
+        """Drop what was logged since the position: it was no gain."""
         del self._entries[max(0, position - self._begin) :]
         self._summed = None
 
     def forget(self, position: int) -> None:
-        """Nobody asks for what came before any more."""
+        """Drop entries before the position: they are not read any more."""
         at = max(0, position - self._begin)
         del self._entries[:at]
         self._begin += at
@@ -100,8 +93,8 @@ def _sum(entries: Iterable[tuple[str, int | str]]) -> QueueingHints:
         by_what.setdefault(what, set()).add(where)
     nothing: set[int | str] = set()
     return QueueingHints(
-        frozenset(int(one) for one in by_what.get("row", nothing)),
-        frozenset(int(one) for one in by_what.get("leaver", nothing)),
-        frozenset(str(one) for one in by_what.get("pool", nothing)),
+        frozenset(int(where) for where in by_what.get("row", nothing)),
+        frozenset(int(where) for where in by_what.get("evictable", nothing)),
+        frozenset(str(where) for where in by_what.get("pool", nothing)),
         "anything" in by_what,
     )

@@ -1,7 +1,7 @@
-"""What the machine waits for and nothing does: an instruction that was lost would leave its task where it is for ever.
+"""Finds lost instructions: the machine waits for their outcome and nothing executes them.
 
-Compares what is outstanding with what is being carried out. Acts on nothing that is merely between two turns: only what
-is missing in two looks in a row counts as lost. The controller looks now and then, and has what is lost done again.
+Compares outstanding instructions with those being executed. Only what is missing in two consecutive checks counts as
+lost, never what is merely between two event-loop iterations. The controller checks periodically and re-issues them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ AwaitedKey = tuple[str, str, int]  # kind, group or task, attempt
 
 @dataclass(frozen=True)
 class AwaitedEnd:
-    """No instruction, but waited for as well: that a task which runs ends or dies."""
+    """Not an instruction, but awaited as well: the end or death of a running task."""
 
     task: str
     attempt: int
 
 
-def key_of(one: PoolInstruction | AwaitedEnd) -> AwaitedKey:
-    """What makes two instructions the same."""
-    if isinstance(one, (CreatePlacementGroup, RemovePlacementGroup)):
-        return type(one).__name__, one.group, 0
-    return type(one).__name__, one.task, one.attempt
+def key_of(awaited: PoolInstruction | AwaitedEnd) -> AwaitedKey:
+    """Identity of an instruction."""
+    if isinstance(awaited, (CreatePlacementGroup, RemovePlacementGroup)):
+        return type(awaited).__name__, awaited.group, 0
+    return type(awaited).__name__, awaited.task, awaited.attempt
 
 
 def expected(machine: PoolMachine) -> list[PoolInstruction | AwaitedEnd]:
-    """All that has to be under way for the machine to go on."""
+    """Everything that must be in progress for the machine to make progress."""
     running = [
         AwaitedEnd(task.id, task.attempt)
         for task in machine.tasks.values()
@@ -42,7 +42,7 @@ def expected(machine: PoolMachine) -> list[PoolInstruction | AwaitedEnd]:
 
 
 class PoolReconciler:
-    """Remembers what was missing by the last look."""
+    """Remembers what was missing in the last check."""
 
     def __init__(self) -> None:
         self._missing: frozenset[AwaitedKey] = frozenset()
@@ -50,8 +50,8 @@ class PoolReconciler:
     def lost(
         self, wanted: Collection[PoolInstruction | AwaitedEnd], doing: Collection[AwaitedKey]
     ) -> list[PoolInstruction | AwaitedEnd]:
-        """What is missing now and was by the last look."""
-        missing = {key: one for one in wanted if (key := key_of(one)) not in doing}
-        lost = [one for key, one in missing.items() if key in self._missing]
+        """What is missing now and was missing in the last check."""
+        missing = {key: awaited for awaited in wanted if (key := key_of(awaited)) not in doing}
+        lost = [awaited for key, awaited in missing.items() if key in self._missing]
         self._missing = frozenset(missing)
         return lost

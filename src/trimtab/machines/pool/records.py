@@ -1,7 +1,6 @@
-"""What the pool machine remembers of each task, placement group and pool.
+"""Records of tasks, placement groups and pools, written to snapshots.
 
-Only the machine changes these. Everything in them is plain, so that a snapshot can hold all of them; whatever can be
-worked out from them (sums, indexes, queues) is not in a snapshot and is made again when one is read.
+Only the machine changes them. Sums, indexes and queues are derived from them and rebuilt when a snapshot is loaded.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ RUNS_REMEMBERED = 100
 
 
 class StopOutcome(str, enum.Enum):
-    """What becomes of a task once its processes are gone."""
+    """What happens to a task once its processes are gone."""
 
     evicted = "evicted"
-    again = "again"  # started again after a loss, as often as it may
+    retry = "retry"  # after a loss, within its restarts
     done = "done"
     failed = "failed"
     cancelled = "cancelled"
@@ -28,91 +27,88 @@ class StopOutcome(str, enum.Enum):
 
 @dataclass
 class PoolTask:
-    """One task, from its submission until it is forgotten."""
+    """A task, from its submission until it is forgotten."""
 
     spec: TaskSpec
     seq: int  # order of submission; breaks every tie
     submitted_at: float
     state: TaskState
     reason: Reason
-    since: float  # when it came into this state
+    since: float  # when it entered this state
     deadline: float | None  # of this state
     attempt: int = 0
     places: tuple[BundlePlacement, ...] = ()  # not empty exactly in the states that hold slots
     uses: tuple[Resources, ...] = ()  # of the quota and its slots, by bundle; its residual while parked
-    started: bool = False  # Start was issued for this attempt
-    started_at: float | None = None  # of this attempt's work
-    borrowed: bool = False  # in a reserved slot of others
-    after: StopOutcome | None = None  # only while cancelling
-    after_reason: Reason | None = None
-    tell_s: float = 0.0  # of the stop under way
+    started: bool = False  # StartTask was issued for this attempt
+    started_at: float | None = None  # of this attempt
+    borrowed: bool = False  # it occupies a reserved slot of others
+    outcome: StopOutcome | None = None  # only while cancelling
+    outcome_reason: Reason | None = None
+    cancel_grace_s: float = 0.0  # of the current stop
     notice: bool = False
-    save_s: float = 0.0
+    checkpoint_timeout_s: float = 0.0
     keep_slot: bool = True
-    shares: str | None = None  # whose slots it takes turns in; forgotten when those are gone
+    shares: str | None = None  # the task whose slots it takes turns in; reset when those are gone
     moving: str | None = None  # "parking" or "unparking", only while running or parked
     saved: bool = False
-    losses: int = 0  # starts used up by lost processes and nodes
-    not_before: float = 0.0  # after a failure, tried again from here on
+    losses: int = 0  # starts lost with processes and nodes
+    not_before: float = 0.0  # back-off after a failure
     evictions: int = 0
     evicted_s: float = 0.0
-    how: str = ""  # what it runs in, as the driver says
+    how: str = ""  # the kind of process, as reported by the executor
     story: list[StoryEntry] = field(default_factory=list)
 
     @property
     def id(self) -> str:
-        """Its name."""
         return self.spec.id
 
     @property
     def came_back(self) -> bool:
-        """Whether it ran before: it was accepted, and waits like others to return, however impatient it was."""
+        """Whether it ran before: then it waits to return, even if submitted with "at once or not at all"."""
         return bool(self.evictions or self.losses)
 
     @property
     def holds(self) -> bool:
-        """Whether it holds slots."""
         return self.state in HOLDS_SLOTS
 
 
 class PlacementGroupKind(str, enum.Enum):
-    """What a placement group is for."""
+    """Purpose of a placement group."""
 
     reserved = "reserved"
     dynamic = "dynamic"
 
 
 class PgState(str, enum.Enum):
-    """How a placement group stands."""
+    """State of a placement group."""
 
-    making = "making"
-    standing = "standing"
-    removing = "removing"  # nobody is in it; its room counts as taken until it is gone
-    broken = "broken"  # part of it is lost; removed as soon as nobody is in it
+    creating = "creating"
+    ready = "ready"
+    removing = "removing"  # empty; holds its capacity until it is gone
+    broken = "broken"  # part of it is lost; removed as soon as it is empty
 
 
 @dataclass
 class PlacementGroup:
-    """One placement group: a slot for each bundle."""
+    """A placement group: a slot for each bundle."""
 
     id: str
     pool: str
     kind: PlacementGroupKind
     bundles: tuple[Resources, ...]
     nodes: tuple[str, ...]
-    stand: PgState
+    state: PgState
     deadline: float | None
-    tenants: list[str] = field(default_factory=list)  # tasks in it, and tasks that wait for their turn in it
-    turns: list[str] = field(default_factory=list)  # who asked for a turn, first come first served
-    active: str | None = None  # the tenant that has its devices
+    tenants: list[str] = field(default_factory=list)  # tasks in it, and tasks that wait there for their turn
+    turns: list[str] = field(default_factory=list)  # requested turns, first come first served
+    active: str | None = None  # the tenant that uses its devices
     spec_index: int | None = None  # which of the pool's reserved slots it is
-    used: int = 0  # how many tasks it has had
-    seq: int = 0  # order in which groups were made; breaks ties
+    used: int = 0  # by how many tasks
+    seq: int = 0  # order of creation; breaks ties
 
     @property
     def idle(self) -> bool:
-        """Whether it stands and nobody is in it."""
-        return self.stand is PgState.standing and not self.tenants
+        return self.state is PgState.ready and not self.tenants
 
 
 @dataclass
@@ -122,42 +118,44 @@ class PoolRecord:
     spec: PoolSpec
     drained: bool = False
     dropped: bool = False
-    lowered: bool = False  # its quota was made less than what it used then
+    lowered: bool = False  # its quota was set below its use
     retired: list[int] = field(default_factory=list)  # reserved slots that were destroyed on request
     reuse_count: int = 0
     made_count: int = 0
     destroyed_count: int = 0
     evictions: dict[str, int] = field(default_factory=dict)  # by reason
-    not_before: float = 0.0  # after a reserved slot could not be made
-    run_count: int = 0  # of tasks that came to their end
-    run_mean_s: float = 0.0  # how long those ran, the latest ones mostly
+    not_before: float = 0.0  # back-off after a reserved slot could not be created
+    run_count: int = 0  # of tasks that ended
+    run_mean_s: float = 0.0  # moving average of their run times
 
     def ran(self, seconds: float) -> None:
-        """A task came to its end after so long."""
+        """Update the average run time with a task that ended."""
         self.run_count += 1
         self.run_mean_s += (seconds - self.run_mean_s) / min(self.run_count, RUNS_REMEMBERED)
 
     @property
-    def patience_s(self) -> float:
-        """After so long, room is kept for one who waits: it takes about as long as tasks run until enough is free."""
-        return max(self.spec.patience_s, self.spec.patience_runs * self.run_mean_s)
+    def starvation_timeout_s(self) -> float:
+        """After this wait capacity is reserved for a task. Scaled by run times: enough becomes free about as fast as
+        tasks end.
+        """
+        return max(self.spec.starvation_timeout_s, self.spec.starvation_runs * self.run_mean_s)
 
 
 @dataclass
 class ResourceClaim:
-    """Room that is being made for a task: who gets it is settled, though it is not free yet."""
+    """Capacity that is being freed for a task: assigned, though not free yet."""
 
     task: str
-    nodes: tuple[str, ...]  # of the group to be made, by bundle; empty where `group` is given
+    nodes: tuple[str, ...]  # of the group to create, by bundle; empty where `group` is set
     group: str | None  # the slot it takes over
     tasks: list[str]  # still stopping for it
     groups: list[str]  # still being removed for it
-    victims: tuple[str, ...]  # everybody evicted for it
+    victims: tuple[str, ...]  # all tasks evicted for it
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """One eviction, for the books."""
+    """One eviction, for the record."""
 
     at: float
     victim: str

@@ -1,7 +1,7 @@
-"""Everything the pool machine remembers, and the sums and indexes that follow from it.
+"""State of the pool machine, with the sums and indexes derived from it.
 
-Keeps books and decides nothing: the machine decides, `room` looks for room, `telling` explains. What they write into a
-snapshot is the records alone; sums and indexes are worked out again from them, so the two can never disagree.
+Makes no decisions. A snapshot holds the records alone; sums and indexes are rebuilt from them, so that the two can
+never disagree.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from trimtab.model.pool import ENDED, IN_QUEUE, PreemptionPolicy, TaskState
 
 
 class IdleGroups:
-    """Idle groups of one size, the oldest first whatever the order in which they fell idle."""
+    """Idle groups of one size, oldest first whatever the order in which they became idle."""
 
     def __init__(self) -> None:
         self._groups: dict[int, PlacementGroup] = {}
-        self._order: list[int] = []  # a heap; may hold some that are not idle any more
+        self._order: list[int] = []  # a heap; may hold groups that are no longer idle
 
     def __contains__(self, group: PlacementGroup) -> bool:
         return group.seq in self._groups
@@ -47,12 +47,10 @@ class IdleGroups:
         return len(self._groups)
 
     def add(self, group: PlacementGroup) -> None:
-        """The group fell idle."""
         self._groups[group.seq] = group
         heapq.heappush(self._order, group.seq)
 
     def remove(self, group: PlacementGroup) -> None:
-        """The group is not idle any more."""
         del self._groups[group.seq]
 
     def __iter__(self) -> Iterator[PlacementGroup]:
@@ -72,15 +70,15 @@ class PoolGroups:
 
     groups: dict[str, PlacementGroup] = field(default_factory=dict)
     reserved: dict[str, PlacementGroup] = field(default_factory=dict)
-    idle: dict[tuple[Resources, ...], IdleGroups] = field(default_factory=dict)  # dynamic ones, by size
-    dynamic_bundles: int = 0  # also of groups that are being made or removed
+    idle: dict[tuple[Resources, ...], IdleGroups] = field(default_factory=dict)  # dynamic, by size
+    dynamic_bundles: int = 0  # also of groups being created or removed
     idle_bundles: int = 0
-    kept_bundles: int = 0  # that claims will make
+    claimed_bundles: int = 0  # that claims will create
 
 
 @dataclass
 class RemainingNeed:
-    """What a claim still needs beyond what those who are leaving will give up; negative: they give up more."""
+    """What a claim needs beyond what its victims will release; negative: they release more."""
 
     nodes: dict[str, Vector]
     quota: Vector
@@ -89,28 +87,26 @@ class RemainingNeed:
 
 @dataclass
 class StarvationReserve:
-    """What is kept for one who has waited too long, while others are looked at."""
+    """Capacity reserved for a starving task during a scan of the queue."""
 
     task: str
     pool: str
     nodes: list[tuple[str, Vector]]
     quota: Vector
     slots: int
-    groups: list[str]  # idle ones
+    groups: list[str]  # idle
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> StarvationReserve:
-        """From plain data."""
         nodes = [(node, np.array(part, np.int64)) for node, part in data["nodes"]]
         return cls(data["task"], data["pool"], nodes, np.array(data["quota"], np.int64), data["slots"], data["groups"])
 
     def plain(self) -> dict[str, Any]:
-        """As plain data."""
         nodes = [[node, part.tolist()] for node, part in self.nodes]
         return {**vars(self), "nodes": nodes, "quota": self.quota.tolist()}
 
     def covers(self, other: StarvationReserve) -> bool:
-        """Whether at least as much of everything is kept: a task that did not fit beside the other does not fit."""
+        """Whether it is at least as large in everything: what did not fit beside the other does not fit."""
         if not self.slots >= other.slots or not set(other.groups) <= set(self.groups):
             return False
         mine, theirs = self._by_node(), other._by_node()
@@ -125,60 +121,57 @@ class StarvationReserve:
         return found
 
 
-def _at_least(one: Vector, other: Vector) -> bool:
-    return len(one) == len(other) and bool((one >= other).all())
+def _at_least(left: Vector, right: Vector) -> bool:
+    return len(left) == len(right) and bool((left >= right).all())
 
 
 class PoolState:
-    """Records, and what follows from them."""
+    """Records, and what is derived from them."""
 
     def __init__(self) -> None:
         self.pools: dict[str, PoolRecord] = {}
-        self.tasks: dict[
-            str, PoolTask
-        ] = {}  # all that are not forgotten; ended ones are forgotten in the order they ended
-        self.groups: dict[str, PlacementGroup] = {}  # until they are gone
-        self.claims: dict[str, ResourceClaim] = {}  # by the task that room is made for; such a task is not in the queue
+        self.tasks: dict[str, PoolTask] = {}  # ended tasks are forgotten in the order they ended
+        self.groups: dict[str, PlacementGroup] = {}  # until removed
+        self.claims: dict[str, ResourceClaim] = {}  # by the task they are for; such a task is not in the queue
         self.nodes: dict[str, e.NodeJoined] = {}
-        self.changed_nodes: set[str] = set()  # whose figures changed: what is held there may exceed them
-        self.policy: PreemptionPolicy | None = None  # until one is set nobody is evicted
+        self.changed_nodes: set[str] = set()  # whose resources changed: what is held there may exceed them
+        self.policy: PreemptionPolicy | None = None  # None: nothing is evicted
         self.evictions: list[Eviction] = []  # the latest
         self.eviction_count = 0
         self.now = 0.0
         self.seq = 0
         self.ended: list[str] = []
-        self.rechecks: set[float] = set()  # when the queue is to be looked at again
+        self.rechecks: set[float] = set()  # when the queue is scanned again
         self.node_stories: dict[str, list[StoryEntry]] = {}
-        self.gains = HintLog()  # what was gained since the machine's verdicts; it dumps both
-        # What follows can be worked out from the above, and is not in a snapshot.
-        self.ledger = ClusterCapacity()
-        self.candidates = PreemptionCandidates(self.ledger)
+        self.hints = HintLog()  # since the unschedulable verdicts; dumped with them
+        # Derived from the above; not in a snapshot.
+        self.capacity = ClusterCapacity()
+        self.candidates = PreemptionCandidates(self.capacity)
         self.waiting = PendingQueue()  # tasks in the queue that neither have a claim nor share slots
-        self.shelves: dict[str, PoolGroups] = {}
-        self.going: dict[
-            str, PlacementGroup
-        ] = {}  # groups that are removed, or will be: their room is free in a moment
+        self.pool_groups: dict[str, PoolGroups] = {}
+        self.releasing: dict[str, PlacementGroup] = {}  # being removed, or broken: their capacity is free soon
         self.needs: dict[str, RemainingNeed] = {}  # of claims
-        self.node_epoch = 0  # changes whenever a node does
-        self.nevers: dict[tuple[object, ...], tuple[int, str | None]] = {}  # by epoch, what nodes can never hold
-        self.alone: dict[tuple[object, ...], tuple[int, bool]] = {}  # by shape, what would fit if all tasks ended
-        self.timers: list[tuple[float, str, str]] = []  # a heap; deadlines that have changed since are passed over
+        self.node_epoch = 0  # incremented whenever a node changes
+        # By size and strategy, with the node epoch or capacity shape for which they hold.
+        self.never_fits_cache: dict[tuple[object, ...], tuple[int, str | None]] = {}
+        self.fits_alone_cache: dict[tuple[object, ...], tuple[int, bool]] = {}
+        self.timers: list[tuple[float, str, str]] = []  # a heap; outdated deadlines are skipped
 
     # ---- time ----
 
     def timer(self, at: float | None, kind: str, name: str) -> None:
-        """The deadline of a "task" or a "group"."""
+        """Set the deadline of a "task" or a "group"."""
         if at is not None:
             heapq.heappush(self.timers, (at, kind, name))
 
     def recheck(self, at: float) -> None:
-        """The queue is to be looked at again then, whatever happens until then."""
+        """Scan the queue again at that time, whatever happens before."""
         if at not in self.rechecks:
             self.rechecks.add(at)
             heapq.heappush(self.timers, (at, "recheck", ""))
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
+        """When a PoolTick is due at the latest."""
         while self.timers:
             at, kind, name = self.timers[0]
             record: PoolTask | PlacementGroup | None = (
@@ -192,175 +185,172 @@ class PoolState:
     # ---- tasks ----
 
     def use(self, task: PoolTask, uses: tuple[Resources, ...]) -> None:
-        """What the task uses of its quota changes."""
-        self.ledger.use(task.spec.pool, task.uses, -1)
-        self.ledger.use(task.spec.pool, uses, 1)
+        """Change what the task uses of its quota."""
+        self.capacity.use(task.spec.pool, task.uses, -1)
+        self.capacity.use(task.spec.pool, uses, 1)
         if task.uses:
-            self.gains.pool(task.spec.pool)
+            self.hints.pool(task.spec.pool)
         task.uses = uses
 
-    def candidate(self, task: PoolTask) -> None:
-        """The task holds slots: it may have to leave them one day."""
+    def update_candidate(self, task: PoolTask) -> None:
+        """Add the task to the preemption candidates, or refresh it there."""
         group = self.groups[task.places[0].group]
-        before = self.candidates.may_leave(task.id)
+        before = self.candidates.may_be_evicted(task.id)
         self.candidates.drop(task.id)
         if task.state in (TaskState.starting, TaskState.running):
             self.candidates.add(task, group, len(group.tenants) == 1)
-            if not before and self.candidates.may_leave(task.id):
+            if not before and self.candidates.may_be_evicted(task.id):
                 for row in self._rows(group):
-                    self.gains.leaver(row)
+                    self.hints.evictable(row)
 
     def may_evict(self, task: PoolTask) -> bool:
-        """Whether others may have to leave for it: an evicted task that returns is content with what is free."""
+        """Whether it may evict others: a task that was evicted usually returns only into free capacity."""
         returning = task.state is TaskState.evicted and not self.pools[task.spec.pool].spec.return_preempts
         return task.spec.may_evict and not returning
 
     # ---- groups ----
 
-    def gained(self, group: PlacementGroup) -> None:
-        """What the group holds is free or idle, or will be; also its pool's slots, where its nodes are lost."""
-        self.gains.pool(group.pool)
+    def hint_released(self, group: PlacementGroup) -> None:
+        """Record that capacity of the group is or will be free, on its nodes and in its pool."""
+        self.hints.pool(group.pool)
         for row in self._rows(group):
-            self.gains.row(row)
+            self.hints.row(row)
 
     def _rows(self, group: PlacementGroup) -> Iterator[int]:
-        return (self.ledger.row_of[node] for node in set(group.nodes) if node in self.ledger.row_of)
+        return (self.capacity.row_of[node] for node in set(group.nodes) if node in self.capacity.row_of)
 
-    def goes(self, group: PlacementGroup) -> None:
+    def mark_releasing(self, group: PlacementGroup) -> None:
         """The group will be removed."""
-        self.going[group.id] = group
-        self.gained(group)
+        self.releasing[group.id] = group
+        self.hint_released(group)
 
     def add_pool(self, pool: PoolRecord) -> None:
-        """A pool is there."""
         self.pools[pool.spec.name] = pool
-        self.shelves[pool.spec.name] = PoolGroups()
-        self.ledger.set_pool(pool.spec.name, pool.spec.quota)
+        self.pool_groups[pool.spec.name] = PoolGroups()
+        self.capacity.set_pool(pool.spec.name, pool.spec.quota)
 
     def add_group(self, group: PlacementGroup) -> None:
-        """A group is being made: its room is held from now on."""
+        """A group is being created: its capacity is held from now on."""
         self.groups[group.id] = group
-        shelf = self.shelves[group.pool]
-        shelf.groups[group.id] = group
+        owned = self.pool_groups[group.pool]
+        owned.groups[group.id] = group
         if group.kind is PlacementGroupKind.reserved:
-            shelf.reserved[group.id] = group
-            self.ledger.shape += 1
+            owned.reserved[group.id] = group
+            self.capacity.shape += 1
         else:
-            shelf.dynamic_bundles += len(group.bundles)
-        self.ledger.hold(group.nodes, group.bundles)
-        if group.stand in (PgState.removing, PgState.broken):
-            self.going[group.id] = group
+            owned.dynamic_bundles += len(group.bundles)
+        self.capacity.hold(group.nodes, group.bundles)
+        if group.state in (PgState.removing, PgState.broken):
+            self.releasing[group.id] = group
 
     def drop_group(self, group: PlacementGroup) -> None:
-        """Nothing of the group is left."""
         del self.groups[group.id]
-        self.going.pop(group.id, None)
-        shelf = self.shelves[group.pool]
-        del shelf.groups[group.id]
+        self.releasing.pop(group.id, None)
+        owned = self.pool_groups[group.pool]
+        del owned.groups[group.id]
         if group.kind is PlacementGroupKind.reserved:
-            del shelf.reserved[group.id]
-            self.ledger.shape += 1
+            del owned.reserved[group.id]
+            self.capacity.shape += 1
         else:
-            shelf.dynamic_bundles -= len(group.bundles)
-        self.ledger.release(group.nodes, group.bundles)
-        self.gained(group)
+            owned.dynamic_bundles -= len(group.bundles)
+        self.capacity.release(group.nodes, group.bundles)
+        self.hint_released(group)
 
     def set_idle(self, group: PlacementGroup, idle: bool) -> None:
-        """A dynamic group fell idle, or is about to become anything else. Saying it twice changes nothing."""
+        """A dynamic group became idle, or is about to leave that state. Idempotent."""
         if group.kind is PlacementGroupKind.reserved:
             return
-        shelf = self.shelves[group.pool]
-        line = shelf.idle.setdefault(group.bundles, IdleGroups())
-        if idle != (group in line):
+        owned = self.pool_groups[group.pool]
+        idle_groups = owned.idle.setdefault(group.bundles, IdleGroups())
+        if idle != (group in idle_groups):
             sign = 1 if idle else -1
-            shelf.idle_bundles += sign * len(group.bundles)
-            self.ledger.set_idle(group.nodes, group.bundles, idle)
+            owned.idle_bundles += sign * len(group.bundles)
+            self.capacity.set_idle(group.nodes, group.bundles, idle)
             if idle:
-                line.add(group)
-                self.gained(group)
+                idle_groups.add(group)
+                self.hint_released(group)
             else:
-                line.remove(group)
-        if not line:
-            del shelf.idle[group.bundles]
+                idle_groups.remove(group)
+        if not idle_groups:
+            del owned.idle[group.bundles]
 
     def usable(self, group: PlacementGroup) -> bool:
-        """Whether every node of the group is there and takes something new."""
-        rows = [self.ledger.row_of.get(node) for node in group.nodes]
-        return all(row is not None and self.ledger.usable[row] for row in rows)
+        """Whether every node of the group is up and not cordoned."""
+        rows = [self.capacity.row_of.get(node) for node in group.nodes]
+        return all(row is not None and self.capacity.usable[row] for row in rows)
 
     # ---- claims ----
 
     def keep(self, claim: ResourceClaim) -> None:
-        """Keep for a claim what is free already of what it needs: all that does not come from those who are leaving."""
-        task, ledger = self.tasks[claim.task], self.ledger
-        need = self.needs[claim.task] = RemainingNeed({}, ledger.sum_vector(task.spec.bundles).copy(), len(claim.nodes))
+        """Keep for a claim the free part of what it needs: all that its victims will not release."""
+        task, capacity = self.tasks[claim.task], self.capacity
+        need = self.needs[claim.task] = RemainingNeed(
+            {}, capacity.sum_vector(task.spec.bundles).copy(), len(claim.nodes)
+        )
         if claim.nodes:
             for node, bundle in zip(claim.nodes, task.spec.size, strict=True):
-                vector = ledger.vector(bundle)
+                vector = capacity.vector(bundle)
                 need.nodes[node] = need.nodes[node] + vector if node in need.nodes else vector.copy()
         for name in claim.groups:
-            self._lean(need, self.groups[name], task.spec.pool, 1)
+            self._subtract_release(need, self.groups[name], task.spec.pool, 1)
         for name in claim.tasks:
             if self.tasks[name].spec.pool == task.spec.pool:
-                need.quota = need.quota - ledger.sum_vector(self.tasks[name].uses)
+                need.quota = need.quota - capacity.sum_vector(self.tasks[name].uses)
         self._keep_need(need, task.spec.pool, 1)
 
-    def keep_instead(self, claim: ResourceClaim, used: tuple[Resources, ...], group: PlacementGroup | None) -> None:
-        """Somebody whom the claim leaned on is gone: what it was to give is free now, and kept."""
+    def keep_released(self, claim: ResourceClaim, used: tuple[Resources, ...], group: PlacementGroup | None) -> None:
+        """A victim or group of the claim is gone: what it released is kept for the claim."""
         pool = self.tasks[claim.task].spec.pool
         need = self.needs[claim.task]
         self._keep_need(need, pool, -1)
         if used:
-            need.quota = self.ledger.fitted(need.quota) + self.ledger.sum_vector(used)
+            need.quota = self.capacity.widened(need.quota) + self.capacity.sum_vector(used)
         if group is not None:
-            self._lean(need, group, pool, -1)
+            self._subtract_release(need, group, pool, -1)
         self._keep_need(need, pool, 1)
 
-    def unkeep(self, claim: ResourceClaim) -> None:
-        """Keep nothing for the claim any more."""
+    def stop_keeping(self, claim: ResourceClaim) -> None:
         need = self.needs.pop(claim.task, None)
         if need is not None:
             self._keep_need(need, self.tasks[claim.task].spec.pool, -1)
 
-    def hold_back(self, kept: StarvationReserve) -> None:
-        """Reserve this for its task alone, until it is given back."""
-        for node, part in kept.nodes:
-            self.ledger.keep(node, part, 1)
-        self.ledger.quota_kept[kept.pool] += kept.quota
-        self.shelves[kept.pool].kept_bundles += kept.slots
-        for name in kept.groups:
+    def apply_reserve(self, reserve: StarvationReserve) -> None:
+        """Withhold the reserve from all other tasks, until it is released."""
+        for node, part in reserve.nodes:
+            self.capacity.keep(node, part, 1)
+        self.capacity.quota_kept[reserve.pool] += reserve.quota
+        self.pool_groups[reserve.pool].claimed_bundles += reserve.slots
+        for name in reserve.groups:
             self.set_idle(self.groups[name], False)
 
-    def give_back(self, kept: StarvationReserve) -> None:
-        """It is kept no longer."""
-        for node, part in kept.nodes:
-            self.ledger.keep(node, part, -1)
-        self.ledger.quota_kept[kept.pool] -= kept.quota
-        self.shelves[kept.pool].kept_bundles -= kept.slots
-        position = self.gains.position
-        for name in kept.groups:
+    def release_reserve(self, reserve: StarvationReserve) -> None:
+        for node, part in reserve.nodes:
+            self.capacity.keep(node, part, -1)
+        self.capacity.quota_kept[reserve.pool] -= reserve.quota
+        self.pool_groups[reserve.pool].claimed_bundles -= reserve.slots
+        position = self.hints.position
+        for name in reserve.groups:
             self.set_idle(self.groups[name], True)
-        self.gains.take_back(position)  # they were idle all the time
+        self.hints.take_back(position)  # they were idle all along
 
-    def _lean(self, need: RemainingNeed, group: PlacementGroup, pool: str, sign: int) -> None:
-        """The need is less by what a group will give up; or, with -1, again as large."""
-        ledger = self.ledger
+    def _subtract_release(self, need: RemainingNeed, group: PlacementGroup, pool: str, sign: int) -> None:
+        """Reduce the need by what a group will release; or, with -1, restore it."""
+        capacity = self.capacity
         if group.kind is PlacementGroupKind.dynamic and group.pool == pool:
             need.slots -= sign * len(group.bundles)
         for node, bundle in zip(group.nodes, group.bundles, strict=True):
             if node in need.nodes:
-                need.nodes[node] = ledger.fitted(need.nodes[node]) - sign * ledger.vector(bundle)
+                need.nodes[node] = capacity.widened(need.nodes[node]) - sign * capacity.vector(bundle)
 
     def _keep_need(self, need: RemainingNeed, pool: str, sign: int) -> None:
         for node, vector in need.nodes.items():
-            self.ledger.keep(node, np.maximum(0, vector), sign)
-        self.ledger.quota_kept[pool] += sign * np.maximum(0, self.ledger.fitted(need.quota))
-        self.shelves[pool].kept_bundles += sign * max(0, need.slots)
+            self.capacity.keep(node, np.maximum(0, vector), sign)
+        self.capacity.quota_kept[pool] += sign * np.maximum(0, self.capacity.widened(need.quota))
+        self.pool_groups[pool].claimed_bundles += sign * max(0, need.slots)
 
     # ---- snapshots ----
 
     def dump(self) -> dict[str, Any]:
-        """All that is remembered, as plain data."""
         return {
             "now": self.now,
             "seq": self.seq,
@@ -371,53 +361,53 @@ class PoolState:
             "claims": [encode(claim) for claim in self.claims.values()],
             "nodes": [encode(node) for node in self.nodes.values()],
             "changed_nodes": sorted(self.changed_nodes),
-            "rows": list(self.ledger.nodes),
-            "cordoned": sorted(self.ledger.cordoned),
+            "rows": list(self.capacity.nodes),
+            "cordoned": sorted(self.capacity.cordoned),
             "ended": list(self.ended),
-            "evictions": [encode(one) for one in self.evictions],
+            "evictions": [encode(eviction) for eviction in self.evictions],
             "eviction_count": self.eviction_count,
-            "node_stories": {name: [encode(one) for one in story] for name, story in self.node_stories.items()},
+            "node_stories": {name: [encode(entry) for entry in story] for name, story in self.node_stories.items()},
             "rechecks": sorted(self.rechecks),
         }
 
     def read(self, data: dict[str, Any]) -> None:
-        """Fill empty books from a snapshot."""
+        """Fill an empty state from a snapshot."""
         self.now, self.seq = float(data["now"]), int(data["seq"])
         self.policy = None if data["policy"] is None else decode(PreemptionPolicy, data["policy"])
-        ledger = self.ledger
-        for node in (decode(e.NodeJoined, one) for one in data["nodes"]):
+        capacity = self.capacity
+        for node in (decode(e.NodeJoined, item) for item in data["nodes"]):
             self.nodes[node.node] = node
         self.changed_nodes.update(data["changed_nodes"])
-        ledger.cordoned.update(data["cordoned"])
+        capacity.cordoned.update(data["cordoned"])
         for row, name in enumerate(data["rows"]):
-            ledger.set_row(row, name)
+            capacity.set_row(row, name)
             if name is not None:
-                ledger.set_node(name, self.nodes[name].total, self.nodes[name].outside)
-        for pool in (decode(PoolRecord, one) for one in data["pools"]):
+                capacity.set_node(name, self.nodes[name].total, self.nodes[name].outside)
+        for pool in (decode(PoolRecord, item) for item in data["pools"]):
             self.add_pool(pool)
-        for task in (decode(PoolTask, one) for one in data["tasks"]):
+        for task in (decode(PoolTask, item) for item in data["tasks"]):
             self.tasks[task.id] = task
-        for group in (decode(PlacementGroup, one) for one in data["groups"]):
+        for group in (decode(PlacementGroup, item) for item in data["groups"]):
             self.add_group(group)
             if group.idle:
                 self.set_idle(group, True)
             self.timer(group.deadline, "group", group.id)
-        for claim in (decode(ResourceClaim, one) for one in data["claims"]):
+        for claim in (decode(ResourceClaim, item) for item in data["claims"]):
             self.claims[claim.task] = claim
         for task in self.tasks.values():
             self.timer(task.deadline, "task", task.id)
             if task.places:
-                ledger.use(task.spec.pool, task.uses, 1)
-                self.candidate(task)
+                capacity.use(task.spec.pool, task.uses, 1)
+                self.update_candidate(task)
             elif task.state in IN_QUEUE and task.id not in self.claims and task.shares is None:
                 self.waiting.add(task, self.may_evict(task))
         for claim in self.claims.values():
             self.keep(claim)
         self.ended = list(data["ended"])
-        self.evictions = [decode(Eviction, one) for one in data["evictions"]]
+        self.evictions = [decode(Eviction, item) for item in data["evictions"]]
         self.eviction_count = int(data["eviction_count"])
         self.node_stories = {
-            name: [decode(StoryEntry, one) for one in story] for name, story in data["node_stories"].items()
+            name: [decode(StoryEntry, entry) for entry in story] for name, story in data["node_stories"].items()
         }
         for at in data["rechecks"]:
             self.recheck(float(at))
@@ -426,57 +416,59 @@ class PoolState:
 
     def check(self) -> None:
         """Verify every invariant against the records; raises AssertionError."""
-        ledger = self.ledger
-        held, idle = np.zeros_like(ledger.held), np.zeros_like(ledger.idle)
+        capacity = self.capacity
+        held, idle = np.zeros_like(capacity.held), np.zeros_like(capacity.idle)
         for group in self.groups.values():
             assert group.pool in self.pools, f"{group.id} is of no pool"
             for node, bundle in zip(group.nodes, group.bundles, strict=True):
                 assert node == "" or node in self.nodes, f"{group.id} lies on a node that is not there"
                 if node:
-                    held[ledger.row_of[node]] += ledger.vector(bundle)
+                    held[capacity.row_of[node]] += capacity.vector(bundle)
                     if group.idle and group.kind is PlacementGroupKind.dynamic:
-                        idle[ledger.row_of[node]] += ledger.vector(bundle)
+                        idle[capacity.row_of[node]] += capacity.vector(bundle)
             lost = "" in group.nodes
-            assert not lost or group.stand in (PgState.broken, PgState.removing), f"{group.id} is trusted after a loss"
-            assert group.active is None or group.active in group.tenants, f"{group.id} has an active stranger"
+            assert not lost or group.state in (PgState.broken, PgState.removing), f"{group.id} is trusted after a loss"
+            assert group.active is None or group.active in group.tenants, (
+                f"{group.id} has an active task that is no tenant"
+            )
             for name in group.tenants:
                 self._check_tenant(group, name)
-            assert group.stand is not PgState.removing or not group.tenants, f"{group.id} is removed under a tenant"
-        going = {name for name, group in self.groups.items() if group.stand in (PgState.removing, PgState.broken)}
-        assert going == self.going.keys(), "groups that are going are miscounted"
-        assert (held == ledger.held).all(), "what groups hold is not what the books say"
-        assert (idle == ledger.idle).all(), "what is idle is not what the books say"
-        ours = ledger.held + ledger.kept
-        for node, row in ledger.row_of.items():
-            over = (ours[row] > ledger.total[row] - ledger.outside[row]).any()
+            assert group.state is not PgState.removing or not group.tenants, f"{group.id} is removed under a tenant"
+        releasing = {name for name, group in self.groups.items() if group.state in (PgState.removing, PgState.broken)}
+        assert releasing == self.releasing.keys(), "releasing groups are miscounted"
+        assert (held == capacity.held).all(), "what groups hold is not what the accounting says"
+        assert (idle == capacity.idle).all(), "what is idle is not what the accounting says"
+        ours = capacity.held + capacity.kept
+        for node, row in capacity.row_of.items():
+            over = (ours[row] > capacity.total[row] - capacity.outside[row]).any()
             assert not over or node in self.changed_nodes, f"more is held or kept than node {node} has"
         for name, pool in self.pools.items():
-            used = np.zeros_like(ledger.used[name])
+            used = np.zeros_like(capacity.used[name])
             for task in self.tasks.values():
                 if task.spec.pool == name and task.uses:
-                    used = used + ledger.sum_vector(task.uses)
-            assert (used == ledger.used[name]).all(), f"what pool {name} uses is not what the books say"
-            assert pool.lowered or (ledger.quota_left(name) >= 0).all(), f"pool {name} is over its quota"
-            shelf = self.shelves[name]
-            there = sum(len(one.bundles) for one in shelf.groups.values() if one.kind is PlacementGroupKind.dynamic)
-            assert there == shelf.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
+                    used = used + capacity.sum_vector(task.uses)
+            assert (used == capacity.used[name]).all(), f"what pool {name} uses is not what the accounting says"
+            assert pool.lowered or (capacity.quota_left(name) >= 0).all(), f"pool {name} is over its quota"
+            owned = self.pool_groups[name]
+            there = sum(
+                len(group.bundles) for group in owned.groups.values() if group.kind is PlacementGroupKind.dynamic
+            )
+            assert there == owned.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
             idle_names = {
-                one.id for one in shelf.groups.values() if one.idle and one.kind is PlacementGroupKind.dynamic
+                group.id for group in owned.groups.values() if group.idle and group.kind is PlacementGroupKind.dynamic
             }
-            known = {one.id for line in shelf.idle.values() for one in line}
+            known = {group.id for groups in owned.idle.values() for group in groups}
             assert known == idle_names, f"idle slots of {name} differ"
             limit = pool.spec.dynamic_limit
-            assert limit is None or there + shelf.kept_bundles <= limit, f"pool {name} is over its limit of slots"
+            assert limit is None or there + owned.claimed_bundles <= limit, f"pool {name} is over its limit of slots"
         for task in self.tasks.values():
             self._check_task(task)
         at_work = {name for name, task in self.tasks.items() if task.state in (TaskState.starting, TaskState.running)}
-        assert at_work == self.candidates.at.keys(), "who may have to leave is miscounted"
+        assert at_work == self.candidates.at.keys(), "preemption candidates are miscounted"
         for claim in self.claims.values():
             assert self.tasks[claim.task].state in IN_QUEUE, f"{claim.task} claims room and does not wait"
             assert claim.tasks or claim.groups, f"the room of {claim.task} is there and not taken"
-            assert all(self.tasks[name].state is TaskState.cancelling for name in claim.tasks), (
-                "a victim does not leave"
-            )
+            assert all(self.tasks[name].state is TaskState.cancelling for name in claim.tasks), "a victim does not stop"
 
     def _check_tenant(self, group: PlacementGroup, name: str) -> None:
         task = self.tasks[name]
@@ -484,12 +476,14 @@ class PoolState:
             assert task.places[0].group == group.id, f"{name} is in two groups"
             for at, slot in enumerate(group.bundles):
                 uses = Resources()
-                for one in group.tenants:
-                    if self.tasks[one].uses:
-                        uses = uses.plus(self.tasks[one].uses[at])
+                for tenant in group.tenants:
+                    if self.tasks[tenant].uses:
+                        uses = uses.plus(self.tasks[tenant].uses[at])
                 assert uses.within(slot), f"slot {at} of {group.id} is overfull"
         else:
-            assert name in self.claims or task.shares is not None, f"{name} sits in {group.id} without a right"
+            assert name in self.claims or task.shares is not None, (
+                f"{name} is a tenant of {group.id} without a claim or a share"
+            )
 
     def _check_task(self, task: PoolTask) -> None:
         assert bool(task.places) == task.holds, f"{task.id} is {task.state.value} with places {task.places}"
@@ -499,13 +493,13 @@ class PoolState:
         if task.places:
             group = self.groups.get(task.places[0].group)
             assert group is not None, f"{task.id} is in a group that is not there"
-            assert task.id in group.tenants, f"{task.id} is in a group that does not know it"
+            assert task.id in group.tenants, f"{task.id} is in a group without being its tenant"
             if task.state in (TaskState.starting, TaskState.running):
                 assert group.active == task.id, f"{task.id} runs out of turn"
         if task.state in IN_QUEUE:
             assert task.deadline is not None, f"{task.id} waits without a deadline"
             places = (task.id in self.waiting, task.id in self.claims, task.shares is not None)
-            assert sum(places) == 1, f"{task.id} waits in {sum(places)} ways"
+            assert sum(places) == 1, f"{task.id} waits in {sum(places)} places"
         if task.state in (TaskState.starting, TaskState.cancelling):
             assert task.deadline is not None, f"{task.id} is {task.state.value} without a deadline"
         assert (task.state in ENDED) == (task.id in self.ended), f"{task.id} is {task.state.value}, ended or not"

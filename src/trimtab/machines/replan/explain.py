@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.replan.state import ReplanState
 from trimtab.model.run import CostEstimate
 from trimtab.model.workflow import Cluster
@@ -27,7 +27,7 @@ class ReplanStories:
         last = story[-1] if story and subject == RUN else None
         if last is not None and (last.state, last.reason.code) == (entry.state, entry.reason.code):
             return
-        add_chapter(story, entry)
+        add_story_entry(story, entry)
         for old in [name for name in self.entries if name != RUN][:-MOVES_KEPT]:
             del self.entries[old]
 

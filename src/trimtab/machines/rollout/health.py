@@ -92,7 +92,9 @@ class WorkerHealth:
             return
         worker.probes += 1
         if worker.probes >= self.state.rules.tries:
-            self.lost(worker, Reason(ReasonCode.hung, f"{why}, {worker.probes} times in a row"))
+            # Hung: healthy by its own word. A process that is gone fails its health check as well.
+            code = ReasonCode.unhealthy if worker.unhealthy else ReasonCode.hung
+            self.lost(worker, Reason(code, f"{why}, {worker.probes} times in a row"))
         else:
             worker.retry_at = self.state.now + self.state.rules.back_off_s
             self.state.touch("w", worker.id)

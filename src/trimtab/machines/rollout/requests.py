@@ -341,7 +341,7 @@ class RequestTransitions:
         """Requeue it with its tokens, unless it is complete or failed too often."""
         request.breaks += 1
         request.avoid = worker.id
-        if request.poison_count >= self.state.rules.deadly:
+        if request.poison_count >= self.state.rules.poison_count:
             engines = counted(request.poison_count, "engine")
             sentence = f"{engines} in a row died before its first token, last {worker.id}: {why}"
             self._fail(request, Reason(ReasonCode.retries_used, sentence))

@@ -9,7 +9,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 
-from trimtab.core.reasons import Reason, StoryEntry, add_chapter
+from trimtab.core.reasons import Reason, StoryEntry, add_story_entry
 from trimtab.machines.rollout.events import RolloutInstruction
 from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.machines.rollout.records import OngoingRefit, RolloutCounters, RolloutRequest, RolloutWorker, SentAttempt
@@ -26,7 +26,9 @@ class RolloutState:
 
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
-        self.counters = RolloutCounters(version=rules.version, min_workers=rules.least, max_workers=rules.most)
+        self.counters = RolloutCounters(
+            version=rules.version, min_workers=rules.min_workers, max_workers=rules.max_workers
+        )
         self.workers: dict[str, RolloutWorker] = {}  # in order of joining
         self.requests: dict[str, RolloutRequest] = {}  # accepted and not answered
         self.past: dict[str, RolloutRequest] = {}  # recently answered, oldest first
@@ -63,13 +65,13 @@ class RolloutState:
         if state is not worker.state:
             worker.since = now
         worker.state, worker.reason = state, reason
-        add_chapter(worker.story, StoryEntry(now, state.value, reason))
+        add_story_entry(worker.story, StoryEntry(now, state.value, reason))
         self.touch("w", worker.id)
 
     def set_request_state(self, request: RolloutRequest, state: RequestState, reason: Reason) -> None:
         now = self.now
         request.state, request.reason, request.since = state, reason, now
-        add_chapter(request.story, StoryEntry(now, state.value, reason))
+        add_story_entry(request.story, StoryEntry(now, state.value, reason))
 
     # ---- queries -------------------------------------------------------------------------------------------------
 

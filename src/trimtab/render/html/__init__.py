@@ -1,1 +1,1 @@
-"""Pages: one HTML file each, that works offline."""
+"""HTML pages, one file each, that work offline."""

@@ -1,47 +1,25 @@
-"""A plan as a page to look at: one HTML file with the timeline, the numbers, what else was considered, and why.
+"""A plan as an HTML page: timeline, numbers, alternatives and reasons.
 
-Called by the command line with a finished answer. The page is whole by itself: it loads nothing, sends nothing, and its
-policy forbids both; it reads in dark, in light, on paper, on a phone and to a screen reader. What is drawn stands in
-words and tables too. Nothing is decided here: every number comes from the answer.
+Readable in dark and light mode, on paper, on a phone and by a screen reader. Everything drawn is also in words and
+tables. Decides nothing: every number comes from the answer.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from importlib import resources
+from collections.abc import Iterator
 
-from trimtab import __version__
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import PlacedComponent, PlacementAnswer, Plan, Sensitivity
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.chart import ChartMark
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
+from trimtab.render.html.kit.page import both, list_section, page_foot, page_head, page_header
 
-# A runner-up many times slower must not squeeze the others into a corner: its chart is cut a little beyond theirs.
+# A runner-up many times slower must not compress the other charts: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5
 _ROOM_BEYOND = 1.15
-WIDE_PX, NARROW_PX = 960, 420
-WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
-_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
-
-# Without scripts the block is still there to be selected; the button appears only where it would work.
-COPY_SCRIPT = """
-for (const box of document.querySelectorAll(".copy")) {
-  if (!navigator.clipboard) break;
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Copy";
-  button.setAttribute("aria-live", "polite");
-  button.addEventListener("click", () => navigator.clipboard.writeText(box.querySelector("pre").textContent).then(
-    () => { button.textContent = "Copied"; setTimeout(() => { button.textContent = "Copy"; }, 1500); },
-    () => { getSelection().selectAllChildren(box.querySelector("pre")); }));
-  box.append(button);
-}
-"""
+_MIN_FACTOR, _MAX_FACTOR = 0.5, 2.0
 
 
 def plan_report(
@@ -49,7 +27,7 @@ def plan_report(
 ) -> str:
     """The report of an answer as HTML.
 
-    `source` is the job file's name, `block` the placement in its own keys, `command` what made the report.
+    `source` is the job file's name, `block` the placement in its own keys, `command` the command that made the report.
     """
     parts = [
         page_head(title),
@@ -60,33 +38,10 @@ def plan_report(
         _others(answer),
         _near_ties(answer),
         _sensitivity(answer.sensitivity),
-        _assumptions(answer.assumptions),
+        list_section("assumptions", "What was assumed", answer.assumptions),
         _foot(answer, command, search_seconds),
     ]
     return "\n".join(part for part in parts if part) + "\n"
-
-
-@cache
-def _style() -> str:
-    return (
-        resources.files("trimtab.render.html").joinpath("assets/report.css").read_text(encoding="utf-8")
-        + timeline.style()
-    )
-
-
-def page_head(title: str, *, scripts: Sequence[str] = (COPY_SCRIPT,), style: str = "") -> str:
-    """The head of a report: one file, one look, and nothing from anywhere else. Only these scripts may run in it."""
-    digests = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
-    )
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; base-uri 'none'; form-action 'none'"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="generator" content="trimtab {escape(__version__)}">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_style()}{style}</style>\n</head>\n<body>\n<main>"
-    )
 
 
 def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
@@ -94,7 +49,7 @@ def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
     per_hour = 3600 / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
     gap = 1 - answer.lower_bound_seconds / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
     if answer.kept:
-        proof = '<dd class="warn">Your placement<small>faster than every plan that can be written: keep it</small></dd>'
+        proof = '<dd class="warn">Your placement<small>faster than every plan found: keep it</small></dd>'
     elif answer.scaling is not None and answer.scaling.plan is not None:
         proof = '<dd class="warn">If scaling is perfect<small>which was not measured</small></dd>'
     elif answer.optimal:
@@ -111,15 +66,11 @@ def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
         ("GPUs used", f"<dd>{best.gpus} of {best.total_gpus}<small>{used}</small></dd>"),
         ("Optimal", proof),
     ]
-    tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in numbers)
-    return (
-        f'<header>\n<p class="eyebrow">trimtab plan · {escape(source)}</p>\n<h1>{escape(title)}</h1>\n'
-        f'<p class="lede">{escape(_in_words(best))}</p>\n<dl class="numbers">{tiles}</dl>\n</header>'
-    )
+    return page_header(f"trimtab plan · {source}", title, _in_words(best), numbers)
 
 
 def _scaling(answer: PlacementAnswer) -> str:
-    """The plan for less than perfect scaling beside the chosen one, where it is another."""
+    """The plan for less than perfect scaling beside the chosen plan, where it is another."""
     scaling = answer.scaling
     if scaling is None or scaling.plan is None:
         return ""
@@ -127,10 +78,10 @@ def _scaling(answer: PlacementAnswer) -> str:
     decides = f" Measure {scaling.measure[0]} on {scaling.measure[1]} GPUs: that decides." if scaling.measure else ""
     were = "were each" if len(scaling.components) > 1 else "was"
     words = (
-        f"{', '.join(scaling.components)} {were} measured on one number of GPUs only. The plan above is the best if "
-        "more GPUs help perfectly. "
+        f"{', '.join(scaling.components)} {were} measured on one number of GPUs only. The plan above is best if "
+        "scaling is perfect. "
         f"If each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up it takes "
-        f"{duration(scaling.chosen_seconds)}, and the plan below is the best.{decides}"
+        f"{duration(scaling.chosen_seconds)}, and the plan below is best.{decides}"
     )
     axis = max(plan.timeline_seconds, answer.best.timeline_seconds)
     keys = tuple(component.name for component in answer.best.components)
@@ -149,11 +100,11 @@ def _rate(per_hour: float) -> str:
 def _chosen(plan: Plan) -> str:
     chart = _pictures(plan, "The chosen plan", "best")
     rows = "\n".join(_component(plan, index, placed) for index, placed in enumerate(plan.components))
-    # The first three are words; numbers are aligned to the right, so that they compare.
+    # The first three columns are text; numbers are aligned to the right.
     heads = ("Component", "GPUs", "Variant", "Seconds", "Start, s", "End, s", "Idle")
     numeric = ' class="number"'
     columns = "".join(f'<th scope="col"{numeric if i > 2 else ""}>{head}</th>' for i, head in enumerate(heads))
-    note = '<p class="unseen">Idle: share of the iteration in which the GPUs of the component do nothing at all.</p>'
+    note = '<p class="unseen">Idle: share of the iteration in which the GPUs of the component are idle.</p>'
     return (
         '<section aria-labelledby="h-timeline">\n<h2 id="h-timeline">Timeline</h2>\n'
         f'<div class="card"><figure>{chart}</figure>\n{note}'
@@ -170,7 +121,7 @@ def _component(plan: Plan, index: int, placed: PlacedComponent) -> str:
         count = len(placed.gpus)
         of = f" of {len(group.gpus)}" if count != len(group.gpus) else ""
         which = ranks_text(placed.gpus, ", ")
-        # A few ranks stay on one line with their count; a long list of them may break.
+        # A few ranks stay on one line with their count; a long list may wrap.
         css = ' class="count"' if len(which) < 20 else ""
         gpus = f"<span{css}>{count}{of} <small>{which}</small></span>"
     extrapolated = ' <span class="badge warn">extrapolated</span>' if placed.extrapolated else ""
@@ -197,13 +148,6 @@ def _pictures(
     return both(lambda width, name: timeline.svg(chart, width, standalone=False, compact=compact, prefix=name), prefix)
 
 
-def both(draw: Callable[[int, str], str], prefix: str, widths: Sequence[tuple[str, int]] = WIDTHS) -> str:
-    """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
-    return "".join(
-        draw(width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1) for name, width in widths
-    )
-
-
 def _block(block: str) -> str:
     if not block.strip():
         return ""
@@ -228,7 +172,7 @@ def _others(answer: PlacementAnswer) -> str:
         chosen = _compared("The chosen plan", "", best, best, "chosen", axis)
         out += (
             '<section aria-labelledby="h-others">\n<h2 id="h-others">Runners-up</h2>\n'
-            "<p>All on one time scale. The dashed line is where the chosen plan has finished its iteration.</p>\n"
+            "<p>All on one time scale. The dashed line marks the end of the chosen plan's iteration.</p>\n"
             f'<ol class="plans">\n{chosen}\n' + "\n".join(items) + "\n</ol>\n</section>"
         )
     if answer.unrestricted:
@@ -245,7 +189,7 @@ def _others(answer: PlacementAnswer) -> str:
 
 
 def _common_axis(lengths: list[float]) -> float:
-    """How many seconds all charts show; the first length is the chosen plan's."""
+    """Length of the common time axis; the first length is the chosen plan's."""
     comparable = max(length for length in lengths if length <= _LONGEST_OVER_BEST * lengths[0])
     return min(max(lengths), _ROOM_BEYOND * comparable)
 
@@ -291,7 +235,7 @@ def _near_ties(answer: PlacementAnswer) -> str:
     )
     return (
         '<section aria-labelledby="h-ties">\n<h2 id="h-ties">Near ties</h2>\n'
-        "<p>As good within the noise of a measurement: take the one that is simplest to run.</p>\n"
+        "<p>As fast within the noise of a measurement: take the simplest.</p>\n"
         '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-ties" tabindex="0"><table>\n'
         '<thead><tr><th scope="col">Plan</th><th scope="col">Mode</th><th scope="col" class="number">Iteration</th>'
         '<th scope="col" class="number">Longer by</th></tr></thead>\n'
@@ -300,22 +244,20 @@ def _near_ties(answer: PlacementAnswer) -> str:
     )
 
 
-def _sensitivity(all_of_them: tuple[Sensitivity, ...]) -> str:
-    if not all_of_them:
+def _sensitivity(ranges: tuple[Sensitivity, ...]) -> str:
+    if not ranges:
         return ""
     scale = "".join(
         f'<span style="left:{_position(factor):.2f}%">{words}</span>'
         for factor, words in ((0.5, "half"), (1.0, "as stated"), (2.0, "double"))
     )
-    rows = "\n".join(map(_range, all_of_them))
-    factors = [
-        (f, s.component) for s in all_of_them for f in (s.lower_factor, s.upper_factor) if f is not None and f > 0
-    ]
+    rows = "\n".join(map(_range, ranges))
+    factors = [(f, s.component) for s in ranges for f in (s.lower_factor, s.upper_factor) if f is not None and f > 0]
     nearest = min(factors, key=lambda found: abs(math.log(found[0])), default=None)
     first = f" The tightest is {escape(nearest[1])}: {share(abs(nearest[0] - 1))}." if nearest else ""
     return (
         '<section aria-labelledby="h-sensitivity">\n<h2 id="h-sensitivity">How sure the choice is</h2>\n'
-        "<p>How far one cost may be off, the others being right, before another plan is better."
+        "<p>How far a single cost may be off before another plan is better."
         f"{first}</p>\n"
         f'<dl class="card ranges">\n{rows}\n'
         f'<div class="scale-row" aria-hidden="true"><dt></dt><dd class="scale">{scale}</dd></div>\n</dl>\n</section>'
@@ -323,15 +265,15 @@ def _sensitivity(all_of_them: tuple[Sensitivity, ...]) -> str:
 
 
 def _position(factor: float) -> float:
-    """Where a factor lies between half and double, in per cent: as far down for half as up for double."""
-    span = math.log(_MOST_FACTOR / _LEAST_FACTOR)
-    return 100 * min(max(math.log(max(factor, 1e-9) / _LEAST_FACTOR) / span, 0.0), 1.0)
+    """Position of a factor between half and double in per cent, on a log scale."""
+    span = math.log(_MAX_FACTOR / _MIN_FACTOR)
+    return 100 * min(max(math.log(max(factor, 1e-9) / _MIN_FACTOR) / span, 0.0), 1.0)
 
 
 def _range(found: Sensitivity) -> str:
     low, high = found.lower_factor, found.upper_factor
-    left = _position(_LEAST_FACTOR if low is None else low)
-    right = _position(_MOST_FACTOR if high is None else high)
+    left = _position(_MIN_FACTOR if low is None else low)
+    right = _position(_MAX_FACTOR if high is None else high)
     css = ("open-left " if low is None else "") + ("open-right" if high is None else "")
     edges = "".join(
         f'<i class="edge" style="left:{at:.2f}%"></i>'
@@ -357,32 +299,18 @@ def _beyond(factor: float | None, becomes: str | None, direction: str, holds: st
     return f"<span><b>{share(abs(factor - 1))} {direction}</b>: {then}</span>"
 
 
-def _assumptions(sentences: tuple[str, ...]) -> str:
-    if not sentences:
-        return ""
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return (
-        '<section aria-labelledby="h-assumptions">\n<h2 id="h-assumptions">What was assumed</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>'
-    )
-
-
 def _foot(answer: PlacementAnswer, command: str | None, search_seconds: float | None) -> str:
     took = f" in {duration(search_seconds)}" if search_seconds is not None else ""
-    made = f" Made by <code>{escape(command)}</code>." if command else ""
-    return (
-        f"</main>\n<footer><p>trimtab {escape(__version__)}. {answer.plans_considered:,} plans considered{took}.{made}"
-        f"</p></footer>\n<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
-    )
+    return page_foot(command, more=f" {answer.plans_considered:,} plans considered{took}.")
 
 
 def _in_words(plan: Plan) -> str:
-    """The grouping in words: who takes turns, who works beside them, on how many GPUs."""
+    """The grouping as a sentence: components that share GPUs take turns."""
     groups = []
     for group in plan.groups:
         count = f"{len(group.gpus)} GPU{'s' if len(group.gpus) != 1 else ''}"
-        *most, last = group.components
-        groups.append(f"{', '.join(most)} and {last} take turns on {count}" if most else f"{last} on {count}")
+        *others, last = group.components
+        groups.append(f"{', '.join(others)} and {last} take turns on {count}" if others else f"{last} on {count}")
     return "; ".join(groups)
 
 

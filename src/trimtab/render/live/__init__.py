@@ -1,1 +1,1 @@
-"""Displays that are redrawn in a terminal."""
+"""Terminal displays that are redrawn in place."""

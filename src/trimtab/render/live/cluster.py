@@ -1,6 +1,6 @@
-"""What `trimtab cluster start` shows until it is interrupted or the cluster ends, and how it hears of being ended.
+"""The display of `trimtab cluster start`, and its signal handling.
 
-On a terminal one picture that is redrawn; elsewhere a line per change. It looks and tells, and changes nothing.
+On a terminal it is redrawn in place; otherwise each change is printed as a line. It only reads: it changes nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from trimtab.runtime.localcluster import nodes as local
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger
 from trimtab.runtime.localcluster.ray_status import FIRST_ANSWER_S, RayViewProcess
 
-LOOK_EVERY_S = 1.0
+REFRESH_EVERY_S = 1.0
 GPUS_EVERY_S = 10.0
-LIVE_ANSWER_S = 3.0  # how long a picture waits for Ray; without it, what is known is shown
+LIVE_ANSWER_S = 3.0  # timeout for Ray per refresh; after it the status is shown without Ray's part
 
 
 class ClusterStatusLoop:
-    """Puts the status of a cluster together, again and again; a process of its own asks Ray."""
+    """Collects the status of a cluster repeatedly; a separate process queries Ray."""
 
     def __init__(self, ledger: Ledger, cluster: ClusterRecord) -> None:
         self._ledger = ledger
         self._cluster = cluster
-        self._watch: RayViewProcess | None = None
+        self._ray_view: RayViewProcess | None = None
         self._gpus: Any = None
         self._gpus_at = -math.inf
 
@@ -43,72 +43,72 @@ class ClusterStatusLoop:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def now(self, patience_s: float = FIRST_ANSWER_S) -> dict[str, Any]:
-        """The status; where Ray does not answer in time, what is known without it."""
+    def now(self, timeout_s: float = FIRST_ANSWER_S) -> dict[str, Any]:
+        """The status; without Ray's part where Ray does not answer in time."""
         cluster = self._ledger.read().get(self._cluster.address, self._cluster)
-        seen, notes = None, []
+        ray_nodes, notes = None, []
         try:
-            if self._watch is None:
+            if self._ray_view is None:
                 local.auth_of(cluster)
-                self._watch = RayViewProcess(cluster.address, LOOK_EVERY_S)
-            seen = self._watch.nodes(patience_s)
+                self._ray_view = RayViewProcess(cluster.address, REFRESH_EVERY_S)
+            ray_nodes = self._ray_view.nodes(timeout_s)
         except UnreachableError as fault:
-            if self._watch is not None and not self._watch.lives:
+            if self._ray_view is not None and not self._ray_view.is_alive:
                 self._stop()
-            if not cluster.standing:
+            if not cluster.live_nodes:
                 raise
             notes.append(fault.what)
-        there, users = self._gpus_now(cluster)
-        return cluster_text.status_data(cluster, seen, there, users, notes)
+        local_gpus, gpu_processes = self._gpus_now(cluster)
+        return cluster_text.status_data(cluster, ray_nodes, local_gpus, gpu_processes, notes)
 
-    def while_it_lives(self) -> dict[str, Any] | None:
-        """The status; None when the head has ended."""
+    def status_while_alive(self) -> dict[str, Any] | None:
+        """The status; None when the head process has ended."""
         cluster = self._ledger.read().get(self._cluster.address, self._cluster)
-        if cluster.head is None or not cluster.head.stands:
+        if cluster.head is None or not cluster.head.alive:
             return None
         try:
-            return self.now(patience_s=LIVE_ANSWER_S)
-        except UnreachableError:  # it has ended in this moment
+            return self.now(timeout_s=LIVE_ANSWER_S)
+        except UnreachableError:  # it has just ended
             return None
 
     def _gpus_now(self, cluster: ClusterRecord) -> Any:
-        """GPUs and who computes on them; asking the driver is slow, so not every time."""
+        """GPUs and the processes on them, cached for GPUS_EVERY_S: querying the driver is slow."""
         if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
-            here = cluster.head_here or cluster.nodes
-            there = gpus.of_this_machine(cluster.fake_gpus) if here else gpus.LocalGpus(())
-            self._gpus = there, {} if there.fake else gpus.users()
+            is_local = cluster.head_here or cluster.nodes
+            local_gpus = gpus.local_gpus(cluster.fake_gpus) if is_local else gpus.LocalGpus(())
+            self._gpus = local_gpus, {} if local_gpus.fake else gpus.gpu_processes()
             self._gpus_at = time.monotonic()
         return self._gpus
 
     def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._ray_view is not None:
+            self._ray_view.close()
+            self._ray_view = None
 
 
-def watch(look: Callable[[], dict[str, Any] | None], hints: Sequence[str]) -> None:
-    """Show the cluster until `look` says None: it has ended."""
+def watch(read_status: Callable[[], dict[str, Any] | None], hints: Sequence[str]) -> None:
+    """Show the cluster until `read_status` returns None: it has ended."""
     if not out.is_terminal:
-        _tell_changes(look)
+        _print_changes(read_status)
         return
     with Live(console=out, auto_refresh=False, transient=False) as live:
-        while (data := look()) is not None:
+        while (data := read_status()) is not None:
             live.update(cluster_text.picture(data, [*hints, "", "Ctrl-C ends the cluster"]), refresh=True)
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(REFRESH_EVERY_S)
 
 
-def _tell_changes(look: Callable[[], dict[str, Any] | None]) -> None:
+def _print_changes(read_status: Callable[[], dict[str, Any] | None]) -> None:
     before: dict[str, Any] | None = None
-    while (data := look()) is not None:
+    while (data := read_status()) is not None:
         for line in cluster_text.change_lines(before, data):
             print(line, flush=True)
         before = data
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(REFRESH_EVERY_S)
 
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Being ended or hung up on is like Ctrl-C: what was started is ended in order."""
+    """SIGTERM and SIGHUP act like Ctrl-C: what was started is stopped in order."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -122,8 +122,8 @@ def signals_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deaf() -> Iterator[None]:
-    """A second Ctrl-C does not cut the cleaning up short; it has deadlines of its own."""
+def ignore_signals() -> Iterator[None]:
+    """A second Ctrl-C does not interrupt the cleanup, which has its own timeouts."""
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:

@@ -1,6 +1,7 @@
-"""What `trimtab rollout serve` shows until it is told to end: on a terminal a picture that is redrawn, elsewhere lines.
+"""The display of `trimtab rollout serve`.
 
-It looks and tells, on the event loop of the gateway, and changes nothing.
+On a terminal it is redrawn in place; otherwise each change is printed as a line. It runs on the gateway's event loop
+and only reads.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from rich.live import Live
 from trimtab.render.output import out
 from trimtab.render.text import rollout as rollout_text
 
-LOOK_EVERY_S = 1.0
+REFRESH_EVERY_S = 1.0
 LINES_EVERY_S = 0.25
 
 
-async def watch(look: Callable[[], dict[str, Any]], over: asyncio.Event, hints: Sequence[str]) -> None:
-    """Show the pool until it is over."""
+async def watch(read_status: Callable[[], dict[str, Any]], over: asyncio.Event, hints: Sequence[str]) -> None:
+    """Show the pool until `over` is set."""
     if not out.is_terminal:
-        await _tell_changes(look, over)
+        await _print_changes(read_status, over)
         return
-    screen = Console(highlight=False)  # lines are folded, where `out` would have the picture cut them
+    screen = Console(highlight=False)  # folds long lines; `out` would crop them
     with _quiet(), Live(console=screen, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
         while not over.is_set():
-            live.update(rollout_text.picture(look(), hints), refresh=True)
-            await _wait(over, LOOK_EVERY_S)
+            live.update(rollout_text.picture(read_status(), hints), refresh=True)
+            await _wait(over, REFRESH_EVERY_S)
 
 
-async def _tell_changes(look: Callable[[], dict[str, Any]], over: asyncio.Event) -> None:
+async def _print_changes(read_status: Callable[[], dict[str, Any]], over: asyncio.Event) -> None:
     before: dict[str, Any] | None = None
     while not over.is_set():
-        data = look()
+        data = read_status()
         for line in rollout_text.change_lines(before, data):
             print(line, flush=True)
         before = data
@@ -45,7 +46,7 @@ async def _tell_changes(look: Callable[[], dict[str, Any]], over: asyncio.Event)
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the pool warns of is in the picture; written beside it, it would tear it."""
+    """Keep the pool's warnings out of the log: they are in the display, which log lines would break."""
     log = logging.getLogger("trimtab.rollout")
     before, log.propagate = log.propagate, False
     silent = logging.NullHandler()

@@ -1,7 +1,6 @@
-"""What `trimtab run` shows while a job runs: on a terminal a picture that is redrawn, elsewhere lines.
+"""The display of `trimtab run`: redrawn in place on a terminal, lines otherwise.
 
-All of it goes to standard error. It hears events and says them; a display that cannot be written to any more is left
-alone, and never ends a run.
+Everything goes to standard error. A display that can no longer be written to is disabled; it never ends a run.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ from rich.table import Table
 from trimtab.render.output import err, plain_table
 from trimtab.render.text.run import RunNarrator, seconds
 
-LINES_EVERY_S = 0.5  # lines of iterations, where they are shorter than that
+LINES_EVERY_S = 0.5  # at most one line of iterations per interval
 REFRESH_PER_S = 4
-AGAIN_S = 1.0  # after a second Ctrl-C, for the run to have ended
-HINT = "Ctrl-C ends it after this iteration, a second one at once"
-ENDING = "it ends after the iteration under way; Ctrl-C once more ends it at once"
+AGAIN_S = 1.0  # how long the run may take to end after a second Ctrl-C
+HINT = "Ctrl-C stops the run after this iteration, a second Ctrl-C at once"
+ENDING = "the run stops after the current iteration; Ctrl-C again stops it at once"
 
 
 class RunDisplay:
-    """Shows a run from `with` to its end; `heard` is its ear."""
+    """Shows a run while the `with` block is active; events come in through `on_event`."""
 
     def __init__(self, title: str, story: RunNarrator, *, quiet: bool = False) -> None:
         self._title = title
         self.story = story
         self._quiet = quiet
         self._live: Live | None = None
-        self._said_at = 0.0
+        self._printed_at = 0.0
         self._broken = False
         self._hint = HINT
-        self._has_begun = False
+        self._has_plan = False
 
     def __enter__(self) -> RunDisplay:
         if not self._quiet and err.is_terminal:
-            screen = Console(stderr=True, highlight=False)  # `err` would have long lines cut off in the picture
+            screen = Console(stderr=True, highlight=False)  # folds long lines; `err` would crop them
             self._live = Live(
                 console=screen,
                 get_renderable=self._picture,
@@ -64,21 +63,20 @@ class RunDisplay:
             self._live.stop()
             self._live = None
 
-    def heard(self, event: str, facts: dict[str, Any]) -> None:
-        """Take an event, in whatever thread it comes."""
-        self._has_begun = self._has_begun or event == "plan"
-        lines = self.story.heard(event, facts)
+    def on_event(self, event: str, facts: dict[str, Any]) -> None:
+        """Process an event; any thread may call this."""
+        self._has_plan = self._has_plan or event == "plan"
+        lines = self.story.on_event(event, facts)
         if self._quiet:
             return
         if event == "iteration":
             if self._live is not None or not self._is_due():
                 return
-            self._said_at = time.monotonic()
+            self._printed_at = time.monotonic()
         for line in lines:
             self.say(line)
 
     def say(self, line: str) -> None:
-        """A line of its own."""
         if self._quiet or self._broken:
             return
         try:
@@ -86,21 +84,21 @@ class RunDisplay:
                 self._live.console.print(escape(line))
             else:
                 err.print(escape(line))
-        except (OSError, ValueError):  # whoever read it is gone
+        except (OSError, ValueError):  # the reader of the pipe is gone
             self._broken = True
 
     def interrupted(self, times: int) -> None:
-        """Ctrl-C was pressed: what comes of it stays in sight."""
+        """Show what Ctrl-C does, in the hint line and as a line."""
         self._hint = "it ends"
-        if self._has_begun:
-            self._hint = ENDING if times == 1 else "it ends at once"
+        if self._has_plan:
+            self._hint = ENDING if times == 1 else "the run stops at once"
         if times <= 2:
             self.say(self._hint)
 
     def _is_due(self) -> bool:
-        """Whether an iteration gets a line: the first and the last do, and one now and then."""
+        """Whether an iteration gets a line: the first, the last, and one per LINES_EVERY_S."""
         ends = self.story.done in (1, self.story.iterations)
-        return ends or time.monotonic() - self._said_at >= LINES_EVERY_S
+        return ends or time.monotonic() - self._printed_at >= LINES_EVERY_S
 
     def _picture(self) -> RenderableType:
         story = self.story
@@ -123,24 +121,24 @@ class RunDisplay:
         table.add_column("component")
         for heading in ("GPUs", "computes", "planned", "waits"):
             table.add_column(heading, justify="right")
-        for one in self.story.components:
-            planned = self.story.costs_s.get(one["component"])
+        for component in self.story.components:
+            planned = self.story.costs_s.get(component["component"])
             table.add_row(
-                escape(str(one["component"])),
-                str(one.get("gpus") or "CPU"),
-                seconds(float(one["busy_s"])),
+                escape(str(component["component"])),
+                str(component.get("gpus") or "CPU"),
+                seconds(float(component["busy_s"])),
                 "-" if planned is None or self.story.measuring else seconds(planned),
-                seconds(float(one.get("wait_s", 0.0))),
+                seconds(float(component.get("wait_s", 0.0))),
             )
         return table
 
 
 @contextlib.contextmanager
-def signals_told(interrupted: Callable[[int], None], asked: Callable[[], None]) -> Iterator[None]:
-    """Within, `interrupted` hears of Ctrl-C as soon as it is pressed, and how often; `asked` of SIGUSR1.
+def signal_callbacks(interrupted: Callable[[int], None], on_usr1: Callable[[], None]) -> Iterator[None]:
+    """While active, call `interrupted` with the number of Ctrl-C so far, and `on_usr1` on SIGUSR1.
 
-    What Ctrl-C does is the run's business. A signal handler of Python's may come in the midst of anything; a byte in a
-    pipe that another thread reads is safe.
+    The run handles Ctrl-C itself. Python signal handlers run at arbitrary points; a byte in a pipe that another thread
+    reads is safe.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -148,43 +146,43 @@ def signals_told(interrupted: Callable[[int], None], asked: Callable[[], None]) 
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    asking_before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    usr1_before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     listener = threading.Thread(
-        target=_tell_signals, args=(reading, interrupted, asked), name="trimtab-signals", daemon=True
+        target=_read_signals, args=(reading, interrupted, on_usr1), name="trimtab-signals", daemon=True
     )
     listener.start()
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, asking_before)
+        signal.signal(signal.SIGUSR1, usr1_before)
         signal.set_wakeup_fd(fd_before)
         os.close(writing)
         listener.join(5)
         os.close(reading)
 
 
-def _tell_signals(reading: int, interrupted: Callable[[int], None], asked: Callable[[], None]) -> None:
-    came = 0
-    is_sure = False
+def _read_signals(reading: int, interrupted: Callable[[int], None], on_usr1: Callable[[], None]) -> None:
+    count = 0
+    is_confirmed = False
     while True:
-        if came == 2 and not is_sure:
-            is_sure = True
+        if count == 2 and not is_confirmed:
+            is_confirmed = True
             if not select.select([reading], [], [], AGAIN_S)[0]:
-                # Two that come at the same time are one to Python, and the run would hear of one alone.
+                # Python merges two simultaneous signals into one: send the second again.
                 os.kill(os.getpid(), signal.SIGINT)
         data = os.read(reading, 64)
         if not data:
             return
         for number in data:
             if number in (signal.SIGINT, signal.SIGTERM):
-                came += 1
-                interrupted(came)
+                count += 1
+                interrupted(count)
             elif number == signal.SIGUSR1:
-                asked()
+                on_usr1()
 
 
 @contextlib.contextmanager
-def answers_alone() -> Iterator[None]:
-    """Within, whatever components print goes to standard error: on standard output stands the answer alone."""
+def stdout_to_stderr() -> Iterator[None]:
+    """Redirect what components print to standard error: standard output carries only the result."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

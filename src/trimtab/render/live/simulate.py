@@ -1,6 +1,6 @@
-"""Carries the runs of a scenario out, here or in several processes, and says how far it is.
+"""Runs the simulations of a scenario, in this process or in several, with a progress bar.
 
-A run depends on its scenario, policy and seed alone, so that the answer is the same with any number of processes.
+A run depends only on its scenario, policy and seed: the result is the same with any number of processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.replay.replan.scenario import ReplanScenario
 from trimtab.replay.rollout.runner import RolloutFigures, run_rollout
 from trimtab.replay.rollout.scenario import RolloutScenario
 
-RunRequest = tuple[int, int]  # which policy, which seed
+RunRequest = tuple[int, int]  # index of the policy, seed
 OnProgress = Callable[[float], None]
 Figures = TypeVar("Figures", PoolFigures, RolloutFigures, ReplanFigures)
 
@@ -34,9 +34,8 @@ class PoolRuns:
 
     scenario: PoolScenario
 
-    def one(self, at: int, seed: int, further: OnProgress | None = None) -> PoolFigures:
-        """One policy with one seed."""
-        return run_pool(self.scenario, self.scenario.policies[at], seed, further)
+    def run(self, at: int, seed: int, on_progress: OnProgress | None = None) -> PoolFigures:
+        return run_pool(self.scenario, self.scenario.policies[at], seed, on_progress)
 
 
 @dataclass(frozen=True)
@@ -45,39 +44,39 @@ class RolloutRuns:
 
     scenario: RolloutScenario
 
-    def one(self, at: int, seed: int, further: OnProgress | None = None) -> RolloutFigures:
-        """One policy with one seed."""
+    def run(self, at: int, seed: int, on_progress: OnProgress | None = None) -> RolloutFigures:
         return run_rollout(self.scenario, self.scenario.policies[at], seed)
 
 
 @dataclass(frozen=True)
 class _TimedRun(Generic[Figures]):
-    """A run with its time; plain, so that another process can have it."""
+    """A run with its duration; picklable for other processes."""
 
     do: Callable[[int, int, OnProgress | None], Figures]
 
-    def __call__(self, at: int, seed: int, further: OnProgress | None = None) -> Figures:
+    def __call__(self, at: int, seed: int, on_progress: OnProgress | None = None) -> Figures:
         began = time.perf_counter()
-        return replace(self.do(at, seed, further), seconds=time.perf_counter() - began)
+        return replace(self.do(at, seed, on_progress), seconds=time.perf_counter() - began)
 
 
 def pool_runs(scenario: PoolScenario, jobs: int) -> list[PoolFigures]:
-    """Every policy with every seed, policy by policy."""
-    return _all(_TimedRun(PoolRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _run_all(_TimedRun(PoolRuns(scenario).run), scenario, jobs)
 
 
 def rollout_runs(scenario: RolloutScenario, jobs: int) -> list[RolloutFigures]:
-    """Every policy with every seed, policy by policy."""
-    return _all(_TimedRun(RolloutRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _run_all(_TimedRun(RolloutRuns(scenario).run), scenario, jobs)
 
 
 def loop_runs(scenario: ReplanScenario, jobs: int) -> list[ReplanFigures]:
-    """Every policy with every seed, policy by policy."""
-    return _all(_TimedRun(scenario.run), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _run_all(_TimedRun(scenario.run), scenario, jobs)
 
 
-def _all(run: _TimedRun[Figures], names: list[str], seeds: tuple[int, ...], jobs: int) -> list[Figures]:
-    asked = [(at, seed) for at in range(len(names)) for seed in seeds]
+def _run_all(
+    run: _TimedRun[Figures], scenario: PoolScenario | RolloutScenario | ReplanScenario, jobs: int
+) -> list[Figures]:
+    """Run every policy with every seed; the result is ordered by policy."""
+    names = [policy.name for policy in scenario.policies]
+    requests = [(at, seed) for at in range(len(names)) for seed in scenario.seeds]
     found: dict[RunRequest, Figures] = {}
     columns = (
         TextColumn("{task.description}"),
@@ -86,17 +85,17 @@ def _all(run: _TimedRun[Figures], names: list[str], seeds: tuple[int, ...], jobs
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(f"{len(asked)} runs", total=len(asked))
-        runs = _here(run, names, asked, bar, task) if jobs <= 1 else _apart(run, asked, jobs)
-        for number, (one, figures) in enumerate(runs, 1):
-            found[one] = figures
-            bar.update(task, completed=number, description=f"{number} of {len(asked)} runs")
-    return [found[one] for one in asked]
+        task = bar.add_task(f"{len(requests)} runs", total=len(requests))
+        runs = _run_local(run, names, requests, bar, task) if jobs <= 1 else _run_in_processes(run, requests, jobs)
+        for number, (request, figures) in enumerate(runs, 1):
+            found[request] = figures
+            bar.update(task, completed=number, description=f"{number} of {len(requests)} runs")
+    return [found[request] for request in requests]
 
 
 @dataclass(frozen=True)
 class _BarProgress:
-    """Moves the bar on within a run."""
+    """Advances the progress bar within a run."""
 
     bar: Progress
     task: TaskID
@@ -107,19 +106,21 @@ class _BarProgress:
         self.bar.update(self.task, completed=self.done + share, description=self.words)
 
 
-def _here(
-    run: _TimedRun[Figures], names: list[str], asked: list[RunRequest], bar: Progress, task: TaskID
+def _run_local(
+    run: _TimedRun[Figures], names: list[str], requests: list[RunRequest], bar: Progress, task: TaskID
 ) -> Iterator[tuple[RunRequest, Figures]]:
-    for number, (at, seed) in enumerate(asked):
+    for number, (at, seed) in enumerate(requests):
         yield (at, seed), run(at, seed, _BarProgress(bar, task, number, f"{names[at]}, seed {seed}"))
 
 
-def _apart(run: _TimedRun[Figures], asked: list[RunRequest], jobs: int) -> Iterator[tuple[RunRequest, Figures]]:
-    with ProcessPoolExecutor(min(jobs, len(asked)), mp_context=get_context("spawn")) as crew:
-        by_run: dict[Future[Figures], RunRequest] = {crew.submit(run, *one): one for one in asked}
+def _run_in_processes(
+    run: _TimedRun[Figures], requests: list[RunRequest], jobs: int
+) -> Iterator[tuple[RunRequest, Figures]]:
+    with ProcessPoolExecutor(min(jobs, len(requests)), mp_context=get_context("spawn")) as executor:
+        by_run: dict[Future[Figures], RunRequest] = {executor.submit(run, *request): request for request in requests}
         try:
             for done in as_completed(by_run):
                 yield by_run[done], done.result()
         except BaseException:
-            crew.shutdown(wait=False, cancel_futures=True)
+            executor.shutdown(wait=False, cancel_futures=True)
             raise

@@ -1,1 +1,1 @@
-"""Answers as text for people and as data for programs."""
+"""Command output as text, and as data for `--format json` and `yaml`."""

@@ -1,4 +1,4 @@
-"""What `trimtab advise` says: as a picture that is redrawn, as lines, as text at the end, and as data for programs."""
+"""The output of `trimtab advise`: a live display, lines, text at the end, and data."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
 
 ENGINES_SHOWN = 12
-NEWS_SHOWN = 8
+EVENTS_SHOWN = 8
 
 
-# ---- for people ------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 
 def picture(frame: FollowFrame) -> RenderableType:
-    """Everything that is known, to be redrawn."""
-    parts: list[RenderableType] = [*_known(frame), *_advised(frame.picture)]
+    """The current state as a renderable."""
+    parts: list[RenderableType] = [*_status(frame), *_advised(frame.picture)]
     parts.append(Text("\nCtrl-C ends", style="dim"))
     return Group(*parts)
 
 
 def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
-    """The whole answer; the overrides come last, ready to copy."""
-    for part in _known(frame):
+    """Print everything; the overrides come last, ready to copy."""
+    for part in _status(frame):
         out.print(part)
     if history:
         out.print()
         out.print("[bold]What happened[/]")
-        if len(history) > NEWS_SHOWN:
-            out.print(f"  ({len(history) - NEWS_SHOWN} earlier ones are left out)", style="dim")
-        for one in history[-NEWS_SHOWN:]:
-            out.print(f"  {_told(one)}", markup=False)
+        if len(history) > EVENTS_SHOWN:
+            out.print(f"  ({len(history) - EVENTS_SHOWN} earlier events left out)", style="dim")
+        for event in history[-EVENTS_SHOWN:]:
+            out.print(f"  {_event_text(event)}", markup=False)
     if frame.picture.notes:
         out.print()
         out.print("[bold]Assumed, and left out[/]")
@@ -55,9 +55,9 @@ def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
 
 
 def lines(frame: FollowFrame) -> Iterator[str]:
-    """A line for whatever happened, and one for the newest step."""
-    for one in frame.news:
-        yield from _news_lines(one)
+    """A line per event, and one for the newest step."""
+    for event in frame.news:
+        yield from _event_lines(event)
     if frame.steps:
         yield _step_line(frame.steps[-1], frame.picture)
 
@@ -65,27 +65,27 @@ def lines(frame: FollowFrame) -> Iterator[str]:
 def _step_line(step: LoggedStep, seen: RunPicture) -> str:
     total = f"{seen.step_s:.1f} s a step" if seen.step_s is not None else "no total yet"
     extra = f", with {', '.join(step.extra)}" if step.extra else ""
-    stands = f"no advice ({seen.reason.code.value})"
+    advice = f"no advice ({seen.reason.code.value})"
     if seen.advice is not None:
-        stands = f"{seen.advice.gain:.0%} to be gained with the advice of step {seen.advice.since}"
-    return f"step {step.number}{extra}: {total} lately; {stands}"
+        advice = f"{seen.advice.gain:.0%} gain with the advice of step {seen.advice.since}"
+    return f"step {step.number}{extra}: {total} lately; {advice}"
 
 
-def _news_lines(one: FollowEvent) -> Iterator[str]:
-    yield _told(one)
-    if one.advice is not None and one.what in ("advised", "changed"):
-        yield f"  {_gain(one.advice)}"
-        for word in shell_words(one.advice.settings):
+def _event_lines(event: FollowEvent) -> Iterator[str]:
+    yield _event_text(event)
+    if event.advice is not None and event.what in ("advised", "changed"):
+        yield f"  {_gain(event.advice)}"
+        for word in shell_words(event.advice.settings):
             yield f"  {word}"
 
 
-def _told(one: FollowEvent) -> str:
-    words = {"advised": "advice", "changed": "other advice", "withdrawn": "the advice is void",
-             "stands again": "advice that was given before holds again"}  # fmt: skip
-    return f"step {one.step}: {words.get(one.what, one.what)}: {one.sentence}"
+def _event_text(event: FollowEvent) -> str:
+    words = {"advised": "advice", "changed": "other advice", "withdrawn": "advice withdrawn",
+             "stands again": "earlier advice holds again"}  # fmt: skip
+    return f"step {event.step}: {words.get(event.what, event.what)}: {event.sentence}"
 
 
-def _known(frame: FollowFrame) -> list[RenderableType]:
+def _status(frame: FollowFrame) -> list[RenderableType]:
     seen = frame.picture
     total = f"; a step takes [bold]{seen.step_s:.1f} s[/]" if seen.step_s is not None else ""
     at = f", the last is {seen.newest}" if seen.newest is not None else ""
@@ -121,29 +121,30 @@ def _table(seen: RunPicture) -> Table:
 
 
 def gpus_text(part: ComponentSummary) -> str:
-    """How many GPUs a component has."""
     return "" if part.gpus is None else str(part.gpus or "CPU")
 
 
 def _mark(part: ComponentSummary) -> str:
     if part.wait is not None:
-        return f"a wait, no cost: {part.wait}"
+        return f"waiting, not a cost: {part.wait}"
     return "has drifted" if part.drifted else ""
 
 
 def _sentences(seen: RunPicture) -> Iterator[str]:
     if seen.length is not None:
         drift = "" if seen.length_drift is None else f", {seen.length_drift:+.0%} since the beginning"
-        yield f"answers: {seen.length:,.0f} tokens in the mean{drift}"
+        yield f"answers: {seen.length:,.0f} tokens on average{drift}"
     if seen.sharing:
-        groups = (f"{', '.join(one.components)} on {one.gpus} GPUs" for one in seen.sharing)
+        groups = (f"{', '.join(group.components)} on {group.gpus} GPUs" for group in seen.sharing)
         yield f"now: {' | '.join(groups)}"
-        for one in seen.sharing:
-            if len(seen.sharing) > 1 or one.busy is None:
+        for group in seen.sharing:
+            if len(seen.sharing) > 1 or group.busy is None:
                 busy = (
-                    "the log does not tell how long they compute" if one.busy is None else f"{one.busy:.0%} of a step"
+                    "the log does not show how long they compute"
+                    if group.busy is None
+                    else f"{group.busy:.0%} of a step"
                 )
-                yield f"  {', '.join(one.components)}: {busy}"
+                yield f"  {', '.join(group.components)}: {busy}"
     if seen.idle is not None:
         yield f"GPUs are idle for {seen.idle:.0%} of their time"
 
@@ -155,15 +156,15 @@ def _around(around: ClusterSample) -> list[RenderableType]:
     if isinstance(around.nodes, str):
         found.append(Text(f"cluster: {around.nodes}"))
     elif around.nodes is not None:
-        gpus, free = sum(one.gpus for one in around.nodes), sum(one.free for one in around.nodes)
-        going = sum(one.draining for one in around.nodes)
-        busy = [share for one in around.nodes for _, share in one.busy]
-        said = f"cluster: {len(around.nodes)} nodes, {gpus:g} GPUs, {free:g} free"
-        said += f", {going} going" if going else ""
-        said += f"; GPUs compute {sum(busy) / len(busy):.0%} of the time" if busy else ""
-        found.append(Text(said))
+        gpus, free = sum(node.gpus for node in around.nodes), sum(node.free for node in around.nodes)
+        draining = sum(node.draining for node in around.nodes)
+        busy = [share for node in around.nodes for _, share in node.busy]
+        text = f"cluster: {len(around.nodes)} nodes, {gpus:g} GPUs, {free:g} free"
+        text += f", {draining} draining" if draining else ""
+        text += f"; GPUs compute {sum(busy) / len(busy):.0%} of the time" if busy else ""
+        found.append(Text(text))
     if around.gpus:
-        found.append(Text(f"GPUs of this machine: {', '.join(f'{one:.0%}' for one in around.gpus)} busy"))
+        found.append(Text(f"GPUs of this machine: {', '.join(f'{busy_share:.0%}' for busy_share in around.gpus)} busy"))
     return found
 
 
@@ -173,11 +174,11 @@ def _engines(engines: Sequence[EngineSample]) -> Table:
     for heading in ("running", "waiting", "cache", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
-    for one in engines[:ENGINES_SHOWN]:
-        silent = "" if one.fault is None else f"does not answer ({one.silent_s or 0:.0f} s): {one.fault}"
+    for engine in engines[:ENGINES_SHOWN]:
+        silent = "" if engine.fault is None else f"does not answer ({engine.silent_s or 0:.0f} s): {engine.fault}"
         table.add_row(
-            escape(one.url), _count(one.running), _count(one.waiting), _percent(one.cache), _count(one.tokens_per_s),
-            escape(silent),
+            escape(engine.url), _count(engine.running), _count(engine.waiting), _percent(engine.cache),
+            _count(engine.tokens_per_s), escape(silent),
         )  # fmt: skip
     if len(engines) > ENGINES_SHOWN:
         table.caption = f"and {len(engines) - ENGINES_SHOWN} more"
@@ -198,7 +199,7 @@ def _advised(seen: RunPicture) -> list[RenderableType]:
         Text(f"  {advice.reason.sentence}"),
     ]
     if advice.extrapolated:
-        found.append(Text(f"  not measured on so many GPUs, hence extrapolated: {', '.join(advice.extrapolated)}"))
+        found.append(Text(f"  not measured on that many GPUs, extrapolated: {', '.join(advice.extrapolated)}"))
     if advice.gain_if_less is not None:
         less = f"if each doubling of GPUs gives {DOUBLING:.0%} of a perfect speed-up it gains {advice.gain_if_less:.0%}"
         found.append(Text(f"  {less}: measure there, or give --profile with costs on several numbers of GPUs"))
@@ -224,11 +225,11 @@ def _count(number: float | None) -> str:
     return "" if number is None else f"{number:,.0f}"
 
 
-# ---- for programs ----------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------------------------
 
 
 def as_data(frame: FollowFrame, history: Sequence[FollowEvent]) -> dict[str, Any]:
-    """The answer as plain data: what `--format json` and `yaml` print."""
+    """The data of `--format json` and `yaml`."""
     seen = frame.picture
     return {
         "framework": seen.framework,
@@ -240,19 +241,20 @@ def as_data(frame: FollowFrame, history: Sequence[FollowEvent]) -> dict[str, Any
         "other_seconds": seen.other_s,
         "answers": {"mean_tokens": seen.length, "drift": seen.length_drift},
         "placement": [
-            {"components": list(one.components), "gpus": one.gpus, "busy_share": one.busy} for one in seen.sharing
+            {"components": list(group.components), "gpus": group.gpus, "busy_share": group.busy}
+            for group in seen.sharing
         ],
         "idle_share": seen.idle,
         "decision": {"code": seen.reason.code.value, "reason": seen.reason.sentence},
         "advice": None if seen.advice is None else _advice_data(seen.advice),
-        "history": [_news_data(one) for one in history],
+        "history": [_event_data(event) for event in history],
         **_around_data(frame.around),
         "notes": list(seen.notes),
     }
 
 
 def events(frame: FollowFrame) -> Iterator[dict[str, Any]]:
-    """What is new in a frame, one object for each."""
+    """The new events of a frame, an object each."""
     for step in frame.steps:
         yield {
             "event": "step",
@@ -261,8 +263,8 @@ def events(frame: FollowFrame) -> Iterator[dict[str, Any]]:
             "restart": step.restart,
             "values": dict(step.values),
         }
-    for one in frame.news:
-        yield {"event": one.what.replace(" ", "_"), **_news_data(one)}
+    for event in frame.news:
+        yield {"event": event.what.replace(" ", "_"), **_event_data(event)}
 
 
 def _part_data(part: ComponentSummary) -> dict[str, Any]:
@@ -300,13 +302,13 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _news_data(one: FollowEvent) -> dict[str, Any]:
+def _event_data(event: FollowEvent) -> dict[str, Any]:
     return {
-        "what": one.what,
-        "step": one.step,
-        "reason": one.sentence,
-        "overrides": None if one.advice is None else list(one.advice.overrides),
-        "gain": None if one.advice is None else one.advice.gain,
+        "what": event.what,
+        "step": event.step,
+        "reason": event.sentence,
+        "overrides": None if event.advice is None else list(event.advice.overrides),
+        "gain": None if event.advice is None else event.advice.gain,
     }
 
 
@@ -315,15 +317,15 @@ def _around_data(around: ClusterSample) -> dict[str, Any]:
     return {
         "engines": [
             {
-                "url": one.url,
-                "running": one.running,
-                "waiting": one.waiting,
-                "cache_share": one.cache,
-                "tokens_per_second": one.tokens_per_s,
-                "fault": one.fault,
-                "silent_seconds": one.silent_s,
+                "url": engine.url,
+                "running": engine.running,
+                "waiting": engine.waiting,
+                "cache_share": engine.cache,
+                "tokens_per_second": engine.tokens_per_s,
+                "fault": engine.fault,
+                "silent_seconds": engine.silent_s,
             }
-            for one in around.engines
+            for engine in around.engines
         ],
         "cluster": None
         if nodes is None

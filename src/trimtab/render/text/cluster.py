@@ -1,7 +1,6 @@
-"""What `trimtab cluster` shows: the ledger, Ray's view and the GPUs put together as data, and that data as text.
+"""The output of `trimtab cluster`: ledger, Ray's view and GPUs combined as data, and that data as text.
 
-`status_data` is the documented form (docs/cluster.md); everything printed is made from it. Nothing here asks or changes
-anything.
+`status_data` is the documented form (docs/cluster.md); all text is made from it. Only reads.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.render.output import out, plain_table
-from trimtab.runtime.localcluster.gpus import LocalGpus, in_short
+from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
 from trimtab.runtime.localcluster.ray_status import RayHolder, RayNode
 
@@ -31,12 +30,12 @@ def status_data(
     users: Mapping[str, Sequence[int]],
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The cluster as plain data. `seen` None: Ray does not answer."""
-    by_id = {one.node_id: one for one in seen or ()}
-    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.standing)]
+    """The cluster as data. `seen` None: Ray does not answer."""
+    by_id = {node.node_id: node for node in seen or ()}
+    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.live_nodes)]
     known = {node.node_id for node in cluster.nodes}
-    others = [_other_node(one) for one in seen or () if one.node_id not in known]
-    given = {gpu: node for node in cluster.standing for gpu in node.gpus}
+    others = [_other_node(node) for node in seen or () if node.node_id not in known]
+    given = {gpu: node for node in cluster.live_nodes for gpu in node.gpus}
     return {
         "cluster": {
             "address": cluster.address,
@@ -69,22 +68,20 @@ def status_data(
 
 
 def node_data(cluster: ClusterRecord, node: NodeRecord) -> dict[str, Any]:
-    """One node that has just been started or ended."""
     return {"cluster": cluster.address, **_our_node(node, None, False)}
 
 
 def print_status(data: Data) -> None:
-    """The whole picture."""
     out.print(picture(data))
 
 
 def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
-    """The cluster, for the terminal: what it is, its nodes, what ended, what to type next."""
+    """The cluster as a renderable: its nodes, ended nodes, next commands."""
     parts: list[RenderableType] = [_headline(data), "", _nodes(data["nodes"])]
     if data["gpus"]:
         parts += ["", _gpu_line(data["gpus"])]
     if data["ended"]:
-        parts += ["", *(_ended_line(one) for one in data["ended"][-5:])]
+        parts += ["", *(_ended_line(node) for node in data["ended"][-5:])]
     parts += [Text.from_markup(f"[yellow]{escape(note)}[/]") for note in data["notes"]]
     if hints:
         parts += ["", *(Text(line, style="dim") for line in hints)]
@@ -92,31 +89,28 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
 
 
 def print_added(data: Data) -> None:
-    """A node that runs."""
-    what = f"GPU {in_short(tuple(data['gpus']))}" if data["gpus"] else "no GPU"
+    what = f"GPU {ids_text(tuple(data['gpus']))}" if data["gpus"] else "no GPU"
     out.print(f"node {data['name']} runs on {what}: {data['node_id'][:12]} of the cluster at {data['cluster']}")
 
 
 def print_draining(data: Data) -> None:
-    """A node that will go."""
     when = time.strftime("%H:%M:%S", time.localtime(data["deadline"]))
     out.print(
-        f"node {data['name']} ({data['node_id'][:12]}) drains: it goes when nothing is left on it, "
+        f"node {data['name']} ({data['node_id'][:12]}) drains: it leaves when it is idle, "
         f"at the latest at {when}, in {data['deadline_s']:g} s"
     )
     if not data["ends_here"]:
-        out.print("trimtab did not start it on this machine: whoever did ends it at the deadline")
+        out.print("trimtab did not start it on this machine: stop it there at the deadline")
 
 
 def print_ended(data: Data) -> None:
-    """Nodes that were ended."""
-    for one in data["ended"]:
-        freed = f"; GPU {in_short(tuple(one['gpus']))} is free" if one["gpus"] else ""
-        out.print(f"node {one['name']} has ended: {escape(one['cause'])}{freed}")
+    for node in data["ended"]:
+        freed = f"; GPU {ids_text(tuple(node['gpus']))} is free" if node["gpus"] else ""
+        out.print(f"node {node['name']} has ended: {escape(node['cause'])}{freed}")
 
 
 def next_steps(cluster: ClusterRecord, token: bool) -> list[str]:
-    """What one may type now, in another terminal."""
+    """Commands to type next, in another terminal."""
     auth = " RAY_AUTH_MODE=token" if token else ""
     return [
         f"export RAY_ADDRESS={cluster.address}{auth}",
@@ -127,24 +121,24 @@ def next_steps(cluster: ClusterRecord, token: bool) -> list[str]:
 
 
 def change_lines(before: Data | None, now: Data) -> list[str]:
-    """What became different, a line each: for where there is no screen to redraw."""
+    """The changes, a line each, for output that is not a terminal."""
     clock = time.strftime("%H:%M:%S")
-    old = {one["name"]: one["state"] for one in before["nodes"]} if before else {}
+    old = {node["name"]: node["state"] for node in before["nodes"]} if before else {}
     lines = [
-        f"{clock} {one['name']} {one['state']}" + (f" (GPU {in_short(tuple(one['gpus']))})" if one["gpus"] else "")
-        for one in now["nodes"]
-        if old.get(one["name"]) != one["state"]
+        f"{clock} {node['name']} {node['state']}" + (f" (GPU {ids_text(tuple(node['gpus']))})" if node["gpus"] else "")
+        for node in now["nodes"]
+        if old.get(node["name"]) != node["state"]
     ]
-    told = {(one["name"], one["at"]) for one in before["ended"]} if before else set()
-    lines += [f"{clock} {_ended_words(one)}" for one in now["ended"] if (one["name"], one["at"]) not in told]
+    known = {(node["name"], node["at"]) for node in before["ended"]} if before else set()
+    lines += [f"{clock} {_ended_words(node)}" for node in now["ended"] if (node["name"], node["at"]) not in known]
     if before and before["cluster"]["answers"] != now["cluster"]["answers"]:
         lines.append(f"{clock} Ray {'answers again' if now['cluster']['answers'] else 'does not answer'}")
     return lines
 
 
-def _our_node(node: NodeRecord, seen: RayNode | None, looked: bool) -> dict[str, Any]:
+def _our_node(node: NodeRecord, seen: RayNode | None, has_ray_view: bool) -> dict[str, Any]:
     state = node.phase.value
-    if node.phase is NodePhase.running and looked:
+    if node.phase is NodePhase.running and has_ray_view:
         state = "not in Ray" if seen is None else "draining" if seen.draining else "running"
     deadline = node.deadline or (seen.deadline if seen else None)
     return {
@@ -156,7 +150,7 @@ def _our_node(node: NodeRecord, seen: RayNode | None, looked: bool) -> dict[str,
         "gpus": list(node.gpus),
         "address": seen.address if seen else None,
         "node_manager_port": node.ports.node_manager,
-        "pid": node.keeper.pid if node.keeper else None,
+        "pid": node.supervisor.pid if node.supervisor else None,
         "since": node.since,
         "deadline": deadline,
         "cause": node.cause or None,
@@ -191,18 +185,18 @@ def _held(seen: RayNode | None) -> dict[str, Any]:
         "total": dict(seen.total),
         "free": dict(seen.free),
         "holders": [
-            {"kind": one.kind, "name": one.name, "holds": dict(one.holds), "pid": one.pid}
-            for one in _worth_showing(seen.holders)
+            {"kind": holder.kind, "name": holder.name, "holds": dict(holder.holds), "pid": holder.pid}
+            for holder in _holders_by_gpus(seen.holders)
         ],
     }
 
 
-def _worth_showing(holders: Iterable[RayHolder]) -> list[RayHolder]:
-    return sorted(holders, key=lambda one: (-dict(one.holds).get("gpu", 0.0), one.name))
+def _holders_by_gpus(holders: Iterable[RayHolder]) -> list[RayHolder]:
+    return sorted(holders, key=lambda holder: (-dict(holder.holds).get("gpu", 0.0), holder.name))
 
 
 def _in_order(nodes: Iterable[NodeRecord]) -> list[NodeRecord]:
-    return sorted(nodes, key=lambda one: (not one.head, one.slot))
+    return sorted(nodes, key=lambda node: (not node.head, node.slot))
 
 
 def _headline(data: Data) -> Text:
@@ -220,53 +214,58 @@ def _nodes(nodes: Sequence[Data]) -> Table:
     table = plain_table()
     for heading in ("node", "GPU", "state", "id", "held", "by"):
         table.add_column(heading, overflow="fold")
-    for one in nodes:
-        colour = COLOURS.get(one["state"], "")
-        state = one["state"] + (f", {_left(one['deadline'])}" if one["deadline"] and one["state"] == "draining" else "")
-        gpu = in_short(tuple(one["gpus"])) or (f"{one['total'].get('gpu', 0):g} of its own" if not one["ours"] else "-")
+    for node in nodes:
+        colour = COLOURS.get(node["state"], "")
+        state = node["state"] + (
+            f", {_left(node['deadline'])}" if node["deadline"] and node["state"] == "draining" else ""
+        )
+        gpu = ids_text(tuple(node["gpus"])) or (
+            f"{node['total'].get('gpu', 0):g} of its own" if not node["ours"] else "-"
+        )
         table.add_row(
-            escape(one["name"]),
+            escape(node["name"]),
             gpu,
             f"[{colour}]{escape(state)}[/]" if colour else escape(state),
-            one["node_id"][:12] or "-",
-            _amounts_held(one),
+            node["node_id"][:12] or "-",
+            _amounts_held(node),
             escape(
-                ", ".join(_holder(each) for each in one["holders"][:4]) + (" ..." if len(one["holders"]) > 4 else "")
+                ", ".join(_holder(holder) for holder in node["holders"][:4])
+                + (" ..." if len(node["holders"]) > 4 else "")
             )
             or "-",
         )
     return table
 
 
-def _holder(one: Data) -> str:
-    gpus = one["holds"].get("gpu")
-    return f"{one['name']}" + (f" ({gpus:g} gpu)" if gpus else "")
+def _holder(holder: Data) -> str:
+    gpus = holder["holds"].get("gpu")
+    return f"{holder['name']}" + (f" ({gpus:g} gpu)" if gpus else "")
 
 
-def _amounts_held(one: Data) -> str:
+def _amounts_held(node: Data) -> str:
     shown = []
     for name in ("gpu", "cpu", "worker_unit"):
-        whole = one["total"].get(name)
+        whole = node["total"].get(name)
         if whole:
-            shown.append(f"{whole - one['free'].get(name, 0.0):g}/{whole:g} {name}")
+            shown.append(f"{whole - node['free'].get(name, 0.0):g}/{whole:g} {name}")
     return ", ".join(shown) or "-"
 
 
 def _gpu_line(gpus: Sequence[Data]) -> Text:
-    free = tuple(one["gpu"] for one in gpus if one["node"] is None)
-    busy = [f"GPU {one['gpu']}: process {one['processes'][0]}" for one in gpus if not one["node"] and one["processes"]]
+    free = tuple(gpu["gpu"] for gpu in gpus if gpu["node"] is None)
+    busy = [f"GPU {gpu['gpu']}: process {gpu['processes'][0]}" for gpu in gpus if not gpu["node"] and gpu["processes"]]
     what = "faked GPUs" if gpus[0]["fake"] else "GPUs"
-    text = f"{len(gpus)} {what}, free: {in_short(free) or 'none'}"
-    return Text(text + (f"  (in use by others: {', '.join(busy)})" if busy else ""))
+    text = f"{len(gpus)} {what}, free: {ids_text(free) or 'none'}"
+    return Text(text + (f"  (used by other processes: {', '.join(busy)})" if busy else ""))
 
 
-def _ended_line(one: Data) -> Text:
-    return Text(_ended_words(one), style="yellow")
+def _ended_line(node: Data) -> Text:
+    return Text(_ended_words(node), style="yellow")
 
 
-def _ended_words(one: Data) -> str:
-    gpu = f" (GPU {in_short(tuple(one['gpus']))})" if one["gpus"] else ""
-    return f"{one['name']}{gpu} ended {time.strftime('%H:%M:%S', time.localtime(one['at']))}: {one['cause']}"
+def _ended_words(node: Data) -> str:
+    gpu = f" (GPU {ids_text(tuple(node['gpus']))})" if node["gpus"] else ""
+    return f"{node['name']}{gpu} ended {time.strftime('%H:%M:%S', time.localtime(node['at']))}: {node['cause']}"
 
 
 def _left(deadline: float) -> str:

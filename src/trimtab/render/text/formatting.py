@@ -1,4 +1,4 @@
-"""How pools, nodes and groups are written for people: facts, tables, stories, amounts, spans of time. Asks nobody."""
+"""Text formatting shared by the commands: facts, tables, stories, amounts, durations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ Data = Mapping[str, Any]
 
 
 def span(seconds: float) -> str:
-    """A length of time as people say it."""
     seconds = max(0.0, seconds)
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
@@ -30,18 +29,17 @@ def span(seconds: float) -> str:
 
 
 def print_story(story: Sequence[Data]) -> None:
-    """A story, a line for every chapter."""
     table = plain_table()
     for heading in ("when", "state", "why"):
         table.add_column(heading)
-    for one in story:
-        table.add_row(clock(one["at"]), one["state"], why(one))
+    for entry in story:
+        table.add_row(clock(entry["at"]), entry["state"], why(entry))
     out.print()
     show(table)
 
 
 def facts(*rows: tuple[str, str]) -> None:
-    """Words and what they stand for, a line each."""
+    """Print label and value pairs, a line each."""
     table = plain_table(show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -51,7 +49,7 @@ def facts(*rows: tuple[str, str]) -> None:
 
 
 def show(parts: RenderableType) -> None:
-    """As wide as the terminal; for a program that reads lines, a row is a line, with nothing after its last word."""
+    """Print at the terminal's width; into a pipe one row per line, without trailing spaces."""
     if out.is_terminal:
         out.print(parts)
         return
@@ -61,12 +59,10 @@ def show(parts: RenderableType) -> None:
 
 
 def why(reason: Data) -> str:
-    """A reason as a program and a person read it."""
     return escape(": ".join(part for part in (reason["code"], reason["sentence"]) if part))
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """Resources as people write them."""
     shown = []
     for name, amount in resources.items():
         if not name.startswith("node:"):
@@ -76,39 +72,31 @@ def amounts(resources: Mapping[str, float]) -> str:
 
 
 def unit_of(name: str, amount: float) -> tuple[str, float]:
-    """A resource's name with its unit, and how much one of that is."""
+    """A resource's display unit, and how many raw units it is."""
     if name in ("memory", "object_store_memory") and amount >= 2**20:
         return (f"GiB {name}", 2**30) if amount >= 2**30 else (f"MiB {name}", 2**20)
     return name, 1
 
 
 def counts(numbers: Mapping[str, int], order: Iterable[str]) -> str:
-    """Numbers with their words, in this order, without zeros."""
+    """Counts with their words, in this order, without zeros."""
     return ", ".join(f"{numbers[word]} {word}" for word in order if numbers.get(word))
 
 
-def of(count: int, word: str) -> str:
-    """A number of things."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def say_more(there: int, shown: int) -> None:
-    """Say how many were left out."""
-    if there > shown:
-        out.print(f"and {there - shown} more: --format json has all")
+def print_more(total: int, shown: int) -> None:
+    if total > shown:
+        out.print(f"and {total - shown} more: --format json has all")
 
 
 def clock(at: float) -> str:
-    """The time of day here; with the date where that is another one."""
+    """Local time of day; with the date unless it is today."""
     when, today = time.localtime(at), time.localtime()
     return time.strftime("%H:%M:%S" if when[:3] == today[:3] else "%Y-%m-%d %H:%M:%S", when)
 
 
 def reason_data(reason: Reason) -> dict[str, str]:
-    """A reason, for programs."""
     return {"code": reason.code.value, "sentence": reason.sentence}
 
 
 def story_data(story: Iterable[StoryEntry]) -> list[dict[str, Any]]:
-    """A story, for programs."""
-    return [{"at": one.at, "state": one.state, **reason_data(one.reason)} for one in story]
+    return [{"at": entry.at, "state": entry.state, **reason_data(entry.reason)} for entry in story]

@@ -1,7 +1,7 @@
-"""A journal played again, as text, data or a page: whether the machine says the same, and how policies compare.
+"""A replayed journal as text, data or a page: whether the machine gives the same instructions, and how policies
+compare.
 
-It shares its tables and its page with simulations. Without other policies it shows what the journal says, and nothing
-that a replay made up.
+Shares its tables and page with simulations. Without other policies it shows only the recording, nothing simulated.
 """
 
 from __future__ import annotations
@@ -30,71 +30,67 @@ from trimtab.replay.journal.replay import (
     ReplayAgreement,
     agreement,
     recorded,
-    run_other,
+    run_alternative,
 )
 from trimtab.replay.journal.world import JournalWorld, world_of
 from trimtab.replay.pool.figures import PoolFigures
 
-SHOWN = 5  # differences that are named
+SHOWN = 5  # differences that are listed
 
 
 @dataclass(frozen=True)
 class _RecordedPolicy:
-    """The row of what was, among policies."""
+    """The row of the recording, among policies."""
 
     name: str = RECORDED
 
     def text(self) -> str:
-        """As a report states it."""
-        return "what the journal says; no replay"
+        return "as recorded in the journal; not replayed"
 
 
 @dataclass(frozen=True)
 class ReplaySummary:
-    """What came of it."""
+    """The result of a replay."""
 
     name: str
     record: JournalRecord
-    world: JournalWorld | None  # None: no task of it ever ran
+    world: JournalWorld | None  # None: no task ever ran
     runs: tuple[PoolFigures, ...] = ()
     near: ReplayAgreement | None = None
     others: tuple[AlternativePolicy, ...] = ()
     why_none: str = ""
-    not_again: str = ""  # why the policy that ran could not be replayed
+    not_again: str = ""  # why the recorded policy could not be replayed
     seeds: tuple[int, ...] = field(default=(SEED,))
 
     @property
     def policies(self) -> Sequence[simulate_text.NamedPolicy]:
-        """Those that are compared."""
         return [_RecordedPolicy(), *self.others]
 
     def assumptions(self) -> list[str]:
-        """All that was assumed."""
         if self.world is None or not self.others:
             return list(self.world.facts) if self.world is not None else []
         first, *more = self.world.facts
-        drawn = [f"where it was not done then, {one}" for one in self.world.times.text()]
+        drawn = [f"where the recording has no value, {sentence}" for sentence in self.world.times.text()]
         return [first, *self.world.assumed[:1], *more, *self.world.assumed[1:], self.near_text(), *drawn]
 
     def near_text(self) -> str:
-        """How near the replay of the policy that ran comes to what was."""
+        """How closely a replay of the recorded policy matches the recording."""
         near = self.near
         if near is None:
-            return f"how near this is to what was is not known: {self.not_again}"
-        said = (
+            return f"how closely the replay matches the recording is unknown: {self.not_again}"
+        agreement_text = (
             f"all {near.instructions:,} instructions are the same in the same order"
             if near.same == near.instructions and not near.first
             else f"the first {near.same:,} of {near.instructions:,} instructions are the same ({near.first})"
         )
         return (
-            f"the policy that ran, replayed: {said}; completion times are off by {near.completion_mean:.1%} on average "
-            f"and {near.completion_worst:.1%} at most, the last end by {near.makespan:.1%}"
+            f"the recorded policy, replayed: {agreement_text}; completion times are off by {near.completion_mean:.1%} "
+            f"on average and {near.completion_worst:.1%} at most, the last end by {near.makespan:.1%}"
         )
 
     # ---- how it is written ----
 
     def data(self) -> dict[str, Any]:
-        """All of it, for programs."""
         record, near = self.record, self.near
         found: dict[str, Any] = {
             "journal": self.name,
@@ -104,10 +100,16 @@ class ReplaySummary:
             "same": record.same,
             "marked": record.marked,
             "differences": [
-                {"event": one.number, "at_s": one.at_s, "kind": one.event, "then": list(one.then), "now": list(one.now)}
-                for one in record.differences
+                {
+                    "event": difference.number,
+                    "at_s": difference.at_s,
+                    "kind": difference.event,
+                    "then": list(difference.then),
+                    "now": list(difference.now),
+                }
+                for difference in record.differences
             ],
-            "unasked": record.unasked,
+            "unasked": record.unrequested,
             "from_snapshot": record.from_snapshot,
         }
         if self.world is not None:
@@ -125,17 +127,14 @@ class ReplaySummary:
         return found
 
     def csv(self) -> str:
-        """A line for what was, and for each policy."""
         return simulate_text.as_csv(self._runs())
 
     def page(self, command: str) -> str:
-        """As a page."""
         return simulate_report.report(
             self, self._runs(), command=command, verb="replay", until="the end of the last task in the journal"
         )
 
     def show(self) -> None:
-        """For people."""
         record = self.record
         out.print(f"[bold]{escape(self.name)}[/]")
         for sentence in self.assumptions():
@@ -156,7 +155,7 @@ class ReplaySummary:
 
 
 def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolicy]) -> ReplaySummary:
-    """A journal with other policies; without any, only what it says."""
+    """Replay a journal with other policies; without any, summarise the recording."""
     try:
         world = world_of(record)
     except InputError as fault:
@@ -166,17 +165,17 @@ def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolic
     was = recorded(world)
     if not others:
         return ReplaySummary(name, record, world, (was.figures,))
-    ready = [fitted(one, world) for one in others]
+    ready = [fitted(policy, world) for policy in others]
     near, not_again, runs = None, "", [was.figures]
     try:
         again = _timed(world, UNCHANGED)
-    except InfeasibleError as fault:  # what is not repeated may have made the room
+    except InfeasibleError as fault:  # what the replay leaves out may have freed the resources
         not_again = fault.what
     else:
         near = agreement(world, was, again)
         runs.append(again.figures)
         ready = [UNCHANGED, *ready]
-    runs += [_timed(world, one).figures for one in ready if one is not UNCHANGED]
+    runs += [_timed(world, policy).figures for policy in ready if policy is not UNCHANGED]
     return ReplaySummary(name, record, world, tuple(runs), near, tuple(ready), not_again=not_again)
 
 
@@ -185,33 +184,33 @@ def _timed(world: JournalWorld, other: AlternativePolicy) -> JournalRun:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(other.name, total=1.0)
-        run = run_other(world, other, lambda share: bar.update(task, completed=share))
+        run = run_alternative(world, other, lambda share: bar.update(task, completed=share))
     return replace(run, figures=replace(run.figures, seconds=perf_counter() - began))
 
 
 def same_text(record: JournalRecord) -> str:
-    """Whether the machine says again what it said then."""
+    """Whether the machine gives the recorded instructions again."""
     many = f"{record.events:,} events, {len(record.given):,} instructions"
     if record.differences:
-        return f"{many}: the machine says something else to {len(record.differences):,} of them now"
-    if record.unasked:
-        return f"{many}: {len(record.unasked):,} answers are to instructions that the machine does not give now"
+        return f"{many}: the machine gives different instructions for {len(record.differences):,} of them now"
+    if record.unrequested:
+        return f"{many}: {len(record.unrequested):,} results belong to instructions that the machine does not give now"
     if not record.events:
         return "nothing happened after the snapshot" if record.from_snapshot else "the journal is empty"
     if record.marked == record.events:
-        return f"{many}: fed to the machine again, the same events gave the same instructions"
+        return f"{many}: replayed, the same events give the same instructions"
     return (
-        f"{many}: fed to the machine again, every answer is to an instruction that it gave again (what was instructed "
-        f"then is written beside {record.marked:,} of the events)"
+        f"{many}: replayed, every result belongs to an instruction that the machine gives again (the instructions "
+        f"are recorded beside {record.marked:,} of the events)"
     )
 
 
 def not_the_same(record: JournalRecord, where: str) -> InputError:
-    """The error for a journal that comes to something else now."""
+    """The error for a journal that gives other instructions now."""
     if record.differences:
         first = record.differences[0]
-        then, now = ("; ".join(one) or "nothing" for one in (first.then, first.now))
+        then, now = ("; ".join(instructions) or "nothing" for instructions in (first.then, first.now))
         what = f"event {first.number} ({first.event}, after {first.at_s:.3f} s): then {then}; now {now}"
     else:
-        what = "answers to what was not instructed: " + ", ".join(record.unasked[:SHOWN])
+        what = "results of instructions that were not given: " + ", ".join(record.unrequested[:SHOWN])
     return InputError(what, where=where, hint="the journal was changed, or another version of trimtab wrote it")

@@ -1,4 +1,4 @@
-"""Nodes and elastic groups for people, as text, and for programs, as data: what `status` and `explain` say of them."""
+"""Nodes and elastic groups as text and as data, for `status` and `explain`."""
 
 from __future__ import annotations
 
@@ -31,44 +31,46 @@ if TYPE_CHECKING:
 GONE = ("lost", "left")
 
 
-# ---- for programs ---------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def nodes_data(status: Data, ray_nodes: Sequence[Data]) -> list[dict[str, Any]]:
-    """All nodes that are there or were not long ago. `ray_nodes` are Ray's words about them."""
+    """All nodes that are alive or left recently. `ray_nodes` is `ray.nodes()`."""
     hosts = {node["NodeID"]: node.get("NodeManagerHostname") for node in ray_nodes}
-    used = {one["node"] for one in status["nodes"]}
+    used = {node["node"] for node in status["nodes"]}
     return [
         {
-            "node": one.node,
-            "name": one.facts.name or None,
-            "host": hosts.get(one.node),
-            "state": one.state.value,
-            "reason": reason_data(one.reason),
-            "since": one.since,
-            "deadline": one.deadline,
-            "unlike": one.unlike,
-            "losses": one.losses,
-            "used": one.node in used,
-            "total": one.facts.total.floats(),
-            "outside": one.outside.floats(),
-            "warm_hosts": status["warm_hosts"].get(one.node),
+            "node": view.node,
+            "name": view.facts.name or None,
+            "host": hosts.get(view.node),
+            "state": view.state.value,
+            "reason": reason_data(view.reason),
+            "since": view.since,
+            "deadline": view.deadline,
+            "unlike": view.unlike,
+            "losses": view.losses,
+            "used": view.node in used,
+            "total": view.facts.total.floats(),
+            "outside": view.outside.floats(),
+            "warm_hosts": status["warm_hosts"].get(view.node),
         }
-        for one in (decode(NodeView, each) for each in status["fleet"])
+        for view in (decode(NodeView, row) for row in status["fleet"])
     ]
 
 
 def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
-    """What `trimtab explain` answers for a node."""
-    known = next((one for one in nodes_data(status, ()) if one["node"] == node), None)
+    """The data of `trimtab explain` for a node."""
+    known = next((known_node for known_node in nodes_data(status, ()) if known_node["node"] == node), None)
     return {
         "node": node,
         "there": known is not None and known["state"] not in GONE,
         **{key: known[key] if known else None for key in ("state", "reason", "deadline", "total", "outside")},
         "warm_hosts": status["warm_hosts"].get(node),
-        "tasks": sorted({one.id for one in tasks for member in one.members if member.node == node}),
+        "tasks": sorted({task.id for task in tasks for member in task.members if member.node == node}),
         "groups": sorted(
-            one["id"] for one in status["groups"] if any(each["node"] == node for each in one.get("members", ()))
+            group["id"]
+            for group in status["groups"]
+            if any(member["node"] == node for member in group.get("members", ()))
         ),
         "story": story_data(story),
         "time": status["time"],
@@ -76,54 +78,52 @@ def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Itera
 
 
 def group_data(group: str, status: Data) -> dict[str, Any] | None:
-    """What `trimtab explain` answers for an elastic group; None where there is no such group."""
-    found = next((one for one in status["groups"] if one["id"] == group), None)
+    """The data of `trimtab explain` for an elastic group; None where there is no such group."""
+    found = next((row for row in status["groups"] if row["id"] == group), None)
     return None if found is None else {"group": group, **found, "time": status["time"]}
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 def nodes_table(nodes: Sequence[Data], now: float) -> Table:
-    """A line for every node; why, where it is not simply there."""
+    """A row per node; with the reason unless it is simply ready."""
     table = plain_table()
     for heading in ("node", "host", "state", "has", "held by others", "warm hosts", "why"):
         table.add_column(heading)
-    for one in nodes:
-        warm = one["warm_hosts"] or {}
+    for node in nodes:
+        warm = node["warm_hosts"] or {}
         table.add_row(
-            one["node"][:12],
-            escape(one["name"] or one["host"] or "-"),
-            _state(one, now),
-            amounts(one["total"]),
-            amounts(one["outside"]) if one["outside"] else "-",
+            node["node"][:12],
+            escape(node["name"] or node["host"] or "-"),
+            _state(node, now),
+            amounts(node["total"]),
+            amounts(node["outside"]) if node["outside"] else "-",
             counts(warm, warm) or "-",
-            why(one["reason"]) if one["state"] != "ready" or one["unlike"] else "",
+            why(node["reason"]) if node["state"] != "ready" or node["unlike"] else "",
         )
     return table
 
 
 def groups_table(groups: Sequence[Data]) -> Table:
-    """A line for every elastic group."""
     table = plain_table()
     for heading in ("group", "pool", "members", "limits", "step", "redone", "restarts", "why"):
         table.add_column(heading, justify="right" if heading in ("step", "redone", "restarts") else "left")
-    for one in groups:
+    for group in groups:
         table.add_row(
-            escape(one["id"]),
-            escape(str(one.get("pool") or "-")),
-            f"{one.get('size', 0)} of {one.get('wanted', 0)} wanted",
-            _limits(one),
-            str(one.get("step", 0)),
-            str(one.get("redone", 0)),
-            str(one.get("restarts", 0)),
-            why(one["reason"]) if one.get("reason") else "",
+            escape(group["id"]),
+            escape(str(group.get("pool") or "-")),
+            f"{group.get('size', 0)} of {group.get('wanted', 0)} wanted",
+            _limits(group),
+            str(group.get("step", 0)),
+            str(group.get("redone", 0)),
+            str(group.get("restarts", 0)),
+            why(group["reason"]) if group.get("reason") else "",
         )
     return table
 
 
 def print_node(data: Data) -> None:
-    """A node and its story."""
     where = "is gone" if not data["there"] else f"is {_state(data, data['time'])}"
     out.print(f"node [bold]{data['node']}[/] {where}")
     if data["reason"]:
@@ -132,7 +132,7 @@ def print_node(data: Data) -> None:
         warm = data["warm_hosts"] or {}
         facts(
             ("has", amounts(data["total"])),
-            ("outside", f"{amounts(data['outside'])} held by others than trimtab"),
+            ("outside", f"{amounts(data['outside'])} held outside trimtab"),
             ("tasks", ", ".join(data["tasks"]) or "none"),
             ("groups", ", ".join(data["groups"]) or "none"),
             ("warm hosts", counts(warm, warm) or "none"),
@@ -141,29 +141,30 @@ def print_node(data: Data) -> None:
 
 
 def print_group(data: Data) -> None:
-    """An elastic group: how large it is, why it is not larger, its members and its story."""
     out.print(f"group [bold]{escape(data['group'])}[/] is {data.get('state', 'there')}")
     reason, deadline = data.get("reason"), data.get("deadline")
     rows = [
         ("why", f"{reason['code']}: {reason['sentence']}" if reason else "-"),
         ("members", f"{data.get('size', 0)} work, {data.get('wanted', 0)} wanted, limits {_limits(data)}"),
-        ("each asks", amounts(data.get("unit") or {})),
+        ("each requests", amounts(data.get("unit") or {})),
         ("pool", str(data.get("pool") or "-")),
         ("world", f"number {data.get('epoch', 0)}"),
         ("steps", f"{data.get('step', 0)} complete, {data.get('redone', 0)} redone"),
         ("restarts", str(data.get("restarts", 0))),
     ]
     if deadline is not None:
-        rows.insert(1, ("gives up", f"in {span(deadline - data['time'])}"))
+        rows.insert(1, ("times out", f"in {span(deadline - data['time'])}"))
     facts(*rows)
     members = data.get("members") or []
     if members:
         table = plain_table()
         for heading in ("rank", "member", "state", "node", "why"):
             table.add_column(heading, justify="right" if heading == "rank" else "left")
-        for one in members:
-            rank = "-" if one["rank"] is None else str(one["rank"])
-            table.add_row(rank, escape(one["member"]), one["state"], (one["node"] or "-")[:12], why(one["reason"]))
+        for member in members:
+            rank = "-" if member["rank"] is None else str(member["rank"])
+            table.add_row(
+                rank, escape(member["member"]), member["state"], (member["node"] or "-")[:12], why(member["reason"])
+            )
         out.print()
         show(table)
     if data.get("story"):
@@ -178,5 +179,5 @@ def _state(node: Data, now: float) -> str:
 
 
 def _limits(group: Data) -> str:
-    most = group.get("most")
-    return f"{group.get('least', 1)} to {most}" if most is not None else f"{group.get('least', 1)} or more"
+    max_size = group.get("most")
+    return f"{group.get('least', 1)} to {max_size}" if max_size is not None else f"{group.get('least', 1)} or more"

@@ -1,4 +1,4 @@
-"""A partition for people, as text, and for programs, as data."""
+"""A partition as text and as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def as_data(answer: PartitionAnswer, searched: float) -> dict[str, Any]:
-    """The answer as plain data: what `--format json` and `yaml` print."""
+    """The data of `--format json` and `yaml`."""
     schedule, job = answer.schedule, answer.job
     bottleneck = schedule.bottleneck_seconds
     return {
@@ -64,7 +64,6 @@ def as_data(answer: PartitionAnswer, searched: float) -> dict[str, Any]:
 
 
 def improve_as_data(answer: PartitionAnswer) -> dict[str, Any] | None:
-    """What limits the pipeline first, and what would limit it next."""
     if not answer.limits:
         return None
     first = answer.limits[0]
@@ -83,7 +82,7 @@ def _part(seconds: float, whole: float) -> float:
 
 
 def improve_sentence(answer: PartitionAnswer) -> str:
-    """Which stage or link to improve first, in words."""
+    """The stage or link to improve first, as a sentence."""
     if not answer.limits:
         return "nothing takes any time"
     first, *others = answer.limits
@@ -94,7 +93,6 @@ def improve_sentence(answer: PartitionAnswer) -> str:
 
 
 def limit_words(answer: PartitionAnswer, limit: PipelineLimit) -> str:
-    """A stage or a link by the names of its hosts."""
     stages = answer.schedule.stages
     if limit.stage < 0:
         return f"the link {answer.job.source} to {stages[0].host}"
@@ -106,20 +104,19 @@ def limit_words(answer: PartitionAnswer, limit: PipelineLimit) -> str:
 
 
 def proof_words(answer: PartitionAnswer) -> str:
-    """What is proven about the schedule."""
     what = "bottleneck" if answer.objective == "throughput" else "latency"
     if answer.optimal and answer.ties_proven:
         return f"proven least {what}"
     if answer.optimal:
         return f"proven least {what}; ties not all compared"
-    least = answer.lower_bound_seconds
+    bound = answer.lower_bound_seconds
     got = answer.schedule.bottleneck_seconds if answer.objective == "throughput" else answer.schedule.latency_seconds
-    above = share(got / least - 1) if least > 0 else "an unknown part"
+    above = share(got / bound - 1) if bound > 0 else "an unknown part"
     return f"{answer.method}: at most {above} above the least {what}"
 
 
 def print_text(out: Console, answer: PartitionAnswer, searched: float) -> None:
-    """The whole answer as text; the schedule comes last, ready to copy."""
+    """Print the answer; the schedule comes last, ready to copy."""
     schedule, job = answer.schedule, answer.job
     if not schedule.stages:
         out.print("the model has no layers")

@@ -1,4 +1,4 @@
-"""A plan for people, as text, and for programs, as data."""
+"""A plan as text and as data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HEADING = "Best placement for this task is:"
 def as_data(
     answer: PlacementAnswer, settings: PlanSettings, dialect: str, searched: float, other: PlanSettings | None = None
 ) -> dict[str, Any]:
-    """The answer as plain data: what `--format json` and `yaml` print.
+    """The data of `--format json` and `yaml`.
 
-    `other` says the plan for less than perfect scaling in the file's own keys, where there is one.
+    `other` is the plan for less than perfect scaling in the file's own keys, where there is one.
     """
     best = answer.best
     return {
@@ -115,7 +115,7 @@ def print_text(
     noise: float,
     other: PlanSettings | None = None,
 ) -> None:
-    """The whole answer as text; the placement block comes last, ready to copy."""
+    """Print the answer; the placement block comes last, ready to copy."""
     best = answer.best
     proof = _proof(answer)
     out.print(f"[bold]{time_text(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {proof}")
@@ -133,7 +133,7 @@ def print_text(
         out.print(_alternatives(answer.alternatives, best))
     if answer.near_ties:
         out.print()
-        out.print(f"[bold]Near ties[/] (within {noise:.0%}: real runs may not tell them apart; prefer what is simpler)")
+        out.print(f"[bold]Near ties[/] (within {noise:.0%}, the noise of a measurement; prefer the simpler plan)")
         for tie in answer.near_ties:
             out.print(f"  {time_text(tie.iteration_seconds)}  {escape(tie.describe())}")
     if answer.unrestricted is not None:
@@ -200,7 +200,7 @@ def _rate(plan: Plan) -> str:
 
 
 def _unit(plan: Plan) -> tuple[str, float]:
-    """What the times of a table are in: iterations of milliseconds are not rounded away."""
+    """Unit of the times in a table: milliseconds for iterations under a second."""
     return ("ms", 1e3) if 0 < plan.iteration_seconds < 0.9995 else ("seconds", 1.0)
 
 
@@ -219,7 +219,7 @@ def _components(plan: Plan) -> Table:
         if any(other.variant for other in plan.components):
             cells.append(escape(c.variant) or "-")
         mark = "*" if c.extrapolated else ""
-        times = [f"{unit * one:.1f}" for one in (c.seconds, c.start, c.end)]
+        times = [f"{unit * value:.1f}" for value in (c.seconds, c.start, c.end)]
         cells += [f"{times[0]}{mark}", *times[1:], f"{c.idle_share:.0%}"]
         table.add_row(*cells)
     if any(c.extrapolated for c in plan.components):

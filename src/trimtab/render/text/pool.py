@@ -1,4 +1,4 @@
-"""Pools, tasks and nodes for people, as text, and for programs, as data. Asks nobody, but for the metrics exporter."""
+"""Pools, tasks and nodes as text and as data. Sends no requests, except to the metrics exporter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.model.pool import IN_QUEUE, PoolSpec, TaskExplanation
+from trimtab.render.html.kit.labels import counted
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import (
     Data,
@@ -18,10 +19,9 @@ from trimtab.render.text.formatting import (
     clock,
     counts,
     facts,
-    of,
+    print_more,
     print_story,
     reason_data,
-    say_more,
     show,
     span,
     story_data,
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 EXPORTER_S = 2.0
 WAITING_SHOWN = 20
 TASKS_SHOWN = 50
-CHOSEN_BY_RAY = 32768  # ports from here on are given out by the system
+CHOSEN_BY_RAY = 32768  # ports from here on are ephemeral
 
 
-# ---- for programs ---------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Data], metrics: Data) -> dict[str, Any]:
-    """What `trimtab status` answers. `nodes` are Ray's words about them."""
+    """The data of `trimtab status`. `nodes` is `ray.nodes()`."""
     queues = {pool: list(view["queue"]) for pool, view in status["pools"].items()}
     totals = status["totals"]
     return {
@@ -53,8 +53,12 @@ def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Dat
         "pools": status["pools"],
         "tasks": status["tasks"],
         "waiting": sorted(
-            (_waiting_data(one, queues[one.pool]) for one in tasks if one.state in IN_QUEUE and one.pool in queues),
-            key=lambda one: (one["pool"], one["position"] is None, one["position"] or 0),
+            (
+                _waiting_data(task, queues[task.pool])
+                for task in tasks
+                if task.state in IN_QUEUE and task.pool in queues
+            ),
+            key=lambda task: (task["pool"], task["position"] is None, task["position"] or 0),
         ),
         "nodes": nodes_data(status, nodes),
         "groups": status["groups"],
@@ -71,7 +75,7 @@ def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Dat
 
 
 def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, Any]:
-    """What `trimtab explain` answers for a task. Times are seconds since 1970, by the controller's clock."""
+    """The data of `trimtab explain` for a task. Times are seconds since 1970 on the controller's clock."""
     pool = status["pools"].get(explanation.pool)
     return {
         "task": explanation.task,
@@ -88,14 +92,14 @@ def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, An
         "evicted_s": explanation.evicted_s,
         "attempts": explanation.attempts,
         "how": explanation.how,
-        "places": [{"group": one.group, "bundle": one.bundle, "node": one.node} for one in explanation.places],
+        "places": [{"group": place.group, "bundle": place.bundle, "node": place.node} for place in explanation.places],
         "story": story_data(explanation.story),
         "time": status["time"],
     }
 
 
 def _since(explanation: TaskExplanation) -> float | None:
-    """When it came into its state; reasons may have changed meanwhile."""
+    """When it entered its state; its reason may have changed since."""
     since = explanation.waiting_since
     if since is None:
         for chapter in reversed(explanation.story):
@@ -106,13 +110,13 @@ def _since(explanation: TaskExplanation) -> float | None:
 
 
 def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
-    """What `trimtab pool show` answers."""
+    """The data of `trimtab pool show`."""
     return {
         **view,
         "tasks_by_state": view["tasks"],
         "labels": dict(spec.labels),
         "strategy": spec.strategy.value,
-        "reserved": [one.floats() for one in spec.reserved],
+        "reserved": [resources.floats() for resources in spec.reserved],
         "reserved_priority": spec.reserved_priority,
         "dynamic": spec.dynamic,
         "dynamic_limit": spec.dynamic_limit,
@@ -121,28 +125,28 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
         "return_preempts": spec.return_preempts,
         "preload": list(spec.preload),
         "wait_s": spec.wait_s,
-        "patience_s": spec.patience_s,
-        "patience_runs": spec.patience_runs,
+        "starvation_timeout_s": spec.starvation_timeout_s,
+        "starvation_runs": spec.starvation_runs,
         "tasks": [
             {
-                "id": one.id,
-                "state": one.state.value,
-                "reason": reason_data(one.reason),
-                "priority": one.priority,
-                "labels": dict(one.labels),
-                "attempt": one.attempt,
-                "evictions": one.evictions,
-                "nodes": sorted({member.node for member in one.members}),
-                "how": one.how,
+                "id": task.id,
+                "state": task.state.value,
+                "reason": reason_data(task.reason),
+                "priority": task.priority,
+                "labels": dict(task.labels),
+                "attempt": task.attempt,
+                "evictions": task.evictions,
+                "nodes": sorted({member.node for member in task.members}),
+                "how": task.how,
             }
-            for one in tasks
+            for task in tasks
         ],
     }
 
 
 def exporter(nodes: Sequence[Data], fault: str | None) -> dict[str, Any]:
-    """Where the metrics of the controller can be scraped, or why they cannot. `fault` is the controller's own."""
-    head = next((one for one in nodes if one["Alive"] and "node:__internal_head__" in one["Resources"]), None)
+    """The metrics endpoint of the controller, or why there is none. `fault` is the controller's own."""
+    head = next((node for node in nodes if node["Alive"] and "node:__internal_head__" in node["Resources"]), None)
     port = head["MetricsExportPort"] if head else 0
     if head is None or port <= 0:
         missing = "Ray's exporter does not run: it comes with `pip install 'ray[default]'` on the head node"
@@ -158,7 +162,7 @@ def exporter(nodes: Sequence[Data], fault: str | None) -> dict[str, Any]:
 
 
 def _scraped(url: str) -> tuple[int, str | None]:
-    """How many figures of trimtab are there, and why there are none."""
+    """Number of trimtab's series at the endpoint, and why there are none."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=EXPORTER_S) as page:
@@ -166,7 +170,7 @@ def _scraped(url: str) -> tuple[int, str | None]:
     except (OSError, ValueError, http.client.HTTPException) as fault:
         return 0, f"the exporter does not answer here: {getattr(fault, 'reason', None) or fault}"
     series = sum(1 for line in text.splitlines() if line.startswith("ray_trimtab_"))
-    late = "nothing of trimtab is there yet: Ray reports every 10 s (RAY_metrics_report_interval_ms)"
+    late = "no series of trimtab yet: Ray reports every 10 s (RAY_metrics_report_interval_ms)"
     return series, None if series else late
 
 
@@ -181,11 +185,10 @@ def _waiting_data(task: TaskSnapshot, queue: list[str]) -> dict[str, Any]:
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 def print_status(data: Data) -> None:
-    """Everything at a glance."""
     controller, journal, metrics, evictions = (data[k] for k in ("controller", "journal", "metrics", "evictions"))
     facts(
         ("Ray", data["ray"]["how"] + (f"; {data['ray']['fault']}" if data["ray"]["fault"] else "")),
@@ -200,26 +203,25 @@ def print_status(data: Data) -> None:
     if data["waiting"]:
         out.print()
         show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
-        say_more(len(data["waiting"]), WAITING_SHOWN)
+        print_more(len(data["waiting"]), WAITING_SHOWN)
     out.print()
     show(nodes_table(data["nodes"], controller["time"]))
     if data["groups"]:
         out.print()
         show(groups_table(data["groups"]))
     if data["faults"]:
-        out.print("\n[bold]Faults of the controller[/]; its log says more")
+        out.print("\n[bold]Controller faults[/]; see its log")
         for fault in data["faults"]:
             out.print(f"  {escape(fault)}")
     if data["background"] or data["redone"]:
-        out.print("\n[bold]Background work that failed[/]; the log of the controller says more")
+        out.print("\n[bold]Failed background tasks[/]; see the controller's log")
         for row in data["background"]:
             out.print(f"  {escape(sentence(row))}")
         if data["redone"]:
-            out.print(f"  instructions that were lost and done again: {data['redone']}")
+            out.print(f"  instructions that were lost and re-executed: {data['redone']}")
 
 
 def print_pools(pools: Mapping[str, Data]) -> None:
-    """One line for every pool."""
     if not pools:
         out.print("no pools yet")
         return
@@ -241,44 +243,41 @@ def print_pools(pools: Mapping[str, Data]) -> None:
 
 
 def print_pool(data: Data) -> None:
-    """One pool with its tasks."""
     limit = "no limit" if data["dynamic_limit"] is None else f"at most {data['dynamic_limit']}"
     kept = "kept for reuse" if data["reuse"] else "removed after use"
-    reserved = "; ".join(amounts(one) for one in data["reserved"]) or "none"
-    turns = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
+    reserved = "; ".join(amounts(resources) for resources in data["reserved"]) or "none"
+    access = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
     evicted = ", ".join(f"{n} {code}" for code, n in data["evictions"].items()) or "none"
     facts(
         ("pool", data["name"] + (" (drained: starts nothing new)" if data["drained"] else "")),
         ("used", _used(data)),
-        ("reserved", f"{reserved} ({turns})" if data["reserved"] else reserved),
+        ("reserved", f"{reserved} ({access})" if data["reserved"] else reserved),
         ("dynamic", f"{limit}, {kept}" if data["dynamic"] else "no dynamic slots"),
         ("slots", counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
         ("counts", f"{data['made_count']} made, {data['reuse_count']} reused, {data['destroyed_count']} destroyed"),
-        ("warm hosts", f"{data['target_hosts']} asked for" + _with(" that import ", data["preload"])),
+        ("warm hosts", f"{data['target_hosts']} requested" + _with(" that import ", data["preload"])),
         ("evictions", evicted),
     )
     if data["tasks"]:
         table = plain_table()
         for heading in ("task", "state", "priority", "nodes", "why"):
             table.add_column(heading, justify="right" if heading == "priority" else "left")
-        for one in data["tasks"][-TASKS_SHOWN:]:
-            nodes = ", ".join(node[:12] for node in one["nodes"]) or "-"
-            table.add_row(escape(one["id"]), one["state"], f"{one['priority']:g}", nodes, why(one["reason"]))
+        for task in data["tasks"][-TASKS_SHOWN:]:
+            nodes = ", ".join(node[:12] for node in task["nodes"]) or "-"
+            table.add_row(escape(task["id"]), task["state"], f"{task['priority']:g}", nodes, why(task["reason"]))
         out.print()
         show(table)
-        say_more(len(data["tasks"]), TASKS_SHOWN)
+        print_more(len(data["tasks"]), TASKS_SHOWN)
 
 
 def print_drained(pool: str, view: Data) -> None:
-    """What draining did."""
     running = sum(n for state, n in view["tasks"].items() if state in ("starting", "running", "parked", "cancelling"))
     waiting = sum(view["tasks"].get(state.value, 0) for state in IN_QUEUE)
     does = "starts nothing new" if view["drained"] else "takes tasks again"
-    out.print(f"pool {pool} {does}: {running} in its slots, {waiting} waiting", markup=False)
+    out.print(f"pool {pool} {does}: {running} running, {waiting} waiting", markup=False)
 
 
 def print_explanation(data: Data) -> None:
-    """Why a task is where it is."""
     now = data["time"]
     since = f" for {span(now - data['since'])}" if data["since"] is not None else ""
     out.print(
@@ -298,8 +297,8 @@ def print_explanation(data: Data) -> None:
     if data["how"]:
         rows.append(("runs in", data["how"]))
     if data["places"]:
-        nodes = sorted({one["node"][:12] for one in data["places"]})
-        rows.append(("places", f"{of(len(data['places']), 'slot')} on {', '.join(nodes)}"))
+        nodes = sorted({place["node"][:12] for place in data["places"]})
+        rows.append(("places", f"{counted(len(data['places']), 'slot')} on {', '.join(nodes)}"))
     if data["attempts"] > 1:
         rows.append(("starts", str(data["attempts"])))
     facts(*rows)
@@ -309,7 +308,7 @@ def print_explanation(data: Data) -> None:
 def _metrics_line(metrics: Data) -> str:
     if metrics["url"] is None:
         return f"none: {metrics['why']}"
-    line = f"{metrics['url']}, {of(metrics['series'], 'line')} of trimtab"
+    line = f"{metrics['url']}, {counted(metrics['series'], 'line')} of trimtab"
     return line + (f"; {metrics['why']}" if metrics["why"] else "")
 
 
@@ -317,22 +316,22 @@ def _waiting_table(waiting: Sequence[Data]) -> Table:
     table = plain_table()
     for heading in ("waits", "pool", "place", "priority", "why"):
         table.add_column(heading, justify="right" if heading in ("place", "priority") else "left")
-    for one in waiting:
+    for task in waiting:
         table.add_row(
-            escape(one["id"]) + (" (evicted)" if one["state"] == "evicted" else ""),
-            escape(one["pool"]),
-            str(one["position"] or "-"),
-            f"{one['priority']:g}",
-            why(one["reason"]),
+            escape(task["id"]) + (" (evicted)" if task["state"] == "evicted" else ""),
+            escape(task["pool"]),
+            str(task["position"] or "-"),
+            f"{task['priority']:g}",
+            why(task["reason"]),
         )
     return table
 
 
 def _used(view: Data) -> str:
     parts = []
-    for name, most in view["quota"].items():
-        unit, size = unit_of(name, most)
-        parts.append(f"{view['used'].get(name, 0) / size:.4g}/{most / size:.4g} {unit}")
+    for name, quota in view["quota"].items():
+        unit, size = unit_of(name, quota)
+        parts.append(f"{view['used'].get(name, 0) / size:.4g}/{quota / size:.4g} {unit}")
     return ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Advice on roles, for people as text and for programs as data."""
+"""Advice on roles, as text and as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def advice_data(advice: RoleAdvice, before: Cluster, after: Cluster, settings: PlanSettings | None) -> dict[str, Any]:
-    """What `--format json` and `yaml` print."""
+    """The data of `--format json` and `yaml`."""
     return {
         "advice": advice.reason.code.value,
         "sentence": advice.reason.sentence,
@@ -27,15 +27,15 @@ def advice_data(advice: RoleAdvice, before: Cluster, after: Cluster, settings: P
         "after": _plan(advice.after),
         "best": _plan(advice.best),
         "components": {
-            one.component: {
-                "code": one.reason.code.value,
-                "sentence": one.reason.sentence,
-                "gpus": {"before": one.gpus_before, "after": one.gpus_after},
-                "kind": {"before": one.kind_before or None, "after": one.kind_after or None},
-                "group": {"before": list(one.group_before), "after": list(one.group_after)},
-                "seconds": {"before": one.seconds_before, "after": one.seconds_after},
+            change.component: {
+                "code": change.reason.code.value,
+                "sentence": change.reason.sentence,
+                "gpus": {"before": change.gpus_before, "after": change.gpus_after},
+                "kind": {"before": change.kind_before or None, "after": change.kind_after or None},
+                "group": {"before": list(change.group_before), "after": list(change.group_after)},
+                "seconds": {"before": change.seconds_before, "after": change.seconds_after},
             }
-            for one in advice.changes
+            for change in advice.changes
         },
         "notes": list(advice.notes),
         "settings": dict(settings.values) if settings else None,
@@ -43,20 +43,20 @@ def advice_data(advice: RoleAdvice, before: Cluster, after: Cluster, settings: P
 
 
 def print_advice(advice: RoleAdvice, before: Cluster, after: Cluster, settings: PlanSettings | None) -> None:
-    """The advice, each component's part in it, and the placement that follows."""
+    """Print the advice, its effect on each component, and the resulting placement."""
     out.print(f"[bold]{advice.reason.code.value}[/] {escape(advice.reason.sentence)}")
     out.print(f"{_nodes(before)} before, {_nodes(after)} after")
     out.print()
     table = plain_table()
     for heading in ("component", "GPUs", "seconds", "what, and why"):
         table.add_column(heading, justify="right" if heading in ("GPUs", "seconds") else "left")
-    for one in advice.changes:
-        seconds = "-" if one.seconds_before is None else f"{one.seconds_before:.1f}"
+    for change in advice.changes:
+        seconds = "-" if change.seconds_before is None else f"{change.seconds_before:.1f}"
         table.add_row(
-            escape(one.component),
-            _from_to(str(one.gpus_before or "-"), str(one.gpus_after or "CPU")),
-            _from_to(seconds, f"{one.seconds_after:.1f}"),
-            escape(str(one.reason)),
+            escape(change.component),
+            _from_to(str(change.gpus_before or "-"), str(change.gpus_after or "CPU")),
+            _from_to(seconds, f"{change.seconds_after:.1f}"),
+            escape(str(change.reason)),
         )
     out.print(table)
     out.print()
@@ -64,12 +64,12 @@ def print_advice(advice: RoleAdvice, before: Cluster, after: Cluster, settings: 
         out.print(f"before  {_described(advice.before)}")
     out.print(f"after   {_described(advice.after)}")
     if advice.best.iteration_seconds < advice.after.iteration_seconds * (1 - 1e-9):
-        out.print(f"best    {_described(advice.best)}, a larger move for what real runs do not show")
+        out.print(f"best    {_described(advice.best)}, a larger move for a gain below measurement noise")
     for note in advice.notes:
         out.print(f"  - {escape(note)}")
     if settings is not None:
         out.print()
-        out.print("The placement that follows:")
+        out.print("Resulting placement:")
         out.print()
         out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
 

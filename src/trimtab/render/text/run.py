@@ -1,6 +1,6 @@
-"""A run in words: each thing that happens as a line, where it stands, and what came of it.
+"""A run as lines of text: one per event worth showing, its progress, and its result.
 
-Pure: events of `events.jsonl` in, lines out. It counts nothing that the run does not tell, and changes nothing.
+Pure: events of `events.jsonl` in, lines out.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab.render.text.formatting import of, span
+from trimtab.render.html.kit.labels import counted
+from trimtab.render.text.formatting import span
 
 EventFacts = Mapping[str, Any]
 
-RECENT = 8  # iterations that say how long the rest will take
+RECENT = 8  # iterations that the remaining time is estimated from
 METRICS_SHOWN = 4
-STAYS_UNSAID = ("TOO_FEW", "COSTS_STEADY")  # reasons to stay that are nothing new
+STAYS_UNSAID = ("TOO_FEW", "COSTS_STEADY")  # routine reasons to stay, not printed
 SAID_BY_MOVES = ("ARRIVED", "STAGE_FAILED", "ROLLED_BACK", "STUCK", "MOVING")
 
 
 def seconds(value: float) -> str:
-    """A time of an iteration, short or long."""
     return f"{1e3 * value:.0f} ms" if value < 0.9995 else f"{value:.1f} s" if value < 600 else span(value)
 
 
 PASSING = ("starting", "cancelling")
-"""States of a task that are left by themselves."""
+"""Transient states of a task."""
 
 NEWS = ("TAKEN", "RETURNED", "PROCESS_DIED", "NODE_LOST")
-"""Why a worker is in another state, where that is not the run's own doing."""
+"""Reasons for a worker's change of state that the run did not cause itself."""
 
 
 class RunNarrator:
-    """Follows a run by its events: `heard` gives the lines that are worth a line of their own."""
+    """Follows a run by its events: `on_event` returns the lines to print."""
 
     def __init__(self, iterations: int, *, measuring: bool = False) -> None:
         self.iterations = iterations
-        self.measuring = measuring  # its first plan is there to measure: what that predicts says nothing
+        self.measuring = measuring  # the first plan only measures costs: its prediction means nothing
         self.done = 0
         self.plan = ""
         self.predicted_s: float | None = None
@@ -46,15 +46,15 @@ class RunNarrator:
         self.components: Sequence[EventFacts] = ()  # as measured in the last iteration
         self.wall_s: float | None = None
         self.metrics: dict[str, float] = {}
-        self.move: str | None = None  # the one under way, and its stage
+        self.move: str | None = None  # the current move and its stage
         self.counts = {"moves": 0, "rolled back": 0, "lost": 0, "advice": 0}
-        self._stays = ""
+        self._stay_code = ""
         self._advised = ""
-        self._is_asked = False
-        self._move_s = 0.0  # of the stages that are done
+        self._print_next = False
+        self._move_s = 0.0  # of the finished stages
         self._is_warm = False
         self._here_s: deque[float] = deque(maxlen=RECENT)
-        self._tellers: dict[str, Callable[[EventFacts], Iterator[str]]] = {
+        self._handlers: dict[str, Callable[[EventFacts], Iterator[str]]] = {
             "starting": self._starting,
             "resumed": self._resumed,
             "plan": self._planned,
@@ -69,24 +69,22 @@ class RunNarrator:
             "lost": self._lost,
         }
 
-    def heard(self, event: str, facts: EventFacts) -> list[str]:
-        """Take an event; the lines that it is worth, none for most."""
-        teller = self._tellers.get(event)
-        return list(teller(facts)) if teller is not None else []
+    def on_event(self, event: str, facts: EventFacts) -> list[str]:
+        handler = self._handlers.get(event)
+        return list(handler(facts)) if handler is not None else []
 
-    def say_next(self) -> None:
-        """Somebody asked: the next decision is worth a line, whatever it is."""
-        self._is_asked = True
+    def report_next_decision(self) -> None:
+        """Print the next decision, whatever it is."""
+        self._print_next = True
 
     @property
     def left_s(self) -> float | None:
-        """How long the rest will take, as the last iterations went."""
+        """Estimated remaining time, from the median of recent iterations."""
         if not self._here_s:
             return None
         return statistics.median(self._here_s) * max(0, self.iterations - self.done)
 
     def line(self) -> str:
-        """Where it stands."""
         if self.wall_s is None:
             return f"iteration 1 of {self.iterations}"
         parts = [f"iteration {self.done} of {self.iterations}", self.times()]
@@ -97,17 +95,15 @@ class RunNarrator:
         return "  ".join(parts)
 
     def times(self) -> str:
-        """What the last iteration took, and what was predicted."""
         if self.wall_s is None:
             return ""
         if self.measuring or not self.predicted_s:
             return f"{seconds(self.wall_s)} (measuring)" if self.measuring else seconds(self.wall_s)
         return f"{seconds(self.wall_s)} (predicted {seconds(self.predicted_s)})"
 
-    def figures(self, most: int = METRICS_SHOWN) -> str:
-        """What components have to show, rewards first."""
+    def figures(self, limit: int = METRICS_SHOWN) -> str:
         names = sorted(self.metrics, key=lambda name: "reward" not in name)
-        return ", ".join(f"{name} {self.metrics[name]:.4g}" for name in names[:most])
+        return ", ".join(f"{name} {self.metrics[name]:.4g}" for name in names[:limit])
 
     # ---- one event each --------------------------------------------------------------------------------------------
 
@@ -118,28 +114,28 @@ class RunNarrator:
     def _resumed(self, facts: EventFacts) -> Iterator[str]:
         self.done = int(facts["after"])
         void = int(facts.get("void", 0))
-        again = f"; {of(void, 'iteration')} after that had no state saved and will run again" if void else ""
-        yield f"goes on after iteration {facts['after']}{again}" if self.done else f"begins again{again}"
+        again = f"; {counted(void, 'iteration')} after that had no checkpoint and will run again" if void else ""
+        yield f"continues after iteration {facts['after']}{again}" if self.done else f"starts over{again}"
 
     def _planned(self, facts: EventFacts) -> Iterator[str]:
         why = facts.get("why")
         self.plan, self.predicted_s = str(facts["plan"]), facts.get("predicted_s")
         self.groups, self.costs_s = facts.get("groups", ()), facts.get("costs_s", {})
         if why == "first" and self.measuring:
-            yield f"costs are not stated: measured first, with {self.plan} GPU{'s' * (not self.plan.endswith(' 1'))}"
+            yield f"no costs are given: measured first, with {self.plan} GPU{'s' * (not self.plan.endswith(' 1'))}"
             return
         self.measuring = False
         words = {"measured": f"measured; from iteration {facts['iteration']} on", "lost": "after the loss"}
         at = words.get(str(why), "")
         if why == "move":
-            return  # the move has said so
+            return  # printed by the move
         yield f"plan{f' ({at})' if at else ''}: {self.plan} GPUs, {seconds(self.predicted_s or 0.0)} an iteration"
 
     def _iterated(self, facts: EventFacts) -> Iterator[str]:
         iteration = facts["iteration"]
         self.done, self.wall_s = int(iteration["number"]), float(iteration["wall_s"])
         self.components = iteration.get("components", ())
-        if self._is_warm:  # the first one says little of the rest
+        if self._is_warm:  # the first iteration is not typical
             self._here_s.append(float(facts.get("here_s") or self.wall_s))
         self._is_warm = True
         self.metrics = flat(facts.get("metrics", {}))
@@ -148,19 +144,19 @@ class RunNarrator:
     def _decided(self, facts: EventFacts) -> Iterator[str]:
         if facts["what"] == "advise":
             to = _target(facts)
-            if to != self._advised or self._is_asked:  # the same advice again is nothing new
+            if to != self._advised or self._print_next:  # print the same advice once
                 self.counts["advice"] += 1
                 yield f"would move{to}: {facts['reason']}{gain_words(facts.get('numbers', {}))}"
-            self._advised, self._is_asked = to, False
+            self._advised, self._print_next = to, False
             return
-        is_new = facts["code"] != self._stays and facts["code"] not in STAYS_UNSAID
-        if is_new or self._is_asked:
+        is_new = facts["code"] != self._stay_code and facts["code"] not in STAYS_UNSAID
+        if is_new or self._print_next:
             yield f"stays: {facts['reason']}"
-        self._stays, self._advised, self._is_asked = str(facts["code"]), "", False
+        self._stay_code, self._advised, self._print_next = str(facts["code"]), "", False
 
     def _moved(self, facts: EventFacts) -> Iterator[str]:
         state, name = facts["state"], f"move {facts['move']}"
-        why = facts.get("reason") or "no reason was told"
+        why = facts.get("reason") or "no reason was given"
         if state == "begun":
             self.move, self._move_s = name, 0.0
             yield f"{name}{_target(facts)}: {why}{gain_words(facts.get('numbers', {}))}"
@@ -191,25 +187,25 @@ class RunNarrator:
         nodes = facts.get("nodes", ())
         gpus = sum(int(node[1]) for node in nodes)
         leaving = facts.get("leaving") or ()
-        goes = f"; {', '.join(map(str, leaving))} will go" if leaving else ""
-        yield f"nodes have changed ({why}): {of(len(nodes), 'node')} with {of(gpus, 'GPU')} now{goes}"
+        draining = f"; {', '.join(map(str, leaving))} draining" if leaving else ""
+        yield f"nodes changed ({why}): {counted(len(nodes), 'node')} with {counted(gpus, 'GPU')} now{draining}"
 
     def _range(self, facts: EventFacts) -> Iterator[str]:
-        yield f"{facts['component']} may have {facts['least']} to {facts['most']} GPUs"
+        yield f"{facts['component']} may use {facts['least']} to {facts['most']} GPUs"
 
     def _told(self, facts: EventFacts) -> Iterator[str]:
         if facts.get("reason") and facts.get("code") not in SAID_BY_MOVES:
             yield str(facts["reason"])
 
     def _task(self, facts: EventFacts) -> Iterator[str]:
-        """Somebody else's, in the run's slots: when it waits, runs and ends, and not each step of the way."""
+        """A task of another client in the run's slots: print when it waits, runs and ends."""
         if facts["what"] in PASSING:
             return
         why = facts.get("reason")
         yield f"task {facts['task']}: {facts['what']}{f', {why}' if why else ''}"
 
     def _worker(self, facts: EventFacts) -> Iterator[str]:
-        """What others did to it: that it starts, sleeps and gets weights as the run has it is no news."""
+        """Print only changes that the run did not cause itself."""
         if facts.get("code") not in NEWS and facts["state"] != "lost":
             return
         why = facts.get("reason")
@@ -221,7 +217,6 @@ class RunNarrator:
 
 
 def gain_words(numbers: EventFacts) -> str:
-    """What a decision rests on, in a clause."""
     now, gain, cost = (numbers.get(key) for key in ("iteration_s", "gain_s", "cost_s"))
     words = []
     if now and gain is not None:
@@ -237,18 +232,18 @@ def _target(facts: EventFacts) -> str:
 
 
 def flat(metrics: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
-    """Figures by their name; by component and name where two components use the same one."""
-    names = [key for one in metrics.values() for key in one]
+    """Metrics by name; by component and name where two components use the same name."""
+    names = [key for values in metrics.values() for key in values]
     return {
         key if names.count(key) == 1 else f"{component}.{key}": value
-        for component, one in metrics.items()
-        for key, value in one.items()
+        for component, values in metrics.items()
+        for key, value in values.items()
         if value is not None
     }
 
 
 def last_lines(data: EventFacts) -> list[str]:
-    """What came of a run, where it is, and what to do next: the last block that is shown."""
+    """The last lines of a run: its result, its folder, and the next commands."""
     reason = str(data["reason"])
     lines = [reason if reason.startswith(f"{data['state']} ") else f"{data['state']}: {reason}"]
     if data["iterations"]:
@@ -259,23 +254,23 @@ def last_lines(data: EventFacts) -> list[str]:
         if course["first"] is not None
     ]
     if courses:
-        lines.append(f"from the first to the last tenth: {', '.join(courses[:METRICS_SHOWN])}")
+        lines.append(f"first to last tenth: {', '.join(courses[:METRICS_SHOWN])}")
     happened = [f"{word}: {count}" for word, count in data["happened"].items() if count]
     if happened:
-        lines.append(f"on the way, {', '.join(happened)}")
+        lines.append(f"during the run, {', '.join(happened)}")
     if data.get("fault"):
-        lines.append(f"not all of it is in the folder: {data['fault']}")
+        lines.append(f"the folder is incomplete: {data['fault']}")
     folder = data["folder"]
-    state = f"a state after iteration {data['saved']}" if data["saved"] else "no state to go on from"
+    state = f"checkpoint after iteration {data['saved']}" if data["saved"] else "no checkpoint"
     lines.append(f"folder: {folder} ({state})")
     if data["state"] == "done":
-        lines.append(f"go on:  trimtab run --resume {folder}{data['again']} --iterations {2 * data['asked']}")
+        lines.append(f"resume: trimtab run --resume {folder}{data['again']} --iterations {2 * data['asked']}")
     else:
-        word = "go on:  " if data["saved"] else "begin again: "
+        word = "resume: " if data["saved"] else "start over: "
         lines.append(f"{word}trimtab run --resume {folder}{data['again']}")
     if data["iterations"]:
         lines.append(f"report: trimtab report {folder}")
-        lines.append(f"plan with what was measured: trimtab plan --from-run {folder}")
+        lines.append(f"plan with measured costs: trimtab plan --from-run {folder}")
     return lines
 
 
@@ -286,4 +281,4 @@ def _prediction(data: EventFacts) -> str:
 
 
 def _rewards_first(metrics: Mapping[str, EventFacts]) -> list[tuple[str, EventFacts]]:
-    return sorted(metrics.items(), key=lambda one: "reward" not in one[0])
+    return sorted(metrics.items(), key=lambda item: "reward" not in item[0])

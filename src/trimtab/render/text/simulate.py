@@ -1,4 +1,4 @@
-"""A simulation as text: a table with a line for each policy, and what was assumed."""
+"""A simulation as text and as data: a row per policy, and the assumptions."""
 
 from __future__ import annotations
 
@@ -15,48 +15,41 @@ from rich.table import Table
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
 from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.summary import PolicySummary, data, summary
-from trimtab.replay.pool.figures import PoolFigures
+from trimtab.replay.pool.figures import PolicySummary, PoolFigures, data, summary
 
 
 class NamedPolicy(Protocol):
     """A policy that was compared."""
 
     @property
-    def name(self) -> str:
-        """As it stands in tables."""
+    def name(self) -> str: ...
 
-    def text(self) -> str:
-        """As a report states it."""
+    def text(self) -> str: ...
 
 
 class PolicyComparison(Protocol):
-    """What policies were compared in: a scenario, or the world of a journal."""
+    """What policies were compared in: a scenario or a recorded journal."""
 
     @property
-    def name(self) -> str:
-        """Its title."""
+    def name(self) -> str: ...
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        """Of chance, one run for each."""
+    def seeds(self) -> tuple[int, ...]: ...
 
     @property
-    def policies(self) -> Sequence[NamedPolicy]:
-        """Those that ran."""
+    def policies(self) -> Sequence[NamedPolicy]: ...
 
     def assumptions(self) -> list[str]:
-        """All that was assumed; the first two say what it was."""
+        """The assumptions; the first two describe the scenario."""
 
 
 def answer_data(
     scenario: PolicyComparison, runs: Sequence[PoolFigures], advice: Recommendation | None = None
 ) -> dict[str, Any]:
-    """All of it, for programs."""
     return {
         "scenario": scenario.name,
         "assumptions": scenario.assumptions(),
-        "policies": {one.name: one.text() for one in scenario.policies},
+        "policies": {policy.name: policy.text() for policy in scenario.policies},
         "seeds": list(scenario.seeds),
         "recommendation": None if advice is None else asdict(advice),
         "summary": [
@@ -71,7 +64,6 @@ def answer_data(
 
 
 def as_csv(runs: Sequence[PoolFigures]) -> str:
-    """A line for each run."""
     rows = data(runs)
     page = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -82,12 +74,10 @@ def as_csv(runs: Sequence[PoolFigures]) -> str:
 
 
 def as_json(scenario: PolicyComparison, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> str:
-    """As JSON."""
     return json.dumps(answer_data(scenario, runs, advice), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def print_answer(scenario: PolicyComparison, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> None:
-    """The table for people."""
     out.print(f"[bold]{escape(scenario.name)}[/]")
     for sentence in scenario.assumptions():
         out.print(f"  {escape(sentence)}", style="dim")
@@ -98,17 +88,16 @@ def print_answer(scenario: PolicyComparison, runs: Sequence[PoolFigures], advice
     show(figures_table(runs, several))
     if advice is not None:
         out.print(f"\n{escape(advice.sentence)}")
-    events, looks = sum(one.events for one in runs), sum(one.looks for one in runs)
-    seconds = sum(one.seconds for one in runs)
+    events, looks = sum(run.events for run in runs), sum(run.looks for run in runs)
+    seconds = sum(run.seconds for run in runs)
     out.print(
-        f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; what must be true was looked at {looks:,} times, "
-        "and held",
+        f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {looks:,} invariant checks passed",
         style="dim",
     )
 
 
 def figures_table(runs: Sequence[PoolFigures], several: bool) -> Table:
-    """A line for each policy; with the spread where there are several seeds."""
+    """A row per policy; with the spread where there are several seeds."""
     rows = summary(runs)
     classes = list(runs[0].classes)
     table = plain_table()
@@ -139,7 +128,6 @@ def _span(row: PolicySummary, name: str, several: bool) -> str:
 
 
 def brief(seconds: float) -> str:
-    """A time in one unit, three digits."""
     for unit, size in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

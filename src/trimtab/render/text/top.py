@@ -1,4 +1,4 @@
-"""A run, or a cluster, on one screen of a terminal. Made from the dashboard's source; asks nobody itself."""
+"""A run or a cluster on one terminal screen, from the dashboard's source."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _TALL = 10_000
 
 
 def picture(source: DashboardSource, height: int) -> RenderableType:
-    """Everything, as far as it fits on so many lines."""
+    """The screen, cut to `height` lines."""
     return Group(*_parts(source, height))
 
 
-def plain(source: DashboardSource) -> None:
-    """Everything, once."""
+def print_once(source: DashboardSource) -> None:
     for part in _parts(source, _TALL):
         show(part)
 
@@ -54,12 +53,12 @@ def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
         for name, view in status["pools"].items()
     ]
     waiting = [
-        [one["id"], one["pool"], one["position"] or "-", _why(one["reason"]["code"], one["reason"]["sentence"])]
-        for one in status["waiting"][:20]
+        [task["id"], task["pool"], task["position"] or "-", _why(task["reason"]["code"], task["reason"]["sentence"])]
+        for task in status["waiting"][:20]
     ]
     nodes = [
-        [one["name"] or one["host"] or one["node"][:12], one["state"], amounts(one["total"])]
-        for one in status["nodes"][:20]
+        [node["name"] or node["host"] or node["node"][:12], node["state"], amounts(node["total"])]
+        for node in status["nodes"][:20]
     ]
     parts: list[RenderableType] = []
     for heads, rows in (
@@ -73,7 +72,7 @@ def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
-    """A run: its head, components, workers, tasks, nodes, and the newest events in the lines that are left."""
+    """A run: its head, components, workers, tasks, nodes, and the newest events in the remaining lines."""
     story = board.story
     parts: list[RenderableType] = [_head(board)]
     if story.plans:
@@ -82,11 +81,11 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
     if spent:
         rows = []
         for cost in spent:
-            seats = story.plans[-1].seats(cost.component) if story.plans else ()
+            gpu_slots = story.plans[-1].gpu_slots(cost.component) if story.plans else ()
             rows.append(
                 [
                     cost.component,
-                    str(len(seats)) if seats else "CPU",
+                    str(len(gpu_slots)) if gpu_slots else "CPU",
                     _seconds(cost.predicted_s),
                     _seconds(cost.busy_s),
                     _seconds(cost.wait_s),
@@ -94,27 +93,27 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
                 ]
             )
         parts += ["", _table(("component", "GPUs", "planned", "own time", "waits", "GPUs idle"), rows, right=1)]
-    workers = [one for one in board.workers.values() if not one.is_over]
+    workers = [worker for worker in board.workers.values() if not worker.is_over]
     if workers:
         states: dict[str, int] = {}
-        for one in workers:
-            states[one.state] = states.get(one.state, 0) + 1
-        busy = sum(one.running or 0 for one in workers)
+        for worker in workers:
+            states[worker.state] = states.get(worker.state, 0) + 1
+        busy = sum(worker.running or 0 for worker in workers)
         words = ", ".join(f"{count} {state}" for state, count in states.items())
-        parts += ["", escape(f"workers: {words}; {busy} request{'s' * (busy != 1)} at work")]
-    tasks = [one for one in board.tasks.values() if not one.is_over]
+        parts += ["", escape(f"workers: {words}; {busy} request{'s' * (busy != 1)} running")]
+    tasks = [task for task in board.tasks.values() if not task.is_over]
     if tasks:
-        rows = [[one.name, one.state, one.group, _why(one.code, one.reason)] for one in tasks[-8:]]
+        rows = [[task.name, task.state, task.group, _why(task.code, task.reason)] for task in tasks[-8:]]
         parts += ["", _table(("task", "state", "pool", "why"), rows)]
-    nodes = [node for node in story.nodes if board.is_there(node)]
+    nodes = [node for node in story.nodes if board.is_present(node)]
     if nodes:
         gpus = sum(node.gpus for node in nodes)
-        going = f", {len(board.leaving)} will go" if board.leaving else ""
+        going = f", {len(board.leaving)} draining" if board.leaving else ""
         parts += ["", f"nodes: {len(nodes)} with {gpus} GPUs{going}"]
     used = 4 + len(spent) + len(tasks) + 8
-    newest = [one for one in story.happenings if one.kind != "saved"][-max(3, min(20, height - used)) :]
+    newest = [event for event in story.timeline_events if event.kind != "saved"][-max(3, min(20, height - used)) :]
     if newest:
-        rows = [[duration(one.t_s), one.title, _why(one.code, one.reason)] for one in newest]
+        rows = [[duration(event.t_s), event.title, _why(event.code, event.reason)] for event in newest]
         parts += ["", _table(("at", "what", "why"), rows)]
     return parts
 
@@ -122,14 +121,14 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
 def _head(board: RunBoard) -> Table:
     story = board.story
     done = story.iterations
-    walls = [one.iteration.wall_s for one in done[-20:]]
+    walls = [record.iteration.wall_s for record in done[-20:]]
     promised = story.prediction(len(story.plans) - 1) if story.plans else None
     count = f"{len(done)} of {story.wanted}" if story.wanted else str(len(done))
     grid = Table.grid(padding=(0, 3, 0, 0))
-    grid.add_row(f"[bold]{escape(story.job or 'run')}[/]", escape(board.standing))
-    said = f"{duration(median(walls)) if walls else '-'} each"
-    said += f", {duration(promised)} predicted" if promised is not None else ""
-    grid.add_row(f"{count} iterations", f"{duration(story.end_s)}; {said}")
+    grid.add_row(f"[bold]{escape(story.job or 'run')}[/]", escape(board.status_sentence))
+    times = f"{duration(median(walls)) if walls else '-'} each"
+    times += f", {duration(promised)} predicted" if promised is not None else ""
+    grid.add_row(f"{count} iterations", f"{duration(story.end_s)}; {times}")
     for name in metric_names(story)[:1]:
         values = [value for _, value in course(done, name)]
         if values:
@@ -139,7 +138,7 @@ def _head(board: RunBoard) -> Table:
 
 
 def spark(values: Sequence[float]) -> str:
-    """A course as a line of blocks, at most forty of them; each is the mean of its part."""
+    """A series as block characters, at most _SPARK of them; each is the mean of its part."""
     size = max(1, -(-len(values) // _SPARK))
     means = [sum(part) / len(part) for part in (values[at : at + size] for at in range(0, len(values), size))]
     low, high = min(means), max(means)

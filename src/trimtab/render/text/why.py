@@ -1,4 +1,4 @@
-"""Waits and their causes for people, as text, and for programs, as data. Asks nobody."""
+"""Waiting workloads and their causes, as text and as data."""
 
 from __future__ import annotations
 
@@ -19,41 +19,40 @@ from trimtab.render.text.formatting import show, span
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
-MARGIN = 6  # two more are between columns
+MARGIN = 6  # without the 2 characters between columns
 
 
-# ---- for programs ---------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def as_data(snapshot: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
-    """What `trimtab why` answers. Times are seconds since 1970; amounts are as Ray counts them, memory in bytes."""
+    """The data of `trimtab why`. Times are seconds since 1970; amounts are Ray's, memory in bytes."""
     return {
         "status": "never" if found.never else "waits" if found.waits else "nothing waits",
         "waits": found.waits,
         "never": found.never,
         "address": snapshot.address,
         "at": snapshot.at,
-        "findings": [finding_data(snapshot, one) for one in found.findings],
-        "notes": [{"code": one.kind.value, "sentence": one.sentence} for one in found.notes],
-        "nodes": [_node_data(one) for one in snapshot.nodes],
+        "findings": [finding_data(snapshot, finding) for finding in found.findings],
+        "notes": [{"code": note.kind.value, "sentence": note.sentence} for note in found.notes],
+        "nodes": [_node_data(node) for node in snapshot.nodes],
     }
 
 
-def finding_data(snapshot: GcsSnapshot, one: Finding) -> dict[str, Any]:
-    """One cause with all that belongs to it."""
+def finding_data(snapshot: GcsSnapshot, finding: Finding) -> dict[str, Any]:
     return {
-        "cause": one.cause.value,
-        "never": one.never,
-        "sentence": one.sentence,
-        "count": one.count,
-        "since": one.since,
-        "waits_s": None if one.since is None else max(0.0, snapshot.at - one.since),
-        "who": [_waiting_data(snapshot, each) for each in one.workloads],
-        "followers": [_waiting_data(snapshot, each) for each in one.followers],
-        "asked": one.asked.floats(),
-        "nodes": [_row_data(row) for row in one.rows],
-        "helps": list(one.remedies),
-        "blockers": list(one.blockers),
+        "cause": finding.cause.value,
+        "never": finding.never,
+        "sentence": finding.sentence,
+        "count": finding.count,
+        "since": finding.since,
+        "waits_s": None if finding.since is None else max(0.0, snapshot.at - finding.since),
+        "who": [_waiting_data(snapshot, workload) for workload in finding.workloads],
+        "followers": [_waiting_data(snapshot, workload) for workload in finding.followers],
+        "asked": finding.asked.floats(),
+        "nodes": [_row_data(row) for row in finding.rows],
+        "helps": list(finding.remedies),
+        "blockers": list(finding.blockers),
     }
 
 
@@ -68,44 +67,44 @@ def would_fit_data(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit) 
         "at": snapshot.at,
         "groups": [
             {
-                "components": one.group.name,
-                "gpus": one.group.gpus,
-                "gpus_on_one_node": one.group.block,
-                "fits_now": one.now,
-                "fits_ever": one.ever,
-                "nodes": list(one.nodes),
-                "lacks_now": one.lacks_now.floats(),
-                "lacks_ever": one.lacks_ever.floats(),
+                "components": group_fit.group.name,
+                "gpus": group_fit.group.gpus,
+                "gpus_on_one_node": group_fit.group.block,
+                "fits_now": group_fit.now,
+                "fits_ever": group_fit.ever,
+                "nodes": list(group_fit.nodes),
+                "lacks_now": group_fit.lacks_now.floats(),
+                "lacks_ever": group_fit.lacks_ever.floats(),
             }
-            for one in found.groups
+            for group_fit in found.groups
         ],
         "finding": None if found.finding is None else finding_data(snapshot, found.finding),
         "notes": list(found.notes),
     }
 
 
-def _waiting_data(snapshot: GcsSnapshot, one: PendingWorkload) -> dict[str, Any]:
-    job = snapshot.job(one.job)
+def _waiting_data(snapshot: GcsSnapshot, workload: PendingWorkload) -> dict[str, Any]:
+    job = snapshot.job(workload.job)
     return {
-        "id": one.id,
-        "kind": one.kind.value,
-        "name": one.name,
-        "class": one.class_name if one.kind is WorkloadKind.actor else None,
-        "stage": one.stage.value,
-        "since": one.since,
-        "since_is": "unknown" if one.since is None else "first seen" if one.at_least else "told by Ray",
-        "count": one.count,
-        "asks": [_ask_data(request) for request in one.requests],
-        "strategy": one.strategy.value if one.kind is WorkloadKind.group else None,
-        "group": one.group,
-        "bundle": one.bundle,
-        "pinned": one.pinned,
-        "job": {"id": one.job, "command": job.command, "pid": job.pid, "address": job.address} if job else None,
+        "id": workload.id,
+        "kind": workload.kind.value,
+        "name": workload.name,
+        "class": workload.class_name if workload.kind is WorkloadKind.actor else None,
+        "stage": workload.stage.value,
+        "since": workload.since,
+        "since_is": "unknown" if workload.since is None else "first seen" if workload.at_least else "told by Ray",
+        "count": workload.count,
+        "asks": [_ask_data(request) for request in workload.requests],
+        "strategy": workload.strategy.value if workload.kind is WorkloadKind.group else None,
+        "group": workload.group,
+        "bundle": workload.bundle,
+        "pinned": workload.pinned,
+        "job": {"id": workload.job, "command": job.command, "pid": job.pid, "address": job.address} if job else None,
     }
 
 
 def _ask_data(request: ResourceRequest) -> dict[str, Any]:
-    labels = [[str(one) for one in each] for each in request.labels]
+    labels = [[str(label) for label in selector] for selector in request.labels]
     return {"amounts": request.amounts.floats(), "labels": labels, "node": request.node}
 
 
@@ -120,69 +119,72 @@ def _row_data(row: NodeFit) -> dict[str, Any]:
     }
 
 
-def _node_data(one: NodeSnapshot) -> dict[str, Any]:
+def _node_data(node: NodeSnapshot) -> dict[str, Any]:
     return {
-        "id": one.id,
-        "name": one.name,
-        "address": one.address,
-        "head": one.head,
-        "total": one.total.floats(),
-        "free": one.free.floats(),
-        "labels": dict(one.labels),
-        "draining": None if one.drain is None else {"deadline": one.drain.deadline, "cause": one.drain.cause},
+        "id": node.id,
+        "name": node.name,
+        "address": node.address,
+        "head": node.head,
+        "total": node.total.floats(),
+        "free": node.free.floats(),
+        "labels": dict(node.labels),
+        "draining": None if node.drain is None else {"deadline": node.drain.deadline, "cause": node.drain.cause},
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 def print_why(snapshot: GcsSnapshot, found: Diagnosis) -> None:
-    """The causes, worst first."""
     show(picture(snapshot, found))
 
 
 def picture(snapshot: GcsSnapshot, found: Diagnosis) -> RenderableType:
-    """The same, to be shown once or again and again."""
+    """The causes, worst first, as a renderable."""
     parts: list[RenderableType] = [_headline(snapshot, found)]
-    jobs = {each.job for one in found.findings for each in one.workloads}
-    for one in found.findings:
-        parts += [Text(), _finding(snapshot, one)]
+    jobs = {workload.job for finding in found.findings for workload in finding.workloads}
+    for finding in found.findings:
+        parts += [Text(), _finding(snapshot, finding)]
         if len(jobs) > 1:
-            parts += _asked_by(snapshot, one.workloads[0].job, MARGIN + 2)
+            parts += _requested_by(snapshot, finding.workloads[0].job, MARGIN + 2)
     if found.notes:
         parts.append(Text())
-        parts += [_line(f"[dim]note[/]    {escape(one.sentence)}") for one in found.notes]
+        parts += [_line(f"[dim]note[/]    {escape(note.sentence)}") for note in found.notes]
     if len(jobs) == 1:
-        parts += [Text(), *_asked_by(snapshot, jobs.pop())]
+        parts += [Text(), *_requested_by(snapshot, jobs.pop())]
     return Group(*parts)
 
 
 def print_would_fit(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
-    """Whether a plan would find its room."""
     if found.now:
         verdict = "[bold green]fits now[/]"
     elif found.ever:
         verdict = "[bold yellow]would fit, but not now[/]"
     else:
-        verdict = "[bold red]never fits[/] on the nodes that are here and stay"
+        verdict = "[bold red]never fits[/] on the nodes that are not draining"
     parts: list[RenderableType] = [_line(f"[bold]{escape(job)}[/] {verdict}"), _line(f"[dim]plan: {escape(plan)}[/]")]
     table = plain_table()
     for heading in ("group", "asks", "now", "nodes empty"):
         table.add_column(heading)
-    for one in found.groups:
+    for group_fit in found.groups:
         requests = (
-            f"{one.group.gpus} gpu"
-            if one.group.gpus
-            else str(total([request.amounts for request in one.group.requests]))
+            f"{group_fit.group.gpus} gpu"
+            if group_fit.group.gpus
+            else str(total([request.amounts for request in group_fit.group.requests]))
         )
-        if one.group.block > 1:
-            requests += f", {one.group.block} of them on one node"
-        now = f"fits on {_names(one.nodes)}" if one.now else f"lacks {one.lacks_now}"
-        table.add_row(escape(one.group.name), requests, escape(now), "fits" if one.ever else f"lacks {one.lacks_ever}")
+        if group_fit.group.block > 1:
+            requests += f", {group_fit.group.block} of them on one node"
+        now = f"fits on {_names(group_fit.nodes)}" if group_fit.now else f"lacks {group_fit.lacks_now}"
+        table.add_row(
+            escape(group_fit.group.name),
+            requests,
+            escape(now),
+            "fits" if group_fit.ever else f"lacks {group_fit.lacks_ever}",
+        )
     parts += [Text(), table]
     if found.finding is not None:
         parts += [Text(), _finding(snapshot, found.finding, heading=False)]
-    parts += [_line(f"[dim]note[/]    {escape(one)}") for one in found.notes]
+    parts += [_line(f"[dim]note[/]    {escape(note)}") for note in found.notes]
     show(Group(*parts))
 
 
@@ -191,32 +193,32 @@ def _headline(snapshot: GcsSnapshot, found: Diagnosis) -> Text:
     where = f"[dim]({escape(snapshot.address)}, {nodes})[/]"
     if not found.waits:
         return _line(f"[bold green]Nothing waits.[/] {where}")
-    soon = sum(one.count for one in found.findings if one.cause in UNDER_WAY)
-    said = [f"[bold]{found.waits} wait{'s' if found.waits == 1 else ''}[/]"]
+    soon = sum(finding.count for finding in found.findings if finding.cause in UNDER_WAY)
+    parts = [f"[bold]{found.waits} wait{'s' if found.waits == 1 else ''}[/]"]
     if found.never:
-        said.append(f"[bold red]{found.never} can never start as things are[/]")
+        parts.append(f"[bold red]{found.never} can never start on this cluster[/]")
     if soon:
-        said.append(f"{soon} under way")
-    return _line(f"{', '.join(said)} {where}")
+        parts.append(f"{soon} starting")
+    return _line(f"{', '.join(parts)} {where}")
 
 
-def _finding(snapshot: GcsSnapshot, one: Finding, *, heading: bool = True) -> RenderableType:
-    """A word in the margin, and beside it who waits, why, node by node, and what helps."""
+def _finding(snapshot: GcsSnapshot, finding: Finding, *, heading: bool = True) -> RenderableType:
+    """A word in the margin; beside it what waits, why, node by node, and what helps."""
     word, colour = ("WAITS", "yellow")
-    if one.never:
+    if finding.never:
         word, colour = ("NEVER", "red")
-    elif one.cause in UNDER_WAY:
+    elif finding.cause in UNDER_WAY:
         word, colour = ("STARTS", "green")
     parts: list[RenderableType] = []
     if heading:
-        parts.append(_line(f"[bold]{escape(_who(one))}[/]{_since(snapshot, one)}"))
-    parts += [_line(f"[bold]{one.cause.value}[/]: {escape(one.sentence)}"), *_nodes(one)]
+        parts.append(_line(f"[bold]{escape(_who(finding))}[/]{_since(snapshot, finding)}"))
+    parts += [_line(f"[bold]{finding.cause.value}[/]: {escape(finding.sentence)}"), *_nodes(finding)]
     helps = Table.grid(padding=(0, 2, 0, 0))
     helps.add_column(style="dim", justify="right")
-    for number, way in enumerate(one.remedies):
+    for number, way in enumerate(finding.remedies):
         helps.add_row("or" if number else "helps", escape(way))
-    if one.followers:
-        helps.add_row("behind it", escape(_names([each.name for each in one.followers])))
+    if finding.followers:
+        helps.add_row("behind it", escape(_names([workload.name for workload in finding.followers])))
     if helps.rows:
         parts.append(helps)
     margin = Table.grid(padding=(0, 2, 0, 0))
@@ -225,32 +227,32 @@ def _finding(snapshot: GcsSnapshot, one: Finding, *, heading: bool = True) -> Re
     return margin
 
 
-def _asked_by(snapshot: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
+def _requested_by(snapshot: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
     job = snapshot.job(id)
     if job is None or not job.command:
         return []
-    by = f"asked by {job.command} (process {job.pid} on {job.address})"
+    by = f"requested by {job.command} (process {job.pid} on {job.address})"
     return [_line(" " * margin + f"[dim]{escape(by)}[/]")]
 
 
-def _who(one: Finding) -> str:
-    """All of them; two that block each other side by side."""
+def _who(finding: Finding) -> str:
+    """The waiting workloads; two that block each other side by side."""
     sides: dict[tuple[WorkloadKind, str, str], list[PendingWorkload]] = {}
-    for each in one.workloads:
-        sides.setdefault((each.kind, each.job, each.class_name), []).append(each)
-    return " and ".join(_alike(each) for each in sides.values())
+    for workload in finding.workloads:
+        sides.setdefault((workload.kind, workload.job, workload.class_name), []).append(workload)
+    return " and ".join(_alike(alike) for alike in sides.values())
 
 
 def _alike(who: Sequence[PendingWorkload]) -> str:
     first = who[0]
-    number = sum(each.count for each in who)
+    number = sum(workload.count for workload in who)
     sort = {
         WorkloadKind.group: "placement group",
         WorkloadKind.actor: "actor",
         WorkloadKind.task: "task",
         WorkloadKind.plan: "job",
     }[first.kind]
-    names = list(dict.fromkeys(each.name or each.id[:12] for each in who))
+    names = list(dict.fromkeys(workload.name or workload.id[:12] for workload in who))
     if number == 1:
         text = f"{sort} {names[0]}"
         if first.kind is WorkloadKind.actor and first.class_name != first.name:
@@ -265,38 +267,40 @@ def _alike(who: Sequence[PendingWorkload]) -> str:
     return text
 
 
-def _since(snapshot: GcsSnapshot, one: Finding) -> str:
-    if one.since is None:
-        return " [dim]since an unknown time[/]"
-    at_least = "at least " if any(each.at_least for each in one.workloads) else ""
-    return f" [dim]for {at_least}{span(snapshot.at - one.since)}[/]"
+def _since(snapshot: GcsSnapshot, finding: Finding) -> str:
+    if finding.since is None:
+        return " [dim]for an unknown time[/]"
+    at_least = "at least " if any(workload.at_least for workload in finding.workloads) else ""
+    return f" [dim]for {at_least}{span(snapshot.at - finding.since)}[/]"
 
 
-def _nodes(one: Finding) -> list[RenderableType]:
-    """A line for each node that has something of what is asked; the others are counted."""
-    if not one.asked or not one.rows:
+def _nodes(finding: Finding) -> list[RenderableType]:
+    """A row per node that has some of what is requested; the others are counted."""
+    if not finding.asked or not finding.rows:
         return []
-    none = [row for row in one.rows if any(not row.total.get(name) for name, _ in one.asked)]
-    some = [row for row in one.rows if row not in none]
+    none = [row for row in finding.rows if any(not row.total.get(name) for name, _ in finding.asked)]
+    shown = [row for row in finding.rows if row not in none]
     parts: list[RenderableType] = []
-    if some:
+    if shown:
         table = plain_table(header_style="dim")
         for heading in ("node", "free", "lacks now", ""):
             table.add_column(heading, no_wrap=heading == "node")
-        for row in some[:NODES_SHOWN]:
-            table.add_row(*(escape(word) for word in _row(one, row)))
+        for row in shown[:NODES_SHOWN]:
+            table.add_row(*(escape(word) for word in _row(finding, row)))
         parts.append(table)
-    if len(some) > NODES_SHOWN:
-        parts.append(_line(f"[dim]and {len(some) - NODES_SHOWN} nodes more: --format json has all[/]"))
-    if some and none:
-        missing = " or ".join(dict.fromkeys(n for row in none for n, _ in one.asked if not row.total.get(n)))
+    if len(shown) > NODES_SHOWN:
+        parts.append(_line(f"[dim]and {len(shown) - NODES_SHOWN} nodes more: --format json has all[/]"))
+    if shown and none:
+        missing = " or ".join(dict.fromkeys(n for row in none for n, _ in finding.asked if not row.total.get(n)))
         has = "node has" if len(none) == 1 else "nodes have"
         parts.append(_line(f"[dim]{len(none)} other {has} no {escape(missing)}[/]"))
     return parts
 
 
-def _row(one: Finding, row: NodeFit) -> tuple[str, str, str, str]:
-    free = [f"{_number(name, row.free.get(name))} of {amount_text(name, row.total.get(name))}" for name, _ in one.asked]
+def _row(finding: Finding, row: NodeFit) -> tuple[str, str, str, str]:
+    free = [
+        f"{_number(name, row.free.get(name))} of {amount_text(name, row.total.get(name))}" for name, _ in finding.asked
+    ]
     notes = [row.note] if row.note else []
     if row.lacks_empty:
         notes.insert(0, f"{row.lacks_empty} even when empty" if row.lacks != row.lacks_empty else "even when empty")

@@ -1,1 +1,1 @@
-"""The virtual clock, traces, churn, and summaries over seeds."""
+"""Shared by all simulations: virtual clock, traces, churn, durations, recommendations."""

@@ -1,7 +1,7 @@
-"""The virtual clock: what will happen, in order of time. It knows nothing of what that is.
+"""Virtual clock: a queue of events in order of time.
 
-Two things at one moment happen in the order in which they were put down, so a run depends on its inputs alone. Time
-never goes back: what is put down for the past happens now.
+Events at the same time occur in the order in which they were put, so a run depends on its inputs alone. Time never goes
+back: an event put for the past occurs now.
 """
 
 from __future__ import annotations
@@ -9,35 +9,33 @@ from __future__ import annotations
 import heapq
 from typing import Generic, TypeVar
 
-What = TypeVar("What")
+Event = TypeVar("Event")
 
 
-class Agenda(Generic[What]):
-    """Moments to come, and the time."""
+class Agenda(Generic[Event]):
+    """Events to come, and the current time."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, What]] = []
+        self._heap: list[tuple[float, int, Event]] = []
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def put(self, at: float, what: What) -> None:
-        """It happens then."""
+    def put(self, at: float, event: Event) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (at if at > self.now else self.now, self._count, what))
+        heapq.heappush(self._heap, (at if at > self.now else self.now, self._count, event))
 
-    def first(self) -> float | None:
-        """When the next thing happens."""
+    def next_time(self) -> float | None:
         return self._heap[0][0] if self._heap else None
 
-    def pop(self) -> What:
-        """The next thing; it is its time now."""
-        at, _, what = heapq.heappop(self._heap)
+    def pop(self) -> Event:
+        """Removes the next event and sets the clock to its time."""
+        at, _, event = heapq.heappop(self._heap)
         self.now = at
-        return what
+        return event
 
-    def leap(self, at: float) -> None:
-        """Time passes, and nothing that was put down happens."""
+    def advance_to(self, at: float) -> None:
+        """Sets the clock without popping an event."""
         self.now = max(self.now, at)

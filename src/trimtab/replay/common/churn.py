@@ -1,7 +1,7 @@
-"""What happens to nodes: losses, returns, joins and drains, at stated times or by chance.
+"""Node churn: losses, returns, joins and drains, at stated times or at random.
 
-By chance each node lives for a time that is exponential around its mean, is gone for as long as a repair takes, and
-comes back empty. Everything is drawn before a run begins, so that all policies meet the same failures.
+Random churn: a node's time to failure is exponential, a repair takes its time, and the node comes back empty. All of it
+is drawn before a run begins, so that every policy meets the same failures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NodeEventKind = Literal["lost", "joined", "draining"]
 
 @dataclass(frozen=True)
 class ChurnEvent:
-    """Something happens to a node. A node that drains is gone `notice_s` later."""
+    """A change of a node's state. A draining node is lost `notice_s` later."""
 
     at_s: float
     node: str
@@ -28,15 +28,15 @@ class ChurnEvent:
 
 @dataclass(frozen=True)
 class Churn:
-    """Failures by chance."""
+    """Random failures."""
 
-    days_between: float  # mean time between two failures of one node
+    days_between: float  # mean time between failures of a node
     repair_s: Distribution = AN_HOUR
-    drained: float = 0.0  # share of failures that are announced: the node drains first
+    drained: float = 0.0  # share of failures announced by a drain
     notice_s: float = 120.0
 
     def events(self, nodes: list[str], until_s: float, seed: int) -> list[ChurnEvent]:
-        """What will happen, in order of time."""
+        """Events in order of time."""
         found = []
         for node in nodes:
             source = random.Random(f"churn {seed} {node}")
@@ -49,9 +49,8 @@ class Churn:
                 found.append(ChurnEvent(at, node, "draining" if announced else "lost", self.notice_s * announced))
                 at += (self.notice_s if announced else 0.0) + self.repair_s.draw(source)
                 found.append(ChurnEvent(at, node, "joined"))
-        return sorted(found, key=lambda one: (one.at_s, one.node))
+        return sorted(found, key=lambda event: (event.at_s, event.node))
 
     def text(self) -> str:
-        """As a report states it."""
-        said = f"each node fails every {self.days_between:g} days on average and is back after {self.repair_s.text()}"
-        return said + (f"; {self.drained:.0%} announced {self.notice_s:g} s ahead" if self.drained else "")
+        text = f"each node fails every {self.days_between:g} days on average and is back after {self.repair_s.text()}"
+        return text + (f"; {self.drained:.0%} announced {self.notice_s:g} s ahead" if self.drained else "")

@@ -1,9 +1,8 @@
-"""What a sweep recommends, and on what evidence: the best setting tried, if seeds agree that it is better.
+"""Recommends a setting from a sweep if the seeds show that it is better.
 
-Every setting met the same reality under a seed, so settings are compared seed by seed: the mean of the differences to
-the setting that counts now, and the standard error of that mean. The best of many is lucky as well as good: where there
-are runs that it was not chosen by (other seeds, later times of a trace), those judge it. What must never happen: that a
-difference which chance alone explains is recommended.
+Every setting ran on the same reality under a seed, so settings are compared seed by seed: the mean difference to the
+current setting, and its standard error. The best of many tried is partly luck: where held-out runs exist (other seeds,
+later parts of a trace), those decide. Must never happen: recommending a difference that chance alone explains.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 
-SURE = 2.0  # standard errors
-LEAST = 0.002  # share of the figure: nearer settings are not told apart
-FEWEST = 3  # seeds
+MIN_STANDARD_ERRORS = 2.0  # standard errors that a gain must exceed
+MIN_GAIN = 0.002  # share of the figure: smaller differences count as equal
+MIN_SEEDS = 3  # seeds
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The setting to choose, or the one that counts now where nothing is better for certain."""
+    """The recommended setting: the current one unless another is significantly better."""
 
     choose: str
     sentence: str
-    gain: float  # of the best tried, as a share of the figure now; below 0: all are worse
+    gain: float  # of the best setting tried, as a share of the current figure; below 0: all are worse
     error: float  # its standard error
     seeds: int
 
 
 def best(now: str, tried: Mapping[str, Mapping[int, float]]) -> str:
-    """The setting with the lowest figure besides `now`; `now` where nothing else was tried."""
-    others = {name: fmean(one.values()) for name, one in tried.items() if name != now}
+    """The setting other than `now` with the lowest mean; `now` if nothing else was tried."""
+    others = {name: fmean(by_seed.values()) for name, by_seed in tried.items() if name != now}
     return min(others, key=others.__getitem__) if others else now
 
 
@@ -42,14 +41,14 @@ def recommend(
     held_out: Mapping[str, Mapping[int, float]] | None = None,
     runs: str = "seeds",
 ) -> Recommendation:
-    """`tried` has a figure by setting and seed, of which less is better; `now` is the one that counts, and among them.
+    """Compares settings. `tried`: figure by setting and seed, lower is better; `now`: the current setting, one of them.
 
-    `what` names the figure. `held_out` has the same for seeds that did not choose, at least of `now` and of the best;
-    `runs` says what they are.
+    `what` names the figure. `held_out`: the same for seeds not used for the choice, at least of `now` and the best;
+    `runs` names them.
     """
     choice = best(now, tried)
     if choice == now:
-        return Recommendation(now, f"keep {now}: nothing else was tried that may be chosen", 0.0, 0.0, len(tried[now]))
+        return Recommendation(now, f"keep {now}: no other setting was tried", 0.0, 0.0, len(tried[now]))
     judged = tried if held_out is None else held_out
     base, its = judged[now], judged[choice]
     gains = [1 - its[seed] / base[seed] for seed in base if base[seed]]
@@ -58,13 +57,13 @@ def recommend(
     over = f"{seeds} {runs}" if held_out is None else f"{seeds} {runs} that did not choose it"
     found = (
         f"{what} is {abs(gain):.1%} {'lower' if gain >= 0 else 'higher'} with {choice} than with {now} "
-        f"(± {error:.1%}, standard error over {over}; lower with {sum(one > 0 for one in gains)} of them)"
+        f"(± {error:.1%}, standard error over {over}; lower with {sum(gain > 0 for gain in gains)} of them)"
     )
-    if gain <= LEAST:
+    if gain <= MIN_GAIN:
         return Recommendation(now, f"keep {now}: {found}", gain, error, seeds)
-    if seeds < FEWEST:
+    if seeds < MIN_SEEDS:
         return Recommendation(now, f"keep {now} for now: {found}, and that is too few {runs}", gain, error, seeds)
-    if gain <= SURE * error:
+    if gain <= MIN_STANDARD_ERRORS * error:
         return Recommendation(
             now, f"keep {now}: {found}, which chance may explain: no difference above the spread", gain, error, seeds
         )

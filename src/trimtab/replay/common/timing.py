@@ -1,8 +1,8 @@
-"""How long things take in reality, as distributions: what start-up, binding, stopping, saving and loading last.
+"""Durations as distributions: start, bind, stop, save and load times of the simulated cluster.
 
-A distribution is said as one number, as a median with a 99th percentile (lognormal), or as values that were measured
-(drawn with equal chance). Every run states what it drew from. Nothing here is random by itself: a source of random
-numbers is handed in, and the same source gives the same times.
+A distribution is given as a number, as a median with a 99th percentile (lognormal), or as measured values (drawn
+uniformly). Every run states what it drew from. Random numbers come from the caller: the same source gives the same
+times.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.replay.common.keys import check_keys
 
 P99 = 2.3263478740408408  # standard deviations at the 99th percentile
 FORMS = "a number of seconds, {median: 1, p99: 4} or {values: [1, 2, 3]}"
@@ -21,41 +22,35 @@ FORMS = "a number of seconds, {median: 1, p99: 4} or {values: [1, 2, 3]}"
 
 @dataclass(frozen=True)
 class Distribution:
-    """Seconds, or any amount that is not negative."""
+    """Seconds, or any non-negative amount."""
 
     median: float = 0.0
     sigma: float = 0.0  # of the logarithm
-    values: tuple[float, ...] = ()  # where they were measured; then nothing else counts
+    values: tuple[float, ...] = ()  # measured values; if given, nothing else counts
 
     @classmethod
-    def of(cls, said: Any, where: str) -> Distribution:
-        """As a scenario says it."""
-        if isinstance(said, Mapping):
-            return cls._of_mapping(said, where)
-        return cls(_amount(said, where))
+    def of(cls, value: Any, where: str) -> Distribution:
+        """Parses the scenario form: see FORMS."""
+        if isinstance(value, Mapping):
+            return cls._of_mapping(value, where)
+        return cls(_amount(value, where))
 
     @classmethod
-    def _of_mapping(cls, said: Mapping[Any, Any], where: str) -> Distribution:
-        for key in said:
-            if key not in ("median", "p99", "values"):
-                near = nearest(str(key), ("median", "p99", "values"))
-                raise InputError(
-                    f"{key} is not known here", where=where, hint=f"did you mean {near}?" if near else FORMS
-                )
-        if "values" in said:
-            if len(said) > 1 or not isinstance(said["values"], list) or not said["values"]:
-                raise InputError("values is a list with at least one number, and stands alone", where=where)
-            return cls(values=tuple(_amount(one, where) for one in said["values"]))
-        if "median" not in said:
-            raise InputError("a median is missing", where=where, hint=FORMS)
-        median = _amount(said["median"], where)
-        p99 = _amount(said.get("p99", median), where)
+    def _of_mapping(cls, value: Mapping[Any, Any], where: str) -> Distribution:
+        check_keys(value, ("median", "p99", "values"), where)
+        if "values" in value:
+            if len(value) > 1 or not isinstance(value["values"], list) or not value["values"]:
+                raise InputError("values must be a non-empty list, with no other key beside it", where=where)
+            return cls(values=tuple(_amount(value, where) for value in value["values"]))
+        if "median" not in value:
+            raise InputError("median is missing", where=where, hint=FORMS)
+        median = _amount(value["median"], where)
+        p99 = _amount(value.get("p99", median), where)
         if p99 < median or (median == 0 and p99 > 0):
             raise InputError(f"p99 is {p99:g}, and the median {median:g}", where=where, hint="0 < median <= p99")
         return cls(median, math.log(p99 / median) / P99 if median else 0.0)
 
     def draw(self, source: random.Random) -> float:
-        """One amount."""
         if self.values:
             return self.values[int(source.random() * len(self.values))]
         if not self.sigma:
@@ -63,7 +58,6 @@ class Distribution:
         return self.median * math.exp(self.sigma * source.gauss(0.0, 1.0))
 
     def text(self, unit: str = " s") -> str:
-        """As a report states it."""
         if self.values:
             ordered = sorted(self.values)
             return f"{len(ordered)} measured values, median {ordered[len(ordered) // 2]:g}{unit}"
@@ -74,29 +68,26 @@ class Distribution:
 
 @dataclass(frozen=True)
 class PoolTimes:
-    """What the deeds of a pool take. Binding and starting as our own benches measure them; the state of a task is
-    assumed to be 20 GB, written and read at about 2 GB/s."""
+    """Durations of pool operations. Bind and start times are from our own benchmarks; a task's state is assumed to be
+    20 GB, written and read at about 2 GB/s.
+    """
 
-    bind_s: Distribution = Distribution(0.006, math.log(5) / P99)  # a placement group is made or removed
-    start_s: Distribution = Distribution(1.0, math.log(4) / P99)  # a process, until the task is constructed
-    stop_s: Distribution = Distribution(0.1, math.log(20) / P99)  # told, or at its end, until the process is gone
-    save_s: Distribution = Distribution(10.0, math.log(3) / P99)  # its state, before it leaves
-    load_s: Distribution = Distribution(10.0, math.log(3) / P99)  # its state, when it returns
+    bind_s: Distribution = Distribution(0.006, math.log(5) / P99)  # create or remove a placement group
+    start_s: Distribution = Distribution(1.0, math.log(4) / P99)  # start a process, until the task is constructed
+    # from the stop request, or the end of its work, until the process has exited
+    stop_s: Distribution = Distribution(0.1, math.log(20) / P99)
+    save_s: Distribution = Distribution(10.0, math.log(3) / P99)  # save its state before it is evicted
+    load_s: Distribution = Distribution(10.0, math.log(3) / P99)  # load its state when it restarts
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], where: str) -> PoolTimes:
-        """As a scenario says it; what it leaves out is as measured or assumed above."""
-        known = [one.name for one in fields(cls)]
-        for key in said:
-            if key not in known:
-                near = nearest(str(key), known)
-                hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-                raise InputError(f"{key} is not known here", where=where, hint=hint)
-        return cls(**{key: Distribution.of(value, f"{where}.{key}") for key, value in said.items()})
+    def of(cls, value: Mapping[str, Any], where: str) -> PoolTimes:
+        """Parses the scenario's `times`; missing keys keep the defaults above."""
+        known = [field.name for field in fields(cls)]
+        check_keys(value, known, where)
+        return cls(**{key: Distribution.of(value, f"{where}.{key}") for key, value in value.items()})
 
     def text(self) -> list[str]:
-        """A line for each."""
-        return [f"{one.name}: {getattr(self, one.name).text()}" for one in fields(self)]
+        return [f"{field.name}: {getattr(self, field.name).text()}" for field in fields(self)]
 
 
 MEASURED = PoolTimes()
@@ -104,5 +95,5 @@ MEASURED = PoolTimes()
 
 def _amount(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise InputError(f"{value!r} is no amount of 0 or more", where=where, hint=FORMS)
+        raise InputError(f"{value!r} is not a number of 0 or more", where=where, hint=FORMS)
     return float(value)

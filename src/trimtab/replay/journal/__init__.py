@@ -1,1 +1,1 @@
-"""A controller's journal, replayed, and other policies in its world."""
+"""Replays a controller's journal, and other policies on its workload."""

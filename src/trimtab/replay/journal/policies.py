@@ -1,7 +1,7 @@
-"""Policies to try on a journal: by name, or from a file that says what they change of the pools and rules it has.
+"""Policies to try on a journal: by name, or from a file with changes to its pools and rules.
 
-A file holds one policy, a list of them, or `policies` with a list, as a scenario does; there, `preemption` changes the
-rules that were set, `pool` settings of all pools, and `pools` those of one by name. What is not said stays as it was.
+A file holds a policy, a list of policies, or `policies` with a list, as in a scenario. `preemption` changes the
+preemption rules, `pool` settings of all pools, `pools` settings of a pool by name. Everything else stays as recorded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from trimtab.core.resources import Resources
 from trimtab.formats import yaml_text
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, rules_of
+from trimtab.replay.common.keys import check_keys
 from trimtab.replay.journal.replay import AS_IT_WAS, RECORDED, AlternativePolicy
 from trimtab.replay.journal.world import JournalWorld, base_name
 from trimtab.replay.pool.policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy
 from trimtab.replay.pool.scenario import PoolPolicySection, explained
 
-RULE_KEYS = ("label_rules", "cross_pool", "protected_pools")  # of preemption, beyond what a scenario knows
+RULE_KEYS = ("label_rules", "cross_pool", "protected_pools")  # preemption keys that only a journal policy takes
 ONE_POOL_KEYS = (*POOL_KEYS, "quota", "borrow", "reserved_priority", "dynamic_limit")
 
 
 class JournalPolicySection(PoolPolicySection):
-    """One policy of a file."""
+    """A policy of a file."""
 
     use: str = "trimtab"
     pools: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -38,23 +39,23 @@ class _PolicyFile(BaseModel):
     policies: list[str | JournalPolicySection] = Field(min_length=1)
 
 
-def read_others(said: Sequence[str]) -> list[AlternativePolicy]:
-    """The policies that `--with` names: names of policies, and files of them."""
+def read_alternatives(given: Sequence[str]) -> list[AlternativePolicy]:
+    """Policies named by `--with`: names of policies, or files."""
     found: list[AlternativePolicy] = []
-    for one in said:
-        path = Path(one)
-        if one in KNOWN:
-            found.append(AlternativePolicy(PoolPolicy(one, one)))
+    for name in given:
+        path = Path(name)
+        if name in KNOWN:
+            found.append(AlternativePolicy(PoolPolicy(name, name)))
         elif path.suffix in (".yaml", ".yml", ".json") or path.exists():
             found += _file(path)
         else:
-            near = nearest(one, KNOWN)
+            near = nearest(name, KNOWN)
             hint = f"did you mean {near}?" if near else "a YAML file, or one of " + ", ".join(KNOWN)
-            raise InputError(f"{one} is neither a policy nor a file", where="command line: --with", hint=hint)
+            raise InputError(f"{name} is neither a policy nor a file", where="command line: --with", hint=hint)
     taken = [RECORDED, AS_IT_WAS]
     for at, other in enumerate(found):
         if other.name in taken:
-            raise InputError(f"two policies are called {other.name}", where="--with", hint="give one a `name`")
+            raise InputError(f"two policies are named {other.name}", where="--with", hint="give one a `name`")
         taken.append(found[at].name)
     return found
 
@@ -66,33 +67,36 @@ def _file(path: Path) -> list[AlternativePolicy]:
     else:
         listed = data if isinstance(data, list) else [data]
     try:
-        asked = _PolicyFile.model_validate({"policies": listed}).policies
+        policies = _PolicyFile.model_validate({"policies": listed}).policies
     except ValidationError as error:
         raise explained(error, path, _PolicyFile, {"policies": JournalPolicySection}) from None
-    # A file with one policy that has no name of its own is called after it.
-    alone = path.stem if len(asked) == 1 else None
-    return [_other(JournalPolicySection(use=one) if isinstance(one, str) else one, alone, str(path)) for one in asked]
+    # The only policy of a file is named after the file unless it has a name.
+    alone = path.stem if len(policies) == 1 else None
+    return [
+        _other(JournalPolicySection(use=policy) if isinstance(policy, str) else policy, alone, str(path))
+        for policy in policies
+    ]
 
 
-def _other(said: JournalPolicySection, alone: str | None, where: str) -> AlternativePolicy:
-    rules = {key: value for key, value in said.preemption.items() if key in RULE_KEYS}
-    preemption = {key: value for key, value in said.preemption.items() if key not in RULE_KEYS}
-    changes = bool(said.preemption or said.pool or said.pools)
-    name = said.name or (alone if alone is not None and changes else said.use)
-    more = {} if said.threshold_gpu_s is None else {"threshold_gpu_s": said.threshold_gpu_s}
+def _other(section: JournalPolicySection, alone: str | None, where: str) -> AlternativePolicy:
+    rules = {key: value for key, value in section.preemption.items() if key in RULE_KEYS}
+    preemption = {key: value for key, value in section.preemption.items() if key not in RULE_KEYS}
+    changes = bool(section.preemption or section.pool or section.pools)
+    name = section.name or (alone if alone is not None and changes else section.use)
+    more = {} if section.threshold_gpu_s is None else {"threshold_gpu_s": section.threshold_gpu_s}
     try:
-        known_keys(preemption, (*PREEMPTION_KEYS, *RULE_KEYS), f"policy {name}")
-        policy = PoolPolicy(name, said.use, preemption, said.pool, **more)
-        if (rules and said.use != "trimtab") or (said.pools and not said.use.startswith("trimtab")):
-            raise InputError(f"{said.use} has no such settings", where=name, hint="they are the pool machine's")
+        check_keys(preemption, (*PREEMPTION_KEYS, *RULE_KEYS), f"policy {name}")
+        policy = PoolPolicy(name, section.use, preemption, section.pool, **more)
+        if (rules and section.use != "trimtab") or (section.pools and not section.use.startswith("trimtab")):
+            raise InputError(f"{section.use} takes no such settings", where=name, hint="they go with use: trimtab")
         if "label_rules" in rules:
             if not isinstance(rules["label_rules"], Mapping):
-                raise InputError("label_rules maps labels to values and whom they may evict", where=name)
+                raise InputError("label_rules maps labels to values and to the values that they may evict", where=name)
             rules["label_rules"] = rules_of(rules["label_rules"])
         if "protected_pools" in rules:
             rules["protected_pools"] = tuple(map(str, rules["protected_pools"]))
         PreemptionPolicy(**preemption, **rules)
-        pools = {pool: _one_pool(pool, settings or {}) for pool, settings in said.pools.items()}
+        pools = {pool: _one_pool(pool, settings or {}) for pool, settings in section.pools.items()}
     except InputError as error:
         error.where = f"{where}: {error.where or name}"
         raise
@@ -101,33 +105,24 @@ def _other(said: JournalPolicySection, alone: str | None, where: str) -> Alterna
     return AlternativePolicy(policy, rules, pools)
 
 
-def _one_pool(pool: str, said: dict[str, Any]) -> dict[str, Any]:
-    known_keys(said, ONE_POOL_KEYS, f"pools.{pool}")
-    found = dict(said)
+def _one_pool(pool: str, given: dict[str, Any]) -> dict[str, Any]:
+    check_keys(given, ONE_POOL_KEYS, f"pools.{pool}")
+    found = dict(given)
     if "quota" in found:
         found["quota"] = Resources.of(found["quota"], where=f"pools.{pool}.quota")
     PoolSpec(pool, **{"quota": Resources(), **found})  # raises where a value is wrong
     return found
 
 
-def known_keys(said: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """InputError for a key that is not known, with the nearest."""
-    for key in said:
-        if key not in known:
-            near = nearest(str(key), known)
-            hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-            raise InputError(f"{key} is not known here", where=where, hint=hint)
-
-
 def fitted(other: AlternativePolicy, world: JournalWorld) -> AlternativePolicy:
-    """The policy with quotas in units of the world. InputError where it names a pool that the journal has not."""
-    known = {base_name(one.spec.name) for _, one in world.settings if isinstance(one, e.PoolEnsured)}
+    """The policy with quotas in units of the world. Raises InputError for a pool that is not in the journal."""
+    known = {base_name(event.spec.name) for _, event in world.settings if isinstance(event, e.PoolEnsured)}
     pools = {}
-    for name, said in other.pools.items():
+    for name, section in other.pools.items():
         if name not in known:
             near = nearest(name, known)
             hint = f"did you mean {near}?" if near else "it has " + (", ".join(sorted(known)) or "none")
             raise InputError(f"the journal has no pool {name}", where=f"policy {other.name}", hint=hint)
-        quota = {"quota": world.units.counted(said["quota"])} if "quota" in said else {}
-        pools[name] = {**said, **quota}
+        quota = {"quota": world.units.counted(section["quota"])} if "quota" in section else {}
+        pools[name] = {**section, **quota}
     return replace(other, pools=pools)

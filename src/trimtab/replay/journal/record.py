@@ -1,9 +1,9 @@
-"""What a controller's journal tells: its events are fed to the machine again, and the story of every task is put down.
+"""Reads a controller's journal: feeds its events to the pool machine again and records every task's story.
 
-A journal holds what happened, and beside each event what the machine had done about it. The same events must give the
-same instructions; every one that does not is kept, with both. What a task was asked, when it began, stopped and ended
-comes from the events and from the instructions that led to them. Nothing is guessed here: what is not known stays None.
-Times are seconds since the journal begins; one that begins with a snapshot knows of earlier times only who was there.
+A journal holds events, and beside each the instructions that the machine gave. The same events must give the same
+instructions; every difference is kept, with both. Requests, starts, stops and ends of tasks come from the events and
+the instructions that led to them. Nothing is guessed: what is unknown stays None. Times are seconds since the start of
+the journal; of the time before a snapshot only the tasks that existed are known.
 """
 
 from __future__ import annotations
@@ -32,18 +32,7 @@ SettingEvent = (
     | e.NodeDrained
     | e.NodeLost
 )
-SETTINGS = (
-    e.PoolEnsured,
-    e.QuotaSet,
-    e.PoolDrained,
-    e.PoolDropped,
-    e.PolicySet,
-    e.NodeJoined,
-    e.NodeCordoned,
-    e.NodeDrained,
-    e.NodeLost,
-)
-BESIDES = (
+OTHER_EVENTS = (
     e.CompleteRequested,
     e.CancelRequested,
     e.EvictRequested,
@@ -61,51 +50,53 @@ EndingEvent = e.TaskEnded | e.CompleteRequested | e.CancelRequested
 
 @dataclass
 class RecordedAttempt:
-    """One start of a task."""
+    """A start of a task."""
 
-    asked_s: float  # it had its place
-    started_s: float | None = None  # its work began
+    assigned_s: float  # the StartTask instruction
+    started_s: float | None = None  # start of its work
     restored: bool = False  # from a saved state
-    over_s: float | None = None  # its work was over: it ended, was told to leave, or was lost
-    leaves: bool = False  # evicted
+    work_ended_s: float | None = None  # end of its work: done, told to stop, or lost
+    evicted: bool = False  # evicted
     lost: bool = False
-    stopped_s: float | None = None  # nothing was left of it
+    stopped_s: float | None = None  # all its processes had exited
     saved: bool = False
 
     @property
     def worked_s(self) -> float:
-        """How long it was at work, as far as is known."""
-        return 0.0 if self.started_s is None or self.over_s is None else max(0.0, self.over_s - self.started_s)
+        """Length of its work, as far as known."""
+        return (
+            0.0 if self.started_s is None or self.work_ended_s is None else max(0.0, self.work_ended_s - self.started_s)
+        )
 
 
 @dataclass
 class TaskStory:
-    """A task, from its submission to its end or to the end of the journal."""
+    """A task from its submission to its end or to the end of the journal."""
 
-    name: str  # as it was submitted; one that comes again under the same id has a number behind it
+    name: str  # its id; resubmissions under the same id get a number
     spec: TaskSpec
-    pool: str  # one that is dropped and asked for again has a number behind its name
+    pool: str  # its name; a pool that was dropped and created again gets a number
     submitted_s: float
-    queued_s: float  # since when it waits, while it does
-    before: bool = False  # it was there when the journal begins
+    queued_s: float  # start of the current wait
+    before: bool = False  # it existed at the start of the journal
     waited_s: float = 0.0
     attempts: list[RecordedAttempt] = field(default_factory=list)
-    ended_s: float | None = None  # nothing was left of it, or it was given up while it waited
-    end: str = ""  # done, failed or cancelled; empty: the journal does not say
-    ending: EndingEvent | None = None  # what ended its work
+    ended_s: float | None = None  # all its processes had exited, or it was given up while it waited
+    end: str = ""  # done, failed or cancelled; empty: unknown
+    ending: EndingEvent | None = None  # the event that ended its work
     evictions: int = 0
     losses: int = 0
 
     @property
     def open(self) -> RecordedAttempt | None:
-        """The start that is on now."""
+        """The attempt under way."""
         last = self.attempts[-1] if self.attempts else None
         return last if last is not None and last.stopped_s is None else None
 
 
 @dataclass(frozen=True)
 class ReplayDifference:
-    """An event to which the machine says something else now than it did then."""
+    """An event for which the machine now gives other instructions."""
 
     number: int  # of the event, from 1
     at_s: float
@@ -116,46 +107,47 @@ class ReplayDifference:
 
 @dataclass(frozen=True)
 class GivenInstruction:
-    """An instruction, and when it was given."""
+    """An instruction and its time."""
 
     at_s: float
-    one: e.PoolInstruction
-    task: str = ""  # its name, where it is about one
+    instruction: e.PoolInstruction
+    task: str = ""  # name of its task, if it has one
 
 
 @dataclass
 class JournalRecord:
-    """A journal, read."""
+    """The contents of a journal."""
 
     began: float  # by the controller's clock
     end_s: float = 0.0
     from_snapshot: bool = False
     events: int = 0
-    marked: int = 0  # events beside which their instructions were written
+    marked: int = 0  # events with recorded instructions
     differences: list[ReplayDifference] = field(default_factory=list)
-    unasked: list[str] = field(default_factory=list)  # answers to what the machine did not ask for
+    unrequested: list[str] = field(default_factory=list)  # outcomes of instructions that the machine did not give
     given: list[GivenInstruction] = field(default_factory=list)
     tasks: list[TaskStory] = field(default_factory=list)
     settings: list[tuple[float, SettingEvent]] = field(default_factory=list)
-    besides: Counter[str] = field(default_factory=Counter)  # what people asked for besides, and faults, by kind
-    groups_s: dict[str, list[float | None]] = field(default_factory=dict)  # by group: how long making and removing took
+    other_events: Counter[str] = field(default_factory=Counter)  # user requests and faults, by kind
+    # by group: how long creation and removal took
+    groups_s: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
-        """Whether the machine says again what it said then, as far as the journal tells."""
-        return not self.differences and not self.unasked
+        """Whether the replayed machine gave the recorded instructions, as far as they are recorded."""
+        return not self.differences and not self.unrequested
 
 
 def read_record(
     snapshot: dict[str, Any] | None,
     events: Sequence[tuple[float, Any]],
-    told: Sequence[InstructionLines | None],
+    recorded: Sequence[InstructionLines | None],
     began: float,
 ) -> JournalRecord:
-    """Feed a journal to the machine. `began`: when the snapshot was taken; else the first event counts."""
+    """Feeds a journal to the machine. `began`: time of the snapshot; without one the first event counts."""
     reader = _JournalReader(snapshot, began if snapshot is not None or not events else events[0][0])
     for number, (now, event) in enumerate(events, 1):
-        reader.hear(number, now, event, told[number - 1] if number <= len(told) else None)
+        reader.process(number, now, event, recorded[number - 1] if number <= len(recorded) else None)
     return reader.finish()
 
 
@@ -165,35 +157,35 @@ class _JournalReader:
         self._record = JournalRecord(began, from_snapshot=snapshot is not None)
         self._now_s = 0.0
         self._stories: dict[str, TaskStory] = {}  # by id: the last of that id
-        self._lives: Counter[str] = Counter()
-        self._pools: Counter[str] = Counter()  # by name: how often it was made
-        self._event: Any = None  # that is being heard
-        self._making: dict[str, float] = {}
+        self._submissions: Counter[str] = Counter()
+        self._pools: Counter[str] = Counter()  # by name: how often it was created
+        self._event: Any = None  # the current event
+        self._creating: dict[str, float] = {}
         self._removing: dict[str, float] = {}
-        self._asked: set[tuple[str, str, int]] = set()  # all that was instructed
+        self._given: set[tuple[str, str, int]] = set()  # all instructions given
         if snapshot is not None:
-            self._begin()
+            self._read_snapshot()
 
-    def _begin(self) -> None:
-        """Who and what was there."""
+    def _read_snapshot(self) -> None:
+        """Records what existed at the snapshot."""
         machine, settings = self._machine, self._record.settings
-        settings += [(0.0, one) for one in machine.nodes.values()]
-        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.ledger.cordoned)]
+        settings += [(0.0, node) for node in machine.nodes.values()]
+        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.capacity.cordoned)]
         self._pools.update(list(machine.pools))
-        settings += [(0.0, e.PoolEnsured(one.spec)) for one in machine.pools.values()]
-        settings += [(0.0, e.PoolDrained(name)) for name, one in machine.pools.items() if one.drained]
+        settings += [(0.0, e.PoolEnsured(pool.spec)) for pool in machine.pools.values()]
+        settings += [(0.0, e.PoolDrained(name)) for name, pool in machine.pools.items() if pool.drained]
         if machine.policy is not None:
             settings.append((0.0, e.PolicySet(machine.policy)))
-        living = [one for one in machine.tasks.values() if one.state not in ENDED]
+        live = [task for task in machine.tasks.values() if task.state not in ENDED]
         places = {name: at for at, name in enumerate(machine.queue())}
-        # Of one that was about to go for good there is nothing left to do.
-        living = [one for one in living if one.after in (None, StopOutcome.evicted, StopOutcome.again)]
-        for task in sorted(living, key=lambda one: (places.get(one.id, -1), one.started_at or 0.0, one.seq)):
-            self._was_there(task)
+        # A task that was about to end has no work left.
+        live = [task for task in live if task.outcome in (None, StopOutcome.evicted, StopOutcome.retry)]
+        for task in sorted(live, key=lambda task: (places.get(task.id, -1), task.started_at or 0.0, task.seq)):
+            self._record_existing(task)
         for instruction in machine.outstanding():
-            self._asked.add(_key(instruction))
+            self._given.add(_instruction_key(instruction))
 
-    def _was_there(self, task: PoolTask) -> None:
+    def _record_existing(self, task: PoolTask) -> None:
         story = self._submitted(task.spec)
         story.before = True
         if task.state in HOLDS_SLOTS and task.started:
@@ -201,15 +193,14 @@ class _JournalReader:
             attempt = RecordedAttempt(0.0, started_s)
             story.attempts.append(attempt)
             if task.state is TaskState.cancelling:
-                attempt.over_s = 0.0
-                attempt.leaves, attempt.lost = task.after is StopOutcome.evicted, task.after is StopOutcome.again
+                attempt.work_ended_s = 0.0
+                attempt.evicted, attempt.lost = task.outcome is StopOutcome.evicted, task.outcome is StopOutcome.retry
 
-    def hear(self, number: int, now: float, event: Any, told: InstructionLines | None) -> None:
-        """One event."""
+    def process(self, number: int, now: float, event: Any, recorded: InstructionLines | None) -> None:
         record = self._record
         self._now_s, self._event = now - record.began, event
-        if told is None:
-            self._answered(event)
+        if recorded is None:
+            self._check_outcome(event)
         known = set(self._machine.pools)
         try:
             out = self._machine.handle(event, now)
@@ -221,58 +212,57 @@ class _JournalReader:
             ) from None
         record.events += 1
         record.end_s = max(record.end_s, self._now_s)
-        if told is not None:
+        if recorded is not None:
             record.marked += 1
-            said = tuple(orders.lines(out))
-            if said != told:
-                record.differences.append(ReplayDifference(number, self._now_s, type(event).__name__, told, said))
-        self._set(event, known)
-        self._happened(event)
-        for one in out:
-            self._instructed(one)
+            given = tuple(orders.lines(out))
+            if given != recorded:
+                record.differences.append(ReplayDifference(number, self._now_s, type(event).__name__, recorded, given))
+        self._record_settings(event, known)
+        self._record_event(event)
+        for instruction in out:
+            self._instructed(instruction)
 
     def finish(self) -> JournalRecord:
-        """All that is known at the end."""
         for story in self._stories.values():
             self._close(story)
-        self._record.tasks.sort(key=lambda one: one.submitted_s)  # stable: in their order where there at once
+        self._record.tasks.sort(key=lambda story: story.submitted_s)  # stable
         return self._record
 
     # ---- instructions ----------------------------------------------------------------------------------------------
 
-    def _instructed(self, one: e.PoolInstruction) -> None:
-        story = self._stories.get(getattr(one, "task", ""))
-        self._record.given.append(GivenInstruction(self._now_s, one, story.name if story is not None else ""))
-        self._asked.add(_key(one))
-        if isinstance(one, e.CreatePlacementGroup):
-            self._making[one.group] = self._now_s
-        elif isinstance(one, e.RemovePlacementGroup):
-            self._removing.setdefault(one.group, self._now_s)
-        elif isinstance(one, e.StartTask) and story is not None:
+    def _instructed(self, instruction: e.PoolInstruction) -> None:
+        story = self._stories.get(getattr(instruction, "task", ""))
+        self._record.given.append(GivenInstruction(self._now_s, instruction, story.name if story is not None else ""))
+        self._given.add(_instruction_key(instruction))
+        if isinstance(instruction, e.CreatePlacementGroup):
+            self._creating[instruction.group] = self._now_s
+        elif isinstance(instruction, e.RemovePlacementGroup):
+            self._removing.setdefault(instruction.group, self._now_s)
+        elif isinstance(instruction, e.StartTask) and story is not None:
             story.waited_s += self._now_s - story.queued_s
-            story.attempts.append(RecordedAttempt(self._now_s, restored=one.restore))
-        elif isinstance(one, e.StopTask) and story is not None:
-            self._told_to_stop(one, story)
+            story.attempts.append(RecordedAttempt(self._now_s, restored=instruction.restore))
+        elif isinstance(instruction, e.StopTask) and story is not None:
+            self._stopping(instruction, story)
 
-    def _told_to_stop(self, one: e.StopTask, story: TaskStory) -> None:
+    def _stopping(self, instruction: e.StopTask, story: TaskStory) -> None:
         attempt = story.open
-        if attempt is None or attempt.over_s is not None:
+        if attempt is None or attempt.work_ended_s is not None:
             return
-        attempt.over_s = self._now_s
-        task = self._machine.tasks.get(one.task)
-        after = None if task is None else task.after
-        attempt.leaves, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.again
-        story.evictions += attempt.leaves
+        attempt.work_ended_s = self._now_s
+        task = self._machine.tasks.get(instruction.task)
+        after = None if task is None else task.outcome
+        attempt.evicted, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.retry
+        story.evictions += attempt.evicted
         story.losses += attempt.lost
-        if isinstance(self._event, (e.TaskEnded, e.CompleteRequested, e.CancelRequested)):
+        if isinstance(self._event, EndingEvent):
             story.ending = self._event
         elif isinstance(self._event, e.PoolDropped):
-            story.ending = e.CancelRequested(one.task, keep_slot=False)
+            story.ending = e.CancelRequested(instruction.task, keep_slot=False)
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
-    def _set(self, event: Any, known: set[str]) -> None:
-        """What pools, rules and nodes are from now on."""
+    def _record_settings(self, event: Any, known: set[str]) -> None:
+        """Records changes of pools, rules and nodes."""
         if isinstance(event, e.PoolEnsured):
             if event.spec.name in known:
                 return
@@ -280,14 +270,14 @@ class _JournalReader:
             event = e.PoolEnsured(replace(event.spec, name=self._pool(event.spec.name)))
         elif isinstance(event, (e.QuotaSet, e.PoolDrained, e.PoolDropped)):
             event = replace(event, pool=self._pool(event.pool))
-        if isinstance(event, SETTINGS):
+        if isinstance(event, SettingEvent):
             self._record.settings.append((self._now_s, event))
 
     def _pool(self, name: str) -> str:
         return name if self._pools[name] <= 1 else f"{name} ({self._pools[name]})"
 
-    def _happened(self, event: Any) -> None:
-        """What an event says of tasks and groups, before anything is done about it."""
+    def _record_event(self, event: Any) -> None:
+        """Records what an event says about tasks and groups."""
         if isinstance(event, e.TaskSubmitted):
             self._submitted(event.spec)
         elif isinstance(event, e.TaskStarted):
@@ -296,21 +286,21 @@ class _JournalReader:
         elif isinstance(event, (e.TaskStopped, e.TaskStartFailed)):
             self._stopped(event)
         elif isinstance(event, e.PlacementGroupReady):
-            self._group(event.group, 0, self._making.pop(event.group, None))
+            self._group(event.group, 0, self._creating.pop(event.group, None))
         elif isinstance(event, e.PlacementGroupRemoved):
             self._group(event.group, 1, self._removing.pop(event.group, None))
         elif isinstance(event, e.StateRecovered):
-            self._found(event)
-        if isinstance(event, BESIDES):
-            self._record.besides[type(event).__name__] += 1
+            self._recovered(event)
+        if isinstance(event, OTHER_EVENTS):
+            self._record.other_events[type(event).__name__] += 1
 
     def _submitted(self, spec: TaskSpec) -> TaskStory:
         before = self._stories.get(spec.id)
         if before is not None:
             self._close(before)
-        self._lives[spec.id] += 1
-        lives = self._lives[spec.id]
-        name = spec.id if lives == 1 else f"{spec.id} ({lives})"
+        self._submissions[spec.id] += 1
+        count = self._submissions[spec.id]
+        name = spec.id if count == 1 else f"{spec.id} ({count})"
         story = TaskStory(name, spec, self._pool(spec.pool), self._now_s, self._now_s)
         self._stories[spec.id] = story
         self._record.tasks.append(story)
@@ -326,7 +316,7 @@ class _JournalReader:
         if story is None or attempt is None:
             return
         attempt.stopped_s = self._now_s
-        attempt.over_s = self._now_s if attempt.over_s is None else attempt.over_s
+        attempt.work_ended_s = self._now_s if attempt.work_ended_s is None else attempt.work_ended_s
         attempt.saved = isinstance(event, e.TaskStopped) and event.saved
         task = self._machine.tasks.get(event.task)
         if task is None or task.state in ENDED:
@@ -335,7 +325,7 @@ class _JournalReader:
             story.queued_s = self._now_s
 
     def _close(self, story: TaskStory) -> None:
-        """The last that is known of a task: it may have been given up while it waited."""
+        """Records the end of a task that was given up while it waited."""
         task = self._machine.tasks.get(story.spec.id)
         if story.end or task is None or story is not self._stories[story.spec.id]:
             return
@@ -346,7 +336,7 @@ class _JournalReader:
         if since_s is not None:
             self._record.groups_s.setdefault(group, [None, None])[which] = self._now_s - since_s
 
-    def _found(self, event: e.StateRecovered) -> None:
+    def _recovered(self, event: e.StateRecovered) -> None:
         self._pools.update(spec.name for spec in event.pools)
         self._record.settings += [(self._now_s, e.PoolEnsured(spec)) for spec in event.pools]
         for found in event.tasks:
@@ -354,14 +344,15 @@ class _JournalReader:
             if task is not None and task.attempt == found.attempt:
                 self._submitted(found.spec).attempts.append(RecordedAttempt(self._now_s, self._now_s))
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- outcomes --------------------------------------------------------------------------------------------------
 
-    def _answered(self, event: Any) -> None:
-        """News of a deed that nobody asked for: the machine said something else then. All there is to go by where a
-        journal does not say what was instructed."""
-        key = _answer(event)
-        if key is not None and key not in self._asked:
-            self._record.unasked.append(f"{type(event).__name__} of {key[1]}")
+    def _check_outcome(self, event: Any) -> None:
+        """Records the outcome of an instruction that the machine did not give. The only check if a journal has no
+        recorded instructions.
+        """
+        key = _outcome_key(event)
+        if key is not None and key not in self._given:
+            self._record.unrequested.append(f"{type(event).__name__} of {key[1]}")
 
 
 def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
@@ -372,17 +363,22 @@ def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, InputError) as fault:
         raise InputError(
             f"the snapshot cannot be read: {type(fault).__name__}: {str(fault).partition(chr(10))[0]}",
-            hint="it is that of another machine, or of another version of trimtab",
+            hint="it was written by another machine, or another version of trimtab",
         ) from None
 
 
-def _key(one: e.PoolInstruction) -> tuple[str, str, int]:
-    if isinstance(one, (e.CreatePlacementGroup, e.RemovePlacementGroup)):
-        return ("make" if isinstance(one, e.CreatePlacementGroup) else "remove", one.group, 0)
-    return (type(one).__name__.lower(), one.task, one.attempt)
+def verb(instruction: e.PoolInstruction) -> str:
+    """`start`, `stop`, `park` or `unpark`."""
+    return type(instruction).__name__.removesuffix("Task").lower()
 
 
-def _answer(event: Any) -> tuple[str, str, int] | None:
+def _instruction_key(instruction: e.PoolInstruction) -> tuple[str, str, int]:
+    if isinstance(instruction, (e.CreatePlacementGroup, e.RemovePlacementGroup)):
+        return ("make" if isinstance(instruction, e.CreatePlacementGroup) else "remove", instruction.group, 0)
+    return (verb(instruction), instruction.task, instruction.attempt)
+
+
+def _outcome_key(event: Any) -> tuple[str, str, int] | None:
     if isinstance(event, (e.PlacementGroupReady, e.PlacementGroupFailed)):
         return ("make", event.group, 0)
     if isinstance(event, e.PlacementGroupRemoved):

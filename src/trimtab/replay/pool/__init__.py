@@ -1,1 +1,1 @@
-"""Simulated pools: policies and baselines on job traces."""
+"""Simulated pools: scheduling policies and baselines on job traces."""

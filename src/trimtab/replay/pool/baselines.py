@@ -1,70 +1,134 @@
-"""Schedulers to compare with: first come first served, and by priority without preemption.
+"""Baseline schedulers: first come first served, and by priority without preemption.
 
-They speak the language of the pool machine, so that the same driver carries both out in the same reality. They make a
-placement group for every start and remove it at its end. In their order, whoever is first and finds no room either
-holds up everybody behind it (strict), or is passed by whoever fits (`fill`). A task that was lost with its node comes
-back to its place in the order. Who is never evicted: anybody.
+They take the events and give the instructions of the pool machine, so the same driver runs both on the same reality.
+They create a placement group for every start and remove it at the end. A job at the head that does not fit blocks the
+jobs behind it (strict), or jobs that fit pass it (`fill`). A task lost with its node returns to its place in the order.
+They never evict a task, except from a draining node.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import GRAIN
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import BundlePlacement, PlacementStrategy, TaskSpec
-from trimtab.replay.pool.racks import FreeGpuIndex
 
 ENDS = Reason(ReasonCode.completed, "its work is done")
 LOST = Reason(ReasonCode.node_lost, "its node was lost")
-MAKE_S = START_S = 1e9  # nothing is late here
-TELL_S, SAVE_S = 5.0, 60.0  # as the pool machine's policy has them by default
+CREATE_S = START_S = 1e9  # no time limits
+CANCEL_GRACE_S, CHECKPOINT_TIMEOUT_S = 5.0, 60.0  # the pool machine's defaults
+
+
+class FreeGpuIndex:
+    """Free GPUs by node, best fit first, without scanning all nodes.
+
+    A job goes to the node with the fewest free GPUs that can hold it; a gang takes a node for each of its bundles.
+    """
+
+    def __init__(self, node_gpus: int) -> None:
+        self.node_gpus = node_gpus
+        self.free: dict[str, int] = {}  # by schedulable node
+        self.total: dict[str, int] = {}  # by node: its GPUs when it joined
+        self._order: dict[str, int] = {}
+        self._by_free: list[list[tuple[int, str]]] = [[] for _ in range(node_gpus + 1)]  # heaps; entries may be stale
+
+    def add(self, node: str, free: int) -> None:
+        """The node becomes schedulable."""
+        self._order.setdefault(node, len(self._order))
+        self.free[node] = self.total[node] = free
+        self._push(node)
+
+    def drop(self, node: str) -> None:
+        """The node is draining or lost."""
+        self.free.pop(node, None)
+
+    def take(self, node: str, gpus: int) -> None:
+        self.free[node] -= gpus
+        self._push(node)
+
+    def give(self, node: str, gpus: int) -> None:
+        """Frees GPUs if the node still exists."""
+        if node in self.free:
+            self.free[node] += gpus
+            self._push(node)
+
+    def find_nodes(self, sizes: tuple[int, ...]) -> tuple[str, ...] | None:
+        """Nodes for all bundles of a job, or None."""
+        if len(sizes) == 1:
+            node = self._best_fit(sizes[0])
+            return None if node is None else (node,)
+        taken: list[str] = []
+        for size in sizes:
+            node = self._best_fit(size)
+            if node is None:
+                break
+            taken.append(node)
+            self.take(node, size)
+        for node, size in zip(taken, sizes, strict=False):
+            self.give(node, size)
+        return tuple(taken) if len(taken) == len(sizes) else None
+
+    def _best_fit(self, gpus: int) -> str | None:
+        for free in range(gpus, self.node_gpus + 1):
+            heap = self._by_free[free]
+            while heap:
+                node = heap[0][1]
+                if self.free.get(node) == free:
+                    return node
+                heapq.heappop(heap)
+        return None
+
+    def _push(self, node: str) -> None:
+        heapq.heappush(self._by_free[self.free[node]], (self._order[node], node))
+
+    def free_by_node(self) -> Iterable[tuple[str, int]]:
+        return self.free.items()
 
 
 @dataclass
 class BaselineJob:
-    """A task as a baseline remembers it."""
+    """A task's state in a baseline."""
 
     spec: TaskSpec
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # GPUs of its bundles
     seq: int
     attempt: int = 0
     nodes: tuple[str, ...] = ()
     group: str = ""
-    state: str = "waiting"  # then making (its group), running, stopping, removing
+    state: str = "waiting"  # then creating (its group), running, stopping, removing
     over: bool = False  # its work is done
     saved: bool = False
 
 
 class BaselineScheduler:
-    """What all baselines do alike: nodes, groups, starts and ends."""
+    """Common part of the baselines: nodes, placement groups, starts and ends."""
 
     def __init__(self, node_gpus: int) -> None:
-        self.racks = FreeGpuIndex(node_gpus)
+        self.free_gpus = FreeGpuIndex(node_gpus)
         self.jobs: dict[str, BaselineJob] = {}  # not ended
         self.by_group: dict[str, str] = {}
-        self.closed: set[str] = set()  # nodes that drain
+        self.closed: set[str] = set()  # draining nodes
         self.out: list[e.PoolInstruction] = []
         self.count = 0
         self.now = 0.0
 
-    # ---- the door ----
-
     def handle(self, event: e.PoolEvent, now: float) -> list[e.PoolInstruction]:
-        """What is to be done about an event."""
+        """Processes an event and returns instructions."""
         self.out, self.now = [], now
         if isinstance(event, e.TaskSubmitted):
             self.count += 1
-            sizes = tuple(one.get("gpu") // GRAIN for one in event.spec.bundles)
+            sizes = tuple(bundle.get("gpu") // GRAIN for bundle in event.spec.bundles)
             job = self.jobs[event.spec.id] = BaselineJob(event.spec, sizes, self.count)
             self.enqueue(job)
-            self.look()
+            self.schedule()
         elif isinstance(event, e.PlacementGroupReady):
-            self._made(event.group)
+            self._group_ready(event.group)
         elif isinstance(event, e.TaskEnded):
-            self._ends(self.jobs[event.task])
+            self._work_done(self.jobs[event.task])
         elif isinstance(event, e.TaskStarted):
             self.started(self.jobs[event.task])
         elif isinstance(event, e.TaskStopped):
@@ -72,83 +136,81 @@ class BaselineScheduler:
             job.saved = job.saved or event.saved
             self._remove(job)
         elif isinstance(event, e.PlacementGroupRemoved):
-            self._gone(self.jobs[self.by_group[event.group]])
-            self.look()
+            self._group_removed(self.jobs[self.by_group[event.group]])
+            self.schedule()
         elif isinstance(event, e.NodeJoined):
             self.closed.discard(event.node)
-            self.racks.add(event.node, event.total.get("gpu") // GRAIN)
-            self.look()
+            self.free_gpus.add(event.node, event.total.get("gpu") // GRAIN)
+            self.schedule()
         elif isinstance(event, e.NodeDrained | e.NodeLost):
-            self._closes(event.node, isinstance(event, e.NodeLost))
-            self.look()
+            self._node_unavailable(event.node, isinstance(event, e.NodeLost))
+            self.schedule()
         elif isinstance(event, e.PoolTick):
-            self.look()
+            self.schedule()
         return self.out
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due."""
         return None
 
     def check(self) -> None:
-        """What is free is what nobody has."""
+        """Asserts that free, held and reserved GPUs of every node add up."""
         held: dict[str, int] = {}
         for job in self.jobs.values():
             for node, size in zip(job.nodes, job.sizes, strict=False):
                 held[node] = held.get(node, 0) + size
-        for node, free in self.racks.rooms():
-            assert free >= 0, f"{node} is overfull"
-            assert free + held.get(node, 0) + self.kept(node) == self.racks.total[node], f"{node}: what is free is not"
-
-    # ---- what differs ----
+        for node, free in self.free_gpus.free_by_node():
+            assert free >= 0, f"{node} is overcommitted"
+            assert free + held.get(node, 0) + self.reserved(node) == self.free_gpus.total[node], (
+                f"{node}: free GPUs do not add up"
+            )
 
     def enqueue(self, job: BaselineJob) -> None:
-        """The job waits."""
         raise NotImplementedError
 
-    def look(self) -> None:
-        """Start whoever is to start."""
+    def schedule(self) -> None:
+        """Starts the jobs that may start."""
         raise NotImplementedError
 
     def started(self, job: BaselineJob) -> None:
         """Its work begins."""
 
     def ended(self, job: BaselineJob) -> None:
-        """It is gone for good, or is about to leave."""
+        """Its work ended or is being stopped."""
 
-    def kept(self, node: str) -> int:
-        """GPUs that are neither free nor anybody's yet."""
+    def reserved(self, node: str) -> int:
+        """GPUs that are neither free nor held by a job."""
         return 0
 
-    # ---- lives ----
-
-    def begin(self, job: BaselineJob, nodes: tuple[str, ...]) -> None:
-        """The job has its nodes, which are free."""
+    def assign(self, job: BaselineJob, nodes: tuple[str, ...]) -> None:
+        """Assigns free nodes to the job and creates its placement group."""
         for node, size in zip(nodes, job.sizes, strict=True):
-            self.racks.take(node, size)
+            self.free_gpus.take(node, size)
         self.count += 1
-        job.nodes, job.group, job.state = nodes, f"g{self.count}", "making"
+        job.nodes, job.group, job.state = nodes, f"g{self.count}", "creating"
         job.attempt += 1
         self.by_group[job.group] = job.spec.id
         self.out.append(
             e.CreatePlacementGroup(
-                job.group, job.spec.pool, job.spec.bundles, nodes, PlacementStrategy.pack, self.now + MAKE_S
+                job.group, job.spec.pool, job.spec.bundles, nodes, PlacementStrategy.pack, self.now + CREATE_S
             )
         )
 
-    def _made(self, group: str) -> None:
+    def _group_ready(self, group: str) -> None:
         job = self.jobs[self.by_group[group]]
-        if job.state != "making":
-            return  # given up meanwhile
+        if job.state != "creating":
+            return  # cancelled in the meantime
         places = tuple(BundlePlacement(job.group, at, node) for at, node in enumerate(job.nodes))
         job.state = "running"
         self.out.append(e.StartTask(job.spec.id, job.attempt, places, job.saved, self.now + START_S))
 
-    def stop(self, job: BaselineJob, reason: Reason, save_s: float = 0.0) -> None:
-        """Its processes are to go."""
+    def stop(self, job: BaselineJob, reason: Reason, checkpoint_timeout_s: float = 0.0) -> None:
         job.state = "stopping"
-        self.out.append(e.StopTask(job.spec.id, job.attempt, reason, TELL_S if save_s else 0.0, save_s=save_s))
+        grace_s = CANCEL_GRACE_S if checkpoint_timeout_s else 0.0
+        self.out.append(
+            e.StopTask(job.spec.id, job.attempt, reason, grace_s, checkpoint_timeout_s=checkpoint_timeout_s)
+        )
 
-    def _ends(self, job: BaselineJob) -> None:
+    def _work_done(self, job: BaselineJob) -> None:
         self.ended(job)
         self.stop(job, ENDS)
         job.over = True
@@ -157,63 +219,61 @@ class BaselineScheduler:
         job.state = "removing"
         self.out.append(e.RemovePlacementGroup(job.group))
 
-    def _gone(self, job: BaselineJob) -> None:
-        self.leave(job)
+    def _group_removed(self, job: BaselineJob) -> None:
+        self.release(job)
         if job.over:
             del self.jobs[job.spec.id]
         else:
             self.enqueue(job)
 
-    def leave(self, job: BaselineJob) -> None:
-        """Its group is gone, and its nodes are free."""
+    def release(self, job: BaselineJob) -> None:
+        """Its placement group is removed: frees its nodes."""
         for node, size in zip(job.nodes, job.sizes, strict=False):
-            self.racks.give(node, size)
+            self.free_gpus.give(node, size)
         del self.by_group[job.group]
         job.nodes, job.group, job.state = (), "", "waiting"
 
-    def _closes(self, node: str, lost: bool) -> None:
-        self.racks.drop(node)
+    def _node_unavailable(self, node: str, lost: bool) -> None:
+        self.free_gpus.drop(node)
         self.closed.add(node)
-        for job in [one for one in self.jobs.values() if node in one.nodes]:
+        for job in [job for job in self.jobs.values() if node in job.nodes]:
             if lost:
-                # A node of that name that comes back owes it nothing.
-                job.nodes = tuple("" if one == node else one for one in job.nodes)
+                # A later node of that name holds nothing of it.
+                job.nodes = tuple("" if name == node else name for name in job.nodes)
             if job.state == "running":
                 self.ended(job)
-                self.stop(job, LOST, 0.0 if lost else SAVE_S)
-            elif job.state == "making":
+                self.stop(job, LOST, 0.0 if lost else CHECKPOINT_TIMEOUT_S)
+            elif job.state == "creating":
                 self._remove(job)
 
 
 class OrderedScheduler(BaselineScheduler):
-    """By a key: the time of submission, or priority first."""
+    """Orders jobs by submission time, or by priority first."""
 
     def __init__(self, node_gpus: int, *, by_priority: bool = False, fill: bool = False) -> None:
         super().__init__(node_gpus)
         self._by_priority, self._fill = by_priority, fill
-        self._lines: dict[tuple[float, tuple[int, ...]], list[tuple[int, str]]] = {}
+        self._queues: dict[tuple[float, tuple[int, ...]], list[tuple[int, str]]] = {}
 
     def enqueue(self, job: BaselineJob) -> None:
-        """It waits at its place."""
         level = -job.spec.priority if self._by_priority else 0.0
-        heapq.heappush(self._lines.setdefault((level, job.sizes), []), (job.seq, job.spec.id))
+        heapq.heappush(self._queues.setdefault((level, job.sizes), []), (job.seq, job.spec.id))
 
-    def look(self) -> None:
-        """In order, as far as there is room."""
-        heads = [(level, line[0], (level, sizes)) for (level, sizes), line in self._lines.items()]
+    def schedule(self) -> None:
+        heads = [(level, queue[0], (level, sizes)) for (level, sizes), queue in self._queues.items()]
         heapq.heapify(heads)
         while heads:
             level, (_, name), key = heapq.heappop(heads)
             job = self.jobs[name]
-            nodes = self.racks.spot(job.sizes)
+            nodes = self.free_gpus.find_nodes(job.sizes)
             if nodes is None:
                 if not self._fill:
                     return
-                continue  # nor would anybody else of its size and level find any
-            line = self._lines[key]
-            heapq.heappop(line)
-            self.begin(job, nodes)
-            if line:
-                heapq.heappush(heads, (level, line[0], key))
+                continue  # neither would another job of its size and level
+            queue = self._queues[key]
+            heapq.heappop(queue)
+            self.assign(job, nodes)
+            if queue:
+                heapq.heappush(heads, (level, queue[0], key))
             else:
-                del self._lines[key]
+                del self._queues[key]

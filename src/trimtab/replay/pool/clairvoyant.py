@@ -1,8 +1,8 @@
-"""A bound to compare with: a scheduler that knows how long every job takes, and for which nothing costs anything.
+"""A lower bound for comparison: a scheduler that knows every job's length and preempts at no cost.
 
-The most important class first, within it whoever has the least left; anybody may be stopped at any moment and goes on
-later where it was. All GPUs are one heap, so nothing is too scattered to be used. No real scheduler reaches it. It is a
-strong rule and not a proof: with jobs of several sizes nobody knows the best order.
+Highest class first, within it shortest remaining time first; any job may be stopped at any time and resumes later where
+it was. All GPUs are one pool without fragmentation. No real scheduler reaches it. It is a strong heuristic, not a
+proven optimum: for jobs of several sizes the optimal order is unknown.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from trimtab.replay.pool.workload import WorkloadTask
 
 
 class Clairvoyant:
-    """One run."""
+    """A run of the clairvoyant scheduler."""
 
-    def __init__(self, works: Sequence[WorkloadTask], reality: PoolReality) -> None:
-        self._lives = [SimulatedTask(one, (), one.work_s, one.submit_s) for one in works]
+    def __init__(self, workload: Sequence[WorkloadTask], reality: PoolReality) -> None:
+        self._tasks = [SimulatedTask(task, (), task.work_s, task.submit_s) for task in workload]
         self._agenda: Agenda[tuple[str, int, int] | ChurnEvent] = Agenda()
         self._gpus = len(reality.nodes) * reality.node_gpus
         self._node_gpus = reality.node_gpus
-        self._there = set(reality.nodes)
+        self._nodes = set(reality.nodes)
         self._free = self._gpus
-        self._waiting: dict[int, list[tuple[float, float, int]]] = {}  # by size: a heap, the best first
-        self._running: list[tuple[float, float, int, int]] = []  # a heap, the worst first; some entries are old
-        self._window_s = max((one.submit_s for one in works), default=0.0)
+        self._waiting: dict[int, list[tuple[float, float, int]]] = {}  # by size: a heap, best first
+        self._running: list[tuple[float, float, int, int]] = []  # a heap, worst first; entries may be stale
+        self._window_s = max((task.submit_s for task in workload), default=0.0)
         self._done = self._events = self._evictions = 0
         self._work = self._capacity = self._since = 0.0
         self._curves, self._next_bin, self._waits = PoolCurves(), 0.0, 0
-        for number, one in enumerate(works):
-            self._agenda.put(one.submit_s, ("comes", number, 0))
-        for happens in reality.churn:
-            self._agenda.put(happens.at_s, happens)
+        for number, task in enumerate(workload):
+            self._agenda.put(task.submit_s, ("submit", number, 0))
+        for event in reality.churn:
+            self._agenda.put(event.at_s, event)
 
     def run(self) -> PoolOutcome:
-        """Until every task has ended."""
-        while self._done < len(self._lives):
-            if self._agenda.first() is None:
-                raise InvariantError("nothing happens any more, and tasks have not ended")
+        """Runs until every task has ended."""
+        while self._done < len(self._tasks):
+            if self._agenda.next_time() is None:
+                raise InvariantError("no event is left, but some tasks have not ended")
             what = self._agenda.pop()
             self._events += 1
             self._sample()
@@ -50,16 +50,16 @@ class Clairvoyant:
                 self._node(what)
             else:
                 kind, number, attempt = what
-                if kind == "comes":
+                if kind == "submit":
                     self._wait(number)
-                elif self._lives[number].attempt == attempt and self._lives[number].began_s is not None:
+                elif self._tasks[number].attempt == attempt and self._tasks[number].began_s is not None:
                     self._end(number)
                 else:
                     continue
             self._fill()
         self._count_capacity()
         return PoolOutcome(
-            self._lives, self._events, self._evictions, self._agenda.now, self._window_s, self._capacity, self._work,
+            self._tasks, self._events, self._evictions, self._agenda.now, self._window_s, self._capacity, self._work,
             self._work, self._curves, self._events, 0,
         )  # fmt: skip
 
@@ -71,15 +71,13 @@ class Clairvoyant:
             self._curves.used_gpus.append(self._gpus - self._free)
             self._next_bin = now + self._window_s / BINS
 
-    # ---- nodes ----
-
     def _node(self, what: ChurnEvent) -> None:
         self._count_capacity()
-        if what.what == "joined" and what.node not in self._there:
-            self._there.add(what.node)
+        if what.what == "joined" and what.node not in self._nodes:
+            self._nodes.add(what.node)
             self._gpus, self._free = self._gpus + self._node_gpus, self._free + self._node_gpus
-        elif what.what != "joined" and what.node in self._there:
-            self._there.discard(what.node)
+        elif what.what != "joined" and what.node in self._nodes:
+            self._nodes.discard(what.node)
             self._gpus, self._free = self._gpus - self._node_gpus, self._free - self._node_gpus
             while self._free < 0:
                 self._stop(self._worst())
@@ -89,39 +87,37 @@ class Clairvoyant:
         self._capacity += self._gpus * max(0.0, end - min(self._since, self._window_s))
         self._since = self._agenda.now
 
-    # ---- jobs ----
-
     def _wait(self, number: int) -> None:
-        life = self._lives[number]
-        life.queued_at = self._agenda.now
+        task = self._tasks[number]
+        task.queued_at = self._agenda.now
         self._waits += 1
-        entry = (-life.work.spec.priority, life.left_s, number)
-        heapq.heappush(self._waiting.setdefault(life.work.gpus, []), entry)
+        entry = (-task.work.spec.priority, task.left_s, number)
+        heapq.heappush(self._waiting.setdefault(task.work.gpus, []), entry)
 
     def _fill(self) -> None:
-        """Start the best, and stop whoever is worse, until nothing changes."""
+        """Starts the best jobs and preempts worse ones until nothing changes."""
         while True:
             heads = sorted((line[0], size) for size, line in self._waiting.items())
-            if not any(self._may(entry, size) for entry, size in heads):
+            if not any(self._start_if_possible(entry, size) for entry, size in heads):
                 return
 
-    def _may(self, entry: tuple[float, float, int], size: int) -> bool:
-        """Start it if there is room, or if there is with those who are worse stopped."""
+    def _start_if_possible(self, waiting: tuple[float, float, int], size: int) -> bool:
+        """Starts the job if it fits, also by preempting worse jobs."""
         if size > self._gpus:
             return False
-        level, left_s, number = entry
+        level, left_s, number = waiting
         leaving: list[int] = []
         room, aside = self._free, []
-        while room < size and (worst := self._worst_entry()) is not None:
-            priority, minus_end, other, attempt = worst
+        while room < size and (running := self._worst_entry()) is not None:
+            priority, minus_end, other, attempt = running
             if (-priority, -minus_end - self._agenda.now) <= (level, left_s):
                 break
             heapq.heappop(self._running)
             aside.append((priority, minus_end, other, attempt))
             leaving.append(other)
-            room += self._lives[other].work.gpus
-        for one in aside:
-            heapq.heappush(self._running, one)
+            room += self._tasks[other].work.gpus
+        for entry in aside:
+            heapq.heappush(self._running, entry)
         if room < size:
             return False
         for other in leaving:
@@ -136,8 +132,8 @@ class Clairvoyant:
     def _worst_entry(self) -> tuple[float, float, int, int] | None:
         while self._running:
             _, _, number, attempt = self._running[0]
-            life = self._lives[number]
-            if life.began_s is not None and life.attempt == attempt:
+            task = self._tasks[number]
+            if task.began_s is not None and task.attempt == attempt:
                 return self._running[0]
             heapq.heappop(self._running)
         return None
@@ -145,37 +141,37 @@ class Clairvoyant:
     def _worst(self) -> int:
         entry = self._worst_entry()
         if entry is None:
-            raise InvariantError("more GPUs are used than there are, and nobody runs")
+            raise InvariantError("more GPUs are in use than exist, but no task runs")
         return entry[2]
 
     def _start(self, number: int) -> None:
-        life, now = self._lives[number], self._agenda.now
-        self._free -= life.work.gpus
+        task, now = self._tasks[number], self._agenda.now
+        self._free -= task.work.gpus
         self._waits -= 1
-        life.waited_s += now - life.queued_at
-        life.first_start_s = now if life.first_start_s is None else life.first_start_s
-        life.attempt += 1
-        life.began_s = now
-        end = now + life.left_s
-        heapq.heappush(self._running, (life.work.spec.priority, -end, number, life.attempt))
-        self._agenda.put(end, ("ends", number, life.attempt))
+        task.waited_s += now - task.queued_at
+        task.first_start_s = now if task.first_start_s is None else task.first_start_s
+        task.attempt += 1
+        task.began_s = now
+        end = now + task.left_s
+        heapq.heappush(self._running, (task.work.spec.priority, -end, number, task.attempt))
+        self._agenda.put(end, ("end", number, task.attempt))
 
     def _worked(self, number: int) -> None:
-        life, now = self._lives[number], self._agenda.now
-        began = life.began_s if life.began_s is not None else now
-        life.left_s = max(0.0, life.left_s - (now - began))
+        task, now = self._tasks[number], self._agenda.now
+        began = task.began_s if task.began_s is not None else now
+        task.left_s = max(0.0, task.left_s - (now - began))
         end = min(now, self._window_s)
-        self._work += life.work.gpus * max(0.0, end - min(began, self._window_s))
-        life.began_s = None
-        self._free += life.work.gpus
+        self._work += task.work.gpus * max(0.0, end - min(began, self._window_s))
+        task.began_s = None
+        self._free += task.work.gpus
 
     def _stop(self, number: int) -> None:
         self._worked(number)
-        self._lives[number].evictions += 1
+        self._tasks[number].evictions += 1
         self._evictions += 1
         self._wait(number)
 
     def _end(self, number: int) -> None:
         self._worked(number)
-        self._lives[number].done_s = self._agenda.now
+        self._tasks[number].done_s = self._agenda.now
         self._done += 1

@@ -1,9 +1,9 @@
-"""Drives a scheduler of pools under a virtual clock: carries its instructions out as a model of reality says.
+"""Drives a pool scheduler under a virtual clock and executes its instructions by a model of reality.
 
-The scheduler is the pool machine that runs live, or a baseline that speaks its language: events in, instructions out.
-Every deed takes a time that is drawn by the seed, the task and the attempt, not by the order of events, so that all
-policies meet the same reality. Work that was not saved is done again. What must be true is looked at with every event
-(`truths`), and by the scheduler itself on a sample of events and at the end.
+The scheduler is the pool machine that runs live, or a baseline with the same interface: events in, instructions out.
+Durations are drawn by seed, task and attempt, not by the order of events, so all policies meet the same reality.
+Unsaved work is redone. Invariants are checked on every event (`PoolInvariants`); the scheduler checks its own state
+every CHECK_EVERY events and at the end.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ BINS = 240  # points of the curves over time
 
 
 class PoolScheduler(Protocol):
-    """Decides who runs: the pool machine, or a baseline."""
+    """A scheduler: the pool machine or a baseline."""
 
     def handle(self, event: e.PoolEvent, now: float) -> list[e.PoolInstruction]:
-        """What is to be done about an event."""
+        """Processes an event and returns instructions."""
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due."""
+        """Time of the next PoolTick."""
 
     def check(self) -> None:
-        """Raise where the books contradict each other."""
+        """Raises AssertionError if its state is inconsistent."""
 
 
 @dataclass(frozen=True)
 class PoolReality:
-    """What is given, whoever schedules."""
+    """The simulated cluster: the same for every scheduler."""
 
     nodes: tuple[str, ...]
     node_gpus: int
     times: PoolTimes = MEASURED
     churn: tuple[ChurnEvent, ...] = ()
-    checkpoint_s: float = 1800.0  # a loss throws away what was done since the last checkpoint of its own; 0: all
+    checkpoint_s: float = 1800.0  # a task that is lost redoes its work since its last own checkpoint; 0: all of it
     seed: int = 0
 
 
@@ -56,23 +56,23 @@ class SimulatedTask:
 
     work: WorkloadTask
     units: tuple[int, ...]
-    left_s: float  # of its work
-    queued_at: float  # since when it waits, while it does
-    waited_s: float = 0.0  # in the queue, all waits together
+    left_s: float  # remaining work
+    queued_at: float  # start of the current wait
+    waited_s: float = 0.0  # total time in the queue
     first_start_s: float | None = None
     attempt: int = 0
-    began_s: float | None = None  # its work, in this attempt
+    began_s: float | None = None  # start of the work of this attempt
     held_since: float = 0.0
-    stop: str = ""  # "done", "leaves" or "lost": what its stop will make of it
+    stop: str = ""  # "done", "evicted" or "lost": the outcome of the stop under way
     evictions: int = 0
     losses: int = 0
-    redone_s: float = 0.0  # work that had to be done again
+    redone_s: float = 0.0  # work that was redone
     done_s: float | None = None
 
 
 @dataclass
 class PoolCurves:
-    """What was over time, a point for each bin."""
+    """Time series, a point per bin."""
 
     at: list[float] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
@@ -81,87 +81,89 @@ class PoolCurves:
 
 @dataclass
 class PoolOutcome:
-    """What became of a run, before anybody sums it up."""
+    """Raw results of a run."""
 
-    lives: list[SimulatedTask]
+    tasks: list[SimulatedTask]
     events: int
     evictions: int
     end_s: float
     window_s: float  # until the last submission
     capacity_gpu_s: float  # in the window
-    held_gpu_s: float  # in the window: a process had them
-    work_gpu_s: float  # in the window: work that did not have to be done again
+    held_gpu_s: float  # in the window: held by processes
+    work_gpu_s: float  # in the window: work that was not redone
     curves: PoolCurves
-    looks: int
-    checks: int
+    looks: int  # invariant checks
+    checks: int  # full consistency checks
 
 
 class PoolReplay:
-    """One run."""
+    """A simulated run."""
 
     def __init__(
         self,
         scheduler: PoolScheduler,
-        works: Sequence[WorkloadTask],
+        workload: Sequence[WorkloadTask],
         reality: PoolReality,
         *,
         first: Sequence[e.PoolEvent] = (),
         check_every: int = CHECK_EVERY,
-        heard: Callable[[float, e.PoolEvent, list[e.PoolInstruction]], None] | None = None,
+        on_event: Callable[[float, e.PoolEvent, list[e.PoolInstruction]], None] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._reality = reality
         self._agenda: Agenda[e.PoolEvent | ChurnEvent] = Agenda()
-        self._truths = PoolInvariants()
-        self._lives: dict[str, SimulatedTask] = {}
+        self._invariants = PoolInvariants()
+        self._tasks: dict[str, SimulatedTask] = {}
         self._order: list[SimulatedTask] = []
         self._groups_told: set[str] = set()
-        self._check_every, self._heard, self._progress = check_every, heard, progress
+        self._check_every, self._on_event, self._progress = check_every, on_event, progress
         self._events = self._checks = self._evictions = 0
         self._waiting = self._used = 0
-        self._window_s = max((one.submit_s for one in works), default=0.0)
+        self._window_s = max((task.submit_s for task in workload), default=0.0)
         self._held = self._worked = 0.0
-        self._capacity, self._there, self._there_since = 0.0, 0, 0.0
+        self._capacity, self._gpus_present, self._present_since = 0.0, 0, 0.0
         self._curves = PoolCurves()
         self._next_bin = 0.0
         self._source = random.Random()
         for event in first:
-            self._tell(event)
+            self._send_event(event)
         for node in reality.nodes:
             self._node_joins(node)
-        self._expect(works)
-        for happens in reality.churn:
-            self._agenda.put(happens.at_s, happens)
+        self._expect(workload)
+        for change in reality.churn:
+            self._agenda.put(change.at_s, change)
 
-    def _expect(self, works: Sequence[WorkloadTask]) -> None:
-        for one in works:
-            life = SimulatedTask(one, tuple(bundle.get("gpu") for bundle in one.spec.bundles), one.work_s, one.submit_s)
-            self._order.append(life)
-            self._lives[one.spec.id] = life
-            self._agenda.put(one.submit_s, e.TaskSubmitted(one.spec))
+    def _expect(self, workload: Sequence[WorkloadTask]) -> None:
+        for work in workload:
+            task = SimulatedTask(
+                work, tuple(bundle.get("gpu") for bundle in work.spec.bundles), work.work_s, work.submit_s
+            )
+            self._order.append(task)
+            self._tasks[work.spec.id] = task
+            self._agenda.put(work.submit_s, e.TaskSubmitted(work.spec))
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def run(self) -> PoolOutcome:
-        """Until every task has ended."""
+        """Runs until every task has ended."""
         agenda, left = self._agenda, len(self._order)
-        while self._truths.done < left:
-            due, first = self._scheduler.next_deadline(), agenda.first()
+        while self._invariants.done < left:
+            due, first = self._scheduler.next_deadline(), agenda.next_time()
             if first is None and due is None:
-                raise InvariantError(f"nothing happens any more, and {left - self._truths.done} tasks have not ended")
+                raise InvariantError(f"no event is left, but {left - self._invariants.done} tasks have not ended")
             if first is None or (due is not None and due < first):
-                agenda.leap(due if due is not None else agenda.now)
+                agenda.advance_to(due if due is not None else agenda.now)
                 self._sample()
-                self._tell(e.PoolTick())
+                self._send_event(e.PoolTick())
                 continue
             what = agenda.pop()
             self._sample()
-            self._happens(what)
+            self._process(what)
         self._finish()
         return PoolOutcome(
             self._order, self._events, self._evictions, agenda.now, self._window_s, self._capacity, self._held,
-            self._worked, self._curves, self._truths.looks, self._checks,
+            self._worked, self._curves, self._invariants.looks, self._checks,
         )  # fmt: skip
 
     def _sample(self) -> None:
@@ -177,180 +179,186 @@ class PoolReplay:
 
     def _finish(self) -> None:
         self._count_capacity()
-        self._truths.whole()
+        self._invariants.check_totals()
         self._scheduler.check()
         self._checks += 1
 
-    def _tell(self, event: e.PoolEvent) -> None:
+    def _send_event(self, event: e.PoolEvent) -> None:
         now = self._agenda.now
         out = self._scheduler.handle(event, now)
         self._events += 1
-        if self._heard is not None:
-            self._heard(now, event, out)
-        for one in out:
-            self._deed(one, now)
+        if self._on_event is not None:
+            self._on_event(now, event, out)
+        for instruction in out:
+            self._execute(instruction, now)
         if self._events % self._check_every == 0:
-            self._truths.whole()
+            self._invariants.check_totals()
             self._scheduler.check()
             self._checks += 1
 
-    # ---- what happens ----------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------------
 
-    def _happens(self, what: e.PoolEvent | ChurnEvent) -> None:
-        if isinstance(what, e.TaskStarted):
-            self._started(what)
-        elif isinstance(what, e.TaskEnded):
-            self._ended(what)
-        elif isinstance(what, e.TaskStopped):
-            self._stopped(what)
-        elif isinstance(what, e.TaskSubmitted):
-            self._truths.came(what.spec.id)
+    def _process(self, event: e.PoolEvent | ChurnEvent) -> None:
+        if isinstance(event, e.TaskStarted):
+            self._started(event)
+        elif isinstance(event, e.TaskEnded):
+            self._ended(event)
+        elif isinstance(event, e.TaskStopped):
+            self._stopped(event)
+        elif isinstance(event, e.TaskSubmitted):
+            self._invariants.task_submitted(event.spec.id)
             self._waiting += 1
-            self._tell(what)
-        elif isinstance(what, e.PlacementGroupReady):
-            if what.group in self._truths.groups:
-                self._truths.standing(what.group)
-                self._tell(what)
-        elif isinstance(what, e.PlacementGroupRemoved):
-            if what.group in self._truths.groups:
-                self._truths.gone(what.group)
-                self._tell(what)
-        elif isinstance(what, ChurnEvent):
-            self._node(what)
+            self._send_event(event)
+        elif isinstance(event, e.PlacementGroupReady):
+            if event.group in self._invariants.groups:
+                self._invariants.group_ready(event.group)
+                self._send_event(event)
+        elif isinstance(event, e.PlacementGroupRemoved):
+            if event.group in self._invariants.groups:
+                self._invariants.group_removed(event.group)
+                self._send_event(event)
+        elif isinstance(event, ChurnEvent):
+            self._node(event)
         else:
-            self._tell(what)
+            self._send_event(event)
 
     def _started(self, event: e.TaskStarted) -> None:
-        life = self._lives[event.task]
-        if life.attempt != event.attempt or life.stop:
+        task = self._tasks[event.task]
+        if task.attempt != event.attempt or task.stop:
             return
         now = self._agenda.now
-        life.began_s = now
-        self._agenda.put(now + life.left_s, e.TaskEnded(event.task, event.attempt))
-        self._tell(event)
+        task.began_s = now
+        self._agenda.put(now + task.left_s, e.TaskEnded(event.task, event.attempt))
+        self._send_event(event)
 
     def _ended(self, event: e.TaskEnded) -> None:
-        life = self._lives[event.task]
-        if life.attempt != event.attempt or life.stop:
+        task = self._tasks[event.task]
+        if task.attempt != event.attempt or task.stop:
             return
-        self._worked_until(life, self._agenda.now, kept=True)
-        life.left_s, life.stop, life.done_s = 0.0, "done", self._agenda.now
-        self._tell(event)
+        self._worked_until(task, self._agenda.now, kept=True)
+        task.left_s, task.stop, task.done_s = 0.0, "done", self._agenda.now
+        self._send_event(event)
 
     def _stopped(self, event: e.TaskStopped) -> None:
-        life, now = self._lives[event.task], self._agenda.now
-        self._truths.stopped(event.task)
-        self._used -= life.work.gpus
-        self._held += life.work.gpus * self._inside(life.held_since, now)
-        if life.stop == "done":
-            self._truths.ended(event.task)
+        task, now = self._tasks[event.task], self._agenda.now
+        self._invariants.task_stopped(event.task)
+        self._used -= task.work.gpus
+        self._held += task.work.gpus * self._inside(task.held_since, now)
+        if task.stop == "done":
+            self._invariants.task_ended(event.task)
         else:
-            life.queued_at = now
+            task.queued_at = now
             self._waiting += 1
-        life.stop, life.began_s = "", None
-        life.attempt = 0  # what was put down for this attempt does not happen
-        self._tell(event)
+        task.stop, task.began_s = "", None
+        task.attempt = 0  # events scheduled for this attempt are void
+        self._send_event(event)
 
     def _inside(self, begin: float, end: float) -> float:
-        """Seconds of a time that are in the window."""
+        """Seconds of an interval that are inside the window."""
         return max(0.0, min(end, self._window_s) - min(begin, self._window_s))
 
-    def _worked_until(self, life: SimulatedTask, end: float, *, kept: bool) -> None:
-        """The work of this attempt is over. What is kept counts; of the rest, what a checkpoint of its own has."""
-        began = life.began_s
+    def _worked_until(self, task: SimulatedTask, end: float, *, kept: bool) -> None:
+        """Ends the work of this attempt. If not `kept`, only what its own checkpoints cover counts."""
+        began = task.began_s
         if began is None:
             return
         ran = end - began
         every = self._reality.checkpoint_s
         good = ran if kept else (ran // every * every if every else 0.0)
-        life.left_s = max(0.0, life.left_s - good)
-        life.redone_s += ran - good
-        life.began_s = None
-        self._worked += life.work.gpus * self._inside(began, began + good)
+        task.left_s = max(0.0, task.left_s - good)
+        task.redone_s += ran - good
+        task.began_s = None
+        self._worked += task.work.gpus * self._inside(began, began + good)
 
     # ---- nodes -----------------------------------------------------------------------------------------------------
 
-    def _node(self, what: ChurnEvent) -> None:
-        if what.what == "joined":
-            self._node_joins(what.node)
-        elif what.node in self._truths.nodes:
-            if what.what == "draining":
-                self._tell(e.NodeDrained(what.node))
-                self._agenda.put(self._agenda.now + what.notice_s, ChurnEvent(0.0, what.node, "lost"))
+    def _node(self, event: ChurnEvent) -> None:
+        if event.what == "joined":
+            self._node_joins(event.node)
+        elif event.node in self._invariants.nodes:
+            if event.what == "draining":
+                self._send_event(e.NodeDrained(event.node))
+                self._agenda.put(self._agenda.now + event.notice_s, ChurnEvent(0.0, event.node, "lost"))
             else:
-                self._node_lost(what.node)
+                self._node_lost(event.node)
 
     def _node_joins(self, node: str) -> None:
-        if node not in self._truths.nodes:
+        if node not in self._invariants.nodes:
             self._count_capacity()
-            self._there += self._reality.node_gpus
-            self._truths.joined(node, self._reality.node_gpus)
-            self._tell(e.NodeJoined(node, Resources.of(gpu=self._reality.node_gpus)))
+            self._gpus_present += self._reality.node_gpus
+            self._invariants.node_joined(node, self._reality.node_gpus)
+            self._send_event(e.NodeJoined(node, Resources.of(gpu=self._reality.node_gpus)))
 
     def _node_lost(self, node: str) -> None:
         self._count_capacity()
-        self._there -= self._reality.node_gpus
-        gone = self._truths.nodes[node]
-        for task, process in self._truths.processes.items():
+        self._gpus_present -= self._reality.node_gpus
+        gone = self._invariants.nodes[node]
+        for name, process in self._invariants.processes.items():
             if any(at is gone for _, at, _ in process.places):
-                life = self._lives[task]
-                if life.stop != "done":
-                    life.losses += 1
-                    self._worked_until(life, self._agenda.now, kept=False)
-                    life.stop = life.stop or "lost"
-        self._truths.lost(node)
-        self._tell(e.NodeLost(node, "simulated"))
+                task = self._tasks[name]
+                if task.stop != "done":
+                    task.losses += 1
+                    self._worked_until(task, self._agenda.now, kept=False)
+                    task.stop = task.stop or "lost"
+        self._invariants.node_lost(node)
+        self._send_event(e.NodeLost(node, "simulated"))
 
     def _count_capacity(self) -> None:
-        self._capacity += self._there * self._inside(self._there_since, self._agenda.now)
-        self._there_since = self._agenda.now
+        self._capacity += self._gpus_present * self._inside(self._present_since, self._agenda.now)
+        self._present_since = self._agenda.now
 
-    # ---- deeds -----------------------------------------------------------------------------------------------------
+    # ---- instructions ----------------------------------------------------------------------------------------------
 
-    def _deed(self, one: e.PoolInstruction, now: float) -> None:
-        if isinstance(one, e.StartTask):
-            self._start(one, now)
-        elif isinstance(one, e.StopTask):
-            self._stop(one, now)
-        elif isinstance(one, e.CreatePlacementGroup):
-            self._truths.making(one)
-            self._agenda.put(now + self._took("bind", one.group, 0), e.PlacementGroupReady(one.group))
-        elif isinstance(one, e.RemovePlacementGroup):
-            self._truths.removing(one.group)
-            self._agenda.put(now + self._took("bind", one.group, 1), e.PlacementGroupRemoved(one.group))
+    def _execute(self, instruction: e.PoolInstruction, now: float) -> None:
+        if isinstance(instruction, e.StartTask):
+            self._start(instruction, now)
+        elif isinstance(instruction, e.StopTask):
+            self._stop(instruction, now)
+        elif isinstance(instruction, e.CreatePlacementGroup):
+            self._invariants.group_creating(instruction)
+            self._agenda.put(
+                now + self._duration("bind", instruction.group, 0), e.PlacementGroupReady(instruction.group)
+            )
+        elif isinstance(instruction, e.RemovePlacementGroup):
+            self._invariants.group_removing(instruction.group)
+            self._agenda.put(
+                now + self._duration("bind", instruction.group, 1), e.PlacementGroupRemoved(instruction.group)
+            )
         else:
-            raise InvariantError(f"nobody here takes turns: {one}")
+            raise InvariantError(f"turns are not simulated: {instruction}")
 
-    def _start(self, one: e.StartTask, now: float) -> None:
-        life = self._lives[one.task]
-        self._truths.starting(one, life.units)
-        life.attempt, life.held_since = one.attempt, now
+    def _start(self, instruction: e.StartTask, now: float) -> None:
+        task = self._tasks[instruction.task]
+        self._invariants.task_starting(instruction, task.units)
+        task.attempt, task.held_since = instruction.attempt, now
         self._waiting -= 1
-        self._used += life.work.gpus
-        life.waited_s += now - life.queued_at
-        if life.first_start_s is None:
-            life.first_start_s = now
-        took = self._took("start", one.task, one.attempt)
-        if one.attempt > 1 and life.left_s < life.work.work_s:
-            took += self._took("load", one.task, one.attempt)
-        self._agenda.put(now + took, e.TaskStarted(one.task, one.attempt))
+        self._used += task.work.gpus
+        task.waited_s += now - task.queued_at
+        if task.first_start_s is None:
+            task.first_start_s = now
+        took = self._duration("start", instruction.task, instruction.attempt)
+        if instruction.attempt > 1 and task.left_s < task.work.work_s:
+            took += self._duration("load", instruction.task, instruction.attempt)
+        self._agenda.put(now + took, e.TaskStarted(instruction.task, instruction.attempt))
 
-    def _stop(self, one: e.StopTask, now: float) -> None:
-        life = self._lives[one.task]
-        took = self._took("stop", one.task, one.attempt)
+    def _stop(self, instruction: e.StopTask, now: float) -> None:
+        task = self._tasks[instruction.task]
+        took = self._duration("stop", instruction.task, instruction.attempt)
         saved = False
-        if not life.stop:
-            life.stop = "leaves"
-            life.evictions += 1
+        if not task.stop:
+            task.stop = "evicted"
+            task.evictions += 1
             self._evictions += 1
-            if life.began_s is not None:
-                saving = self._took("save", one.task, one.attempt)
-                saved = life.work.spec.saves and saving <= one.save_s
-                self._worked_until(life, now, kept=saved)
-                took = min(took, one.tell_s) + (min(saving, one.save_s) if life.work.spec.saves else 0.0)
-        self._agenda.put(now + took, e.TaskStopped(one.task, one.attempt, "returned", saved))
+            if task.began_s is not None:
+                saving = self._duration("save", instruction.task, instruction.attempt)
+                saved = task.work.spec.saves and saving <= instruction.checkpoint_timeout_s
+                self._worked_until(task, now, kept=saved)
+                took = min(took, instruction.cancel_grace_s) + (
+                    min(saving, instruction.checkpoint_timeout_s) if task.work.spec.saves else 0.0
+                )
+        self._agenda.put(now + took, e.TaskStopped(instruction.task, instruction.attempt, "returned", saved))
 
-    def _took(self, what: str, name: str, attempt: int) -> float:
+    def _duration(self, what: str, name: str, attempt: int) -> float:
         known: Distribution = getattr(self._reality.times, f"{what}_s")
         if known.sigma or known.values:
             self._source.seed(f"{self._reality.seed} {what} {name} {attempt}")

@@ -1,16 +1,17 @@
-"""What a run of a pool comes to: waits and completions by class, evictions, utilisation. Plain numbers.
+"""Figures of a pool run: waits and completions by class, evictions, utilisation. Plain numbers.
 
-A wait is all the time that a task spent in the queue, also after evictions; a completion is from submission to the end
-of its work. Percentiles are those of a sorted list, nothing is fitted. Utilisation counts work that did not have to be
-done again, until the last submission: afterwards a cluster only runs empty.
+Wait: all time in the queue, including after evictions. Completion: from submission to the end of the work. Percentiles
+are values of the sorted list, nothing is fitted. Utilisation counts work that was not redone, until the last
+submission: after that the cluster only drains.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean, stdev
+from typing import Any
 
 from trimtab.replay.pool.driver import PoolCurves, PoolOutcome, SimulatedTask
 
@@ -19,7 +20,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class ClassFigures:
-    """One class of tasks, or all of them."""
+    """Figures of a class of tasks, or of all tasks."""
 
     tasks: int
     wait_mean_s: float
@@ -27,43 +28,42 @@ class ClassFigures:
     wait_p99_s: float
     completion_mean_s: float
     completion_p99_s: float
-    slowdown_mean: float  # completion over the length of its work
+    slowdown_mean: float  # completion time over length of work
     evictions: int
 
 
 @dataclass(frozen=True)
 class PoolFigures:
-    """One run of one policy."""
+    """Figures of a run."""
 
     policy: str
     seed: int
     classes: dict[str, ClassFigures]
     evictions: int
     losses: int
-    redone_gpu_h: float  # work that was lost
-    utilisation: float  # work, of what there was
-    held: float  # by processes, of what there was
+    redone_gpu_h: float  # lost work
+    utilisation: float  # useful work as a share of capacity
+    held: float  # held by processes, as a share of capacity
     makespan_s: float
     events: int
-    looks: int
-    checks: int
+    looks: int  # invariant checks
+    checks: int  # full consistency checks of the scheduler
     curves: PoolCurves
-    seconds: float = 0.0  # that the simulation took
+    seconds: float = 0.0  # wall time of the simulation
 
 
 def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
-    """Sum a run up."""
-    by_class = {name: [one for one in outcome.lives if one.work.class_ == name] for name in classes}
-    found = {name: _class(lives) for name, lives in by_class.items() if lives}
-    found[ALL] = _class(outcome.lives)
+    by_class = {name: [task for task in outcome.tasks if task.work.class_ == name] for name in classes}
+    found = {name: _class(tasks) for name, tasks in by_class.items() if tasks}
+    found[ALL] = _class(outcome.tasks)
     capacity = outcome.capacity_gpu_s or 1.0
     return PoolFigures(
         policy,
         seed,
         found,
         outcome.evictions,
-        sum(one.losses for one in outcome.lives),
-        sum(one.redone_s * one.work.gpus for one in outcome.lives) / 3600.0,
+        sum(task.losses for task in outcome.tasks),
+        sum(task.redone_s * task.work.gpus for task in outcome.tasks) / 3600.0,
         outcome.work_gpu_s / capacity,
         outcome.held_gpu_s / capacity,
         outcome.end_s,
@@ -74,28 +74,82 @@ def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]
     )
 
 
-def _class(lives: Sequence[SimulatedTask]) -> ClassFigures:
-    waits = sorted(one.waited_s for one in lives)
-    took = [(math.nan if one.done_s is None else one.done_s) - one.work.submit_s for one in lives]
+def _class(tasks: Sequence[SimulatedTask]) -> ClassFigures:
+    waits = sorted(task.waited_s for task in tasks)
+    took = [(math.nan if task.done_s is None else task.done_s) - task.work.submit_s for task in tasks]
     completions = sorted(took)
     return ClassFigures(
-        len(lives),
+        len(tasks),
         fmean(waits),
         percentile(waits, 0.5),
         percentile(waits, 0.99),
         fmean(completions),
         percentile(completions, 0.99),
-        fmean(each / max(one.work.work_s, 1.0) for each, one in zip(took, lives, strict=True)),
-        sum(one.evictions for one in lives),
+        fmean(seconds / max(task.work.work_s, 1.0) for seconds, task in zip(took, tasks, strict=True)),
+        sum(task.evictions for task in tasks),
     )
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of a sorted list: the first value that so many are not above."""
+    """Nearest-rank percentile of a sorted list."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def spread(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and standard deviation of runs with different seeds."""
+    """Mean and standard deviation."""
     known = list(values)
     return fmean(known), stdev(known) if len(known) > 1 else 0.0
+
+
+OF_CLASS = tuple(item.name for item in fields(ClassFigures) if item.name != "tasks")
+OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")
+
+
+@dataclass(frozen=True)
+class PolicySummary:
+    """A policy over all seeds: (mean, standard deviation) by figure, such as `utilisation` or `high.wait_mean_s`."""
+
+    policy: str
+    runs: tuple[PoolFigures, ...]
+    figures: dict[str, tuple[float, float]]
+
+    def mean(self, name: str) -> float:
+        return self.figures[name][0]
+
+
+def summary(runs: Sequence[PoolFigures]) -> list[PolicySummary]:
+    """One row per policy, in the order of the runs."""
+    by_policy: dict[str, list[PoolFigures]] = {}
+    for run in runs:
+        by_policy.setdefault(run.policy, []).append(run)
+    return [PolicySummary(policy, tuple(known), _means(known)) for policy, known in by_policy.items()]
+
+
+def _means(runs: Sequence[PoolFigures]) -> dict[str, tuple[float, float]]:
+    found = {name: spread(getattr(run, name) for run in runs) for name in OF_RUN}
+    for class_ in runs[0].classes:
+        known = [run.classes[class_] for run in runs if class_ in run.classes]
+        for name in OF_CLASS:
+            found[f"{class_}.{name}"] = spread(getattr(figures, name) for figures in known)
+    return found
+
+
+def data(runs: Sequence[PoolFigures]) -> list[dict[str, Any]]:
+    """One flat record per run, for JSON and CSV."""
+    return [
+        {
+            "policy": run.policy,
+            "seed": run.seed,
+            **{name: getattr(run, name) for name in OF_RUN},
+            **{
+                f"{class_}.{name}": getattr(known, name)
+                for class_, known in run.classes.items()
+                for name in ("tasks", *OF_CLASS)
+            },
+            "events": run.events,
+            "looks": run.looks,
+            "checks": run.checks,
+            "seconds": run.seconds,
+        }
+        for run in runs
+    ]

@@ -1,9 +1,9 @@
-"""Least attained service first, in the manner of Tiresias: who has had the fewest GPU-seconds runs.
+"""Least attained service first, similar to Tiresias: jobs with the fewest GPU-seconds run first.
 
-Two levels: whoever has had less than `threshold_gpu_s` is in the first, others in the second; within a level the order
-is that of submission. One of the first level that finds no room has jobs of the second leave, those with the most
-service first, where the fewest have to. It knows neither priorities nor lengths. There is no promotion of those who
-wait long. Room that others are leaving for a job is kept for it, so that nobody else takes it.
+Two levels: jobs below `threshold_gpu_s` are in the first, others in the second; within a level the order is by
+submission. A first-level job that does not fit preempts second-level jobs, most service first, on the nodes where the
+fewest have to go. Priorities and lengths are unknown to it. Jobs that wait long are not promoted. GPUs freed by
+preemption are reserved for the job they were freed for.
 """
 
 from __future__ import annotations
@@ -12,39 +12,37 @@ import heapq
 from dataclasses import dataclass, field
 
 from trimtab.core.reasons import Reason, ReasonCode
-from trimtab.replay.pool.baselines import SAVE_S, BaselineJob, BaselineScheduler
+from trimtab.replay.pool.baselines import CHECKPOINT_TIMEOUT_S, BaselineJob, BaselineScheduler
 
 THRESHOLD_GPU_S = 3_600.0
 
 
 @dataclass
 class _PendingClaim:
-    """Room that is being made."""
+    """GPUs that are being freed for a job by preemption."""
 
     job: BaselineJob
     nodes: tuple[str, ...]
     leaving: set[str]
-    kept: dict[str, int] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
 
 
 class LeastAttained(BaselineScheduler):
-    """Two levels of attained service."""
+    """Scheduler with two levels of attained service."""
 
     def __init__(self, node_gpus: int, threshold_gpu_s: float = THRESHOLD_GPU_S) -> None:
         super().__init__(node_gpus)
         self._threshold = threshold_gpu_s
         self._service: dict[str, float] = {}  # GPU-seconds of earlier attempts
-        self._since: dict[str, float] = {}  # when its work began, by job at work
-        self._second: dict[str, dict[str, int]] = {}  # by node: running jobs of the second level, and their GPUs there
+        self._since: dict[str, float] = {}  # by running job: start of its work
+        self._second: dict[str, dict[str, int]] = {}  # by node: running second-level jobs and their GPUs there
         self._demotions: list[tuple[float, str, int]] = []
-        self._lines: dict[tuple[int, tuple[int, ...]], list[tuple[int, str]]] = {}
-        self._claims: dict[str, _PendingClaim] = {}  # by job that leaves
-        self._kept: dict[str, int] = {}
-
-    # ---- what a baseline is asked ----
+        self._queues: dict[tuple[int, tuple[int, ...]], list[tuple[int, str]]] = {}
+        self._claims: dict[str, _PendingClaim] = {}  # by preempted job
+        self._reserved: dict[str, int] = {}
 
     def next_deadline(self) -> float | None:
-        """When the next job comes to the second level."""
+        """Time of the next demotion to the second level."""
         while self._demotions:
             at, name, attempt = self._demotions[0]
             job = self.jobs.get(name)
@@ -54,12 +52,10 @@ class LeastAttained(BaselineScheduler):
         return None
 
     def enqueue(self, job: BaselineJob) -> None:
-        """It waits in its level."""
         level = int(self._service.get(job.spec.id, 0.0) >= self._threshold)
-        heapq.heappush(self._lines.setdefault((level, job.sizes), []), (job.seq, job.spec.id))
+        heapq.heappush(self._queues.setdefault((level, job.sizes), []), (job.seq, job.spec.id))
 
     def started(self, job: BaselineJob) -> None:
-        """Its service counts from now on."""
         if job.state != "running":
             return
         name = job.spec.id
@@ -68,45 +64,43 @@ class LeastAttained(BaselineScheduler):
         if left > 0:
             heapq.heappush(self._demotions, (self.now + left / sum(job.sizes), name, job.attempt))
         else:
-            self._lists(job, True)
+            self._set_second_level(job, True)
 
     def ended(self, job: BaselineJob) -> None:
-        """Its service so far is remembered."""
+        """Adds up its service so far."""
         name = job.spec.id
         since = self._since.pop(name, None)
         if since is not None:
             self._service[name] = self._service.get(name, 0.0) + (self.now - since) * sum(job.sizes)
-        self._lists(job, False)
+        self._set_second_level(job, False)
 
-    def kept(self, node: str) -> int:
-        """For those whom others leave for."""
-        return self._kept.get(node, 0)
+    def reserved(self, node: str) -> int:
+        """GPUs reserved for jobs that preempted others."""
+        return self._reserved.get(node, 0)
 
-    def look(self) -> None:
-        """Demote whoever is due, start whoever fits, have others leave for the first level."""
+    def schedule(self) -> None:
+        """Demotes jobs that are due, starts jobs that fit, preempts for the first level."""
         while (due := self.next_deadline()) is not None and due <= self.now:
             _, name, _ = heapq.heappop(self._demotions)
-            self._lists(self.jobs[name], True)
-        heads = [(level, line[0], (level, sizes)) for (level, sizes), line in self._lines.items()]
+            self._set_second_level(self.jobs[name], True)
+        heads = [(level, queue[0], (level, sizes)) for (level, sizes), queue in self._queues.items()]
         heapq.heapify(heads)
         while heads:
             level, (_, name), key = heapq.heappop(heads)
             job = self.jobs[name]
-            nodes = self.racks.spot(job.sizes)
+            nodes = self.free_gpus.find_nodes(job.sizes)
             if nodes is not None:
-                self.begin(job, nodes)
-            elif level > 0 or not self._make_room(job):
+                self.assign(job, nodes)
+            elif level > 0 or not self._preempt_for(job):
                 continue
-            line = self._lines[key]
-            heapq.heappop(line)
-            if line:
-                heapq.heappush(heads, (level, line[0], key))
+            queue = self._queues[key]
+            heapq.heappop(queue)
+            if queue:
+                heapq.heappush(heads, (level, queue[0], key))
             else:
-                del self._lines[key]
+                del self._queues[key]
 
-    # ---- preemption ----
-
-    def _lists(self, job: BaselineJob, second: bool) -> None:
+    def _set_second_level(self, job: BaselineJob, second: bool) -> None:
         for node, size in zip(job.nodes, job.sizes, strict=False):
             here = self._second.setdefault(node, {})
             if second:
@@ -114,27 +108,27 @@ class LeastAttained(BaselineScheduler):
             else:
                 here.pop(job.spec.id, None)
 
-    def _had(self, name: str) -> float:
+    def _attained(self, name: str) -> float:
         return self._service.get(name, 0.0) + (self.now - self._since[name]) * sum(self.jobs[name].sizes)
 
-    def _make_room(self, job: BaselineJob) -> bool:
-        """Choose nodes where the fewest leave; False: there is no way."""
+    def _preempt_for(self, job: BaselineJob) -> bool:
+        """Preempts on the nodes with the fewest victims; False if that is impossible."""
         wanted = list(job.sizes)
-        ways = []
-        for node, free in self.racks.rooms():
-            here = self._second.get(node, {})
-            if free + sum(here.values()) >= wanted[0]:
-                leaving, room = [], free
-                for name in sorted(here, key=lambda one: -self._had(one)):
-                    if room >= wanted[0]:
+        candidates = []
+        for node, free in self.free_gpus.free_by_node():
+            second_level = self._second.get(node, {})
+            if free + sum(second_level.values()) >= wanted[0]:
+                leaving, available = [], free
+                for name in sorted(second_level, key=lambda name: -self._attained(name)):
+                    if available >= wanted[0]:
                         break
                     leaving.append(name)
-                    room += here[name]
-                ways.append((len(leaving), node, leaving))
-        if len(ways) < len(wanted):
+                    available += second_level[name]
+                candidates.append((len(leaving), node, leaving))
+        if len(candidates) < len(wanted):
             return False
-        ways.sort(key=lambda one: one[:2])
-        chosen = ways[: len(wanted)]  # the rest of a gang is not larger than its first
+        candidates.sort(key=lambda candidate: candidate[:2])
+        chosen = candidates[: len(wanted)]  # the other bundles of a gang are not larger than its first
         nodes = tuple(node for _, node, _ in chosen)
         together = dict.fromkeys(name for _, _, names in chosen for name in names)
         self._claim(job, nodes, list(together))
@@ -143,52 +137,52 @@ class LeastAttained(BaselineScheduler):
     def _claim(self, job: BaselineJob, nodes: tuple[str, ...], leaving: list[str]) -> None:
         claim = _PendingClaim(job, nodes, set(leaving))
         for node, size in zip(nodes, job.sizes, strict=True):
-            self._keep(claim, node, min(size, self.racks.free[node]))
+            self._reserve(claim, node, min(size, self.free_gpus.free[node]))
         reason = Reason(ReasonCode.priority, f"{job.spec.id} has had less service")
         for name in leaving:
             self._claims[name] = claim
             victim = self.jobs[name]
             self.ended(victim)
-            self.stop(victim, reason, SAVE_S)
+            self.stop(victim, reason, CHECKPOINT_TIMEOUT_S)
 
-    def _keep(self, claim: _PendingClaim, node: str, gpus: int) -> None:
-        self.racks.take(node, gpus)
-        claim.kept[node] = claim.kept.get(node, 0) + gpus
-        self._kept[node] = self._kept.get(node, 0) + gpus
+    def _reserve(self, claim: _PendingClaim, node: str, gpus: int) -> None:
+        self.free_gpus.take(node, gpus)
+        claim.reserved[node] = claim.reserved.get(node, 0) + gpus
+        self._reserved[node] = self._reserved.get(node, 0) + gpus
 
-    def _unkeep(self, claim: _PendingClaim) -> None:
-        for node, gpus in claim.kept.items():
-            self._kept[node] -= gpus
-            self.racks.give(node, gpus)
-        claim.kept = {}
+    def _unreserve(self, claim: _PendingClaim) -> None:
+        for node, gpus in claim.reserved.items():
+            self._reserved[node] -= gpus
+            self.free_gpus.give(node, gpus)
+        claim.reserved = {}
 
-    def leave(self, job: BaselineJob) -> None:
-        """Whoever it left for has the room, as soon as all are gone."""
-        super().leave(job)
+    def release(self, job: BaselineJob) -> None:
+        """Gives the GPUs to the preempting job once all its victims are gone."""
+        super().release(job)
         claim = self._claims.pop(job.spec.id, None)
         if claim is None:
             return
         claim.leaving.discard(job.spec.id)
-        if not all(node in self.racks.free for node in claim.nodes):
-            self._give_up(claim)
+        if not all(node in self.free_gpus.free for node in claim.nodes):
+            self._cancel_claim(claim)
             return
         for node, size in zip(claim.nodes, claim.job.sizes, strict=True):
-            self._keep(claim, node, min(size - claim.kept.get(node, 0), self.racks.free[node]))
+            self._reserve(claim, node, min(size - claim.reserved.get(node, 0), self.free_gpus.free[node]))
         if not claim.leaving:
-            self._unkeep(claim)
-            self.begin(claim.job, claim.nodes)
+            self._unreserve(claim)
+            self.assign(claim.job, claim.nodes)
 
-    def _give_up(self, claim: _PendingClaim) -> None:
-        """A node of it is gone: the job waits again."""
-        self._unkeep(claim)
-        for name in [name for name, one in self._claims.items() if one is claim]:
+    def _cancel_claim(self, claim: _PendingClaim) -> None:
+        """A node of the claim is gone: the job waits again."""
+        self._unreserve(claim)
+        for name in [name for name, other in self._claims.items() if other is claim]:
             del self._claims[name]
         self.enqueue(claim.job)
 
-    def _closes(self, node: str, lost: bool) -> None:
-        self._kept.pop(node, None)
-        for claim in {id(one): one for one in self._claims.values() if node in one.nodes}.values():
-            claim.kept.pop(node, None)
-            self._give_up(claim)
+    def _node_unavailable(self, node: str, lost: bool) -> None:
+        self._reserved.pop(node, None)
+        for claim in {id(claim): claim for claim in self._claims.values() if node in claim.nodes}.values():
+            claim.reserved.pop(node, None)
+            self._cancel_claim(claim)
         self._second.pop(node, None)
-        super()._closes(node, lost)
+        super()._node_unavailable(node, lost)

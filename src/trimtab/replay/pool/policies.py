@@ -1,4 +1,4 @@
-"""The policies that can be compared, by name: the pool machine with its rules, baselines, and the clairvoyant bound."""
+"""Policies that can be compared, by name: the pool machine with its settings, baselines, and the clairvoyant bound."""
 
 from __future__ import annotations
 
@@ -6,73 +6,66 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PoolSpec, PreemptionPolicy
+from trimtab.replay.common.keys import check_keys, check_name
 from trimtab.replay.pool.baselines import OrderedScheduler
 from trimtab.replay.pool.driver import PoolScheduler
 from trimtab.replay.pool.las import THRESHOLD_GPU_S, LeastAttained
 from trimtab.replay.pool.workload import POOL
 
-FOR_EVER_S = 1e9
+UNLIMITED_S = 1e9
 PREEMPTION_KEYS = tuple(
-    one.name for one in fields(PreemptionPolicy) if one.name not in ("label_rules", "protected_pools", "cross_pool")
+    item.name for item in fields(PreemptionPolicy) if item.name not in ("label_rules", "protected_pools", "cross_pool")
 )
-POOL_KEYS = ("patience_s", "patience_runs", "reuse", "return_preempts")
-SWITCHES = ("same_pool", "reuse", "return_preempts")  # true or false, the others are numbers
+POOL_KEYS = ("starvation_timeout_s", "starvation_runs", "reuse", "return_preempts")
+SWITCHES = ("same_pool", "reuse", "return_preempts")  # booleans; the others are numbers
 
 KNOWN = {
     "trimtab": "the pool machine, with preemption",
-    "trimtab_no_preemption": "the pool machine, nobody is evicted",
-    "fifo": "first come first served; who finds no room holds up all behind it",
-    "fifo_fill": "first come first served; whoever fits passes one who does not",
-    "priority": "by priority, nobody is evicted; who finds no room holds up all behind it",
-    "priority_fill": "by priority, nobody is evicted; whoever fits passes one who does not",
+    "trimtab_no_preemption": "the pool machine, without preemption",
+    "fifo": "first come first served; a job that does not fit blocks all behind it",
+    "fifo_fill": "first come first served; jobs that fit pass those that do not",
+    "priority": "by priority, no preemption; a job that does not fit blocks all behind it",
+    "priority_fill": "by priority, no preemption; jobs that fit pass those that do not",
     "las": "least attained service first, two levels (Tiresias-like)",
-    "clairvoyant": "knows all lengths; stops and moves for nothing, GPUs in one heap: a bound",
+    "clairvoyant": "knows all lengths; preempts and moves at no cost, no fragmentation: a bound",
 }
 
 
 @dataclass(frozen=True)
 class PoolPolicy:
-    """A policy as a scenario asks for it."""
+    """A policy of a scenario."""
 
-    name: str  # as it stands in tables
-    use: str  # one of KNOWN
-    preemption: dict[str, Any] = field(default_factory=dict)  # settings of the pool machine's policy
-    pool: dict[str, Any] = field(default_factory=dict)  # settings of its pool
+    name: str  # as shown in tables
+    use: str  # a key of KNOWN
+    preemption: dict[str, Any] = field(default_factory=dict)  # overrides of PreemptionPolicy
+    pool: dict[str, Any] = field(default_factory=dict)  # overrides of PoolSpec
     threshold_gpu_s: float = THRESHOLD_GPU_S  # of least attained service
 
     def __post_init__(self) -> None:
         where = f"policy {self.name}"
-        if self.use not in KNOWN:
-            near = nearest(self.use, KNOWN)
-            hint = f"did you mean {near}?" if near else "known: " + ", ".join(KNOWN)
-            raise InputError(f"there is no policy {self.use}", where=where, hint=hint)
-        for said, known in ((self.preemption, PREEMPTION_KEYS), (self.pool, POOL_KEYS)):
-            for key in said:
-                if key not in known:
-                    near = nearest(key, known)
-                    hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-                    raise InputError(f"{key} is not known here", where=where, hint=hint)
+        check_name(self.use, KNOWN, where, "unknown policy {}")
+        check_keys(self.preemption, PREEMPTION_KEYS, where)
+        check_keys(self.pool, POOL_KEYS, where)
         if (self.preemption and self.use != "trimtab") or (self.pool and not self.use.startswith("trimtab")):
-            raise InputError(f"{self.use} has no such settings", where=where, hint="they are the pool machine's")
+            raise InputError(f"{self.use} takes no such settings", where=where, hint="they go with use: trimtab")
         PreemptionPolicy(**self.preemption)  # raises where a value is wrong
         PoolSpec(POOL, Resources(), **self.pool)
 
     def text(self) -> str:
-        """As a report states it."""
         more = {**self.preemption, **self.pool}
         if self.use == "las":
             more["threshold_gpu_s"] = self.threshold_gpu_s
-        said = ", ".join(f"{key} {value}" for key, value in more.items())
-        return KNOWN[self.use] + (f" ({said})" if said else "")
+        changes = ", ".join(f"{key} {value}" for key, value in more.items())
+        return KNOWN[self.use] + (f" ({changes})" if changes else "")
 
 
 def scheduler(policy: PoolPolicy, node_gpus: int, quota_gpus: int) -> tuple[PoolScheduler, list[e.PoolEvent]]:
-    """A fresh scheduler, and what it is told first."""
+    """A new scheduler, and the events that configure it."""
     made: dict[str, Callable[[], PoolScheduler]] = {
         "fifo": lambda: OrderedScheduler(node_gpus),
         "fifo_fill": lambda: OrderedScheduler(node_gpus, fill=True),
@@ -82,7 +75,7 @@ def scheduler(policy: PoolPolicy, node_gpus: int, quota_gpus: int) -> tuple[Pool
     }
     if policy.use in made:
         return made[policy.use](), []
-    spec = PoolSpec(POOL, Resources.of(gpu=quota_gpus), **{"wait_s": FOR_EVER_S, **policy.pool})
+    spec = PoolSpec(POOL, Resources.of(gpu=quota_gpus), **{"wait_s": UNLIMITED_S, **policy.pool})
     first: list[e.PoolEvent] = [e.PoolEnsured(spec)]
     if policy.use == "trimtab":
         first.append(e.PolicySet(PreemptionPolicy(**policy.preemption)))

@@ -1,7 +1,7 @@
-"""A scenario file: a cluster, the tasks that come to it, how long things take, and the policies to compare.
+"""Reads a pool scenario file: a cluster, its tasks, durations, and the policies to compare.
 
-Read whole and checked before anything runs: an unknown key is refused with the nearest known one, a value that makes no
-sense with its place. Paths of traces start at the folder of the file.
+The file is validated before anything runs: an unknown key is refused with the nearest known key, an invalid value with
+its place. Trace paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 from trimtab.replay.common.churn import AN_HOUR, Churn, ChurnEvent
+from trimtab.replay.common.keys import check_unique
 from trimtab.replay.common.timing import Distribution, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.policies import PoolPolicy
@@ -26,12 +27,12 @@ SEEDS = (1, 2, 3, 4, 5)
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
 
 
-# ---- as it is used ------------------------------------------------------------------------------------------------
+# ---- settings -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Nodes alike, and what happens to them."""
+    """Identical nodes, and their churn."""
 
     nodes: int
     gpus: int
@@ -39,7 +40,6 @@ class ClusterSettings:
     churn: Churn | None = None
 
     def text(self) -> str:
-        """As a report states it."""
         size = f"{self.nodes:,} nodes of {self.gpus} GPUs, {self.nodes * self.gpus:,} in all"
         more = [f"{len(self.events)} stated events"] if self.events else []
         return "; ".join([size, *more, *([self.churn.text()] if self.churn else [])])
@@ -47,7 +47,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True)
 class WorkloadSettings:
-    """What comes to the cluster."""
+    """The workload of a scenario."""
 
     trace: Path | None
     generate: TaskGenerator | None
@@ -66,31 +66,30 @@ class WorkloadSettings:
         rows = jobs(self.trace, None if self.limit is None else self.skip + self.limit)[self.skip :]
         if not rows:
             raise InputError(f"skip {self.skip} leaves no job", where=str(self.trace), hint="skip fewer")
-        # Time begins with the first job that counts.
-        return [replace(one, submit_s=one.submit_s - rows[0].submit_s) for one in rows] if self.skip else rows
+        # Time starts with the first job that is not skipped.
+        return [replace(row, submit_s=row.submit_s - rows[0].submit_s) for row in rows] if self.skip else rows
 
     def rows(self, seed: int) -> list[JobRow]:
-        """The jobs, in order of submission."""
+        """Jobs in order of submission."""
         rows = self.generate.rows(seed) if self.generate is not None else self._read
-        return [one for one in rows if self.most_gpus is None or one.gpus <= self.most_gpus]
+        return [row for row in rows if self.most_gpus is None or row.gpus <= self.most_gpus]
 
     def text(self) -> str:
-        """As a report states it."""
         if self.generate is not None:
-            said = self.generate.text()
+            text = self.generate.text()
         else:
             behind = f" behind the first {self.skip:,}" if self.skip else ""
-            said = f"{len(self._read):,} jobs of {self.trace.name if self.trace else ''}{behind}"
-        said += f", {self.rate:g} times as fast" if self.rate != 1 else ""
-        said += f", those of at most {self.most_gpus} GPUs" if self.most_gpus is not None else ""
-        total = sum(one.share for one in self.classes)
-        shares = ", ".join(f"{one.name} (priority {one.priority:g}) {one.share / total:.0%}" for one in self.classes)
-        return f"{said}; classes by chance, whatever a job's size and length: {shares}"
+            text = f"{len(self._read):,} jobs of {self.trace.name if self.trace else ''}{behind}"
+        text += f", {self.rate:g} times as fast" if self.rate != 1 else ""
+        text += f", those of at most {self.most_gpus} GPUs" if self.most_gpus is not None else ""
+        total = sum(item.share for item in self.classes)
+        shares = ", ".join(f"{c.name} (priority {c.priority:g}) {c.share / total:.0%}" for c in self.classes)
+        return f"{text}; classes drawn at random, independent of size and length: {shares}"
 
 
 @dataclass(frozen=True)
 class PoolScenario:
-    """All that is asked."""
+    """A pool scenario."""
 
     name: str
     cluster: ClusterSettings
@@ -101,9 +100,9 @@ class PoolScenario:
     checkpoint_s: float = 1800.0
 
     def assumptions(self) -> list[str]:
-        """All that was assumed, for a report."""
+        """The assumptions of a scenario, for a report."""
         kept = "saved when it is evicted" if self.tasks.saves else "not saved when it is evicted"
-        every = f"and every {self.checkpoint_s:g} s" if self.checkpoint_s else "and never besides"
+        every = f"and every {self.checkpoint_s:g} s" if self.checkpoint_s else "and at no other time"
         return [
             self.cluster.text(),
             self.tasks.text(),
@@ -112,7 +111,7 @@ class PoolScenario:
         ]
 
 
-# ---- as it is written ---------------------------------------------------------------------------------------------
+# ---- file ---------------------------------------------------------------------------------------------------------
 
 
 def _no_bool(value: Any) -> Any:
@@ -126,12 +125,14 @@ Amount = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1e12, allow_
 More = Annotated[float, BeforeValidator(_no_bool), Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
 
 
-class _Section(BaseModel):
+class ScenarioSection(BaseModel):
+    """A section of a scenario file; unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class NodeEventSection(_Section):
-    """Something that happens to a node."""
+class NodeEventSection(ScenarioSection):
+    """A change of a node's state."""
 
     at_s: Amount
     node: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, strict=True)]
@@ -139,8 +140,8 @@ class NodeEventSection(_Section):
     notice_s: Amount = 120.0
 
 
-class ChurnSection(_Section):
-    """Failures by chance."""
+class ChurnSection(ScenarioSection):
+    """Random failures."""
 
     days_between: Annotated[More, Field(ge=0.001)]
     repair_s: Any = None
@@ -148,7 +149,7 @@ class ChurnSection(_Section):
     notice_s: Amount = 120.0
 
 
-class PoolClusterSection(_Section):
+class PoolClusterSection(ScenarioSection):
     """The `cluster` section."""
 
     nodes: Whole
@@ -157,8 +158,8 @@ class PoolClusterSection(_Section):
     churn: ChurnSection | None = None
 
 
-class GenerateSection(_Section):
-    """Jobs made up."""
+class GenerateSection(ScenarioSection):
+    """Generated jobs."""
 
     count: Whole
     per_hour: More
@@ -166,14 +167,14 @@ class GenerateSection(_Section):
     gpus: dict[Whole, More] = Field(default_factory=lambda: {1: 1.0}, min_length=1)
 
 
-class PriorityClassSection(_Section):
-    """A class of priority."""
+class PriorityClassSection(ScenarioSection):
+    """A priority class."""
 
     priority: Annotated[float, BeforeValidator(_no_bool), Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
     share: Amount
 
 
-class TasksSection(_Section):
+class TasksSection(ScenarioSection):
     """The `tasks` section."""
 
     trace: str | None = None
@@ -187,8 +188,8 @@ class TasksSection(_Section):
     estimates: bool = False
 
 
-class PoolPolicySection(_Section):
-    """One entry of `policies`."""
+class PoolPolicySection(ScenarioSection):
+    """An entry of `policies`."""
 
     use: str
     name: str | None = None
@@ -201,8 +202,8 @@ def _all_policies() -> list[str | PoolPolicySection]:
     return list(POLICIES)
 
 
-class PoolScenarioFile(_Section):
-    """The whole file."""
+class PoolScenarioFile(ScenarioSection):
+    """The scenario file."""
 
     name: str | None = None
     cluster: PoolClusterSection
@@ -231,66 +232,75 @@ SECTIONS: Sections = {
 
 
 def read(path: Path) -> PoolScenario:
-    """The scenario in a file. InputError with file and key where something is wrong."""
+    """Reads a scenario file. Raises InputError with file and key."""
     data = yaml_text.read_mapping(path)
     try:
-        said = PoolScenarioFile.model_validate(data)
+        section = PoolScenarioFile.model_validate(data)
     except ValidationError as error:
         raise explained(error, path, PoolScenarioFile, SECTIONS) from None
     where = str(path)
-    events = tuple(_event(one, said.cluster.nodes, f"{where}: cluster.events") for one in said.cluster.events)
-    churn = None if said.cluster.churn is None else churn_of(said.cluster.churn, where)
-    policies = tuple(_policy(one, where) for one in said.policies)
-    names = [one.name for one in policies]
-    if len(set(names)) < len(names):
-        doubled = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"two policies are called {doubled}", where=f"{where}: policies", hint="give one a `name`")
+    events = tuple(_event(event, section.cluster.nodes, f"{where}: cluster.events") for event in section.cluster.events)
+    churn = None if section.cluster.churn is None else churn_of(section.cluster.churn, where)
+    policies = tuple(_policy(policy, where) for policy in section.policies)
+    check_unique([policy.name for policy in policies], f"{where}: policies")
     return PoolScenario(
-        said.name or path.stem,
-        ClusterSettings(said.cluster.nodes, said.cluster.gpus, events, churn),
-        _tasks(said.tasks, path),
-        PoolTimes.of(said.times, f"{where}: times"),
+        section.name or path.stem,
+        ClusterSettings(section.cluster.nodes, section.cluster.gpus, events, churn),
+        _tasks(section.tasks, path),
+        PoolTimes.of(section.times, f"{where}: times"),
         policies,
-        tuple(dict.fromkeys(said.seeds)),
-        said.checkpoint_s,
+        tuple(dict.fromkeys(section.seeds)),
+        section.checkpoint_s,
     )
 
 
-def _event(said: NodeEventSection, nodes: int, where: str) -> ChurnEvent:
-    if said.what != "joined" and said.node >= nodes:
-        raise InputError(f"there is no node {said.node} of {nodes}", where=where, hint="nodes are counted from 0")
-    return ChurnEvent(said.at_s, f"n{said.node:05d}", said.what, said.notice_s)
+def _event(section: NodeEventSection, nodes: int, where: str) -> ChurnEvent:
+    if section.what != "joined" and section.node >= nodes:
+        raise InputError(f"there is no node {section.node} of {nodes}", where=where, hint="nodes are counted from 0")
+    return ChurnEvent(section.at_s, f"n{section.node:05d}", section.what, section.notice_s)
 
 
-def churn_of(said: ChurnSection, where: str) -> Churn:
-    """Failures by chance, as a scenario at `where` says them."""
-    repair = AN_HOUR if said.repair_s is None else Distribution.of(said.repair_s, f"{where}: cluster.churn.repair_s")
-    return Churn(said.days_between, repair, said.drained, said.notice_s)
+def churn_of(section: ChurnSection, where: str) -> Churn:
+    """The churn of a scenario; `where` names the file for errors."""
+    repair = (
+        AN_HOUR if section.repair_s is None else Distribution.of(section.repair_s, f"{where}: cluster.churn.repair_s")
+    )
+    return Churn(section.days_between, repair, section.drained, section.notice_s)
 
 
-def _tasks(said: TasksSection, path: Path) -> WorkloadSettings:
+def _tasks(section: TasksSection, path: Path) -> WorkloadSettings:
     where = f"{path}: tasks"
-    if (said.trace is None) == (said.generate is None):
-        raise InputError("tasks come from a trace or from a generator", where=where, hint="one of `trace`, `generate`")
+    if (section.trace is None) == (section.generate is None):
+        raise InputError("tasks need exactly one source", where=where, hint="one of `trace`, `generate`")
     made = None
-    if said.generate is not None:
-        one = said.generate
-        duration = Distribution.of(one.duration_s, f"{where}.generate.duration_s")
-        made = TaskGenerator(one.count, one.per_hour, duration, tuple(sorted(one.gpus.items())))
+    if section.generate is not None:
+        settings = section.generate
+        duration = Distribution.of(settings.duration_s, f"{where}.generate.duration_s")
+        made = TaskGenerator(settings.count, settings.per_hour, duration, tuple(sorted(settings.gpus.items())))
     classes: tuple[PriorityClass, ...] = CLASSES
-    if said.classes is not None:
-        classes = classes_of({name: one.model_dump() for name, one in said.classes.items()}, f"{where}.classes")
-    trace = None if said.trace is None else path.parent / said.trace
+    if section.classes is not None:
+        classes = classes_of(
+            {name: section.model_dump() for name, section in section.classes.items()}, f"{where}.classes"
+        )
+    trace = None if section.trace is None else path.parent / section.trace
     return WorkloadSettings(
-        trace, made, said.limit, said.most_gpus, said.rate, classes, said.saves, said.estimates, said.skip
+        trace,
+        made,
+        section.limit,
+        section.most_gpus,
+        section.rate,
+        classes,
+        section.saves,
+        section.estimates,
+        section.skip,
     )
 
 
-def _policy(said: str | PoolPolicySection, where: str) -> PoolPolicy:
-    one = PoolPolicySection(use=said) if isinstance(said, str) else said
-    more = {} if one.threshold_gpu_s is None else {"threshold_gpu_s": one.threshold_gpu_s}
+def _policy(section: str | PoolPolicySection, where: str) -> PoolPolicy:
+    section = PoolPolicySection(use=section) if isinstance(section, str) else section
+    more = {} if section.threshold_gpu_s is None else {"threshold_gpu_s": section.threshold_gpu_s}
     try:
-        return PoolPolicy(one.name or one.use, one.use, one.preemption, one.pool, **more)
+        return PoolPolicy(section.name or section.use, section.use, section.preemption, section.pool, **more)
     except InputError as error:
         error.where = f"{where}: {error.where or 'policies'}"
         raise
@@ -298,25 +308,25 @@ def _policy(said: str | PoolPolicySection, where: str) -> PoolPolicy:
         raise InputError(str(error), where=f"{where}: policies") from None
 
 
-def explained(error: ValidationError, path: Path, whole: type[BaseModel], inner: Sections) -> InputError:
-    """The first fault, in words, with the nearest known key where one is not known."""
+def explained(error: ValidationError, path: Path, root: type[BaseModel], sections: Sections) -> InputError:
+    """The first error of a validation; an unknown key with the nearest known one."""
     faults = error.errors(include_url=False)
-    # A key that is not known explains one that is missing.
-    first = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
-    # Unions put the name of the alternative into the place; people did not write that.
+    # An unknown key explains a missing one.
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    # Pydantic puts the name of a union's alternative into the location; it is not in the file.
     keys = [str(key) for key in first["loc"] if str(key) != "str" and not str(key).endswith("Section")]
     where = f"{path}: {'.'.join(keys)}" if keys else str(path)
     if first["type"] == "extra_forbidden":
-        section = whole
+        section = root
         for key in keys[:-1]:
-            section = inner.get(key, section)
+            section = sections.get(key, section)
         known = list(section.model_fields)
         near = nearest(keys[-1], known)
         hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
         return InputError(f"{keys[-1]} is not known here", where=where, hint=hint)
     if first["type"] == "missing":
         return InputError(f"{keys[-1]} is missing", where=where)
-    said = first["msg"].removeprefix("Value error, ")
+    text = first["msg"].removeprefix("Value error, ")
     value = first.get("input")
-    shown = f" (it is {value!r})" if not isinstance(value, Mapping | list) else ""
-    return InputError(said[0].lower() + said[1:] + shown, where=where)
+    shown = f" (got {value!r})" if not isinstance(value, Mapping | list) else ""
+    return InputError(text[0].lower() + text[1:] + shown, where=where)

@@ -1,8 +1,8 @@
-"""The tasks of a simulation: from a job table or from a generator, with a class of priority for each by a seed.
+"""The tasks of a pool simulation: from a job table or a generator, each with a random priority class.
 
-Job tables do not say how important a job was. So every job gets a class by chance, with the shares that the scenario
-states, whatever its size and length: by the seed and its place in the trace alone, the same for every policy. A job
-larger than a node is a gang of whole nodes and the rest.
+Job tables have no priorities. Every job gets a class at random, with the shares of the scenario, independent of its
+size and length: it depends on the seed and its position in the trace alone, so it is the same for every policy. A job
+larger than a node becomes a gang of whole nodes and a remainder.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ POOL = "pool"
 
 @dataclass(frozen=True)
 class PriorityClass:
-    """Tasks of one importance."""
+    """A priority class and its share of the tasks."""
 
     name: str
     priority: float
-    share: float  # of all tasks, by chance
+    share: float  # of all tasks, at random
 
 
 CLASSES = (
@@ -38,7 +38,7 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class WorkloadTask:
-    """A task, when it comes, and how long its work takes alone. Nobody but the simulation knows the latter."""
+    """A task, its submission time, and the length of its work, which only the simulation knows."""
 
     spec: TaskSpec
     submit_s: float
@@ -49,7 +49,7 @@ class WorkloadTask:
 
 @dataclass(frozen=True)
 class TaskGenerator:
-    """Jobs made up: arrivals at random at a steady rate, lengths lognormal, sizes by share."""
+    """Generated jobs: Poisson arrivals, random durations, sizes by share."""
 
     count: int
     per_hour: float
@@ -57,7 +57,7 @@ class TaskGenerator:
     gpus: tuple[tuple[int, float], ...]  # sizes and their shares
 
     def rows(self, seed: int) -> list[JobRow]:
-        """The jobs, in order of submission."""
+        """Jobs in order of submission."""
         source = random.Random(f"tasks {seed}")
         sizes, shares = zip(*self.gpus, strict=True)
         at, found = 0.0, []
@@ -68,7 +68,6 @@ class TaskGenerator:
         return found
 
     def text(self) -> str:
-        """As a report states it."""
         sizes = ", ".join(f"{size} GPUs {share:g}" for size, share in self.gpus)
         return (
             f"{self.count:,} generated jobs, {self.per_hour:g} an hour at random, lasting {self.duration_s.text()}; "
@@ -76,7 +75,7 @@ class TaskGenerator:
         )
 
 
-def works(
+def workload(
     rows: Sequence[JobRow],
     *,
     seed: int,
@@ -86,11 +85,11 @@ def works(
     saves: bool = True,
     estimates: bool = False,
 ) -> list[WorkloadTask]:
-    """The rows as tasks. `rate` 2: they come twice as fast; `estimates`: a task says how long it will run."""
+    """Turns rows into tasks. `rate` 2: they arrive twice as fast; `estimates`: tasks state their length."""
     source = random.Random(f"classes {seed}")
-    names = [one.name for one in classes]
-    by_name = {one.name: one for one in classes}
-    drawn = source.choices(names, [one.share for one in classes], k=len(rows))
+    names = [item.name for item in classes]
+    by_name = {item.name: item for item in classes}
+    drawn = source.choices(names, [item.share for item in classes], k=len(rows))
     sizes: dict[int, tuple[Resources, ...]] = {}
     found = []
     for number, (row, name) in enumerate(zip(rows, drawn, strict=True)):
@@ -105,23 +104,25 @@ def works(
             strategy=PlacementStrategy.pack,
             restarts=-1,
             saves=saves,
-            awaits_node=True,  # one that fails comes back
+            awaits_node=True,  # a failed node comes back
         )
         found.append(WorkloadTask(spec, row.submit_s / rate, row.duration_s, row.gpus, name))
     return found
 
 
 def bundles(gpus: int, node_gpus: int) -> tuple[Resources, ...]:
-    """A job's bundles: one where a node can hold it, else whole nodes and the rest."""
+    """Bundles of a job: one if it fits on a node, else whole nodes and a remainder."""
     if gpus <= node_gpus:
         return (Resources.of(gpu=gpus),)
     whole, rest = divmod(gpus, node_gpus)
     return (Resources.of(gpu=node_gpus),) * whole + ((Resources.of(gpu=rest),) if rest else ())
 
 
-def classes_of(said: Mapping[str, Mapping[str, float]], where: str) -> tuple[PriorityClass, ...]:
-    """As a scenario says them: {high: {priority: 8, share: 0.1}}."""
-    found = tuple(PriorityClass(name, one["priority"], one["share"]) for name, one in said.items())
-    if not found or not sum(one.share for one in found) > 0 or any(one.share < 0 for one in found):
-        raise InputError("no class has a share of the tasks", where=where, hint="{high: {priority: 8, share: 0.1}}")
+def classes_of(classes: Mapping[str, Mapping[str, float]], where: str) -> tuple[PriorityClass, ...]:
+    """Parses `classes` of a scenario: {high: {priority: 8, share: 0.1}}."""
+    found = tuple(PriorityClass(name, item["priority"], item["share"]) for name, item in classes.items())
+    if not found or not sum(item.share for item in found) > 0 or any(item.share < 0 for item in found):
+        raise InputError(
+            "shares must be 0 or more, and not all 0", where=where, hint="{high: {priority: 8, share: 0.1}}"
+        )
     return found

@@ -1,1 +1,1 @@
-"""Simulated RL runs: the replan machine against baselines."""
+"""Simulated RL runs: the replan machine and baselines."""

@@ -1,9 +1,9 @@
-"""Policies to compare the loop with: a plan that is kept, the best such plan in hindsight, and a free oracle.
+"""Baselines of the replan machine: a plan that is kept, the best static plan in hindsight.
 
-A kept plan is left only when its GPUs go, as it has to be: for the best plan on what is left, for the costs that were
-profiled. Its moves go through the same stages in the same reality. The best static plan is the one, of those that were
-best at some moment for the nodes there were at first or for those that are there throughout, with which the whole run,
-kept like that, would have taken least time.
+A kept plan is left only when its GPUs go: for the best plan on the remaining GPUs at the profiled costs. Its migrations
+go through the same stages in the same reality. The best static plan is the plan with which the whole run, kept like
+that, would have been shortest; candidates are the plans that were best at some iteration, for the initial nodes or for
+the nodes that are present throughout.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trimtab.replay.replan.reality import PlanCache, TrueCosts
 
 
 class KeptPlanPolicy:
-    """A plan that is left only when its GPUs go."""
+    """Keeps a plan until its GPUs go."""
 
     def __init__(self, plans: PlanCache, first: PlacedPlan, cluster: Cluster, rules: ReplanRules) -> None:
         self._plans = plans
         self._sited = first
         self._cluster = cluster
         self._leaving: tuple[str, ...] = ()
-        self._lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was put in place
+        self._lost: tuple[str, ...] = ()  # nodes of the plan that are lost, or were since it was placed
         self._done = 0
         self._out: list[e.ReplanInstruction] = []
         patient = replace(rules, stage_limit_s=1e9, rollback_limit_s=1e9)
@@ -37,7 +37,7 @@ class KeptPlanPolicy:
         self._moves.on_arrived = self._arrived
 
     def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
-        """What is to be done about an event."""
+        """Processes an event and returns instructions."""
         self._out.clear()
         if isinstance(event, e.MigrationStageDone):
             self._moves.stage_done(event, now)
@@ -50,13 +50,15 @@ class KeptPlanPolicy:
         elif isinstance(event, e.RunResumed):
             self._done = event.iteration
             if self._moves.moving is not None:
-                self._moves.fail("the run was resumed in the midst of it", now)
+                self._moves.fail("the run was resumed during the migration", now)
         elif isinstance(event, e.IterationDone):
             self._done = event.iteration.number
             if self._moves.moving is not None:
-                self._out.append(e.KeepPlan(Reason(ReasonCode.moving, f"move {self._moves.begun} is under way"), _ANY))
+                self._out.append(
+                    e.KeepPlan(Reason(ReasonCode.moving, f"migration {self._moves.begun} is under way"), _ANY)
+                )
             elif not self._must_go():
-                self._out.append(e.KeepPlan(Reason(ReasonCode.no_gain, "the plan is kept whatever it costs"), _ANY))
+                self._out.append(e.KeepPlan(Reason(ReasonCode.no_gain, "the plan is always kept"), _ANY))
         elif isinstance(event, e.ClusterChanged):
             names = {node.name for node in event.cluster.nodes}
             gone = [node.name for node in self._cluster.nodes if node.name not in names]
@@ -95,26 +97,23 @@ class KeptPlanPolicy:
         return self._moves.due()
 
     def check(self) -> None:
-        """Nothing more than what is looked at from outside."""
+        """Nothing to check beyond ReplanInvariants."""
 
     @property
     def placed_plan(self) -> PlacedPlan:
-        """The plan in place."""
         return self._sited
 
     @property
     def moving_to(self) -> PlacedPlan | None:
-        """Where the move under way goes."""
         return None if self._moves.moving is None else self._moves.moving.to
 
     @property
     def iterations(self) -> int:
-        """Iterations counted."""
         return self._done
 
     @property
     def stopped(self) -> Reason | None:
-        """It waits for nodes as long as it takes."""
+        """It waits for nodes without limit."""
         return None
 
 
@@ -122,39 +121,39 @@ _ANY = DecisionNumbers(iteration_s=0.0, horizon=0)
 
 
 def kept(truth: TrueCosts, rules: ReplanRules, first: PlacedPlan | None = None) -> ReplanOutcome:
-    """The run with one plan, left only when its GPUs go."""
+    """Runs with a plan that is left only when its GPUs go."""
     begin = truth.first() if first is None else first
     here = begin.on(truth.reality.job.cluster)
-    assert here is not None, "a plan for nodes that are not there at first"
+    assert here is not None, "a plan for nodes that do not exist at the start"
     decider = KeptPlanPolicy(truth.plans, here, truth.reality.job.cluster, rules)
     return ReplanReplay(decider, truth, rules).run()
 
 
 def best_static(truth: TrueCosts, rules: ReplanRules) -> ReplanOutcome:
-    """The run with the one plan that would have been best."""
+    """Runs with the static plan that is best in hindsight."""
     here, always = truth.reality.job.cluster, throughout(truth, rules)
     found = [truth.first(), *_candidates(truth, here), *(_candidates(truth, always) if always != here else ())]
-    # Ranks count from the first node, so that the same groups on the same cluster are the same GPUs.
-    apart = {(one.cluster, one.plan.describe(), tuple(c.variant for c in one.plan.components)): one for one in found}
-    runs = [kept(truth, rules, one) for one in apart.values()]
-    return min(runs, key=lambda one: (not one.finished, -len(one.walls_s), one.total_s))
+    # Ranks count from the first node: the same groups on the same cluster are the same GPUs.
+    candidates = {(p.cluster, p.plan.describe(), tuple(c.variant for c in p.plan.components)): p for p in found}
+    runs = [kept(truth, rules, placed) for placed in candidates.values()]
+    return min(runs, key=lambda run: (not run.finished, -len(run.walls_s), run.total_s))
 
 
 def throughout(truth: TrueCosts, rules: ReplanRules) -> Cluster:
-    """The nodes that are there from the beginning to the end of a run that keeps its first plan."""
+    """Nodes that are present from start to end of a run that keeps its first plan."""
     reality = truth.reality
-    end = kept(truth, rules).total_s if any(one.at_s is not None for one in reality.happens) else 0.0
+    end = kept(truth, rules).total_s if any(event.at_s is not None for event in reality.happens) else 0.0
     gone = {
-        one.node.name
-        for one in reality.happens
-        if one.what != "joined" and (one.at_s is None or one.at_s <= end)
-        and (one.before is None or one.before <= reality.iterations)
+        event.node.name
+        for event in reality.happens
+        if event.what != "joined" and (event.at_s is None or event.at_s <= end)
+        and (event.before is None or event.before <= reality.iterations)
     }  # fmt: skip
     return without(reality.job.cluster, tuple(gone))
 
 
 def _candidates(truth: TrueCosts, cluster: Cluster) -> list[PlacedPlan]:
-    """The plans that are best at some moment."""
+    """Plans that are best at some iteration."""
     try:
         found = [truth.best(cluster, number) for number in range(1, truth.reality.iterations + 1)]
     except (InfeasibleError, InputError):

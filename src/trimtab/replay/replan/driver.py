@@ -1,10 +1,9 @@
-"""Drives the loop machine, or a policy to compare with, through a simulated RL run: iterations, moves, nodes.
+"""Drives the replan machine, or a baseline, through a simulated RL run: iterations, migrations, nodes.
 
-What decides is handed the events that a live run hands it, in the order in which a live run does, and what it says is
-carried out in virtual time: the stages of a move take what was drawn, a node that is lost under the plan in place takes
-the iteration under way with it and all since the last state, a run for which nothing fits waits for nodes. A run that
-was told to stop is resumed when there is a node to run on, as somebody would. Beside it stand books of its own
-(`loop_truths`): whatever is untrue ends the run with an error.
+The decider gets the events of a live run in their order, and its instructions are executed in virtual time: the stages
+of a migration take drawn durations; a node lost under the current plan loses the current iteration and all since the
+last checkpoint; a run without a feasible plan waits for nodes. A stopped run is resumed when there is a node to run on,
+as a user would. `ReplanInvariants` checks every event independently: a violation ends the run with an error.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ReplanListener = Callable[[e.ReplanEvent, float, "list[e.ReplanInstruction]"], N
 
 @dataclass(frozen=True)
 class SimulatedMigration:
-    """A move that began: after which iteration, why, to what, how it ended, and seconds of standing still."""
+    """A migration: after which iteration, why, to which plan, its outcome, and the seconds the run stood still."""
 
     after: int
     code: str
@@ -39,12 +38,12 @@ class SimulatedMigration:
 
 @dataclass
 class ReplanOutcome:
-    """A run that is over."""
+    """Results of a run."""
 
     total_s: float
-    walls_s: list[float]  # of every iteration that counts
+    walls_s: list[float]  # of every counted iteration
     moves: list[SimulatedMigration]
-    spent: Mapping[str, float]  # seconds, by what the run did in them
+    spent: Mapping[str, float]  # seconds, by activity
     first: str
     last: str
     finished: bool = True
@@ -57,40 +56,40 @@ class ReplanOutcome:
 def nodes_of(
     reality: ReplanReality,
 ) -> tuple[SimulatedNodes, Agenda[ScheduledNodeEvent], dict[int, list[ScheduledNodeEvent]]]:
-    """The nodes at the beginning, what will happen at some time, and what before some iteration."""
+    """The initial nodes, timed node events, and node events by iteration."""
     agenda: Agenda[ScheduledNodeEvent] = Agenda()
     before: dict[int, list[ScheduledNodeEvent]] = {}
-    for one in reality.happens:
-        if one.at_s is not None:
-            agenda.put(one.at_s, one)
-        elif one.before is not None:
-            before.setdefault(one.before, []).append(one)
+    for event in reality.happens:
+        if event.at_s is not None:
+            agenda.put(event.at_s, event)
+        elif event.before is not None:
+            before.setdefault(event.before, []).append(event)
     return SimulatedNodes({node.name: node for node in reality.job.cluster.nodes}), agenda, before
 
 
-def together(agenda: Agenda[ScheduledNodeEvent]) -> list[ScheduledNodeEvent]:
-    """All that happens at the next moment."""
+def pop_simultaneous(agenda: Agenda[ScheduledNodeEvent]) -> list[ScheduledNodeEvent]:
+    """Pops all events of the next moment."""
     found = [agenda.pop()]
-    while agenda.first() == agenda.now:
+    while agenda.next_time() == agenda.now:
         found.append(agenda.pop())
     return found
 
 
 @dataclass
 class _SavedState:
-    """The state that a run goes on from after a loss."""
+    """The checkpoint that a run resumes from after a loss."""
 
     every: int
     after: int = 0
 
     def is_over(self, iteration: int) -> None:
-        """An iteration is over; perhaps it was saved."""
+        """Saves after the iteration if it is due."""
         if not self.every or iteration % self.every == 0:
             self.after = iteration
 
 
 class ReplanReplay:
-    """One run. `told` hears every event with what was said of it; `progress` how far it is."""
+    """A simulated run. `on_event` gets every event with its instructions; `progress` the completed share."""
 
     def __init__(
         self,
@@ -98,80 +97,80 @@ class ReplanReplay:
         truth: TrueCosts,
         rules: ReplanRules,
         *,
-        told: ReplanListener | None = None,
+        on_event: ReplanListener | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._decider, self._truth, self._reality = decider, truth, truth.reality
         self._nodes, self._agenda, self._before = nodes_of(truth.reality)
-        self._books = ReplanInvariants.of(decider.placed_plan, rules)
+        self._invariants = ReplanInvariants.of(decider.placed_plan, rules)
         self._saved = _SavedState(truth.reality.save_every)
-        self._todo: e.RunMigrationStage | e.RollBackMigration | None = None
-        self._gone = False  # processes of the plan in place are lost: it has to be left, also if the node comes back
-        self._ahead = 0  # iterations that have begun under the old plan, and end before a move
-        self._cold = True  # nothing of the next iteration is begun yet
-        self._told, self._progress = told, progress
+        self._next_stage: e.RunMigrationStage | e.RollBackMigration | None = None
+        self._plan_lost = False  # processes of the current plan are lost: it must be left, even if the node comes back
+        self._iterations_ahead = 0  # iterations already started under the old plan; they end before a migration
+        self._pipeline_empty = True  # no work of the next iteration is started yet
+        self._on_event, self._progress = on_event, progress
         self._walls: list[float] = []
         self._moves: list[SimulatedMigration] = []
-        self._stood_s = 0.0  # in the move under way
+        self._stopped_s = 0.0  # in the current migration
         self._events = 0
 
     def run(self) -> ReplanOutcome:
-        """To its end. InvariantError where anything happens that must not."""
-        reality, books = self._reality, self._books
+        """Runs to the end. Raises InvariantError if an invariant is violated."""
+        reality, invariants = self._reality, self._invariants
         first = self._decider.placed_plan.plan.describe()
-        self._tell(e.RunResumed(0, reality.iterations))
+        self._send_event(e.RunResumed(0, reality.iterations))
         finished = True
-        while books.counted < reality.iterations:
-            happens = self._before.pop(books.counted + 1, None)
+        while invariants.counted < reality.iterations:
+            happens = self._before.pop(invariants.counted + 1, None)
             if happens:
                 self._change(happens)
-            elif self._decider.stopped is not None and self._stands:
+            elif self._decider.stopped is not None and self._plan_is_usable:
                 self._restart()
-            elif self._todo is not None and not (self._ahead and self._stands):
-                self._carry_out()
-            elif self._stands:
+            elif self._next_stage is not None and not (self._iterations_ahead and self._plan_is_usable):
+                self._run_stage()
+            elif self._plan_is_usable:
                 self._iterate()
             elif not self._wait():
                 finished = False
                 break
         self._decider.check()
-        books.whole(self._agenda.now, reality.iterations, finished)
+        invariants.check_totals(self._agenda.now, reality.iterations, finished)
         return ReplanOutcome(
             self._agenda.now,
             self._walls,
             self._moves,
-            {name: books.spent.get(name, 0.0) for name in (TRAINS, MOVES, AGAIN, WAITS)},
+            {name: invariants.spent.get(name, 0.0) for name in (TRAINS, MOVES, AGAIN, WAITS)},
             first,
             self._decider.placed_plan.plan.describe(),
             finished,
-            books.void,
-            books.decisions,
+            invariants.void,
+            invariants.decisions,
             self._events,
-            books.looks,
+            invariants.looks,
         )
 
-    # ---- time passes ---------------------------------------------------------------------------------------------
+    # ---- time ----------------------------------------------------------------------------------------------------
 
-    def _pass(self, seconds: float, doing: str) -> bool:
-        """Let time go by with all that happens in it; False where the run lost GPUs that it sits on, at that moment."""
+    def _spend(self, seconds: float, doing: str) -> bool:
+        """Advances time with its events; False if the run lost GPUs it uses, at that moment."""
         began, until = self._agenda.now, self._agenda.now + seconds
-        whole = self._go_on(until)
-        self._books.passed(self._agenda.now - began, doing if whole or doing is not TRAINS else AGAIN)
+        whole = self._advance(until)
+        self._invariants.spend(self._agenda.now - began, doing if whole or doing is not TRAINS else AGAIN)
         return whole
 
-    def _go_on(self, until: float) -> bool:
+    def _advance(self, until: float) -> bool:
         while True:
-            at, due = self._agenda.first(), self._due()
+            at, due = self._agenda.next_time(), self._due()
             if due is not None and due <= until and (at is None or due < at):
-                self._agenda.leap(due)
-                self._tell(e.ReplanTick())
+                self._agenda.advance_to(due)
+                self._send_event(e.ReplanTick())
                 if self._due() == due:
-                    raise InvariantError(f"a deadline at {due:g} s is over and still due")
+                    raise InvariantError(f"a deadline at {due:g} s has passed and is still due")
             elif at is not None and at <= until:
-                if self._change(together(self._agenda)):
+                if self._change(pop_simultaneous(self._agenda)):
                     return False
             else:
-                self._agenda.leap(until)
+                self._agenda.advance_to(until)
                 return True
 
     def _due(self) -> float | None:
@@ -179,156 +178,162 @@ class ReplanReplay:
         return None if due is None else max(due, self._agenda.now)
 
     def _wait(self) -> bool:
-        """Nothing fits: let time go by until something happens; False where nothing will."""
-        moments = [one for one in (self._agenda.first(), self._due()) if one is not None]
+        """No plan fits: advances to the next event; False if there is none."""
+        moments = [time for time in (self._agenda.next_time(), self._due()) if time is not None]
         if not moments:
             return False
-        self._pass(min(moments) - self._agenda.now, WAITS)
+        self._spend(min(moments) - self._agenda.now, WAITS)
         return True
 
     # ---- nodes ---------------------------------------------------------------------------------------------------
 
     @property
-    def _stands(self) -> bool:
-        return not self._gone and self._decider.placed_plan.on(self._nodes.cluster) is not None
+    def _plan_is_usable(self) -> bool:
+        return not self._plan_lost and self._decider.placed_plan.on(self._nodes.cluster) is not None
 
     def _change(self, happens: list[ScheduledNodeEvent]) -> bool:
-        """Nodes join, drain or go; True where GPUs went that the run sits on."""
+        """Applies node events; True if the run lost GPUs it uses."""
         before = set(self._nodes.there)
         event = self._nodes.change(happens, self._agenda.now)
         if event is None:
             return False
-        for one in happens:  # whoever drains is gone at its deadline
-            until = self._nodes.leaving.get(one.node.name)
-            if one.what == "draining" and until is not None:
-                self._agenda.put(until, ScheduledNodeEvent(one.node, "lost"))
+        for item in happens:  # a draining node is lost at its deadline
+            until = self._nodes.leaving.get(item.node.name)
+            if item.what == "draining" and until is not None:
+                self._agenda.put(until, ScheduledNodeEvent(item.node, "lost"))
         gone = tuple(before - set(self._nodes.there))
-        lost = self._sits_on(gone)
+        lost = self._uses(gone)
         if lost:
-            self._gone = self._gone or self._decider.placed_plan.uses(gone)
-            self._lose()
-        self._tell(event)
+            self._plan_lost = self._plan_lost or self._decider.placed_plan.uses(gone)
+            self._restore()
+        self._send_event(event)
         if self._decider.stopped is not None and event.why is e.ClusterChangeCause.joined:
-            self._tell(e.RunResumed(self._books.counted, self._reality.iterations - self._books.counted))
+            self._send_event(
+                e.RunResumed(self._invariants.counted, self._reality.iterations - self._invariants.counted)
+            )
         return lost
 
-    def _sits_on(self, nodes: tuple[str, ...]) -> bool:
+    def _uses(self, nodes: tuple[str, ...]) -> bool:
         to = self._decider.moving_to
-        placed = to is not None and self._books.stages > list(MigrationStage).index(MigrationStage.place)
+        placed = to is not None and self._invariants.stages > list(MigrationStage).index(MigrationStage.place)
         return self._decider.placed_plan.uses(nodes) or (placed and to is not None and to.uses(nodes))
 
-    def _lose(self) -> None:
-        """Processes are lost: the run goes back to its last state."""
-        saved, books = self._saved.after, self._books
+    def _restore(self) -> None:
+        """Processes are lost: the run goes back to its last checkpoint."""
+        saved, invariants = self._saved.after, self._invariants
         again = sum(self._walls[saved:])
-        books.passed(max(0.0, books.spent.pop(TRAINS, 0.0) - again), TRAINS)
-        books.passed(again, AGAIN)
+        invariants.spend(max(0.0, invariants.spent.pop(TRAINS, 0.0) - again), TRAINS)
+        invariants.spend(again, AGAIN)
         del self._walls[saved:]
-        books.back_to(saved)
-        self._cold, self._ahead = True, 0
-        self._tell(e.RunResumed(saved, self._reality.iterations - saved))
+        invariants.rolled_back_to(saved)
+        self._pipeline_empty, self._iterations_ahead = True, 0
+        self._send_event(e.RunResumed(saved, self._reality.iterations - saved))
 
     def _restart(self) -> None:
-        """The run was told to stop though its GPUs are there: somebody resumes it from its last state."""
-        if self._todo is not None:
-            self._books.rolled_back()
-            self._over(self._todo, arrived=False)
-        self._lose()
+        """The run was stopped although its GPUs exist: resumes it from its last checkpoint."""
+        if self._next_stage is not None:
+            self._invariants.rolled_back()
+            self._migration_over(self._next_stage, arrived=False)
+        self._restore()
 
-    # ---- iterations and moves ------------------------------------------------------------------------------------
+    # ---- iterations and migrations -------------------------------------------------------------------------------
 
     def _iterate(self) -> None:
-        number = self._books.counted + 1
-        self._books.iterates(number, self._nodes.cluster)
-        one = self._truth.measured(self._decider.placed_plan.plan, number, self._cold)
-        if not self._pass(one.wall_s, TRAINS):
+        number = self._invariants.counted + 1
+        self._invariants.iteration_begins(number, self._nodes.cluster)
+        iteration = self._truth.measured(self._decider.placed_plan.plan, number, self._pipeline_empty)
+        if not self._spend(iteration.wall_s, TRAINS):
             return
-        self._walls.append(one.wall_s)
-        self._books.done(number)
+        self._walls.append(iteration.wall_s)
+        self._invariants.iteration_done(number)
         self._saved.is_over(number)
-        self._cold, self._ahead = False, max(0, self._ahead - 1)
-        self._tell(e.IterationDone(one))
+        self._pipeline_empty, self._iterations_ahead = False, max(0, self._iterations_ahead - 1)
+        self._send_event(e.IterationDone(iteration))
         if self._progress is not None:
             self._progress(number / self._reality.iterations)
 
-    def _carry_out(self) -> None:
-        """The next stage of the move, or the way back."""
-        todo = self._todo
+    def _run_stage(self) -> None:
+        """Runs the next stage of the migration, or the rollback."""
+        todo = self._next_stage
         if isinstance(todo, e.RollBackMigration):
-            self._undo(todo)
+            self._roll_back(todo)
             return
         assert todo is not None
         times, seed, move = self._reality.moves, self._reality.seed, todo.move
-        # Whose processes are gone has nothing to save: they are made anew from the last state.
-        took = 0.0 if todo.stage is MigrationStage.save and not self._stands else times.draw(todo.stage, move.id, seed)
+        # Lost processes have no state to save: they are started from the last checkpoint.
+        took = (
+            0.0
+            if todo.stage is MigrationStage.save and not self._plan_is_usable
+            else times.draw(todo.stage, move.id, seed)
+        )
         began = self._agenda.now
-        self._pass(took, MOVES)
-        self._stood_s += self._agenda.now - began
-        if self._todo is not todo:
-            return  # it has failed meanwhile, and the way back is next
+        self._spend(took, MOVES)
+        self._stopped_s += self._agenda.now - began
+        if self._next_stage is not todo:
+            return  # it has failed in the meantime: the rollback is next
         if times.failing(move.id, seed) is todo.stage:
-            self._tell(e.MigrationStageFailed(move.id, todo.stage, "it fails in this simulation"))
+            self._send_event(e.MigrationStageFailed(move.id, todo.stage, "simulated failure"))
             return
-        if self._books.stage_done(move):
-            self._gone = False
-            self._over(todo, arrived=True)
-        self._tell(e.MigrationStageDone(move.id, todo.stage, took))
+        if self._invariants.stage_done(move):
+            self._plan_lost = False
+            self._migration_over(todo, arrived=True)
+        self._send_event(e.MigrationStageDone(move.id, todo.stage, took))
 
-    def _undo(self, todo: e.RollBackMigration) -> None:
-        """The old plan comes back: at once where nobody was ended yet, or where there is nothing to come back to."""
+    def _roll_back(self, todo: e.RollBackMigration) -> None:
+        """Restores the old plan: at once if no process was ended yet, or if there is no plan to return to."""
         times, seed, move = self._reality.moves, self._reality.seed, todo.move
         took = 0.0
-        if self._stands and (MigrationStage.release in todo.done or todo.at is MigrationStage.release):
+        if self._plan_is_usable and (MigrationStage.release in todo.done or todo.at is MigrationStage.release):
             took = sum(
                 times.draw(stage, move.id, seed)
                 for stage in (MigrationStage.place, MigrationStage.load, MigrationStage.resume)
             )
         began = self._agenda.now
-        self._pass(took, MOVES)
-        self._stood_s += self._agenda.now - began
-        if self._todo is not todo:
+        self._spend(took, MOVES)
+        self._stopped_s += self._agenda.now - began
+        if self._next_stage is not todo:
             return
-        self._books.rolled_back()
-        self._over(todo, arrived=False)
-        self._tell(e.RolledBack(move.id, took))
+        self._invariants.rolled_back()
+        self._migration_over(todo, arrived=False)
+        self._send_event(e.RolledBack(move.id, took))
 
-    def _over(self, todo: e.RunMigrationStage | e.RollBackMigration, *, arrived: bool) -> None:
+    def _migration_over(self, todo: e.RunMigrationStage | e.RollBackMigration, *, arrived: bool) -> None:
         move = todo.move
         self._moves.append(
             SimulatedMigration(
-                self._books.counted,
+                self._invariants.counted,
                 move.reason.code.value,
                 move.after.describe(),
                 move.forced,
                 arrived,
-                self._stood_s,
+                self._stopped_s,
             )
         )
-        self._todo, self._stood_s, self._cold = None, 0.0, True
+        self._next_stage, self._stopped_s, self._pipeline_empty = None, 0.0, True
 
-    def _tell(self, event: e.ReplanEvent) -> None:
-        """Hand an event over, keep what is to be done about it, and look whether all is true."""
+    def _send_event(self, event: e.ReplanEvent) -> None:
+        """Sends an event, keeps the instructions to execute, and checks the invariants."""
         self._events += 1
         try:
-            said = self._decider.handle(event, self._agenda.now)
+            instructions = self._decider.handle(event, self._agenda.now)
         except InputError as refused:
-            raise InvariantError(f"the run's own event is refused: {refused.what}") from refused
-        for one in said:
-            if isinstance(one, (e.RunMigrationStage, e.RollBackMigration)):
-                self._todo = one
-            if isinstance(one, e.BeginMigration):
-                self._ahead = self._reality.job.workflow.staleness
-        self._books.heard(event, said, self._decider)
+            raise InvariantError(f"an event of the run is refused: {refused.what}") from refused
+        for instruction in instructions:
+            if isinstance(instruction, (e.RunMigrationStage, e.RollBackMigration)):
+                self._next_stage = instruction
+            if isinstance(instruction, e.BeginMigration):
+                self._iterations_ahead = self._reality.job.workflow.staleness
+        self._invariants.check_instructions(event, instructions, self._decider)
         self._decider.check()
-        if self._told is not None:
-            self._told(event, self._agenda.now, said)
+        if self._on_event is not None:
+            self._on_event(event, self._agenda.now, instructions)
 
 
-# ---- the oracle ---------------------------------------------------------------------------------------------------
+# ---- oracle -------------------------------------------------------------------------------------------------------
 
 
 def free_oracle(truth: TrueCosts) -> ReplanOutcome:
-    """It knows the true costs and re-plans before every iteration for nothing; with a node it loses no work."""
+    """Knows the true costs and re-plans before every iteration at no cost; loses no work with a node."""
     nodes, agenda, before = nodes_of(truth.reality)
     walls: list[float] = []
     moves: list[SimulatedMigration] = []
@@ -336,8 +341,8 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
     now, placed_plan, first = 0.0, None, ""
 
     def until(at: float) -> None:
-        while (due := agenda.first()) is not None and due <= at:
-            _heed(nodes, agenda)
+        while (due := agenda.next_time()) is not None and due <= at:
+            _apply_node_events(nodes, agenda)
 
     while len(walls) < truth.reality.iterations:
         number = len(walls) + 1
@@ -345,7 +350,7 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
         nodes.change(before.pop(number, []), now)
         best = _best(truth, nodes, number)
         if best is None:
-            due = agenda.first()
+            due = agenda.next_time()
             if due is None:
                 break
             waited, now = waited + due - now, due
@@ -360,12 +365,12 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
     return ReplanOutcome(now, walls, moves, spent, first, last, len(walls) == truth.reality.iterations)
 
 
-def _heed(nodes: SimulatedNodes, agenda: Agenda[ScheduledNodeEvent]) -> None:
-    happens = together(agenda)
+def _apply_node_events(nodes: SimulatedNodes, agenda: Agenda[ScheduledNodeEvent]) -> None:
+    happens = pop_simultaneous(agenda)
     nodes.change(happens, agenda.now)
-    for one in happens:
-        if one.what == "draining" and one.node.name in nodes.leaving:
-            agenda.put(nodes.leaving[one.node.name], ScheduledNodeEvent(one.node, "lost"))
+    for event in happens:
+        if event.what == "draining" and event.node.name in nodes.leaving:
+            agenda.put(nodes.leaving[event.node.name], ScheduledNodeEvent(event.node, "lost"))
 
 
 def _best(truth: TrueCosts, nodes: SimulatedNodes, iteration: int) -> PlacedPlan | None:

@@ -1,9 +1,9 @@
-"""What must be true of a simulated RL run, looked at with every event; it believes nothing that a policy says.
+"""Invariants of a simulated RL run, checked on every event, independent of the policy's own state.
 
-It keeps books of its own: where every component sits, iterations, the move under way, time. What must never happen: an
-iteration counted twice or not at all; a component on a GPU that is not there; two groups on one GPU; another plan in
-place without all stages of a move; two moves at once; a decision without its reason and numbers; a move within the
-dwell time, or one that by its own numbers does not pay (but of a plan whose GPUs go).
+Keeps its own state: GPUs of every component, iterations, the current migration, time. Must never happen: an iteration
+counted twice or not at all; a component on a GPU that does not exist; two groups on one GPU; a new plan without all
+stages of a migration; two migrations at once; a decision without reason and numbers; a migration within the dwell time,
+or one that does not pay by its own numbers (unless the GPUs of the plan go).
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ ROUNDING = 1e-6
 
 
 class ReplanDecider(Protocol):
-    """Whoever decides in a simulated run: the loop machine, or a policy to compare with."""
+    """The policy of a simulated run: the replan machine or a baseline."""
 
     def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
-        """What is to be done about an event."""
+        """Processes an event and returns instructions."""
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
+        """Time of the next ReplanTick."""
 
     def check(self) -> None:
-        """Raise AssertionError where its own books are untrue."""
+        """Raises AssertionError if its state is inconsistent."""
 
     @property
     def placed_plan(self) -> PlacedPlan:
-        """The plan in place."""
+        """The current plan."""
 
     @property
     def moving_to(self) -> PlacedPlan | None:
-        """Where the move under way goes."""
+        """The plan that the current migration goes to."""
 
     @property
     def iterations(self) -> int:
@@ -58,70 +58,67 @@ class ReplanDecider(Protocol):
 
     @property
     def stopped(self) -> Reason | None:
-        """Why the run was told to stop, if it was."""
+        """Why the run was stopped, if it was."""
 
 
 @dataclass
 class ReplanInvariants:
-    """The books of a simulated run."""
+    """The observed state of a simulated run."""
 
     rules: ReplanRules
-    seats: dict[str, tuple[GpuSlot, ...]]  # of every component
-    company: dict[str, tuple[str, ...]]  # who shares its GPUs
+    seats: dict[str, tuple[GpuSlot, ...]]  # by component
+    company: dict[str, tuple[str, ...]]  # components that share its GPUs
     counted: int = 0
-    iterations: int = 0  # ever run
+    iterations: int = 0  # including those run again
     void: int = 0  # of those, run again after a loss
     moving: Migration | None = None
-    stages: int = 0  # of that move, done
+    stages: int = 0  # stages of that migration that are done
     moved_at: int | None = None
     decisions: int = 0
-    looks: int = 0
-    spent: dict[str, float] = field(default_factory=dict)  # seconds, by what the run did in them
+    looks: int = 0  # checks made
+    spent: dict[str, float] = field(default_factory=dict)  # seconds, by activity
 
     @classmethod
     def of(cls, placed_plan: PlacedPlan, rules: ReplanRules) -> ReplanInvariants:
-        """The books of a run that begins."""
-        names = [one.name for one in placed_plan.plan.components]
+        """The state at the start of a run."""
+        names = [component.name for component in placed_plan.plan.components]
         return cls(rules, {n: placed_plan.slots_of(n) for n in names}, {n: placed_plan.group_of(n) for n in names})
 
-    # ---- what happens ----
-
-    def iterates(self, number: int, cluster: Cluster) -> None:
-        """An iteration begins: everybody sits on GPUs that are there, and no two groups on one."""
+    def iteration_begins(self, number: int, cluster: Cluster) -> None:
+        """An iteration begins: every component is on existing GPUs, and no two groups share a GPU."""
         self.looks += 1
         if number != self.counted + 1:
             raise InvariantError(f"iteration {number} is run after {self.counted}")
         if self.moving is not None and self.stages:
-            raise InvariantError(f"iteration {number} is run in the midst of move {self.moving.id}")
+            raise InvariantError(f"iteration {number} is run during migration {self.moving.id}")
         gpus = {node.name: node.gpus for node in cluster.nodes}
         whose: dict[GpuSlot, tuple[str, ...]] = {}
         for name, seats in self.seats.items():
             for seat in seats:
                 if not 0 <= seat[1] < gpus.get(seat[0], 0):
-                    raise InvariantError(f"{name} computes on GPU {seat[1]} of {seat[0]}, which is not there")
+                    raise InvariantError(f"{name} runs on GPU {seat[1]} of {seat[0]}, which does not exist")
                 if whose.setdefault(seat, self.company[name]) != self.company[name]:
                     raise InvariantError(f"two groups are on GPU {seat[1]} of {seat[0]}: {name} is in one of them")
 
-    def done(self, number: int) -> None:
-        """An iteration is over, and counts."""
+    def iteration_done(self, number: int) -> None:
         if number != self.counted + 1:
             raise InvariantError(f"iteration {number} ends after {self.counted}")
         self.counted = number
         self.iterations += 1
 
-    def back_to(self, saved: int) -> None:
-        """A loss has made the iterations after a saved one void."""
+    def rolled_back_to(self, saved: int) -> None:
+        """Voids the iterations after a checkpoint."""
         if saved > self.counted:
-            raise InvariantError(f"a state after iteration {saved} of {self.counted}")
+            raise InvariantError(f"a checkpoint of iteration {saved} after {self.counted}")
         self.void += self.counted - saved
         self.counted = saved
         if self.moved_at is not None:
             self.moved_at = min(self.moved_at, saved)
 
     def stage_done(self, move: Migration) -> bool:
-        """A stage of the move is done; True where it was the last one, so that the new plan is in place."""
+        """A stage of the migration is done; True after the last stage, when the new plan is in place."""
         if self.moving is None or self.moving.id != move.id:
-            raise InvariantError(f"a stage of move {move.id} is done, which is not under way")
+            raise InvariantError(f"a stage of migration {move.id} is done, but it is not under way")
         self.stages += 1
         if self.stages < len(STAGES):
             return False
@@ -131,83 +128,87 @@ class ReplanInvariants:
             name: next((group.components for group in move.after.groups if name in group.components), ())
             for name in self.seats
         }
-        self._over()
+        self._migration_over()
         return True
 
     def rolled_back(self) -> None:
-        """The old plan is in place again."""
         if self.moving is None:
-            raise InvariantError("a move is undone, and none is under way")
-        self._over()
+            raise InvariantError("a migration is rolled back, but none is under way")
+        self._migration_over()
 
-    def _over(self) -> None:
+    def _migration_over(self) -> None:
         self.moving, self.stages, self.moved_at = None, 0, self.counted
 
-    def passed(self, seconds: float, doing: str) -> None:
-        """So much time of the run was spent in a way."""
+    def spend(self, seconds: float, doing: str) -> None:
+        """Accounts time to an activity."""
         if seconds < 0:
             raise InvariantError(f"{doing} took {seconds:g} s")
         self.spent[doing] = self.spent.get(doing, 0.0) + seconds
 
-    # ---- what is said ----
-
-    def heard(self, event: e.ReplanEvent, said: Sequence[e.ReplanInstruction], decider: ReplanDecider) -> None:
-        """All that was said of an event; then what is in place is what the books say."""
+    def check_instructions(
+        self, event: e.ReplanEvent, instructions: Sequence[e.ReplanInstruction], decider: ReplanDecider
+    ) -> None:
+        """Checks the instructions for an event, and that the policy's state equals the observed one."""
         self.looks += 1
-        for one in said:
-            self._heard(one)
-        decided = decider.stopped is not None or any(isinstance(one, (*DECISIONS, e.Notify)) for one in said)
+        for instruction in instructions:
+            self._check_instruction(instruction)
+        decided = decider.stopped is not None or any(isinstance(item, (*DECISIONS, e.Notify)) for item in instructions)
         if isinstance(event, e.IterationDone) and not decided:
             raise InvariantError(f"nothing was decided after iteration {event.iteration.number}")
         if decider.iterations != self.counted:
-            raise InvariantError(f"{decider.iterations} iterations are counted, and {self.counted} were run")
+            raise InvariantError(f"the policy counts {decider.iterations} iterations, but {self.counted} were run")
         placed_plan = decider.placed_plan
         for name, seats in self.seats.items():
             if placed_plan.slots_of(name) != seats or placed_plan.group_of(name) != self.company[name]:
-                raise InvariantError(f"{name} is said to be elsewhere than it is, and no move has arrived")
+                raise InvariantError(f"the policy has {name} on other GPUs, but no migration has ended")
 
-    def _heard(self, said: e.ReplanInstruction) -> None:
-        if isinstance(said, (e.Notify, e.StopRun)):
-            _sound(said.reason, DecisionNumbers())
-        elif isinstance(said, (e.KeepPlan, e.AdvisePlan)):
+    def _check_instruction(self, instructions: e.ReplanInstruction) -> None:
+        if isinstance(instructions, (e.Notify, e.StopRun)):
+            _check_reason(instructions.reason, DecisionNumbers())
+        elif isinstance(instructions, (e.KeepPlan, e.AdvisePlan)):
             self.decisions += 1
-            _sound(said.reason, said.numbers)
-            if said.reason.code in WEIGHED and None in (said.numbers.iteration_s, said.numbers.horizon):
-                raise InvariantError(f"a decision without its numbers: {said.reason.sentence}")
-        elif isinstance(said, e.BeginMigration):
+            _check_reason(instructions.reason, instructions.numbers)
+            if instructions.reason.code in WEIGHED and None in (
+                instructions.numbers.iteration_s,
+                instructions.numbers.horizon,
+            ):
+                raise InvariantError(f"a decision without numbers: {instructions.reason.sentence}")
+        elif isinstance(instructions, e.BeginMigration):
             self.decisions += 1
-            self._begins(said.move)
-        elif isinstance(said, e.RunMigrationStage) and (
-            self.moving is None or said.move.id != self.moving.id or said.stage is not STAGES[self.stages]
+            self._check_migration(instructions.move)
+        elif isinstance(instructions, e.RunMigrationStage) and (
+            self.moving is None
+            or instructions.move.id != self.moving.id
+            or instructions.stage is not STAGES[self.stages]
         ):
-            raise InvariantError(f"stage {said.stage.value} of move {said.move.id} is not the next one")
+            raise InvariantError(
+                f"stage {instructions.stage.value} of migration {instructions.move.id} is out of order"
+            )
 
-    def _begins(self, move: Migration) -> None:
+    def _check_migration(self, move: Migration) -> None:
         if self.moving is not None:
-            raise InvariantError(f"move {move.id} begins while move {self.moving.id} is under way")
-        _sound(move.reason, move.numbers)
+            raise InvariantError(f"migration {move.id} begins while migration {self.moving.id} is under way")
+        _check_reason(move.reason, move.numbers)
         for change in move.changes:
             if self.seats[change.component] != change.before:
-                raise InvariantError(f"move {move.id} has {change.component} elsewhere than it is")
+                raise InvariantError(f"migration {move.id} has {change.component} on other GPUs")
         if not move.forced:
-            self._pays(move)
+            self._check_gain(move)
         self.moving, self.stages = move, 0
 
-    def _pays(self, move: Migration) -> None:
+    def _check_gain(self, move: Migration) -> None:
         known = move.numbers
         needed = (known.gain_s, known.sure_gain_s, known.horizon, known.cost_s, known.margin)
-        if any(one is None for one in needed):
-            raise InvariantError(f"move {move.id} begins without its numbers")
-        gain, sure, horizon, cost, margin = (float(one or 0.0) for one in needed)
+        if any(number is None for number in needed):
+            raise InvariantError(f"migration {move.id} begins without numbers")
+        gain, sure, horizon, cost, margin = (float(number or 0.0) for number in needed)
         if min(gain, sure) * horizon <= cost * (1 + margin) - ROUNDING:
-            raise InvariantError(f"move {move.id} does not pay: {move.reason.sentence}")
+            raise InvariantError(f"migration {move.id} does not pay: {move.reason.sentence}")
         if self.moved_at is not None and self.counted - self.moved_at < self.rules.dwell_iterations:
-            raise InvariantError(f"move {move.id} begins {self.counted - self.moved_at} iterations after the last one")
+            raise InvariantError(f"migration {move.id} begins {self.counted - self.moved_at} iterations after the last")
 
-    # ---- at the end ----
-
-    def whole(self, now: float, iterations: int, finished: bool) -> None:
-        """Every iteration was counted once, and every second is accounted for."""
+    def check_totals(self, now: float, iterations: int, finished: bool) -> None:
+        """Every iteration was counted once, and all time is accounted for."""
         if finished != (self.counted == iterations):
             raise InvariantError(f"{self.counted} of {iterations} iterations are counted")
         if self.iterations != self.counted + self.void:
@@ -217,7 +218,7 @@ class ReplanInvariants:
             raise InvariantError(f"{total:g} s are accounted for, and {now:g} s have passed")
 
 
-def _sound(reason: Reason, numbers: DecisionNumbers) -> None:
+def _check_reason(reason: Reason, numbers: DecisionNumbers) -> None:
     if not reason.sentence.strip():
         raise InvariantError(f"a decision without a reason: {reason.code.value}")
     for name, value in asdict(numbers).items():

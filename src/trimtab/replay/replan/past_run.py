@@ -1,9 +1,9 @@
-"""A run that is over, as a simulated job: what its folder says of costs, nodes and moves becomes the reality.
+"""A finished run as a simulated job: costs, nodes and migrations from its folder become the reality.
 
-Costs: what each component took in each iteration, against its profile on the GPUs that it had. The middle of five
-neighbours is its level, which an oracle may know; the rest is noise, which nobody may. Nodes: what happened to them,
-before the iteration that came next. Moves: what stages took, where the run moved. Nothing is invented beyond the last
-iteration that was measured.
+Costs: measured time of each component per iteration, relative to its profile on the GPUs it had. The median of five
+neighbours is its level, which an oracle may know; the rest is noise, which no policy may know. Nodes: their events,
+before the following iteration. Migrations: measured stage durations. Nothing is invented beyond the last measured
+iteration.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from trimtab.replay.replan.reality import Drift, MigrationTimes, ScheduledNodeEv
 
 EVENTS, JOB = "events.jsonl", "job.yaml"
 NEIGHBOURS = 2  # on each side
-FEWEST = 5  # iterations
+MIN_ITERATIONS = 5  # iterations
 
 
 @dataclass(frozen=True)
 class PastRunReality:
-    """What a folder tells."""
+    """The reality recorded in a run folder."""
 
     iterations: int
     drift: dict[str, Drift]
@@ -44,7 +44,7 @@ class PastRunReality:
 
 @dataclass
 class _FolderReader:
-    """The events of a folder, one after another; what was run again takes the place of what was before."""
+    """Accumulates the events of a folder; iterations that were run again replace earlier ones."""
 
     workflow: Workflow
     levels: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class _FolderReader:
         if kind == "iteration":
             self._iteration(decode(Iteration, event["iteration"]))
         elif kind == "resumed":
-            self.levels = {number: one for number, one in self.levels.items() if number <= int(event["after"])}
+            self.levels = {number: levels for number, levels in self.levels.items() if number <= int(event["after"])}
         elif kind == "plan":
             self.plan = check_plan(event)
         elif kind == "cluster":
@@ -70,17 +70,17 @@ class _FolderReader:
             self.stages.setdefault(event["stage"], []).append(float(event["took_s"]))
         self.taken += 1
 
-    def _iteration(self, one: Iteration) -> None:
+    def _iteration(self, iteration: Iteration) -> None:
         kinds = {name: group["kind"] for group in self.plan["groups"] for name in group["components"]}
         found = {}
-        for part in one.components:
+        for part in iteration.components:
             component = self.workflow.component(part.component)
             variant = self.plan.get("variants", {}).get(part.component, "")
             profiled = profiled_seconds(component, variant, kinds.get(part.component, ""), part.gpus)
             batches = part.batches or self.workflow.batches
             if profiled:
                 found[part.component] = part.busy_s * self.workflow.batches / batches / profiled
-        self.levels[one.number] = found
+        self.levels[iteration.number] = found
 
     def _cluster(self, event: dict[str, Any]) -> None:
         now = {name: Node(name, int(gpus), kind) for name, gpus, kind in event["nodes"]}
@@ -98,8 +98,8 @@ class _FolderReader:
         self.nodes, self.leaving = now, leaving
 
 
-def past_loop(folder: Path, workflow: Workflow) -> PastRunReality:
-    """What the folder of a run tells of a workflow. InputError where it is none, or is not understood."""
+def read_past_run(folder: Path, workflow: Workflow) -> PastRunReality:
+    """Reads the folder of a run. Raises InputError if it is none or cannot be parsed."""
     path = folder / EVENTS
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -111,26 +111,28 @@ def past_loop(folder: Path, workflow: Workflow) -> PastRunReality:
             reading.take(read_event(line))
     except (*ODD, StopIteration) as error:
         why = getattr(error, "what", error)
-        raise InputError(f"the line cannot be understood: {why}", where=f"{path}, line {reading.taken + 1}") from None
+        raise InputError(f"the line cannot be parsed: {why}", where=f"{path}, line {reading.taken + 1}") from None
     done = len(reading.levels)
-    if done < FEWEST or sorted(reading.levels) != list(range(1, done + 1)):
-        raise InputError(f"the run has {done} iterations that tell costs", where=str(folder), hint=f"{FEWEST} or more")
+    if done < MIN_ITERATIONS or sorted(reading.levels) != list(range(1, done + 1)):
+        raise InputError(
+            f"the run has {done} iterations with costs", where=str(folder), hint=f"at least {MIN_ITERATIONS} are needed"
+        )
     drift, noise = {}, {}
     for name in workflow.names:
-        levels = _whole([reading.levels[number].get(name) for number in range(1, done + 1)])
+        levels = _filled([reading.levels[number].get(name) for number in range(1, done + 1)])
         middle = [median(levels[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]) for at in range(done)]
         drift[name] = Drift(points=tuple(enumerate(middle, 1)))
-        noise[name] = tuple(level / one for level, one in zip(levels, middle, strict=True))
+        noise[name] = tuple(level / centre for level, centre in zip(levels, middle, strict=True))
     return PastRunReality(
         done, drift, PastNoise(folder.name, noise), _moves(reading.stages), reading.first, tuple(reading.events)
     )
 
 
-def _whole(levels: list[float | None]) -> list[float]:
-    """The levels of all iterations: what was not measured is as before it, and at first as profiled."""
+def _filled(levels: list[float | None]) -> list[float]:
+    """Levels of all iterations: unmeasured ones keep the last level, at first that of the profile."""
     found: list[float] = []
-    for one in levels:
-        found.append(one if one else found[-1] if found else 1.0)
+    for level in levels:
+        found.append(level if level else found[-1] if found else 1.0)
     return found
 
 

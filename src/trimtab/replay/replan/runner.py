@@ -1,4 +1,4 @@
-"""Runs one policy of a scenario of RL jobs with one seed, and says what it came to."""
+"""Runs a policy of a replan scenario with a seed and returns its figures."""
 
 from __future__ import annotations
 
@@ -22,58 +22,57 @@ from trimtab.replay.replan.driver import (
 from trimtab.replay.replan.reality import TrueCosts
 
 USES = {
-    "trimtab": "the loop machine: re-plans when costs or nodes have really changed, and moves when that pays",
+    "trimtab": "the replan machine: re-plans when costs or nodes have changed significantly, migrates when that pays",
     "kept": "the first plan, left only when its GPUs go",
-    "static": "the plan that was best to keep, as is known in hindsight; left only when its GPUs go",
-    "oracle": "knows the true costs and re-plans for nothing before every iteration",
+    "static": "the best static plan in hindsight; left only when its GPUs go",
+    "oracle": "knows the true costs and re-plans at no cost before every iteration",
 }
 AUTO = ReplanRules(mode=ReplanMode.auto)
 
 
 @dataclass(frozen=True)
 class ReplanFigures:
-    """One run of one policy. Seconds are of the run; what a loss made void is in `void_s`."""
+    """Figures of a run. Seconds are of the run; work voided by a loss is in `void_s`."""
 
     policy: str
     seed: int
     finished: bool
-    iterations: int  # that count
+    iterations: int  # counted
     total_s: float
-    iteration_s: float  # the median
-    moves: int  # that arrived
+    iteration_s: float  # median
+    moves: int  # completed
     rolled_back: int
-    forced: int  # of those that arrived: the plan before had lost its GPUs
-    moving_s: float  # the run stood still for moves
-    void_s: float  # iterations that were run again after a loss
-    waiting_s: float  # for nodes
+    forced: int  # of the completed: the GPUs of the plan before were lost
+    moving_s: float  # standing still for migrations
+    void_s: float  # iterations run again after a loss
+    waiting_s: float  # waiting for nodes
     void: int
     decisions: int
     events: int
-    looks: int  # at what must be true
+    looks: int  # invariant checks
     first_plan: str
     last_plan: str
     walls_s: tuple[float, ...] = ()
     moved: tuple[SimulatedMigration, ...] = ()
-    seconds: float = 0.0  # that the simulation took
+    seconds: float = 0.0  # wall time of the simulation
 
 
 def loop_run(
     truth: TrueCosts,
     rules: ReplanRules,
     *,
-    told: ReplanListener | None = None,
+    on_event: ReplanListener | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> ReplanOutcome:
-    """The run with the loop machine that runs live."""
+    """Runs with the replan machine that runs live."""
     reality, first = truth.reality, truth.first()
     machine = ReplanMachine(reality.job.workflow, reality.job.cluster, first.plan, rules, reality.allowed)
-    return ReplanReplay(machine, truth, rules, told=told, progress=progress).run()
+    return ReplanReplay(machine, truth, rules, on_event=on_event, progress=progress).run()
 
 
 def run_policy(
     use: str, truth: TrueCosts, rules: ReplanRules = AUTO, progress: Callable[[float], None] | None = None
 ) -> ReplanOutcome:
-    """One of the known policies."""
     if use == "trimtab":
         return loop_run(truth, rules, progress=progress)
     if use == "oracle":
@@ -82,8 +81,7 @@ def run_policy(
 
 
 def figures(outcome: ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
-    """Sum a run up."""
-    arrived = [one for one in outcome.moves if one.arrived]
+    arrived = [move for move in outcome.moves if move.arrived]
     return ReplanFigures(
         policy,
         seed,
@@ -93,7 +91,7 @@ def figures(outcome: ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
         median(outcome.walls_s) if outcome.walls_s else 0.0,
         len(arrived),
         len(outcome.moves) - len(arrived),
-        sum(one.forced for one in arrived),
+        sum(move.forced for move in arrived),
         outcome.spent[MOVES],
         outcome.spent[AGAIN],
         outcome.spent[WAITS],

@@ -1,4 +1,4 @@
-"""A scenario of RL jobs: a job, its cluster and what happens to it, how costs drift, what moves take, policies.
+"""Reads a replan scenario file: an RL job, its cluster and node events, cost drift, migration times, policies.
 
     job: grpo.yaml            # a job file in any dialect, the same inline: {workflow: ...}, or the folder of a run
     cluster: {nodes: 8, gpus: 8, events: [{at_iteration: 20, node: 8, what: joined}], churn: {days_between: 20}}
@@ -7,8 +7,8 @@
     noise: {trace: minibatches.csv.gz}
     policies: [trimtab, kept, static, oracle]
 
-Read whole and checked before anything runs. What the job file says of its run (iterations, save_every, loop) counts
-where the scenario says nothing of it.
+The file is validated before anything runs. `iterations`, `save_every` and `loop` default to those of the job file's
+`run` section.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
@@ -30,10 +30,21 @@ from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.replay.common.churn import Churn
+from trimtab.replay.common.keys import check_keys, check_name, check_unique
 from trimtab.replay.common.timing import Distribution
-from trimtab.replay.pool.scenario import SEEDS, Amount, ChurnSection, More, Sections, Whole, churn_of, explained
+from trimtab.replay.pool.scenario import (
+    SEEDS,
+    Amount,
+    ChurnSection,
+    More,
+    ScenarioSection,
+    Sections,
+    Whole,
+    churn_of,
+    explained,
+)
 from trimtab.replay.replan.noise import DrawnNoise, Noise, SyntheticNoise, TraceNoise, minibatches
-from trimtab.replay.replan.past_run import JOB, PastRunReality, past_loop
+from trimtab.replay.replan.past_run import JOB, PastRunReality, read_past_run
 from trimtab.replay.replan.reality import (
     Drift,
     DriftShape,
@@ -47,34 +58,34 @@ from trimtab.replay.replan.reality import (
 from trimtab.replay.replan.runner import USES, ReplanFigures, figures, run_policy
 
 POLICIES = ("trimtab", "kept", "static", "oracle")
-RULE_KEYS = tuple(key for key in LOOP_KEYS if key not in ("mode", "elastic", "range_slack"))  # no fleet is simulated
+# engines are not simulated
+RULE_KEYS = tuple(key for key in LOOP_KEYS if key not in ("mode", "elastic", "range_slack"))
 MOST_ITERATIONS = 100_000
-NAMED = 8  # events that a report lists
+NAMED = 8  # events listed in a report
 WHEN = "one of at_s, at_iteration"
-FAR = 20.0  # churn is drawn for so many times the run with its first plan
+FAR = 20.0  # churn is drawn for so many times the length of the run with its first plan
 
 
-# ---- as it is used ------------------------------------------------------------------------------------------------
+# ---- settings -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ReplanPolicy:
-    """A policy as a scenario asks for it."""
+    """A policy of a scenario."""
 
     name: str
     use: str
     rules: ReplanRules = field(default_factory=lambda: ReplanRules(mode=ReplanMode.auto))
-    changed: tuple[str, ...] = ()  # rules that are stated
+    changed: tuple[str, ...] = ()  # rules that are set
 
     def text(self) -> str:
-        """As a report states it."""
-        said = ", ".join(f"{key} {getattr(self.rules, key):g}" for key in self.changed)
-        return USES[self.use] + (f"; {said}" if said else "")
+        changes = ", ".join(f"{key} {getattr(self.rules, key):g}" for key in self.changed)
+        return USES[self.use] + (f"; {changes}" if changes else "")
 
 
 @dataclass(frozen=True)
 class ReplanScenario:
-    """All that is asked."""
+    """A replan scenario."""
 
     name: str
     job: PlacementJob
@@ -92,11 +103,10 @@ class ReplanScenario:
 
     @cached_property
     def plans(self) -> PlanCache:
-        """The planner of all runs."""
         return PlanCache(self.job, self.allowed)
 
     def truth(self, seed: int) -> TrueCosts:
-        """The job with all that will happen to it under a seed."""
+        """The job with everything that will happen to it under a seed."""
         reality = ReplanReality(
             self.job,
             self.iterations,
@@ -116,53 +126,50 @@ class ReplanScenario:
         until_s = FAR * sum(self.plans.planner.seconds(plan, reality.levels(number)) for number in numbers)
         by_name = {node.name: node for node in self.job.cluster.nodes}
         by_chance = self.churn.events(list(by_name), until_s, seed)
-        happens = [ScheduledNodeEvent(by_name[one.node], one.what, one.at_s, None, one.notice_s) for one in by_chance]
+        happens = [
+            ScheduledNodeEvent(by_name[event.node], event.what, event.at_s, None, event.notice_s) for event in by_chance
+        ]
         return TrueCosts(replace(reality, happens=(*self.events, *happens)), self.plans)
 
     def run(self, at: int, seed: int, progress: Any = None) -> ReplanFigures:
-        """One policy with one seed."""
         policy = self.policies[at]
         return figures(run_policy(policy.use, self.truth(seed), policy.rules, progress), policy.name, seed)
 
     def assumptions(self) -> list[str]:
-        """All that was assumed, for a report."""
+        """The assumptions of a scenario, for a report."""
         nodes = self.job.cluster.nodes
         names = ", ".join(self.job.workflow.names)
-        room = f"{len(nodes)} nodes, {self.job.cluster.gpus} GPUs"
-        more = ["; ".join(one.text() for one in self.events[:NAMED])] if self.events else []
+        size = f"{len(nodes)} nodes, {self.job.cluster.gpus} GPUs"
+        more = ["; ".join(event.text() for event in self.events[:NAMED])] if self.events else []
         more += [f"and {len(self.events) - NAMED} more events"] if len(self.events) > NAMED else []
-        said = [
-            f"{self.iterations} iterations of {names} on {room}",
-            *(f"{name} drifts {one.text()}" for name, one in self.drift.items() if len(one.points) <= NAMED),
+        lines = [
+            f"{self.iterations} iterations of {names} on {size}",
+            *(f"{name} drifts {drift.text()}" for name, drift in self.drift.items() if len(drift.points) <= NAMED),
             self.noise.text(),
             *([self.periodic.text()] if self.periodic else []),
             *more,
             *([self.churn.text()] if self.churn else []),
-            "an iteration takes what the planner's model says of the true costs under the plan in place",
+            "an iteration takes what the planner's model predicts for the true costs under the current plan",
             *self.moves.text(),
         ]
         staleness = self.job.workflow.staleness
         if staleness:
-            said.append(
-                f"iterations that have begun, {staleness} ahead, end before a move; the first one after it is cold"
+            lines.append(
+                f"iterations started ahead, up to {staleness}, end before a migration; the first after it is cold"
             )
         kept = f"every {self.save_every} iterations" if self.save_every else "after every iteration"
-        said.append(f"a loss throws away what came after the last state; one is kept {kept}, for nothing")
-        return said
+        lines.append(f"a loss voids the work since the last checkpoint; checkpoints are saved {kept}, at no cost")
+        return lines
 
 
-# ---- as it is written ---------------------------------------------------------------------------------------------
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+# ---- file ---------------------------------------------------------------------------------------------------------
 
 
 Index = Annotated[int, Field(ge=0, le=1_000_000, strict=True)]
 
 
-class ReplanEventSection(_Section):
-    """Something that happens to a node."""
+class ReplanEventSection(ScenarioSection):
+    """A change of a node's state."""
 
     at_s: Amount | None = None
     at_iteration: Whole | None = None
@@ -171,8 +178,8 @@ class ReplanEventSection(_Section):
     notice_s: Amount = 120.0
 
 
-class ReplanClusterSection(_Section):
-    """The `cluster` section: what it leaves out is the job's."""
+class ReplanClusterSection(ScenarioSection):
+    """The `cluster` section: missing keys are the job's."""
 
     nodes: Whole | None = None
     gpus: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
@@ -180,8 +187,8 @@ class ReplanClusterSection(_Section):
     churn: ChurnSection | None = None
 
 
-class DriftSection(_Section):
-    """How one component's costs move."""
+class DriftSection(ScenarioSection):
+    """Cost drift of a component."""
 
     to: More = 1.0
     over: Whole = 1
@@ -190,8 +197,8 @@ class DriftSection(_Section):
     points: dict[Whole, More] = Field(default_factory=dict)
 
 
-class NoiseSection(_Section):
-    """The `noise` section: one of a trace, a distribution, or what is made up."""
+class NoiseSection(ScenarioSection):
+    """The `noise` section: a trace, a distribution, or synthetic."""
 
     trace: str | list[str] | None = None
     factor: Any = None
@@ -200,7 +207,7 @@ class NoiseSection(_Section):
     tail: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
-class PeriodicSection(_Section):
+class PeriodicSection(ScenarioSection):
     """The `periodic` section."""
 
     every: Whole
@@ -209,8 +216,8 @@ class PeriodicSection(_Section):
     announced: bool = False
 
 
-class ReplanPolicySection(_Section):
-    """One entry of `policies`."""
+class ReplanPolicySection(ScenarioSection):
+    """An entry of `policies`."""
 
     use: str
     name: str | None = None
@@ -221,8 +228,8 @@ def _all_policies() -> list[str | ReplanPolicySection]:
     return list(POLICIES)
 
 
-class ReplanScenarioFile(_Section):
-    """The whole file."""
+class ReplanScenarioFile(ScenarioSection):
+    """The scenario file."""
 
     name: str | None = None
     job: str | dict[str, Any]
@@ -255,59 +262,57 @@ SECTIONS: Sections = {
 
 
 def read(path: Path) -> ReplanScenario:
-    """The scenario in a file. InputError with file and key where something is wrong."""
+    """Reads a scenario file. Raises InputError with file and key."""
     try:
-        said = ReplanScenarioFile.model_validate(yaml_text.read_mapping(path))
+        spec = ReplanScenarioFile.model_validate(yaml_text.read_mapping(path))
     except ValidationError as error:
         raise explained(error, path, ReplanScenarioFile, SECTIONS) from None
-    job, allowed, run, own_rules = _job(said, path)
-    past = _past(said, job, path)
-    if past is not None and past.cluster is not None and said.cluster.nodes is None and said.cluster.gpus is None:
+    job, allowed, run, own_rules = _job(spec, path)
+    past = _past(spec, job, path)
+    if past is not None and past.cluster is not None and spec.cluster.nodes is None and spec.cluster.gpus is None:
         job = PlacementJob(Cluster(tuple(_like(job.cluster, node) for node in past.cluster.nodes)), job.workflow)
     names = job.workflow.names
-    for key in said.drift:
-        _known(key, names, f"{path}: drift.{key}")
-    if said.periodic is not None:
-        _known(said.periodic.component, names, f"{path}: periodic.component")
-    iterations = _iterations(said, run, past, path)
-    events = _events(said.cluster.events, job.cluster, f"{path}: cluster.events")
-    if past is not None and not said.cluster.events:
-        events = tuple(replace(one, node=_like(job.cluster, one.node)) for one in past.events)
-    churn = said.cluster.churn
-    policies = tuple(_policy(one, said, own_rules, names, path) for one in said.policies)
-    doubled = next((one.name for one in policies if [each.name for each in policies].count(one.name) > 1), None)
-    if doubled is not None:
-        raise InputError(f"two policies are called {doubled}", where=f"{path}: policies", hint="give one a `name`")
+    for key in spec.drift:
+        check_name(key, names, f"{path}: drift.{key}", "unknown component {}")
+    if spec.periodic is not None:
+        check_name(spec.periodic.component, names, f"{path}: periodic.component", "unknown component {}")
+    iterations = _iterations(spec, run, past, path)
+    events = _events(spec.cluster.events, job.cluster, f"{path}: cluster.events")
+    if past is not None and not spec.cluster.events:
+        events = tuple(replace(event, node=_like(job.cluster, event.node)) for event in past.events)
+    churn = spec.cluster.churn
+    policies = tuple(_policy(entry, spec, own_rules, names, path) for entry in spec.policies)
+    check_unique([policy.name for policy in policies], f"{path}: policies")
     return ReplanScenario(
-        said.name or path.stem,
+        spec.name or path.stem,
         job,
         iterations,
         policies,
-        tuple(dict.fromkeys(said.seeds)),
+        tuple(dict.fromkeys(spec.seeds)),
         allowed,
-        past.drift if past is not None else {n: _drift(one, f"{path}: drift.{n}") for n, one in said.drift.items()},
-        past.noise if past is not None else _noise(said.noise, path),
-        MigrationTimes.of(said.moves, f"{path}: moves", past.moves if past is not None else None),
+        past.drift if past is not None else {n: _drift(drift, f"{path}: drift.{n}") for n, drift in spec.drift.items()},
+        past.noise if past is not None else _noise(spec.noise, path),
+        MigrationTimes.of(spec.moves, f"{path}: moves", past.moves if past is not None else None),
         events,
         None if churn is None else churn_of(churn, str(path)),
-        said.save_every if said.save_every is not None else run.save_every,
-        None if said.periodic is None else PeriodicWork(**said.periodic.model_dump()),
+        spec.save_every if spec.save_every is not None else run.save_every,
+        None if spec.periodic is None else PeriodicWork(**spec.periodic.model_dump()),
     )
 
 
 def _job(
-    said: ReplanScenarioFile, path: Path
+    spec: ReplanScenarioFile, path: Path
 ) -> tuple[PlacementJob, FrameworkRules | None, RunSection, dict[str, Any]]:
-    """The job with the cluster of the scenario, what its framework allows, and what it says of its run."""
-    here = said.cluster
-    if isinstance(said.job, str):
-        file = path.parent / said.job
+    """The job on the scenario's cluster, its framework's rules, its run section, and its replan rules."""
+    here = spec.cluster
+    if isinstance(spec.job, str):
+        file = path.parent / spec.job
         file = file / JOB if file.is_dir() else file
         loaded = load(file)
-        data: Mapping[str, Any] = yaml_text.read_mapping(file) if loaded.dialect == job_form.NAME else {}
+        data: Mapping[str, Any] = yaml_text.read_mapping(file) if loaded.file_format == job_form.NAME else {}
     else:
         file = Path(f"{path}: job")
-        inline = dict(said.job)
+        inline = dict(spec.job)
         if "cluster" not in inline and here.nodes is not None:
             inline["cluster"] = {"nodes": here.nodes, "gpus_per_node": here.gpus or 8}
         loaded, data = job_form.read(inline, file), inline
@@ -324,120 +329,105 @@ def _job(
     return job, loaded.rules, run, rules
 
 
-def _past(said: ReplanScenarioFile, job: PlacementJob, path: Path) -> PastRunReality | None:
-    """What a run measured, where the job is a folder of one."""
-    if not isinstance(said.job, str) or not (path.parent / said.job).is_dir():
+def _past(spec: ReplanScenarioFile, job: PlacementJob, path: Path) -> PastRunReality | None:
+    """The measurements of a run, if the job is the folder of a run."""
+    if not isinstance(spec.job, str) or not (path.parent / spec.job).is_dir():
         return None
     for key in ("drift", "noise", "periodic"):
-        if key in said.model_fields_set:
-            raise InputError(f"{key} is what the run measured", where=f"{path}: {key}", hint=f"leave {key} out")
-    return past_loop(path.parent / said.job, job.workflow)
+        if key in spec.model_fields_set:
+            raise InputError(f"{key} comes from the measured run", where=f"{path}: {key}", hint=f"leave {key} out")
+    return read_past_run(path.parent / spec.job, job.workflow)
 
 
-def _iterations(said: ReplanScenarioFile, run: RunSection, past: PastRunReality | None, path: Path) -> int:
+def _iterations(spec: ReplanScenarioFile, run: RunSection, past: PastRunReality | None, path: Path) -> int:
     if past is not None:
-        if said.iterations is not None and said.iterations > past.iterations:
+        if spec.iterations is not None and spec.iterations > past.iterations:
             raise InputError(f"the run has {past.iterations} iterations", where=f"{path}: iterations")
-        return said.iterations or past.iterations
-    if said.iterations is None and run.iterations == RunSection().iterations:
-        raise InputError("how long the job runs is not stated", where=str(path), hint="iterations: 80")
-    return said.iterations or run.iterations
+        return spec.iterations or past.iterations
+    if spec.iterations is None and run.iterations == RunSection().iterations:
+        raise InputError("the number of iterations is missing", where=str(path), hint="iterations: 80")
+    return spec.iterations or run.iterations
 
 
 def _like(cluster: Cluster, node: Node) -> Node:
-    """A node of a past run, with what the job says of nodes of its kind."""
-    known = [one for one in cluster.nodes if one.gpu == node.gpu]
+    """A node of a past run with the job's properties of its GPU kind."""
+    known = [known for known in cluster.nodes if known.gpu == node.gpu]
     return replace(known[0], name=node.name, gpus=node.gpus) if known else node
 
 
-def _known(name: str, names: tuple[str, ...], where: str) -> None:
-    if name not in names:
-        near = nearest(name, names)
-        hint = f"did you mean {near}?" if near else f"components are: {', '.join(names)}"
-        raise InputError(f"there is no component named {name}", where=where, hint=hint)
-
-
-def _events(said: list[ReplanEventSection], cluster: Cluster, where: str) -> tuple[ScheduledNodeEvent, ...]:
-    """What happens to nodes; those that join beyond the first ones are like the first."""
+def _events(sections: list[ReplanEventSection], cluster: Cluster, where: str) -> tuple[ScheduledNodeEvent, ...]:
+    """Node events; nodes that join beyond the initial ones are like the first node."""
     nodes = dict(enumerate(cluster.nodes))
-    for one in said:
-        if one.what == "joined" and one.node not in nodes and cluster.nodes:
-            nodes[one.node] = replace(cluster.nodes[0], name=f"node{one.node}")
+    for event in sections:
+        if event.what == "joined" and event.node not in nodes and cluster.nodes:
+            nodes[event.node] = replace(cluster.nodes[0], name=f"node{event.node}")
     found = []
-    for one in said:
-        if (one.at_s is None) == (one.at_iteration is None):
-            raise InputError("an event happens at a time or before an iteration", where=where, hint=WHEN)
-        if one.node not in nodes:
+    for event in sections:
+        if (event.at_s is None) == (event.at_iteration is None):
+            raise InputError("an event needs either a time or an iteration", where=where, hint=WHEN)
+        if event.node not in nodes:
             known = f"nodes are counted from 0, and there are {len(cluster.nodes)}"
-            raise InputError(f"there is no node {one.node}, and none joins", where=where, hint=known)
-        found.append(ScheduledNodeEvent(nodes[one.node], one.what, one.at_s, one.at_iteration, one.notice_s))
+            raise InputError(f"there is no node {event.node}, and none joins", where=where, hint=known)
+        found.append(ScheduledNodeEvent(nodes[event.node], event.what, event.at_s, event.at_iteration, event.notice_s))
     return tuple(found)
 
 
-def _drift(said: DriftSection, where: str) -> Drift:
-    if said.points and said.model_fields_set != {"points"}:
-        raise InputError("points say all of a drift and stand alone", where=where, hint="points: {1: 1.0, 40: 2.5}")
-    return Drift(said.to, said.over, said.after, said.shape, tuple(sorted(said.points.items())))
+def _drift(section: DriftSection, where: str) -> Drift:
+    if section.points and section.model_fields_set != {"points"}:
+        raise InputError(
+            "points cannot be combined with other keys of a drift", where=where, hint="points: {1: 1.0, 40: 2.5}"
+        )
+    return Drift(section.to, section.over, section.after, section.shape, tuple(sorted(section.points.items())))
 
 
-def _noise(said: NoiseSection, path: Path) -> Noise:
-    made_up = {key: value for key in ("spread", "alike", "tail") if (value := getattr(said, key)) is not None}
-    kinds = [said.trace is not None, said.factor is not None, bool(made_up)]
+def _noise(section: NoiseSection, path: Path) -> Noise:
+    made_up = {key: value for key in ("spread", "alike", "tail") if (value := getattr(section, key)) is not None}
+    kinds = [section.trace is not None, section.factor is not None, bool(made_up)]
     if sum(kinds) > 1:
         raise InputError(
-            "noise comes from a trace, from a distribution, or is made up",
+            "noise is a trace, a distribution, or synthetic",
             where=f"{path}: noise",
             hint="one of: trace; factor; spread, alike and tail",
         )
-    if said.factor is not None:
-        return DrawnNoise(Distribution.of(said.factor, f"{path}: noise.factor"))
-    if said.trace is None:
+    if section.factor is not None:
+        return DrawnNoise(Distribution.of(section.factor, f"{path}: noise.factor"))
+    if section.trace is None:
         return SyntheticNoise(**made_up)
-    files = tuple(path.parent / one for one in ([said.trace] if isinstance(said.trace, str) else said.trace))
+    files = tuple(path.parent / name for name in ([section.trace] if isinstance(section.trace, str) else section.trace))
     if not files:
-        raise InputError("no trace is named", where=f"{path}: noise.trace")
+        raise InputError("the list of traces is empty", where=f"{path}: noise.trace")
     for file in files:
-        minibatches(file)  # wrong ones are refused before anything runs
+        minibatches(file)  # invalid traces are refused before anything runs
     return TraceNoise(files)
 
 
 def _policy(
-    said: str | ReplanPolicySection,
+    entry: str | ReplanPolicySection,
     file: ReplanScenarioFile,
     own: Mapping[str, Any],
     names: tuple[str, ...],
     path: Path,
 ) -> ReplanPolicy:
-    one = ReplanPolicySection(use=said) if isinstance(said, str) else said
-    where = f"{path}: policies.{one.name or one.use}"
-    if one.use not in USES:
-        near = nearest(one.use, USES)
-        hint = f"did you mean {near}?" if near else "known: " + ", ".join(USES)
-        raise InputError(f"there is no policy {one.use}", where=where, hint=hint)
-    for stated, at in ((file.loop, f"{path}: loop"), (one.loop, f"{where}.loop")):
-        for key in stated:
-            if key not in RULE_KEYS:
-                near = nearest(str(key), RULE_KEYS)
-                hint = f"did you mean {near}?" if near else "known: " + ", ".join(RULE_KEYS)
-                raise InputError(f"{key} is not known here", where=at, hint=hint)
+    section = ReplanPolicySection(use=entry) if isinstance(entry, str) else entry
+    where = f"{path}: policies.{section.name or section.use}"
+    check_name(section.use, USES, where, "unknown policy {}")
+    for stated, at in ((file.loop, f"{path}: loop"), (section.loop, f"{where}.loop")):
+        check_keys(stated, RULE_KEYS, at)
         read_rules(stated, at, names)
-    if one.loop and one.use != "trimtab":
-        raise InputError(f"{one.use} has no loop", where=f"{where}.loop", hint="loop goes with use: trimtab")
-    stated = {key: value for key, value in {**own, **file.loop, **one.loop}.items() if key in RULE_KEYS}
+    if section.loop and section.use != "trimtab":
+        raise InputError(f"{section.use} has no loop", where=f"{where}.loop", hint="loop goes with use: trimtab")
+    stated = {key: value for key, value in {**own, **file.loop, **section.loop}.items() if key in RULE_KEYS}
     rules = replace(read_rules(stated, f"{where}.loop", names), mode=ReplanMode.auto)
-    changed = tuple(stated) if one.use == "trimtab" else ()
-    return ReplanPolicy(one.name or one.use, one.use, rules, changed)
+    changed = tuple(stated) if section.use == "trimtab" else ()
+    return ReplanPolicy(section.name or section.use, section.use, rules, changed)
 
 
 def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> ReplanPolicy:
-    """The policy with one rule of the loop set to a value, and a name that says so."""
-    if key not in RULE_KEYS:
-        near = nearest(key, RULE_KEYS)
-        hint = f"did you mean {near}?" if near else "known: " + ", ".join(RULE_KEYS)
-        raise InputError(f"{key} cannot be swept", where=where, hint=hint)
+    """The policy with a rule set to a value, and a name that says so."""
+    check_name(key, RULE_KEYS, where, "{} cannot be swept")
     whole = isinstance(getattr(policy.rules, key), int)
     if whole and value != int(value):
-        raise InputError(f"{key} is a whole number, not {value:g}", where=where)
+        raise InputError(f"{key} must be a whole number, not {value:g}", where=where)
     stated: dict[str, Any] = {key: int(value) if whole else value}
     try:
         rules = replace(policy.rules, **stated)

@@ -1,1 +1,1 @@
-"""Simulated rollouts: engines as arithmetic, scaling policies."""
+"""Simulated rollouts: modelled engines and scaling policies."""

@@ -1,9 +1,9 @@
-"""Drives the rollout machine under a virtual clock: engines that are arithmetic, a trainer, and clients.
+"""Drives the rollout machine under a virtual clock, with modelled engines, a trainer, and clients.
 
-Two kinds of load. Closed loop: the prompts of a step all arrive at once, the next step begins when the last answer is
-there, the trainer has trained and the weights are new. Open loop: requests arrive as a trace says. What must be true is
-looked at with every event: every request is answered once, with exactly the tokens it was to have, by engines that are
-awake; the machine checks its books on a sample of events and at the end.
+Two kinds of load. Closed loop: all prompts of a step arrive at once; the next step begins after the last answer,
+training and the weight update. Open loop: requests arrive as in a trace. Invariants are checked on every event: every
+request is answered once, with exactly its number of tokens, by engines that are awake. The machine checks its own state
+every CHECK_EVERY events and at the end.
 """
 
 from __future__ import annotations
@@ -35,31 +35,29 @@ from trimtab.replay.rollout.engine_model import H200_8B, AttemptKey, EngineSpeed
 from trimtab.replay.rollout.workload import LengthProfile
 
 CHECK_EVERY = 20_000
-USABLE_S = 20.0  # an engine that is free for less is of no use to anybody else
+USABLE_S = 20.0  # an engine that is free for less is not usable by other tasks
 NEVER_S = 1e9
 
 
 @dataclass(frozen=True)
 class SimulatedFleet:
-    """Engines and what is done to them, whoever decides."""
+    """The simulated engines: the same for every policy."""
 
     engines: int = 8
-    limit: int = 256  # requests at once on one engine
+    limit: int = 256  # concurrent requests per engine
     speed: EngineSpeed = H200_8B
     sleep_s: float = 2.0
     wake_s: float = 4.0
     refit_s: float = 2.0
-    cut_s: float = 0.1  # until an engine has let go of a request
+    cut_s: float = 0.1  # until an engine has aborted a request
     training_s: float = 60.0  # median
-    training_p99_s: float | None = None  # None: it always takes as long
+    training_p99_s: float | None = None  # None: constant
     taker: Taker | None = None
 
     def training(self) -> Distribution:
-        """How long training takes."""
         return Distribution.of({"median": self.training_s, "p99": self.training_p99_s or self.training_s}, "engines")
 
     def text(self) -> str:
-        """As a report states it."""
         return (
             f"{self.engines} engines of {self.limit} places; {self.speed.text()}; sleep {self.sleep_s:g} s, wake "
             f"{self.wake_s:g} s, weights {self.refit_s:g} s, training {self.training().text()}"
@@ -68,22 +66,22 @@ class SimulatedFleet:
 
 @dataclass
 class RolloutOutcome:
-    """What came of a run."""
+    """Results of a run."""
 
     steps_s: list[float] = field(default_factory=list)  # from the first prompt to the last answer
     total_s: float = 0.0
-    asleep_s: float = 0.0  # engine-seconds in all
-    usable_s: float = 0.0  # of those, in stretches long enough for somebody else
-    busy_s: float = 0.0  # engine-seconds in which at least one request was there
+    asleep_s: float = 0.0  # engine-seconds asleep
+    usable_s: float = 0.0  # of those, in stretches of USABLE_S or more
+    busy_s: float = 0.0  # engine-seconds with at least one request
     waits_s: list[float] = field(default_factory=list)  # from arrival to the first engine
-    loads: dict[int, int] = field(default_factory=dict)  # by second in which one came: the most that were not answered
+    loads: dict[int, int] = field(default_factory=dict)  # by second with an arrival: the maximum of unanswered requests
     answered: int = 0
     moved: int = 0
     read_again: int = 0
     scalings: int = 0
     events: int = 0
     checks: int = 0
-    workers: list[tuple[float, int, int]] = field(default_factory=list)  # time, engines awake, requests not answered
+    workers: list[tuple[float, int, int]] = field(default_factory=list)  # time, engines awake, unanswered requests
 
 
 @dataclass
@@ -96,7 +94,7 @@ class _SimulatedRequest:
 
 
 class RolloutReplay:
-    """One run."""
+    """A simulated run."""
 
     def __init__(
         self,
@@ -105,12 +103,12 @@ class RolloutReplay:
         *,
         queue: int = 1_000_000,
         check_every: int = CHECK_EVERY,
-        heard: Callable[[float, e.RolloutEvent, list[e.RolloutInstruction]], None] | None = None,
+        on_event: Callable[[float, e.RolloutEvent, list[e.RolloutInstruction]], None] | None = None,
     ) -> None:
         self.fleet = fleet
         rules = RolloutRules(
-            least=elastic.min_workers,
-            most=min(elastic.max_workers, fleet.engines),
+            min_workers=elastic.min_workers,
+            max_workers=min(elastic.max_workers, fleet.engines),
             capacity=elastic.requests_per_worker_capacity,
             monitor_s=elastic.monitoring_interval,
             drain_s=elastic.drain_timeout,
@@ -120,49 +118,49 @@ class RolloutReplay:
         )
         self.machine = RolloutMachine(rules, elastic)
         self.outcome = RolloutOutcome()
-        self._heard, self._check_every = heard, check_every
+        self._on_event, self._check_every = on_event, check_every
         self._agenda: Agenda[tuple[str, int] | e.RolloutEvent] = Agenda()
-        self._engines = {f"e{at}": SimulatedEngine(fleet.speed) for at in range(rules.most)}
-        self._asked: dict[str, _SimulatedRequest] = {}  # not answered
+        self._engines = {f"e{at}": SimulatedEngine(fleet.speed) for at in range(rules.max_workers)}
+        self._pending: dict[str, _SimulatedRequest] = {}  # unanswered, by id
         self._answered: set[str] = set()
-        self._where: dict[AttemptKey, tuple[str, int]] = {}  # engine, and tokens that were there before
+        self._attempts: dict[AttemptKey, tuple[str, int]] = {}  # engine, and tokens generated by earlier attempts
         self._asleep: dict[str, float] = {}  # since when
         self._busy: dict[str, float] = {}  # since when
         self._version = 0
-        self._from = 0.0  # what was before is not counted
+        self._from = 0.0  # nothing before is counted
         for name in self._engines:
-            self._tell(e.WorkerAdded(WorkerSpec(name, limit=fleet.limit), up=True, version=0))
+            self._send_event(e.WorkerAdded(WorkerSpec(name, limit=fleet.limit), up=True, version=0))
         if fleet.taker is not None:
-            self._tell(e.DemandSeen((fleet.taker,)))
+            self._send_event(e.DemandSeen((fleet.taker,)))
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
     def closed(self, profile: LengthProfile, batches: Sequence[dict[str, int]], seed: int = 0) -> RolloutOutcome:
-        """Step by step: a rollout, training, new weights."""
+        """Runs steps: rollout, training, new weights."""
         training, source = self.fleet.training(), random.Random(f"training {seed}")
         for batch in batches:
             begin = self._agenda.now
             for name, tokens in batch.items():
                 self._arrive(name, profile.prompt_tokens, tokens, profile.most, name.split(".")[0])
-            self._pass(lambda: not self._asked)
+            self._run_until(lambda: not self._pending)
             self.outcome.steps_s.append(self._agenda.now - begin)
-            self._until(self._agenda.now + training.draw(source))
+            self._run_to(self._agenda.now + training.draw(source))
             self._version += 1
-            self._tell(e.RefitBegun(self._version))
-            self._until(self._agenda.now + self.fleet.refit_s + 0.1)
-        return self._over()
+            self._send_event(e.RefitBegun(self._version))
+            self._run_to(self._agenda.now + self.fleet.refit_s + 0.1)
+        return self._finish()
 
     def open(self, rows: Sequence[RequestRow], rate: float = 1.0, counted_from_s: float = 0.0) -> RolloutOutcome:
-        """Requests as a trace says, `rate` times as fast. What is before `counted_from_s` is run and not counted."""
+        """Runs the requests of a trace, `rate` times as fast. Time before `counted_from_s` is run but not counted."""
         for number, row in enumerate(rows):
             if self._agenda.now < counted_from_s <= row.arrival_s / rate:
-                self._until(counted_from_s)
+                self._run_to(counted_from_s)
                 self._count_from_now()
-            self._until(row.arrival_s / rate)
+            self._run_to(row.arrival_s / rate)
             group = f"b{row.blocks[0]}" if row.blocks else ""
             self._arrive(f"r{number}", row.input_tokens, max(row.output_tokens, 1), max(row.output_tokens, 1), group)
-        self._pass(lambda: not self._asked)
-        return self._over()
+        self._run_until(lambda: not self._pending)
+        return self._finish()
 
     def _count_from_now(self) -> None:
         out, now = self.outcome, self._agenda.now
@@ -173,165 +171,177 @@ class RolloutReplay:
         out.moved = out.scalings = out.read_again = 0
         out.waits_s.clear()
 
-    def _arrive(self, name: str, prompt: int, tokens: int, most: int, group: str) -> None:
-        if name in self._asked or name in self._answered:
-            raise InvariantError(f"request {name} comes twice")
-        self._asked[name] = _SimulatedRequest(tokens, prompt, group, self._agenda.now)
+    def _arrive(self, name: str, prompt: int, tokens: int, max_tokens: int, group: str) -> None:
+        if name in self._pending or name in self._answered:
+            raise InvariantError(f"request {name} arrives twice")
+        self._pending[name] = _SimulatedRequest(tokens, prompt, group, self._agenda.now)
         at, loads = int(self._agenda.now), self.outcome.loads
-        loads[at] = max(loads.get(at, 0), len(self._asked))
-        self._tell(e.RequestArrived(RequestSpec(name, prompt, most, group=group)))
+        loads[at] = max(loads.get(at, 0), len(self._pending))
+        self._send_event(e.RequestArrived(RequestSpec(name, prompt, max_tokens, group=group)))
 
-    def _over(self) -> RolloutOutcome:
+    def _finish(self) -> RolloutOutcome:
         self.machine.check()
         out = self.outcome
         out.checks += 1
         out.total_s = self._agenda.now - self._from
         for since in self._asleep.values():
-            self._stint(self._agenda.now - since)
+            self._count_sleep(self._agenda.now - since)
         self._asleep.clear()
-        if self._asked or self._where:
-            raise InvariantError(f"{len(self._asked)} requests were not answered, {len(self._where)} still run")
+        if self._pending or self._attempts:
+            raise InvariantError(
+                f"{len(self._pending)} requests were not answered, {len(self._attempts)} attempts still run"
+            )
         return out
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def _until(self, moment: float) -> None:
-        self._pass(lambda: False, moment)
-        self._agenda.leap(moment)
+    def _run_to(self, moment: float) -> None:
+        self._run_until(lambda: False, moment)
+        self._agenda.advance_to(moment)
 
-    def _pass(self, done: Callable[[], bool], moment: float = float("inf")) -> None:
+    def _run_until(self, done: Callable[[], bool], moment: float = float("inf")) -> None:
         agenda, machine = self._agenda, self.machine
         while not done():
-            due, first = machine.next_deadline(), agenda.first()
-            at = min(one for one in (due, first, moment) if one is not None)
+            due, first = machine.next_deadline(), agenda.next_time()
+            at = min(time for time in (due, first, moment) if time is not None)
             if at >= moment:
                 return
             if at == float("inf"):
-                raise InvariantError(f"nothing happens any more, and {len(self._asked)} requests wait")
+                raise InvariantError(f"no event is left, but {len(self._pending)} requests wait")
             if first is not None and first <= at:
-                self._happens(agenda.pop())
+                self._process(agenda.pop())
             else:
-                agenda.leap(at)
-                self._tell(e.RolloutTick())
+                agenda.advance_to(at)
+                self._send_event(e.RolloutTick())
 
-    def _count(self, name: str) -> None:
-        """An engine has its first request, or none any more."""
+    def _count_busy(self, name: str) -> None:
+        """Updates the busy time of an engine."""
         if self._engines[name].running:
             self._busy.setdefault(name, self._agenda.now)
         elif name in self._busy:
             self.outcome.busy_s += self._agenda.now - self._busy.pop(name)
 
-    def _happens(self, what: tuple[str, int] | e.RolloutEvent) -> None:
-        if not isinstance(what, tuple):
-            self._tell(what)
+    def _process(self, event: tuple[str, int] | e.RolloutEvent) -> None:
+        if not isinstance(event, tuple):
+            self._send_event(event)
             return
-        name, news = what
+        name, news = event
         engine = self._engines[name]
-        end = engine.next_end() if news == engine.news else None
+        end = engine.next_end() if news == engine.revision else None
         if end is None:
             return
         key = end[1]
         engine.drop(key, self._agenda.now)
-        _, before = self._where.pop(key)
-        self._tell(e.AttemptFinished(*key, self._asked[key[0]].tokens - before, End.stop))
-        self._foretell(name)
+        _, before = self._attempts.pop(key)
+        self._send_event(e.AttemptFinished(*key, self._pending[key[0]].tokens - before, End.stop))
+        self._schedule_next_end(name)
 
-    def _foretell(self, name: str) -> None:
+    def _schedule_next_end(self, name: str) -> None:
         engine = self._engines[name]
-        self._count(name)
+        self._count_busy(name)
         end = engine.next_end()
         if end is not None:
-            self._agenda.put(end[0], (name, engine.news))
+            self._agenda.put(end[0], (name, engine.revision))
 
-    # ---- what the machine wants ------------------------------------------------------------------------------------
+    # ---- instructions ----------------------------------------------------------------------------------------------
 
-    def _tell(self, event: e.RolloutEvent) -> None:
+    def _send_event(self, event: e.RolloutEvent) -> None:
         now, out = self._agenda.now, self.outcome
         wanted = self.machine.handle(event, now)
         out.events += 1
-        if self._heard is not None:
-            self._heard(now, event, wanted)
-        for one in wanted:
-            if isinstance(one, e.SendRequest):
-                self._send(one)
-            elif isinstance(one, e.AnswerRequest):
-                self._answer(one)
-            elif isinstance(one, e.AbortAttempt):
-                self._cut(one)
-            elif isinstance(one, e.WorkerAction):
-                self._act(one)
-            elif isinstance(one, e.RefuseRequest):
-                raise InvariantError(f"{one.request} is refused: {one.reason.sentence}")
-            elif isinstance(one, e.AnnounceScaleStep):
+        if self._on_event is not None:
+            self._on_event(now, event, wanted)
+        for instruction in wanted:
+            if isinstance(instruction, e.SendRequest):
+                self._send(instruction)
+            elif isinstance(instruction, e.AnswerRequest):
+                self._answer(instruction)
+            elif isinstance(instruction, e.AbortAttempt):
+                self._abort(instruction)
+            elif isinstance(instruction, e.WorkerAction):
+                self._act(instruction)
+            elif isinstance(instruction, e.RefuseRequest):
+                raise InvariantError(f"{instruction.request} is refused: {instruction.reason.sentence}")
+            elif isinstance(instruction, e.AnnounceScaleStep):
                 out.scalings += 1
-                out.workers.append((now, len(self._engines) - len(self._asleep), len(self._asked)))
+                out.workers.append((now, len(self._engines) - len(self._asleep), len(self._pending)))
         if isinstance(event, e.ActionDone):
-            self._see_who_sleeps()
+            self._update_asleep()
         if out.events % self._check_every == 0:
             self.machine.check()
             out.checks += 1
 
-    def _send(self, one: e.SendRequest) -> None:
-        asked, key = self._asked[one.request], (one.request, one.attempt)
-        if one.worker in self._asleep:
-            raise InvariantError(f"{one.request} is sent to {one.worker}, which sleeps")
-        if not asked.sent:
-            asked.sent = True
-            self.outcome.waits_s.append(self._agenda.now - asked.arrived_s)
-        if one.attempt > 1:
+    def _send(self, instruction: e.SendRequest) -> None:
+        request, key = self._pending[instruction.request], (instruction.request, instruction.attempt)
+        if instruction.worker in self._asleep:
+            raise InvariantError(f"{instruction.request} is sent to {instruction.worker}, which sleeps")
+        if not request.sent:
+            request.sent = True
+            self.outcome.waits_s.append(self._agenda.now - request.arrived_s)
+        if instruction.attempt > 1:
             self.outcome.moved += 1
-            self.outcome.read_again += one.resumed
-        self._where[key] = (one.worker, one.resumed)
-        engine = self._engines[one.worker]
-        engine.add(key, asked.group, asked.prompt, one.resumed, asked.tokens - one.resumed, self._agenda.now)
-        self._foretell(one.worker)
+            self.outcome.read_again += instruction.resumed
+        self._attempts[key] = (instruction.worker, instruction.resumed)
+        engine = self._engines[instruction.worker]
+        engine.add(
+            key,
+            request.group,
+            request.prompt,
+            instruction.resumed,
+            request.tokens - instruction.resumed,
+            self._agenda.now,
+        )
+        self._schedule_next_end(instruction.worker)
 
-    def _answer(self, one: e.AnswerRequest) -> None:
-        asked = self._asked.pop(one.request, None)
-        if asked is None:
-            raise InvariantError(f"{one.request} is answered, and was answered before or never asked")
-        if one.end is not End.stop or one.tokens != asked.tokens:
+    def _answer(self, instruction: e.AnswerRequest) -> None:
+        request = self._pending.pop(instruction.request, None)
+        if request is None:
+            raise InvariantError(f"{instruction.request} is answered, but was answered before or never sent")
+        if instruction.end is not End.stop or instruction.tokens != request.tokens:
             raise InvariantError(
-                f"{one.request} is answered with {one.tokens} of {asked.tokens} tokens ({one.end.value})"
+                f"{instruction.request} is answered with {instruction.tokens} of {request.tokens} tokens "
+                f"({instruction.end.value})"
             )
-        self._answered.add(one.request)
+        self._answered.add(instruction.request)
         self.outcome.answered += 1
 
-    def _cut(self, one: e.AbortAttempt) -> None:
-        key = (one.request, one.attempt)
-        found = self._where.pop(key, None)
+    def _abort(self, instruction: e.AbortAttempt) -> None:
+        key = (instruction.request, instruction.attempt)
+        found = self._attempts.pop(key, None)
         if found is None:
-            return  # it has ended meanwhile, and that was told
+            return  # it has ended in the meantime, and that was reported
         tokens = self._engines[found[0]].drop(key, self._agenda.now)
-        self._agenda.put(self._agenda.now + self.fleet.cut_s, e.AbortDone(one.request, one.attempt, tokens))
-        self._foretell(found[0])
-
-    def _act(self, one: e.WorkerAction) -> None:
-        fleet, engine = self.fleet, self._engines[one.worker]
-        took = {WorkerVerb.sleep: fleet.sleep_s, WorkerVerb.wake: fleet.wake_s, WorkerVerb.refit: fleet.refit_s}.get(
-            one.verb, 0.1
+        self._agenda.put(
+            self._agenda.now + self.fleet.cut_s, e.AbortDone(instruction.request, instruction.attempt, tokens)
         )
-        if one.verb is WorkerVerb.sleep and engine.running:
-            raise InvariantError(f"{one.worker} is put to sleep under {len(engine.running)} requests")
-        if one.verb is WorkerVerb.wake and (since := self._asleep.pop(one.worker, None)) is not None:
-            self._stint(self._agenda.now - since)
-            engine.forget()
-            self._tell_takers()
-        version = one.version if one.verb is WorkerVerb.refit else self.machine.version
-        self._agenda.put(self._agenda.now + took, e.ActionDone(one.worker, one.attempt, version))
+        self._schedule_next_end(found[0])
 
-    def _stint(self, seconds: float) -> None:
+    def _act(self, action: e.WorkerAction) -> None:
+        fleet, engine = self.fleet, self._engines[action.worker]
+        took = {WorkerVerb.sleep: fleet.sleep_s, WorkerVerb.wake: fleet.wake_s, WorkerVerb.refit: fleet.refit_s}.get(
+            action.verb, 0.1
+        )
+        if action.verb is WorkerVerb.sleep and engine.running:
+            raise InvariantError(f"{action.worker} is put to sleep under {len(engine.running)} requests")
+        if action.verb is WorkerVerb.wake and (since := self._asleep.pop(action.worker, None)) is not None:
+            self._count_sleep(self._agenda.now - since)
+            engine.flush_cache()
+            self._send_demand()
+        version = action.version if action.verb is WorkerVerb.refit else self.machine.version
+        self._agenda.put(self._agenda.now + took, e.ActionDone(action.worker, action.attempt, version))
+
+    def _count_sleep(self, seconds: float) -> None:
         self.outcome.asleep_s += seconds
         if seconds >= USABLE_S:
             self.outcome.usable_s += seconds
 
-    def _see_who_sleeps(self) -> None:
+    def _update_asleep(self) -> None:
         for view in self.machine.workers():
             if view.state is WorkerState.inactive and view.asleep and view.worker not in self._asleep:
                 self._asleep[view.worker] = self._agenda.now
-                self._tell_takers()
+                self._send_demand()
 
-    def _tell_takers(self) -> None:
+    def _send_demand(self) -> None:
         taker = self.fleet.taker
         if taker is not None:
             wants = max(taker.workers - len(self._asleep), 0)

@@ -1,8 +1,8 @@
-"""A rollout engine as arithmetic: how fast it makes tokens, given how many requests it has and how much is cached.
+"""Model of a rollout engine: decoding speed as a function of running requests and cached tokens.
 
-Every running request gets a token in each decode step; a step takes a fixed time, a little for each request and a
-little for each cached token. Prompts are read first, and nothing is decoded meanwhile; a prompt that somebody of the
-same group has brought is not read again. Nothing here is random.
+Every running request gets a token per decode step; a step takes a fixed time plus a share per request and per cached
+token. Prefill comes first and blocks decoding; a prompt that is cached from the same group is not prefilled again.
+Deterministic.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ AttemptKey = tuple[str, int]  # request and attempt
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """How fast engines are. As it stands: an 8B model on one H200, fitted by hand to public measurements."""
+    """Speed of an engine. Defaults: an 8B model on one H200, fitted by hand to public measurements."""
 
-    decode_s: float = 4.4e-3  # a step, with nobody in it
-    request_s: float = 5e-5  # more for each request
-    cached_s: float = 2.2e-8  # more for each token in its cache
-    read_s: float = 1 / 50_000  # a prompt token
+    decode_s: float = 4.4e-3  # a decode step without requests
+    request_s: float = 5e-5  # plus per request
+    cached_s: float = 2.2e-8  # plus per token in the KV cache
+    read_s: float = 1 / 50_000  # per prompt token
 
     def text(self) -> str:
-        """As a report states it."""
         return (
             f"a decode step takes {self.decode_s * 1e3:g} ms, {self.request_s * 1e3:g} ms for each request and "
             f"{self.cached_s * 1e9:g} ns for each cached token; {1 / self.read_s:,.0f} prompt tokens are read a second"
@@ -36,38 +35,39 @@ H200_8B = EngineSpeed()
 
 @dataclass
 class _RunningRequest:
-    begun: float  # `made` of the engine at its begin
-    brought: int  # tokens in the cache when it began
-    left: int  # tokens it will make
+    begun: float  # `made` of the engine when it began
+    brought: int  # cached tokens when it began
+    left: int  # tokens still to generate
 
 
 @dataclass
 class SimulatedEngine:
-    """One engine."""
+    """A simulated engine."""
 
     speed: EngineSpeed = H200_8B
-    at: float = 0.0  # up to here it is worked out
-    made: float = 0.0  # tokens that a request would have that runs since the beginning
+    at: float = 0.0  # simulated up to here
+    made: float = 0.0  # tokens of a request that has run since the start
     cached: float = 0.0
     reading_until: float = 0.0
-    read: set[str] = field(default_factory=set)  # groups whose prompt need not be read again
+    read: set[str] = field(default_factory=set)  # groups whose prompt is cached
     running: dict[AttemptKey, _RunningRequest] = field(default_factory=dict)
-    ends: list[tuple[float, AttemptKey]] = field(default_factory=list)  # `made` at its end; also of dropped ones
-    news: int = 0  # grows with every change: what was foretold before does not count
+    # `made` at the end of a request; entries may be stale
+    ends: list[tuple[float, AttemptKey]] = field(default_factory=list)
+    revision: int = 0  # grows with every change: earlier predictions are void
 
     def advance(self, now: float) -> None:
-        """Work out what has been made by now."""
+        """Simulates up to `now`."""
         seconds = now - max(self.at, self.reading_until)
         self.at = max(self.at, now)
         if seconds <= 0 or not self.running:
             return
-        one, growth = self._step_s(), self.speed.cached_s * len(self.running)
-        tokens = (math.sqrt(one * one + 2 * growth * seconds) - one) / growth if growth else seconds / one
+        step_s, growth = self._step_s(), self.speed.cached_s * len(self.running)
+        tokens = (math.sqrt(step_s * step_s + 2 * growth * seconds) - step_s) / growth if growth else seconds / step_s
         self.made += tokens
         self.cached += tokens * len(self.running)
 
     def add(self, key: AttemptKey, group: str, prompt: int, resumed: int, left: int, now: float) -> None:
-        """One request more: what it brings is read before anything else is made."""
+        """Adds a request; its prefill comes first."""
         self.advance(now)
         brings = resumed + (0 if group and group in self.read else prompt)
         if group:
@@ -76,19 +76,19 @@ class SimulatedEngine:
         self.running[key] = _RunningRequest(self.made, prompt + resumed, left)
         heapq.heappush(self.ends, (self.made + left, key))
         self.cached += prompt + resumed
-        self.news += 1
+        self.revision += 1
 
     def drop(self, key: AttemptKey, now: float) -> int:
-        """One request less; the tokens that it got here."""
+        """Removes a request; returns the tokens generated here."""
         self.advance(now)
-        one = self.running.pop(key)
-        tokens = min(int(self.made - one.begun + 1e-6), one.left)
-        self.cached = self.cached - one.brought - (self.made - one.begun) if self.running else 0.0
-        self.news += 1
+        request = self.running.pop(key)
+        tokens = min(int(self.made - request.begun + 1e-6), request.left)
+        self.cached = self.cached - request.brought - (self.made - request.begun) if self.running else 0.0
+        self.revision += 1
         return tokens
 
     def next_end(self) -> tuple[float, AttemptKey] | None:
-        """When the first of its requests ends, and which."""
+        """Time and key of the next request to end."""
         while self.ends and self.ends[0][1] not in self.running:
             heapq.heappop(self.ends)
         if not self.ends:
@@ -98,8 +98,8 @@ class SimulatedEngine:
         seconds = tokens * self._step_s() + self.speed.cached_s * len(self.running) * tokens * tokens / 2
         return max(self.at, self.reading_until) + seconds, key
 
-    def forget(self) -> None:
-        """Its cache is flushed."""
+    def flush_cache(self) -> None:
+        """Flushes the prefix cache."""
         self.read.clear()
 
     def _step_s(self) -> float:
@@ -107,10 +107,10 @@ class SimulatedEngine:
 
 
 def least_engine_s(speed: EngineSpeed, limit: int, answers: list[tuple[int, int]], prompts: int) -> float:
-    """Engine-seconds below which nobody can make these answers (prompt tokens, answer tokens), whatever it knows.
+    """Lower bound of engine-seconds for these answers (prompt tokens, answer tokens), for any policy.
 
     Every token takes its own share of a step, and the fixed part of a step is shared by at most `limit` requests.
-    `prompts`: tokens that have to be read at least once.
+    `prompts`: tokens that must be prefilled at least once.
     """
     fixed = speed.decode_s / limit + speed.request_s
     total = prompts * speed.read_s

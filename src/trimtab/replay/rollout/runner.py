@@ -1,4 +1,4 @@
-"""Runs one policy of a rollout scenario with one seed, and says what it came to, beside bounds nobody can pass."""
+"""Runs a policy of a rollout scenario with a seed and returns its figures, beside lower bounds."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from trimtab.replay.rollout.scenario import RolloutPolicy, RolloutScenario
 
 @dataclass(frozen=True)
 class RolloutFigures:
-    """One run of one policy."""
+    """Figures of a run."""
 
     policy: str
     seed: int
-    step_s: float  # mean, from the first prompt to the last answer; of a trace: from its begin to its end
+    step_s: float  # mean, from the first prompt to the last answer; for a trace: its whole length
     worst_step_s: float
-    engine_s: float  # engines awake, times seconds; of a step with its training, or of the whole trace
-    usable_s: float  # engine-seconds that somebody else could use
+    engine_s: float  # awake engine-seconds; per step including training, or of the whole trace
+    usable_s: float  # engine-seconds that other tasks could use
     wait_p99_s: float  # from arrival to the first engine
-    busy_s: float  # of the engine-seconds: at least one request was there
-    least_engine_s: float  # nobody can do it with fewer, whatever it knows
+    busy_s: float  # of the engine-seconds: with at least one request
+    least_engine_s: float  # lower bound for any policy
     moved: float
     scalings: int
     events: int
     checks: int
     answered: int
-    loads: tuple[int, ...] = ()  # of a trace, by second of what is counted: requests that were not answered
+    loads: tuple[int, ...] = ()  # for a trace, by counted second: unanswered requests
     seconds: float = 0.0
 
 
-NO_WAIT_S = 1.0  # in the queue: waits below it are not told apart
+NO_WAIT_S = 1.0  # queue waits below this count as none
 FIGURES = (
     "step_s",
     "worst_step_s",
@@ -51,7 +51,6 @@ FIGURES = (
 
 
 def run_rollout(scenario: RolloutScenario, policy: RolloutPolicy, seed: int) -> RolloutFigures:
-    """One policy, one seed."""
     replay = RolloutReplay(policy.elastic, scenario.fleet)
     if scenario.profile is not None:
         profile = scenario.profile
@@ -61,18 +60,18 @@ def run_rollout(scenario: RolloutScenario, policy: RolloutPolicy, seed: int) -> 
         prompts = scenario.steps * scenario.prompts * profile.prompt_tokens
         return _figures(scenario, policy, seed, outcome, answers, prompts)
     begin_s, end_s = scenario.counted_s
-    rows = [one for one in scenario.rows if one.arrival_s / scenario.rate <= end_s]
+    rows = [row for row in scenario.rows if row.arrival_s / scenario.rate <= end_s]
     outcome = replay.open(rows, scenario.rate, begin_s)
     outcome.steps_s = [outcome.total_s]
     answers = [
-        (one.input_tokens, max(one.output_tokens, 1)) for one in rows if one.arrival_s / scenario.rate >= begin_s
+        (row.input_tokens, max(row.output_tokens, 1)) for row in rows if row.arrival_s / scenario.rate >= begin_s
     ]
     found = _figures(scenario, policy, seed, outcome, answers, 0)
     return replace(found, loads=_by_second(outcome.loads, begin_s, begin_s + outcome.total_s))
 
 
 def _by_second(loads: dict[int, int], begin_s: float, end_s: float) -> tuple[int, ...]:
-    """Where nobody came, as many as when somebody did last."""
+    """Load by second; seconds without arrivals keep the last value."""
     last, found = 0, []
     for at in range(int(end_s)):
         last = loads.get(at, last)
@@ -97,7 +96,7 @@ def _figures(
         fmean(outcome.steps_s),
         max(outcome.steps_s),
         (engines * outcome.total_s - outcome.asleep_s) / steps,
-        # What a smaller static fleet leaves over is somebody else's all the time.
+        # Engines that a smaller static fleet does not have are usable all the time.
         (outcome.usable_s + (fleet.engines - engines) * outcome.total_s) / steps,
         percentile(waits, 0.99) if waits else math.nan,
         outcome.busy_s / steps,
@@ -111,20 +110,20 @@ def _figures(
 
 
 def clairvoyant_engine_s(static: Sequence[tuple[int, RolloutFigures]], limit: int) -> float | None:
-    """Engine-seconds of one who knows a trace, and sleeps and wakes engines for nothing.
+    """Engine-seconds of a policy that knows the trace and sleeps and wakes engines at no cost.
 
-    It has in every second the fewest engines that take the load there was, as full as they can be. The load is that of
-    the smallest number of engines with which nobody waits for long; with fewer, each is slower, and the load greater.
-    Never less than anybody needs at least. A strong rule and not a proof. None: with every number somebody waits.
+    In every second it has the fewest engines that hold the load, as full as possible. The load is that of the smallest
+    static fleet without long waits; fewer engines are slower each, so the load grows. Never below the lower bound. A
+    strong heuristic, not a proven optimum. None: requests wait with every static fleet.
     """
-    known = [(engines, one) for engines, one in static if one.loads and one.wait_p99_s <= NO_WAIT_S]
+    known = [(engines, run) for engines, run in static if run.loads and run.wait_p99_s <= NO_WAIT_S]
     if not known:
         return None
-    engines, one = min(known, key=lambda pair: pair[0])
+    engines, run = min(known, key=lambda pair: pair[0])
     total, most = 0, max(number for number, _ in static)
-    for load in one.loads:
+    for load in run.loads:
         fewest = 1
         while fewest < most and on(limit, load, engines, fewest) > fewest * limit:
             fewest += 1
         total += fewest
-    return max(float(total), one.least_engine_s)
+    return max(float(total), run.least_engine_s)

@@ -1,7 +1,7 @@
-"""Answers of RL rollouts, made up: no public trace of them exists. Every parameter is stated.
+"""Generated answer lengths of RL rollouts: no public trace of them exists. Every parameter is stated.
 
-Lengths are lognormal: a part of the spread belongs to the prompt, so that samples of one prompt are alike, and the rest
-to the sample. They drift from step to step as training goes on. The model may make so many tokens and not more.
+Lengths are lognormal: a part of the variance belongs to the prompt, so that samples of a prompt are similar, the rest
+to the sample. The median drifts from step to step. Lengths are capped at `most` tokens.
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.replay.common.keys import check_name
 from trimtab.replay.common.timing import P99
 
 
 @dataclass(frozen=True)
 class LengthProfile:
-    """Lengths of answers."""
+    """A distribution of answer lengths."""
 
     name: str
     prompt_tokens: int
     median: float
     p99: float
     most: int
-    alike: float = 0.65  # share of the variance (of the logarithm) that a prompt's samples have in common
-    drift: float = 0.0  # growth of the median in a step
+    alike: float = 0.65  # share of the variance (of the logarithm) common to a prompt's samples
+    drift: float = 0.0  # growth of the median per step
 
     def __post_init__(self) -> None:
         where = f"profile {self.name}"
         if not 0 < self.median <= self.p99 or self.most < 1 or self.prompt_tokens < 1:
-            raise InputError("tokens are at least 1, and the p99 is not below the median", where=where)
+            raise InputError("tokens must be at least 1, and p99 not below the median", where=where)
         if not 0 <= self.alike <= 1 or not self.drift > -1:
-            raise InputError("alike is a share, drift is more than -1", where=where)
+            raise InputError("alike must be from 0 to 1, drift above -1", where=where)
 
     def lengths(self, steps: int, prompts: int, samples: int, seed: int) -> list[dict[str, int]]:
-        """Tokens by request, for each step. `s3p7.2` is a sample of prompt 7 in step 3."""
+        """Tokens by request, for each step. `s3p7.2` is sample 2 of prompt 7 in step 3."""
         sigma = math.log(self.p99 / self.median) / P99
         of_prompt, of_sample = sigma * math.sqrt(self.alike), sigma * math.sqrt(1 - self.alike)
         source = random.Random(f"lengths {self.name} {seed}")
@@ -52,7 +53,6 @@ class LengthProfile:
         return found
 
     def text(self) -> str:
-        """As a report states it."""
         drift = f", {self.drift:+.1%} a step" if self.drift else ""
         return (
             f"{self.name}: {self.prompt_tokens} prompt tokens, answers of median {self.median:g} and p99 {self.p99:g}"
@@ -61,8 +61,8 @@ class LengthProfile:
 
 
 PROFILES = {
-    one.name: one
-    for one in (
+    profile.name: profile
+    for profile in (
         LengthProfile("reasoning", 512, 1_600, 16_000, 32_768),
         LengthProfile("growing", 512, 1_000, 8_000, 32_768, drift=0.04),
         LengthProfile("short", 256, 300, 1_200, 2_048, alike=0.4),
@@ -71,15 +71,12 @@ PROFILES = {
 }
 
 
-def profile_of(said: str | Mapping[str, object], where: str) -> LengthProfile:
-    """A profile by name, or as a scenario describes it."""
-    if isinstance(said, str):
-        if said not in PROFILES:
-            near = nearest(said, PROFILES)
-            hint = f"did you mean {near}?" if near else "known: " + ", ".join(PROFILES)
-            raise InputError(f"there is no profile {said}", where=where, hint=hint)
-        return PROFILES[said]
+def profile_of(profile: str | Mapping[str, object], where: str) -> LengthProfile:
+    """A profile by name, or as described in a scenario."""
+    if isinstance(profile, str):
+        check_name(profile, PROFILES, where, "unknown profile {}")
+        return PROFILES[profile]
     try:
-        return LengthProfile(**said)  # type: ignore[arg-type]
+        return LengthProfile(**profile)  # type: ignore[arg-type]
     except TypeError as error:
-        raise InputError(str(error).replace("Profile.__init__() ", ""), where=where) from None
+        raise InputError(str(error).replace("LengthProfile.__init__() ", ""), where=where) from None

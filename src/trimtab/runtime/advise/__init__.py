@@ -1,6 +1,6 @@
-"""Advising a run that is not ours: its log is followed, and what would be better is said and never done.
+"""Advises a run of another framework: follows its log and says what would be better, without changing anything.
 
-`tail` reads files that grow, `engines`, `cluster` and `gpus` ask who can be asked, `adviser` and `advising` decide,
-`hook` runs the user's own command, `record` keeps what was seen in a folder of its own. Nothing here writes into the
+`tail` reads growing log files, `engines` and `cluster` sample engines and the Ray cluster, `replanner` and `analysis`
+decide, `hook` runs the user's command, `record` keeps what was seen in a folder of its own. Nothing here writes to the
 run, its files, its engines or its cluster.
 """

@@ -1,7 +1,7 @@
-"""A followed run from its first step on: when its costs are known, what is shown of it, and when the advice changes.
+"""Analysis of a followed run: when its costs are known, what is shown, and when the advice changes.
 
-Steps come in as the log tells them. The first ones after every start are warm-up; the next few settle what the timers
-mean and, beside a profile, what everything costs; from then on every step is weighed. Pure: no clock, no file.
+The first steps after every start are warm-up; the next few settle what the timers mean and, without a profile, the
+costs; then every step is evaluated. Pure: no clock, no file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trimtab.model.run import ReplanRules
 from trimtab.model.workflow import Cluster
 from trimtab.runtime.advise.replanner import Advice, Adviser
 
-KEPT_STEPS = 2000  # of which drift is told; older ones are let go
+KEPT_STEPS = 2000  # used for drift; older ones are dropped
 
 
 @dataclass(frozen=True)
 class FollowEvent:
-    """Something that happened: a restart, or advice that is new, another than before, void, or as it was before.
+    """A restart, or advice that is new, changed, withdrawn or valid again.
 
-    With a restart stands the advice that the run has been started with, where it has.
+    A restart carries the advice that the run was started with, if any.
     """
 
     what: str  # restarted, advised, changed, withdrawn, stands again
@@ -42,7 +42,7 @@ class FollowEvent:
 
 @dataclass(frozen=True)
 class ComponentSummary:
-    """One component as the newest steps show it. `wait` says why its time is no cost, where it is none."""
+    """One component over the newest steps. `wait` says why its time is not its cost, if so."""
 
     name: str
     gpus: int | None  # 0: on CPUs; None: not known yet
@@ -51,12 +51,12 @@ class ComponentSummary:
     spread: float | None
     drift: float | None  # from the first to the last third of the steps
     wait: str | None = None
-    drifted: bool = False  # told from noise
+    drifted: bool = False  # distinguishable from noise
 
 
 @dataclass(frozen=True)
 class GpuSharing:
-    """Components on the same GPUs. `busy` is the share of a step in which they compute; None: the log does not tell."""
+    """Components on the same GPUs. `busy` is the share of a step in which they compute; None: not in the log."""
 
     components: tuple[str, ...]
     gpus: int
@@ -84,7 +84,7 @@ class RunPicture:
 
 
 class AdviceTracker:
-    """One run."""
+    """Tracks the steps of one run and the advice for it."""
 
     def __init__(
         self, framework: LogFramework, config: RunConfig, profile: Profile | None, rules: ReplanRules, warmup: int
@@ -98,21 +98,21 @@ class AdviceTracker:
         self._since_start = 0
         self._steps = 0
         self._newest: int | None = None
-        self._counted: list[LoggedStep] = []  # the newest of them
+        self._counted: list[LoggedStep] = []  # the newest
         self._counted_ever = 0
         self._reading: TimerReading | None = None
-        self._times: list[dict[str, float]] = []  # what each component took in each of them, as it is read
+        self._times: list[dict[str, float]] = []  # seconds of each component in each counted step
         self._placed: CurrentPlacement | None = None
-        self.cluster: Cluster | None = None  # that the configuration states
-        self._asynchronous: tuple[str | None] | None = None  # the mode; None: the configuration was not asked yet
-        self._glanced: tuple[str, ...] = ()  # the components of which it was asked where they are
-        self._missing: tuple[str, ...] = ()  # components without which nothing can be weighed yet
-        self._unplanned: str | None = None  # why no plan can be weighed
+        self.cluster: Cluster | None = None  # from the configuration
+        self._asynchronous: tuple[str | None] | None = None  # the mode; None: the configuration was not read yet
+        self._provisional_names: tuple[str, ...] = ()  # components whose placement was read
+        self._missing: tuple[str, ...] = ()  # components that the evaluation still lacks
+        self._unplanned: str | None = None  # why no plan can be evaluated
         self._carried_out: Advice | None = None  # by the user's command; the next start of the run has it
-        self.given: dict[tuple[str, ...], int] = {}  # overrides that were advised ever, and the step
-        self._first: list[LoggedStep] | None = None  # of a new placement: what its timers mean is not settled yet
+        self.given: dict[tuple[str, ...], int] = {}  # overrides that were ever advised, and the step
+        self._unsettled: list[LoggedStep] | None = None  # steps under a new placement, until its timers are settled
 
-    # ---- steps -----------------------------------------------------------------------------------------------------
+    # ---- steps ---------------------------------------------------------------------------------------------------
 
     def take(self, step: LoggedStep) -> list[FollowEvent]:
         """Count a step."""
@@ -130,13 +130,13 @@ class AdviceTracker:
         if self._reading is not None and (self.adviser is not None or self._unplanned is not None):
             self._times.append(self._reading.seconds(step))
             del self._times[:-KEPT_STEPS]
-            return news + (self._weigh(step) if self._first is None else self._settle(step))
+            return news + (self._weigh(step) if self._unsettled is None else self._settle(step))
         base = self._counted[-self.rules.least_iterations :]
-        self._read_so(self._glance(base))  # for the eye, until there are enough of them
+        self._set_reading(self._provisional_reading(base))  # provisional, until there are enough steps
         return news + (self._begin(base) if len(base) == self.rules.least_iterations else [])
 
     def end(self) -> list[FollowEvent]:
-        """No more steps will come: what there is has to do."""
+        """No more steps will come: evaluate those there are."""
         if self._steps and not self._counted:
             raise InputError(
                 f"all {self._steps} steps are warm-up (the first {self.warmup} after every start)",
@@ -145,14 +145,14 @@ class AdviceTracker:
         if not self._counted or self.adviser is not None or self._unplanned is not None:
             return []
         base = self._counted[-self.rules.least_iterations :]
-        self._missing = self._lacking(base)
+        self._missing = self._missing_components(base)
         if self._missing:
             self._unplanned = f"{', '.join(self._missing)} is not in the log, and {self.framework.name} trains with it"
             return []
         return self._begin(base)
 
-    def carried_out(self, advice: Advice) -> None:
-        """The user's command has put advice in place: the next start of the run has it."""
+    def hook_succeeded(self, advice: Advice) -> None:
+        """The user's command has applied the advice: the next start of the run has it."""
         self._carried_out = advice
 
     def _restarted(self, step: LoggedStep) -> FollowEvent:
@@ -160,45 +160,45 @@ class AdviceTracker:
         taken = self._carried_out if self.adviser is not None else None
         if taken is not None and self.adviser is not None:
             self.adviser.taken(taken)
-            self._first = []
-            said = f"the run was started anew, with the plan that was advised: {self.adviser.plan.describe()}"
+            self._unsettled = []
+            sentence = f"the run was started anew, with the plan that was advised: {self.adviser.plan.describe()}"
         else:
-            said = "the run was started anew; if with another placement, start this command anew with it"
+            sentence = "the run was started anew; if with another placement, start this command anew with it"
         self._carried_out = None
-        return FollowEvent("restarted", step.number, said, taken)
+        return FollowEvent("restarted", step.number, sentence, taken)
 
     def _settle(self, step: LoggedStep) -> list[FollowEvent]:
-        """A step under a placement that was advised: there, times may be waits that were none before."""
-        assert self._first is not None
+        """A step under an advised placement, where timers may contain waits that they did not before."""
+        assert self._unsettled is not None
         assert self.adviser is not None
-        self._first.append(step)
-        if len(self._first) < self.rules.least_iterations:
+        self._unsettled.append(step)
+        if len(self._unsettled) < self.rules.least_iterations:
             return []
-        base, self._first = self._first, None
+        base, self._unsettled = self._unsettled, None
         shared = len(self.adviser.plan.groups) == 1
         facts = RunFacts(asynchronous=self._mode(), shared=shared)
-        self._read_so(reading_of(self.framework, base, facts))
-        return [news for one in base for news in self._weigh(one)]
+        self._set_reading(reading_of(self.framework, base, facts))
+        return [news for logged in base for news in self._weigh(logged)]
 
-    def _read_so(self, reading: TimerReading) -> None:
+    def _set_reading(self, reading: TimerReading) -> None:
         self._reading = reading
         self._times = [reading.seconds(step) for step in self._counted]
 
-    def _lacking(self, base: Sequence[LoggedStep]) -> tuple[str, ...]:
-        """What a run of this framework cannot train without, and is neither in most of these steps nor profiled."""
+    def _missing_components(self, base: Sequence[LoggedStep]) -> tuple[str, ...]:
+        """Required components that are neither in most of these steps nor profiled."""
         assert self._reading is not None
-        told = [set(self._reading.seconds(step)) for step in base]
-        known = {one.name for one in self._profile.components} if self._profile else set()
+        logged = [set(self._reading.seconds(step)) for step in base]
+        known = {component.name for component in self._profile.components} if self._profile else set()
         needed = (name for name in REQUIRED[self.framework.name] if name not in known)
-        return tuple(name for name in needed if 2 * sum(name in one for one in told) < len(told))
+        return tuple(name for name in needed if 2 * sum(name in names for names in logged) < len(logged))
 
-    def _glance(self, base: Sequence[LoggedStep]) -> TimerReading:
+    def _provisional_reading(self, base: Sequence[LoggedStep]) -> TimerReading:
         """What the timers mean, as far as the first steps and the configuration tell."""
         facts = RunFacts(asynchronous=self._mode())
         names = tuple(reading_of(self.framework, base, facts).seconds(_union(base)))
-        if names != self._glanced:
-            self._glanced = names
-            # What it does not say is an error once there are enough steps: more components may have come by then.
+        if names != self._provisional_names:
+            self._provisional_names = names
+            # A gap is an error only once there are enough steps: more components may have come by then.
             with contextlib.suppress(InputError):
                 self._placed, self.cluster = self.config.placement(names)
         shared = self._placed is not None and len(set(self._placed.ranks.values())) == 1
@@ -210,18 +210,18 @@ class AdviceTracker:
         return self._asynchronous[0]
 
     def _begin(self, base: Sequence[LoggedStep]) -> list[FollowEvent]:
-        """Enough steps count: what do the timers mean, what does everything cost, where is it?"""
-        self._missing = self._lacking(base)
+        """Enough steps count: determine the timers' meaning, the costs and the placement."""
+        self._missing = self._missing_components(base)
         if self._missing:
             return []
         facts = RunFacts(asynchronous=self._mode())
         names = reading_of(self.framework, base, facts).seconds(_union(base))
-        known = {one.name for one in self._profile.components} if self._profile else set()
+        known = {component.name for component in self._profile.components} if self._profile else set()
         self._placed, self.cluster = placed, _ = self.config.placement(dict.fromkeys([*names, *known]))
         gpus = {name: len(ranks) for name, ranks in placed.ranks.items()}
         shared = len({placed.ranks[name] for name in gpus}) == 1
         reading = reading_of(self.framework, base, replace(facts, shared=shared))
-        self._read_so(reading)
+        self._set_reading(reading)
         costs = profile_of(reading, base, gpus)
         profile = _joined(self._profile, costs)
         missing = [name for name in gpus if profile.component(name) is None]
@@ -252,8 +252,8 @@ class AdviceTracker:
             return [FollowEvent("withdrawn", step.number, adviser.reason.sentence)]
         return []
 
-    def anew(self, overrides: Sequence[str]) -> AdviceTracker:
-        """The same run, of which nothing was read yet and which was started with these overrides besides."""
+    def restarted_with(self, overrides: Sequence[str]) -> AdviceTracker:
+        """The same run from the start, with these overrides in addition."""
         config = replace(self.config, overrides=(*self.config.overrides, *overrides))
         again = AdviceTracker(self.framework, config, self._profile, self.rules, self.warmup)
         again.given.update(self.given)
@@ -261,12 +261,11 @@ class AdviceTracker:
 
     @property
     def reading(self) -> TimerReading | None:
-        """What the timers mean, once a step counts."""
         return self._reading
 
     @property
     def groups(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """Components that are on the same GPUs, and those GPUs; empty where that is not known yet."""
+        """Components on the same GPUs, and those GPUs; empty if not known yet."""
         known = self._placed.ranks if self._placed else {}
         ranks = {name: tuple(known[name]) for name in [*self.framework.parts, *known] if name in known}
         if self.adviser is not None:
@@ -283,17 +282,15 @@ class AdviceTracker:
 
     @property
     def counted(self) -> Sequence[LoggedStep]:
-        """The newest steps that count."""
         return self._counted
 
     def seconds(self, step: LoggedStep) -> dict[str, float]:
-        """What each component took in a step, waits among it."""
+        """Seconds of each component in a step, waits included."""
         return self._reading.seconds(step) if self._reading is not None else {}
 
-    # ---- what is shown ---------------------------------------------------------------------------------------------
+    # ---- picture -------------------------------------------------------------------------------------------------
 
     def picture(self, notes: Sequence[str] = ()) -> RunPicture:
-        """What is known now."""
         reading = self._reading
         counted = self._counted if reading is not None else []
         newest = counted[-self.rules.window :]
@@ -301,10 +298,10 @@ class AdviceTracker:
         step_s = statistics.median(totals) if totals else None
         parts = self._parts(step_s)
         sharing = self._sharing(parts, step_s)
-        lengths = [one for step in counted if reading and (one := reading.length(step))]
-        told = sum(part.seconds for part in parts)
-        if step_s is not None and told > step_s:  # waits that overlap with what they wait for
-            told = sum(part.seconds for part in parts if part.wait is None)
+        lengths = [length for step in counted if reading and (length := reading.length(step))]
+        known_s = sum(part.seconds for part in parts)
+        if step_s is not None and known_s > step_s:  # waits overlap with what they wait for
+            known_s = sum(part.seconds for part in parts if part.wait is None)
         return RunPicture(
             framework=self.framework.name,
             steps=self._steps,
@@ -312,7 +309,7 @@ class AdviceTracker:
             newest=self._newest,
             step_s=step_s,
             parts=parts,
-            other_s=None if step_s is None or told > step_s else step_s - told,
+            other_s=None if step_s is None or known_s > step_s else step_s - known_s,
             length=statistics.median(lengths[-self.rules.window :]) if lengths else None,
             length_drift=measured.drift(lengths) if lengths else None,
             sharing=sharing,
@@ -330,7 +327,7 @@ class AdviceTracker:
         if self._missing:
             return Reason(ReasonCode.too_few, f"{', '.join(self._missing)} is not in the log yet")
         needed = self.rules.least_iterations
-        return Reason(ReasonCode.too_few, f"{self._counted_ever} of {needed} steps are measured that tell costs")
+        return Reason(ReasonCode.too_few, f"{self._counted_ever} of {needed} steps are measured")
 
     def _parts(self, step_s: float | None) -> tuple[ComponentSummary, ...]:
         reading = self._reading
@@ -362,22 +359,22 @@ class AdviceTracker:
         return tuple(parts)
 
     def gpus(self, name: str) -> int | None:
-        """How many GPUs a component has; 0: it is on CPUs; None: not known yet."""
+        """GPU count of a component; 0: on CPUs; None: not known yet."""
         if self._placed is None:
             return None
         ranks = dict(self._placed.ranks)
         if self.adviser is not None:
-            ranks = {one.name: one.gpus for one in self.adviser.plan.components}
+            ranks = {component.name: component.gpus for component in self.adviser.plan.components}
         if name == WEIGHT_SYNC:
             return len({rank for gpus in ranks.values() for rank in gpus})
         return len(ranks.get(name, ()))
 
     def _sharing(self, parts: Sequence[ComponentSummary], step_s: float | None) -> tuple[GpuSharing, ...]:
-        """Who is on the same GPUs, and how long they compute."""
-        told = {part.name: part for part in parts}
+        """Components on the same GPUs, and how long they compute."""
+        by_name = {part.name: part for part in parts}
         found = []
         for names, gpus in self.groups:
-            mine = [told[name] for name in names if name in told]
+            mine = [by_name[name] for name in names if name in by_name]
             known = step_s is not None and len(mine) == len(names) and not any(part.wait for part in mine)
             busy = min(1.0, sum(part.seconds for part in mine) / step_s) if known and step_s else None
             found.append(GpuSharing(names, len(gpus), busy))
@@ -390,16 +387,16 @@ def _union(steps: Sequence[LoggedStep]) -> LoggedStep:
 
 
 def _joined(profile: Profile | None, costs: Profile) -> Profile:
-    """The profile's curves, and the log's own costs of what it does not hold."""
+    """The profile's curves, and the log's own costs for components without one."""
     if profile is None:
         return costs
-    known = {one.name for one in profile.components}
+    known = {component.name for component in profile.components}
     return replace(profile, components=(*profile.components, *(c for c in costs.components if c.name not in known)))
 
 
 def _idle(sharing: Sequence[GpuSharing]) -> float | None:
-    """The share of all GPU time in which GPUs of the run do nothing, where the log tells."""
-    gpus = sum(one.gpus for one in sharing)
-    if not gpus or any(one.busy is None for one in sharing):
+    """Share of GPU time in which the run's GPUs are idle, if the log tells."""
+    gpus = sum(group.gpus for group in sharing)
+    if not gpus or any(group.busy is None for group in sharing):
         return None
-    return 1 - sum(one.gpus * (one.busy or 0.0) for one in sharing) / gpus
+    return 1 - sum(group.gpus * (group.busy or 0.0) for group in sharing) / gpus

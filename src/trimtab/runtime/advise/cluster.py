@@ -1,8 +1,8 @@
-"""What the run's Ray cluster does: nodes, GPUs given away and free, and how busy each GPU is.
+"""Watches the run's Ray cluster: nodes, allocated and free GPUs, GPU utilization.
 
-Only looks. A process of its own asks Ray (whose client ends the whole process when a cluster vanishes), so that the
-loss of the cluster is something to be told and not the end of the command. How busy GPUs are comes from the figures
-that every Ray node exports. What is not known is left out.
+Read-only. Ray is queried in a child process, because Ray's client ends its process when the cluster vanishes; so the
+loss of the cluster is reported and does not end the command. Utilization comes from the metrics that every Ray node
+exports. What is not known is left out.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from trimtab.runtime.localcluster.ray_status import RayView
 from trimtab.runtime.procs.background import Background, RestartPolicy
 
 METRICS_S = 2.0
-STALE_S = 60.0  # a look that is older than this is not shown
+STALE_S = 60.0  # older samples are not shown
 _UTILISATION = "ray_node_gpus_utilization"
 
 
 @dataclass(frozen=True)
 class NodeUtilization:
-    """One node. `busy` are the shares of time in which its GPUs computed lately, by index, where it tells."""
+    """One node. `busy` is the recent utilization of its GPUs by index, if it exports that."""
 
     name: str
     gpus: float
@@ -40,35 +40,34 @@ class NodeUtilization:
 
 
 class ClusterWatch:
-    """Has another process look again and again; asking it never waits."""
+    """Samples the cluster in a child process; reading the latest sample never blocks."""
 
     def __init__(self, address: str, every_s: float, stale_s: float = STALE_S) -> None:
         self.address = address
         self._stale_s = stale_s
         self._child = subprocess.Popen(
             [sys.executable, "-m", "trimtab.runtime.advise.cluster", address, str(every_s)],
-            stdin=subprocess.PIPE,  # its end is the child's
+            stdin=subprocess.PIPE,  # closing it ends the child
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us
+            start_new_session=True,  # Ctrl-C is for the parent
         )
         self._latest: tuple[NodeUtilization, ...] | str = "it has not answered yet"
         self._at = time.monotonic()
-        # A line that makes no sense is logged, and the next one is read.
+        # A malformed line is logged, and the next one is read.
         self._reader = Background(RestartPolicy(max_failures=None, max_backoff_s=1.0)).start_thread(
             "advise", self._read
         )
 
     def seen(self) -> tuple[NodeUtilization, ...] | str:
-        """The nodes, or why nothing is known of them."""
+        """The nodes, or why they are not known."""
         if self._child.poll() is not None:
-            return f"the Ray cluster at {self.address} is not looked at any more: it went away"
+            return f"the Ray cluster at {self.address} is not watched any more: it is gone"
         if not isinstance(self._latest, str) and time.monotonic() - self._at > self._stale_s:
             return f"the Ray cluster at {self.address} has not answered for {self._stale_s:g} s"
         return self._latest
 
     def close(self) -> None:
-        """Look no more."""
         self._child.kill()
         self._child.wait()
         self._reader.join(5)
@@ -79,35 +78,34 @@ class ClusterWatch:
     def _read(self) -> None:
         assert self._child.stdout is not None
         for line in self._child.stdout:
-            told = json.loads(line)
-            if isinstance(told, str):
-                self._latest = told
+            sample = json.loads(line)
+            if isinstance(sample, str):
+                self._latest = sample
             else:
                 self._latest = tuple(
-                    NodeUtilization(**{**one, "busy": tuple((int(at), float(share)) for at, share in one["busy"])})
-                    for one in told
+                    NodeUtilization(**{**node, "busy": tuple((int(at), float(share)) for at, share in node["busy"])})
+                    for node in sample
                 )
             self._at = time.monotonic()
 
 
-# ---- the process that looks -----------------------------------------------------------------------------------------
+# ---- the child process -----------------------------------------------------------------------------------------------
 
 
 class _View(RayView):
-    """Also knows where every node exports its figures."""
+    """Also knows where every node exports its metrics."""
 
     def exports(self) -> dict[str, str]:
-        """Where to read the figures of each node."""
-        rows = self._asked(self._state.node_table)
+        rows = self._call(self._state.node_table)
         return {
-            one["NodeID"]: f"http://{one['NodeManagerAddress']}:{one['MetricsExportPort']}/metrics"
-            for one in rows
-            if one.get("Alive") and one.get("MetricsExportPort")
+            row["NodeID"]: f"http://{row['NodeManagerAddress']}:{row['MetricsExportPort']}/metrics"
+            for row in rows
+            if row.get("Alive") and row.get("MetricsExportPort")
         }
 
 
 def busy_in(page: str) -> list[tuple[int, float]]:
-    """How busy the GPUs of a node are, by its exported figures."""
+    """GPU utilization by index, from a node's metrics page."""
     found: dict[int, float] = {}
     for line in page.splitlines():
         if line.startswith(_UTILISATION):
@@ -118,8 +116,8 @@ def busy_in(page: str) -> list[tuple[int, float]]:
     return sorted(found.items())
 
 
-def _page(url: str | None) -> str:
-    """A node's figures; nothing where it exports none or does not answer."""
+def _metrics_page(url: str | None) -> str:
+    """A node's metrics; empty if it exports none or does not answer."""
     if url is None:
         return ""
     try:
@@ -129,35 +127,35 @@ def _page(url: str | None) -> str:
         return ""
 
 
-def _look(view: _View) -> list[dict[str, Any]]:
+def _sample(view: _View) -> list[dict[str, Any]]:
     exports = view.exports()
     found = []
     for node in view.nodes():
         total, free = dict(node.total).get("gpu", 0.0), dict(node.free).get("gpu", 0.0)
-        busy = busy_in(_page(exports.get(node.node_id))) if total else []
+        busy = busy_in(_metrics_page(exports.get(node.node_id))) if total else []
         found.append({"name": node.name, "gpus": total, "free": free, "draining": node.draining, "busy": busy})
     return found
 
 
 def main() -> None:
-    """Print what is seen, a line each time, until whoever asked is gone."""
+    """Print samples, one line each, until the parent is gone."""
     address, every_s = sys.argv[1], float(sys.argv[2])
 
-    def leave() -> None:
+    def exit_with_parent() -> None:
         sys.stdin.buffer.read()
         os._exit(0)
 
-    threading.Thread(target=leave, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     view: _View | None = None
     while True:
         try:
             if view is None:
-                auth.suit(address)
+                auth.match_cluster(address)
                 view = _View(address)
-            told: Any = _look(view)
+            sample: Any = _sample(view)
         except TrimtabError as fault:
-            view, told = None, fault.what
-        print(json.dumps(told), flush=True)
+            view, sample = None, fault.what
+        print(json.dumps(sample), flush=True)
         time.sleep(every_s)
 
 

@@ -1,7 +1,7 @@
-"""What rollout engines say of themselves at `/metrics`: how many answers they work on, how many wait, how fast.
+"""Samples rollout engines at `/metrics`: running and waiting requests, cache use, tokens per second.
 
-Only looks. An engine that stops answering is told with its cause and since when, and asked again at the next look; it
-never ends the command. All are asked at once, and a look ends by its deadline whatever they do.
+Read-only. An engine that stops answering is reported with cause and duration and probed again with the next sample; it
+never ends the command. All are probed at once, with a deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPEED = ("sglang:gen_throughput",)
 
 @dataclass(frozen=True)
 class EngineSample:
-    """One engine at one look. What it does not tell is None; `silent_s` is how long it has not answered."""
+    """One engine at one moment. None: not reported; `silent_s` is how long it has not answered."""
 
     url: str
     running: float | None = None
@@ -46,31 +46,31 @@ class EngineMetricsReader:
                     f"{url} is no address of an engine", where="command line: --engine", hint="write http://HOST:PORT"
                 )
         self._urls = list(dict.fromkeys(url.rstrip("/").removesuffix("/metrics") for url in urls))
-        self._tokens: dict[str, tuple[float, float]] = {}  # total, and when it was seen
+        self._tokens: dict[str, tuple[float, float]] = {}  # total, and when it was read
         self._answered: dict[str, float] = {}
 
-    def look(self, now: float) -> tuple[EngineSample, ...]:
-        """Ask all of them."""
+    def sample(self, now: float) -> tuple[EngineSample, ...]:
+        """Probe all engines."""
         if not self._urls:
             return ()
-        answers = asyncio.run(_asked(self._urls))
-        return tuple(self._seen(url, told, now) for url, told in zip(self._urls, answers, strict=True))
+        answers = asyncio.run(_probe_all(self._urls))
+        return tuple(self._sample(url, metrics, now) for url, metrics in zip(self._urls, answers, strict=True))
 
-    def _seen(self, url: str, told: dict[str, float] | str, now: float) -> EngineSample:
-        if isinstance(told, str):
+    def _sample(self, url: str, metrics: dict[str, float] | str, now: float) -> EngineSample:
+        if isinstance(metrics, str):
             since = self._answered.setdefault(url, now)
-            return EngineSample(url, fault=told, silent_s=now - since)
+            return EngineSample(url, fault=metrics, silent_s=now - since)
         self._answered[url] = now
-        speed, total = _first(told, SPEED), _first(told, TOKENS)
+        speed, total = _first(metrics, SPEED), _first(metrics, TOKENS)
         before = self._tokens.get(url)
         if total is not None:
             self._tokens[url] = total, now
-            if before is not None and now > before[1] and total >= before[0]:  # less: it was started anew
+            if before is not None and now > before[1] and total >= before[0]:  # less: it was restarted
                 speed = (total - before[0]) / (now - before[1])
-        return EngineSample(url, _first(told, RUNNING), _first(told, WAITING), _first(told, CACHE), speed)
+        return EngineSample(url, _first(metrics, RUNNING), _first(metrics, WAITING), _first(metrics, CACHE), speed)
 
 
-async def _asked(urls: Sequence[str]) -> list[dict[str, float] | str]:
+async def _probe_all(urls: Sequence[str]) -> list[dict[str, float] | str]:
     from trimtab.runtime.engines.engine import EngineDeadlines
     from trimtab.runtime.engines.http_engine import gauges
     from trimtab.runtime.engines.wire import EngineHttpClient, open_session
@@ -78,15 +78,15 @@ async def _asked(urls: Sequence[str]) -> list[dict[str, float] | str]:
     deadlines = EngineDeadlines(connect_s=ANSWER_S, call_s=ANSWER_S)
     async with open_session() as session:
 
-        async def one(url: str) -> dict[str, float] | str:
+        async def probe(url: str) -> dict[str, float] | str:
             try:
                 found = await gauges(EngineHttpClient(url, url, session, deadlines, keep_alive=False))
             except TrimtabError as fault:
                 return fault.what
-            return found if _first(found, RUNNING) is not None else "its /metrics are of no engine that trimtab knows"
+            return found if _first(found, RUNNING) is not None else "its /metrics are not those of a known engine"
 
-        return list(await asyncio.gather(*(one(url) for url in urls)))
+        return list(await asyncio.gather(*(probe(url) for url in urls)))
 
 
-def _first(told: Mapping[str, float], names: Sequence[str]) -> float | None:
-    return next((told[name] for name in names if name in told), None)
+def _first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
+    return next((metrics[name] for name in names if name in metrics), None)

@@ -1,8 +1,8 @@
-"""The user's own command that restarts a run with advised settings: run once for each advice, with a deadline.
+"""The user's command that restarts a run with advised settings: run once for each advice, with a deadline.
 
-It gets the advice in its environment and its output goes to standard error, so that standard output stays the answer's.
-It is never run twice for the same overrides, whatever became of it the first time; and it outlives us where we are
-interrupted, because a restart that is cut in half is worse than either.
+It gets the advice in its environment, and its output goes to standard error, so that standard output holds only the
+answer. It is never run twice for the same overrides, whatever its result; and it survives an interrupt of trimtab,
+because a restart that is cut in half is worse than either.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trimtab.formats.write_back import shell_words
 from trimtab.runtime.advise.replanner import Advice
 
 STANDARD_ERROR = 2
-END_S = 5.0  # between asking it to end and ending it
+END_S = 5.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
 class HookResult:
-    """What became of the command. `status` is None where it could not be started or took too long."""
+    """Result of the command. `status` is None if it could not be started or timed out."""
 
     step: int
     sentence: str
@@ -32,15 +32,14 @@ class HookResult:
 
     @property
     def done(self) -> bool:
-        """Whether it says that it has done what it should."""
         return self.status == 0
 
 
 class RestartHook:
-    """At most one such command at a time.
+    """Runs at most one such command at a time.
 
-    `ran` are overrides that it was run for before; `starts` writes down, before it is run, what it is run for, and says
-    whether that could be done: a command of which nobody would remember that it ran is not run.
+    `ran` are overrides that it was run for before; `starts` records, before it is run, what it is run for, and returns
+    whether that was written: a command whose run could not be remembered is not run.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class RestartHook:
 
     @property
     def runs(self) -> bool:
-        """Whether the command is under way."""
         return self._process is not None
 
     def wanted(self, advice: Advice) -> bool:
@@ -70,11 +68,11 @@ class RestartHook:
         return self._process is None and advice.overrides not in self._ran
 
     def start(self, advice: Advice, step: int) -> HookResult | None:
-        """Run the command for this advice; what became of it, where it cannot even be started."""
+        """Run the command; returns a result only if it cannot be started."""
         self._ran.add(advice.overrides)
         self._step = step
         if not self._starts(advice, step):
-            return HookResult(step, "the command was not run: that it is run cannot be written down", None)
+            return HookResult(step, "the command was not run: its start cannot be recorded", None)
         environment = {
             **os.environ,
             "TRIMTAB_CONFIG": self._config,
@@ -89,7 +87,7 @@ class RestartHook:
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=STANDARD_ERROR,
-                start_new_session=True,  # Ctrl-C is for us
+                start_new_session=True,  # Ctrl-C is for trimtab
             )
         except OSError as error:
             return HookResult(step, f"the command could not be started: {error.strerror}", None)
@@ -97,7 +95,7 @@ class RestartHook:
         return None
 
     def ended(self) -> HookResult | None:
-        """What became of the command, once it has ended or its time is over."""
+        """The result of the command, once it has ended or timed out."""
         process = self._process
         if process is None:
             return None
@@ -109,11 +107,11 @@ class RestartHook:
         if time.monotonic() < self._deadline:
             return None
         self._process = None
-        _end(process)
+        _kill(process)
         return HookResult(self._step, f"the command took longer than {self._at_most_s:g} s and was ended", None)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the command and what it started in its session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

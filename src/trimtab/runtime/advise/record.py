@@ -1,13 +1,12 @@
-"""What was seen of a followed run, kept as the folder of a run: for the dashboard, for reports, and to remember.
+"""Record of a followed run, in the format of a run folder: for the dashboard, for reports, and for restarts.
 
     lock            one `trimtab advise` at a time
-    events.jsonl    steps, placements, advice, engines and nodes that came or went, and what the user's command did
-    summary.json    all that is known now; replaced whole
+    events.jsonl    steps, placements, advice, changes of engines and nodes, and results of the user's command
+    summary.json    all that is known now; replaced atomically
 
-Only appended to, so that whoever is killed in the midst leaves whole lines behind. A command that is started anew reads
-the run's log from its beginning again; what is in the folder already is not told again, neither to the folder nor to
-people, and the user's command is not run again for advice that it was run for. Nothing is written anywhere else. Times
-are those of the run's steps one after another: its log has no others.
+Append-only, so a kill leaves whole lines. A restarted command reads the run's log from its beginning again; what is in
+the folder already is neither written nor shown again, and the user's command is not run again for the same advice.
+Nothing is written anywhere else. Times are those of the run's steps one after another: its log has no others.
 """
 
 from __future__ import annotations
@@ -45,27 +44,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARM_UP = "warm-up"
-SIDE_BY_SIDE = 1.02  # components that together take so much longer than their step did not run one after another
+SIDE_BY_SIDE = 1.02  # components whose times add up to more than this times their step ran side by side
 HOOK_STARTED, HOOK_ENDED = "HOOK_STARTED", "HOOK_ENDED"
 _ADVICE = ("advised", "changed", "stands again")
 
 Overrides = tuple[str, ...]
 StepMark = tuple[int, float]
-"""A step as it is known again: its number and how long it took."""
+"""Identifies a step: its number and how long it took."""
 
 
 @dataclass
 class RecordedPast:
-    """What the folder knows of the run from before this command was started."""
+    """What the folder recorded before this command was started."""
 
     steps: set[StepMark] = field(default_factory=set)
-    told: set[tuple[str, int, Overrides]] = field(default_factory=set)  # news
-    given: dict[Overrides, int] = field(default_factory=dict)  # advice that was ever told, and its step
-    standing: Overrides = ()  # of the advice that was told last and has not become void
+    shown: set[tuple[str, int, Overrides]] = field(default_factory=set)  # events that were shown
+    given: dict[Overrides, int] = field(default_factory=dict)  # advice that was ever shown, and its step
+    current_overrides: Overrides = ()  # of the last advice shown, unless withdrawn
     ran_for: set[Overrides] = field(default_factory=set)  # by the user's command
-    done_for: Overrides = ()  # the user's command has ended well, and no start of the run was seen since
+    done_for: Overrides = ()  # the user's command succeeded, and no start of the run was seen since
     taken: tuple[Overrides, StepMark] | None = None  # the run has this placement since that step
-    call: Any = None  # the configuration and the overrides of the command
+    call: Any = None  # configuration and overrides of the command
     follows: Any = None
     has_begun: bool = False
     last: int = 0  # number of the last step
@@ -73,19 +72,15 @@ class RecordedPast:
     placement: str = ""
     is_advised: bool = False
     workers: dict[str, str] = field(default_factory=dict)
-    odd: int = 0  # lines that could not be understood
+    bad_lines: int = 0  # lines that could not be parsed
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """One event of the folder."""
         kind = event["event"]
         self.clock_s = max(self.clock_s, float(event.get("t_s") or 0.0))
         if kind == "began":
             self.has_begun = True
-            self.is_advised, self.follows, self.call = (
-                bool(event.get("advised")),
-                event.get("follows"),
-                event.get("call"),
-            )
+            self.is_advised = bool(event.get("advised"))
+            self.follows, self.call = event.get("follows"), event.get("call")
         elif kind == "reopened":
             self.called(event["call"])
         elif kind == "iteration":
@@ -97,25 +92,25 @@ class RecordedPast:
         elif kind == "worker":
             self.workers[str(event["worker"])] = str(event["state"])
         elif kind == "news":
-            self._news(event)
+            self._write_event(event)
         elif kind == "taken":
             self.taken, self.done_for = (tuple(event["overrides"]), (int(event["step"]), float(event["wall_s"]))), ()
-            self.standing = ()
+            self.current_overrides = ()
 
     def called(self, call: Any) -> None:
-        """The command was started anew; with another configuration, the user says where everything is now."""
+        """The command was restarted; with another configuration, the user states the placement anew."""
         if call != self.call:
-            self.taken, self.done_for, self.standing = None, (), ()
+            self.taken, self.done_for, self.current_overrides = None, (), ()
         self.call = call
 
-    def _news(self, event: Mapping[str, Any]) -> None:
+    def _write_event(self, event: Mapping[str, Any]) -> None:
         what, overrides = str(event["what"]), tuple(map(str, event.get("overrides") or ()))
-        self.told.add((what, int(event["step"]), overrides))
+        self.shown.add((what, int(event["step"]), overrides))
         if what in _ADVICE:
-            self.standing = overrides
+            self.current_overrides = overrides
             self.given.setdefault(overrides, int(event["step"]))
         elif what == "withdrawn":
-            self.standing = ()
+            self.current_overrides = ()
         elif what == "hook started":
             self.ran_for.add(overrides)
         elif what == "hook ended" and event.get("done"):
@@ -123,34 +118,34 @@ class RecordedPast:
 
 
 def default_folder(follows: Sequence[Path]) -> Path:
-    """Where a run is kept that was given no folder: the same for the same log, however often it is followed."""
+    """The default folder: the same for the same log, however often it is followed."""
     names = [str(path.resolve()) for path in follows]
-    stem = "".join(one if one.isalnum() or one in "._-" else "-" for one in follows[0].resolve().stem)[:40]
+    stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in follows[0].resolve().stem)[:40]
     return Path("runs") / f"advise-{stem or 'run'}-{crc32(chr(0).join(names).encode()):08x}"
 
 
 class FollowRecord:
-    """The folder of one run that is followed; held with a lock until `close`."""
+    """The folder of one followed run; locked until `close`."""
 
     def __init__(self, path: Path, follows: Sequence[Path], config: Path, overrides: Sequence[str]) -> None:
         self.path = path
-        _require_apart(path.resolve(), [one.resolve() for one in follows])
+        _require_apart(path.resolve(), [log_path.resolve() for log_path in follows])
         there = (path / EVENTS).exists()
-        followed = [str(one.resolve()) for one in follows]
+        followed = [str(log_path.resolve()) for log_path in follows]
         if there:
             self._require_ours(path, _read(path), followed)
         self._made_parent = not path.parent.exists()
         self._folder = RunFolder(path, resume=there)
-        self.past, self._now = _read(path), _read(path)  # as it is now that nobody else writes
-        if self.past.odd:
-            log.warning("lines of %s that could not be understood are left out: %d", path / EVENTS, self.past.odd)
-        self._waiting: list[tuple[LoggedStep, FollowEvent | None]] = []  # steps whose timers are not understood yet
+        self.past, self._now = _read(path), _read(path)  # read again under the lock
+        if self.past.bad_lines:
+            log.warning("lines of %s that could not be understood are left out: %d", path / EVENTS, self.past.bad_lines)
+        self._waiting: list[tuple[LoggedStep, FollowEvent | None]] = []  # steps whose timers are not settled yet
         self._since_start = 0
         self._summary: dict[str, Any] = {}
-        self._nodes: dict[str, str] = {}  # of the cluster, in words
-        self._silent = ""  # why the cluster does not answer
+        self._nodes: dict[str, str] = {}  # of the cluster, as text
+        self._cluster_fault = ""  # why the cluster does not answer
         call = {"config": str(config.resolve()), "overrides": list(overrides)}
-        self._opening: dict[str, Any] | None = {"event": "reopened", "call": call}  # until there is more to tell
+        self._opening: dict[str, Any] | None = {"event": "reopened", "call": call}  # written with the first event
         if not self.past.has_begun:
             more = {"advised": True, "job": follows[0].name, "follows": followed}
             self._opening = {"event": "began", "call": call, **more}
@@ -161,91 +156,89 @@ class FollowRecord:
         if past.is_advised and past.follows == followed:
             return
         if not past.has_begun and not past.steps:
-            return  # whoever made it was killed before the first line was whole
+            return  # killed before its first line was complete
         raise InputError(
-            "this folder is of another run", where=str(path), hint="give a --folder of its own, or none at all"
+            "this folder belongs to another run", where=str(path), hint="give a --folder of its own, or none at all"
         )
 
     @property
     def fault(self) -> str | None:
-        """Why something could not be written, as long as that is so."""
         return self._folder.fault
 
     def close(self) -> None:
-        """Let others in. A folder in which nothing ever came to stand goes."""
+        """Release the lock. A folder without events is removed."""
         self._folder.close()
         discard_unused(self.path)
         if self._made_parent:
-            with contextlib.suppress(OSError):  # there is something in it
+            with contextlib.suppress(OSError):  # it is not empty
                 self.path.parent.rmdir()
 
-    # ---- what is known from before ---------------------------------------------------------------------------------
+    # ---- known from before ---------------------------------------------------------------------------------------
 
     def knows(self, news: FollowEvent) -> bool:
-        """Whether people were told this before the command was started."""
+        """Whether this event was shown before the command was started."""
         overrides = news.advice.overrides if news.advice is not None else ()
-        if news.what in _ADVICE and overrides == self.past.standing:
+        if news.what in _ADVICE and overrides == self.past.current_overrides:
             return True
-        return (news.what, news.step, overrides) in self.past.told
+        return (news.what, news.step, overrides) in self.past.shown
 
-    # ---- what is written -------------------------------------------------------------------------------------------
+    # ---- written -------------------------------------------------------------------------------------------------
 
-    def hook_starts(self, advice: Advice, step: int) -> bool:
-        """Write down that the user's command is run for this advice; whether that is written."""
-        said = f"your command is run for {advice.plan.describe()}"
-        self._news(FollowEvent("hook started", step, said, advice), {})
-        return self._folder.is_written()
+    def record_hook_start(self, advice: Advice, step: int) -> bool:
+        """Record that the user's command is run for this advice; returns whether that is written."""
+        sentence = f"your command is run for {advice.plan.describe()}"
+        self._write_event(FollowEvent("hook started", step, sentence, advice), {})
+        return self._folder.all_written()
 
-    def hook_ended(self, advice: Advice | None, step: int, said: str, *, done: bool) -> None:
-        """Write down what became of it."""
-        self._news(FollowEvent("hook ended", step, said, advice), {"done": done})
+    def hook_ended(self, advice: Advice | None, step: int, sentence: str, *, done: bool) -> None:
+        self._write_event(FollowEvent("hook ended", step, sentence, advice), {"done": done})
 
-    def takes_over(self, overrides: Overrides, since: StepMark) -> None:
-        """Write down that the run has an advised placement since a step, or for as long as its log goes back."""
-        self._tell("taken", overrides=list(overrides), step=since[0], wall_s=since[1])
+    def record_taken(self, overrides: Overrides, since: StepMark) -> None:
+        """Record that the run has an advised placement since a step, or since its log begins."""
+        self._append("taken", overrides=list(overrides), step=since[0], wall_s=since[1])
 
     def step(self, advising: AdviceTracker, step: LoggedStep, news: Sequence[FollowEvent]) -> None:
-        """Write down a step that was just weighed, and what came of it. One that is known is passed over."""
-        self._waiting.append((step, next((one for one in news if one.what == "restarted"), None)))
+        """Record a step and its events. A known one is skipped."""
+        self._waiting.append((step, next((event for event in news if event.what == "restarted"), None)))
         if advising.reading is not None:
             self._flush(advising)
-        for one in news:
-            if one.what != "restarted":
-                self._news(one, {})
+        for event in news:
+            if event.what != "restarted":
+                self._write_event(event, {})
 
-    def look(self, frame: FollowFrame, advising: AdviceTracker, summary: Mapping[str, Any]) -> None:
-        """Write down what is known now, and which engines and nodes have come or gone."""
+    def write_frame(self, frame: FollowFrame, advising: AdviceTracker, summary: Mapping[str, Any]) -> None:
+        """Record the summary, and engines and nodes that came or went."""
         if frame.ended:
             self._flush(advising)
-        self._around(frame.around, advising.framework)
-        told = {"advised": True, "state": frame.ended or "followed", **summary}
-        if self._opening is None and told != self._summary:
-            self._folder.summarise(told)
-            self._summary = told
+        self._write_cluster(frame.around, advising.framework)
+        facts = {"advised": True, "state": frame.ended or "followed", **summary}
+        if self._opening is None and facts != self._summary:
+            self._folder.summarise(facts)
+            self._summary = facts
 
     def stopped(self, why: str) -> None:
-        """Nobody looks any more; the run may well go on."""
+        """Following ends; the run may go on."""
         if self._opening is None:
-            self._tell("told", code="LEFT", reason=f"trimtab advise has stopped looking: {why}")
+            self._append("told", code="LEFT", reason=f"trimtab advise has stopped following: {why}")
 
     def _flush(self, advising: AdviceTracker) -> None:
         waiting, self._waiting = self._waiting, []
         for step, restarted in waiting:
-            wall_s = wall_of(advising.framework, step)
+            wall_s = step_wall_s(advising.framework, step)
             self._since_start = 1 if step.restart else self._since_start + 1
             if step.number < 1 or (step.number, wall_s) in self._now.steps:
                 continue
             if step.restart or step.number <= self._now.last:
-                self._tell("resumed", after=step.number - 1)
+                self._append("resumed", after=step.number - 1)
             if restarted is not None:
-                self._news(restarted, {})
+                self._write_event(restarted, {})
                 if restarted.advice is not None:
-                    self.takes_over(restarted.advice.overrides, (step.number, wall_s))
+                    self.record_taken(restarted.advice.overrides, (step.number, wall_s))
             self._placement(advising)
             self._step(advising, step, wall_s)
 
     def _placement(self, advising: AdviceTracker) -> None:
-        """Where everything is, whenever that is another than before, or what it should take is known now."""
+        """Record the placement if it changed, or if its predicted time is known now."""
         if not advising.groups:
             return
         if advising.adviser is not None:
@@ -258,8 +251,8 @@ class FollowRecord:
             return
         why = "judged" if facts["predicted_s"] is not None else "placed"
         if advising.cluster is not None and not self._now.placement:
-            self._tell("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(advising.cluster))
-        self._tell("plan", why=why, iteration=max(self._now.last + 1, 1), **facts)
+            self._append("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(advising.cluster))
+        self._append("plan", why=why, iteration=max(self._now.last + 1, 1), **facts)
 
     def _step(self, advising: AdviceTracker, step: LoggedStep, wall_s: float) -> None:
         reading = advising.reading
@@ -277,10 +270,10 @@ class FollowRecord:
         )
         extra = step.extra if self._since_start > advising.warmup else (*step.extra, WARM_UP)
         begin_s = self._now.clock_s
-        bars = list(bars_of(advising, seconds, waits, begin_s, begin_s + wall_s))
+        bars = list(step_bars(advising, seconds, waits, begin_s, begin_s + wall_s))
         shown = {"tokens": reading.length(step) if reading is not None else None}
         shown["reward"] = step.values.get(advising.framework.reward)
-        self._tell(
+        self._append(
             "iteration",
             at_s=begin_s + wall_s,
             iteration=iteration_facts(Iteration(step.number, wall_s, measured, extra)),
@@ -290,71 +283,74 @@ class FollowRecord:
             bars=bars_facts(bars),
         )
         if step.saved:
-            self._tell("saved", iteration=step.number)
+            self._append("saved", iteration=step.number)
         if advising.adviser is not None:
             adviser = advising.adviser
-            code, said = adviser.reason.code.value, adviser.reason.sentence
+            code, sentence = adviser.reason.code.value, adviser.reason.sentence
             what = "stay" if adviser.advice is None else "advised"
             numbers = {"iteration_s": adviser.seconds_now()}
-            self._tell("decided", what=what, iteration=step.number, code=code, reason=said, numbers=numbers)
+            self._append("decided", what=what, iteration=step.number, code=code, reason=sentence, numbers=numbers)
 
-    def _news(self, one: FollowEvent, more: Mapping[str, Any]) -> None:
-        advice = one.advice
+    def _write_event(self, event: FollowEvent, more: Mapping[str, Any]) -> None:
+        advice = event.advice
         overrides = [] if advice is None else list(advice.overrides)
-        self._tell("news", what=one.what, step=one.step, overrides=overrides, reason=one.sentence, **more)
-        if advice is not None and one.what in _ADVICE:
+        self._append("news", what=event.what, step=event.step, overrides=overrides, reason=event.sentence, **more)
+        if advice is not None and event.what in _ADVICE:
             numbers = {"iteration_s": advice.iteration_s, "new_iteration_s": advice.new_iteration_s}
-            self._tell(
-                "decided", what="advise", iteration=one.step, code=advice.reason.code.value, reason=one.sentence,
+            self._append(
+                "decided", what="advise", iteration=event.step, code=advice.reason.code.value, reason=event.sentence,
                 numbers=numbers, plan=advice.plan.describe(), overrides=overrides,
             )  # fmt: skip
-        elif one.what != "restarted":
-            code = {"hook started": HOOK_STARTED, "hook ended": HOOK_ENDED, "withdrawn": "WITHDRAWN"}.get(one.what, "")
-            said = f"the advice is void: {one.sentence}" if one.what == "withdrawn" else one.sentence
-            self._tell("told", code=code, reason=said)
+        elif event.what != "restarted":
+            code = {"hook started": HOOK_STARTED, "hook ended": HOOK_ENDED, "withdrawn": "WITHDRAWN"}.get(
+                event.what, ""
+            )
+            sentence = f"the advice is void: {event.sentence}" if event.what == "withdrawn" else event.sentence
+            self._append("told", code=code, reason=sentence)
 
-    def _around(self, around: ClusterSample, framework: LogFramework) -> None:
-        """Engines and nodes that came or went; how busy they are stands in the summary."""
-        for one in around.engines:
-            self._engine(one, "generation" if "generation" in framework.parts else "rollout")
+    def _write_cluster(self, around: ClusterSample, framework: LogFramework) -> None:
+        """Record engines and nodes that came or went; utilization is in the summary only."""
+        for engine in around.engines:
+            self._write_engine(engine, "generation" if "generation" in framework.parts else "rollout")
         if around.nodes is None:
             return
         if isinstance(around.nodes, str):
-            if self._nodes and around.nodes != self._silent:
-                self._tell("told", code="CLUSTER", reason=around.nodes)
-                self._silent = around.nodes
+            if self._nodes and around.nodes != self._cluster_fault:
+                self._append("told", code="CLUSTER", reason=around.nodes)
+                self._cluster_fault = around.nodes
             return
-        if self._silent:
-            self._tell("told", code="CLUSTER", reason="the cluster answers again")
-            self._silent = ""
+        if self._cluster_fault:
+            self._append("told", code="CLUSTER", reason="the cluster answers again")
+            self._cluster_fault = ""
         before, self._nodes = self._nodes, {node.name: _node_words(node) for node in around.nodes}
         for name in dict.fromkeys((*before, *self._nodes)) if before else ():
             if before.get(name) != self._nodes.get(name):
-                self._tell("told", code="CLUSTER", reason=self._nodes.get(name) or f"node {name} is gone")
+                self._append("told", code="CLUSTER", reason=self._nodes.get(name) or f"node {name} is gone")
 
-    def _engine(self, one: EngineSample, component: str) -> None:
-        name, state = one.url.partition("://")[2], "serving" if one.fault is None else "lost"
+    def _write_engine(self, engine: EngineSample, component: str) -> None:
+        name, state = engine.url.partition("://")[2], "serving" if engine.fault is None else "lost"
         if self._now.workers.get(name) == state:
             return
-        facts: dict[str, Any] = {"code": "ANSWERS"} if one.fault is None else {"code": "SILENT", "reason": one.fault}
-        self._tell("worker", component=component, worker=name, state=state, **facts)
+        facts: dict[str, Any] = (
+            {"code": "ANSWERS"} if engine.fault is None else {"code": "SILENT", "reason": engine.fault}
+        )
+        self._append("worker", component=component, worker=name, state=state, **facts)
 
-    def _tell(self, event: str, *, at_s: float | None = None, **facts: Any) -> None:
+    def _append(self, event: str, *, at_s: float | None = None, **facts: Any) -> None:
         if self._opening is not None:
             opening, self._opening = self._opening, None
-            self._tell(**opening)
-        told = {"t_s": round(self._now.clock_s if at_s is None else at_s, 6), **facts}
-        self._folder.tell(event, **told)
-        self._now.take({"event": event, **told})
+            self._append(**opening)
+        facts = {"t_s": round(self._now.clock_s if at_s is None else at_s, 6), **facts}
+        self._folder.append_event(event, **facts)
+        self._now.take({"event": event, **facts})
 
 
-def mark_of(framework: LogFramework, step: LoggedStep) -> StepMark:
-    """A step as it is known again."""
-    return step.number, wall_of(framework, step)
+def step_mark(framework: LogFramework, step: LoggedStep) -> StepMark:
+    return step.number, step_wall_s(framework, step)
 
 
-def wall_of(framework: LogFramework, step: LoggedStep) -> float:
-    """How long a step took, periodic work included; where it does not say, what its timers add up to."""
+def step_wall_s(framework: LogFramework, step: LoggedStep) -> float:
+    """Seconds of a step, periodic work included; without a total, the sum of its timers."""
     total = step.values.get(framework.prefix + framework.total, 0.0)
     if total > 0:
         return total
@@ -362,12 +358,12 @@ def wall_of(framework: LogFramework, step: LoggedStep) -> float:
     return sum(max(0.0, logs.seconds_of(framework, name, record) or 0.0) for name in framework.parts)
 
 
-def bars_of(
+def step_bars(
     advising: AdviceTracker, seconds: Mapping[str, float], waits: Mapping[str, str], begin_s: float, end_s: float
 ) -> Iterator[TimelineBar]:
-    """A step as a picture: components one after another, as the log has no clock; groups side by side if they must be.
+    """Bars of a step: components one after another, as the log has no clock; groups side by side if they must be.
 
-    GPUs on which nobody's own time is known, because the timers contain waiting, are drawn in use all through.
+    GPUs of components whose timers contain waiting are drawn busy all through.
     """
     known = {name: taken for name, taken in seconds.items() if name not in waits and taken > 0}
     groups = [names for names, _ in advising.groups]
@@ -375,7 +371,7 @@ def bars_of(
     side_by_side = sum(known.values()) > SIDE_BY_SIDE * (end_s - begin_s)
     for some in groups if side_by_side else [tuple(known)]:
         mine = {name: known[name] for name in some if name in known}
-        at = max(begin_s, end_s - sum(mine.values()))  # what no timer tells of comes first
+        at = max(begin_s, end_s - sum(mine.values()))  # time without a timer comes first
         for name, taken in mine.items():
             end = min(at + taken, end_s)
             if name == WEIGHT_SYNC:
@@ -388,9 +384,9 @@ def bars_of(
 
 
 def _require_apart(folder: Path, follows: Sequence[Path]) -> None:
-    """Nothing is ever written where the run's own files are."""
-    for one in follows:
-        if folder in (one, one.parent) or one in folder.parents:
+    """Refuse a folder among the run's own files."""
+    for log_path in follows:
+        if folder in (log_path, log_path.parent) or log_path in folder.parents:
             raise InputError(
                 "the run's own files are here, and nothing is written to them",
                 where=str(folder),
@@ -403,7 +399,7 @@ def _node_words(node: NodeUtilization) -> str:
 
 
 def _read(path: Path) -> RecordedPast:
-    """What a folder knows; lines that are not whole, or that nobody understands, are passed over."""
+    """Read a folder; incomplete or malformed lines are skipped."""
     past = RecordedPast()
     try:
         lines = (path / EVENTS).read_bytes().split(b"\n")[:-1]
@@ -415,5 +411,5 @@ def _read(path: Path) -> RecordedPast:
         try:
             past.take(read_event(line))
         except ODD:  # noqa: PERF203
-            past.odd += 1
+            past.bad_lines += 1
     return past

@@ -1,9 +1,8 @@
-"""Whether another plan than the one in place is to be advised, step by step: a thin coat around the loop's machine.
+"""Whether to advise another plan than the one in place, step by step: a thin layer around the replan machine.
 
-The machine (`trimtab.loop`, in mode advise) tells drift from noise and weighs gain against the cost of a restart. Here
-its answers become advice for people: one that stands until another plan is clearly better or until it would gain next
-to nothing, so that it does not flicker with the noise; with the settings that the run's framework understands, and
-with an error band. Pure: no clock, no file.
+The machine (`machines/replan`, in mode advise) separates drift from noise and weighs the gain against the cost of a
+restart. Here its answers become advice that stays until another plan is clearly better or until the gain is negligible,
+so that it does not flicker; with the settings of the run's framework and an error band. Pure: no clock, no file.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from trimtab.plan.placement.compare import current_plan
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.scaling import measured_once, with_doubling
 
-NEAR = 0.02
-"""An advised plan is not exchanged for one that is faster by less than this share: real runs do not tell them apart."""
+NEAR = 0.02  # advice changes only for a plan that is faster by this share: real runs do not show less
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Another plan, and what it would gain. Seconds are of one iteration, shares are of the plan in place."""
+    """Another plan and its gain. Seconds are of one iteration, shares are of the plan in place."""
 
     since: int  # the step after which it was first given
     plan: Plan
@@ -44,11 +42,11 @@ class Advice:
     low: float
     high: float
     extrapolated: tuple[str, ...] = ()  # components planned on GPU counts that were not measured
-    gain_if_less: float | None = None  # if each doubling of GPUs gives 80 % of a perfect speed-up; None: that is known
+    gain_if_less: float | None = None  # at 80 % of a perfect speed-up per doubling; None: scaling is known
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What to add to the run's command line; advice with the same overrides is the same advice."""
+        """To add to the run's command line; they identify the advice."""
         return tuple(overrides(self.settings))
 
 
@@ -61,137 +59,141 @@ class Adviser:
         self.advice: Advice | None = None
         self.reason = Reason(ReasonCode.too_few, "nothing is measured yet")
         self._count = 0
-        self.machine = self._watching(placement_now(loaded))
+        self.machine = self._make_machine(placement_now(loaded))
         self._estimates = self.machine.estimates()
 
-    def _watching(self, plan: Plan) -> ReplanMachine:
+    def _make_machine(self, plan: Plan) -> ReplanMachine:
         job = self.loaded.job
         return ReplanMachine(job.workflow, job.cluster, plan, self.rules, self.loaded.rules)
 
     @property
     def plan(self) -> Plan:
-        """The plan in place."""
         return self.machine.plan
 
     def estimates(self) -> dict[str, CostEstimate]:
-        """What every component costs now, against the profile, or against what it cost when advice was taken."""
         return self._estimates
 
     def drifted(self) -> tuple[str, ...]:
-        """Components whose cost is told from what it was, the one that is furthest from it first."""
-        found = [(name, one) for name, one in self.estimates().items() if one.measured and sure_level(one, 1.0) != 1.0]
-        return tuple(name for name, one in sorted(found, key=lambda pair: -abs(math.log(pair[1].level))))
+        """Components whose cost has changed significantly, the largest change first."""
+        found = [
+            (name, estimate)
+            for name, estimate in self.estimates().items()
+            if estimate.measured and sure_level(estimate, 1.0) != 1.0
+        ]
+        return tuple(name for name, _ in sorted(found, key=lambda pair: -abs(math.log(pair[1].level))))
 
     def take(self, step: int, costs: Mapping[str, float], wall_s: float | None) -> None:
-        """Count a step: what each component cost in it, and how long it took where that is known."""
-        placed = {one.name: len(one.gpus) for one in self.plan.components}
+        """Count a step: the cost of each component, and its duration if known."""
+        placed = {component.name: len(component.gpus) for component in self.plan.components}
         parts = tuple(ComponentTiming(name, seconds, placed[name]) for name, seconds in costs.items() if name in placed)
         self._count += 1
-        # A step with periodic work has no wall time that counts; its components' timers are as good as any.
+        # A step with periodic work has no usable wall time; its component timers are valid.
         done = Iteration(self._count, wall_s or 0.0, parts)
         instructions = self.machine.handle(e.IterationDone(done), float(self._count))
         self._estimates = self.machine.estimates()
-        for said in instructions:
-            if isinstance(said, e.AdvisePlan):
-                self._advised(step, said)
-            elif isinstance(said, e.KeepPlan):
-                self._stays(said)
+        for instruction in instructions:
+            if isinstance(instruction, e.AdvisePlan):
+                self._advise(step, instruction)
+            elif isinstance(instruction, e.KeepPlan):
+                self._keep(instruction)
 
     def taken(self, advice: Advice) -> None:
-        """The run goes on with a plan that was advised, whatever is advised by now."""
+        """The run goes on with an advised plan."""
         # What cannot be measured there costs what it cost here: levels count from now on.
-        levels = {name: one.level for name, one in self.estimates().items()}
+        levels = {name: estimate.level for name, estimate in self.estimates().items()}
         self.loaded = replace(self.loaded, job=scaled(self.loaded.job, levels))
-        self.machine, self._count = self._watching(advice.plan), 0
+        self.machine, self._count = self._make_machine(advice.plan), 0
         self._estimates = self.machine.estimates()
         self.reason = Reason(ReasonCode.arrived, f"the advice was taken: {self.plan.describe()}")
         self.advice = None
 
     def seconds_now(self) -> float:
-        """What an iteration of the plan in place takes, at what everything costs now."""
+        """Iteration time of the plan in place at current costs."""
         return self._seconds(self.plan, {})
 
-    def as_now(self, plan: Plan) -> Plan:
-        """A plan with the timeline that it has at what everything costs now."""
-        levels = {name: one.level for name, one in self.estimates().items()}
+    def at_current_costs(self, plan: Plan) -> Plan:
+        """A plan with its timeline at current costs."""
+        levels = {name: estimate.level for name, estimate in self.estimates().items()}
         return self._placed_as(scaled(self.loaded.job, levels), plan)
 
     def _placed_as(self, job: PlacementJob, plan: Plan) -> Plan:
         ranks = {name: group.gpus for group in plan.groups for name in group.components}
         return _placed(job, None, CurrentPlacement(ranks, str(self.loaded.path), overlap=plan.overlaps))
 
-    # ---- advice that stands ----------------------------------------------------------------------------------------
+    # ---- current advice ------------------------------------------------------------------------------------------
 
-    def _advised(self, step: int, said: e.AdvisePlan) -> None:
-        old, plan = self.advice, said.plan
-        self.reason = said.reason
+    def _advise(self, step: int, instruction: e.AdvisePlan) -> None:
+        old, plan = self.advice, instruction.plan
+        self.reason = instruction.reason
         if old is not None and self._seconds(old.plan, {}) <= self._seconds(plan, {}) * (1 + NEAR):
-            self.advice = self._weighed(old, said.reason)
+            self.advice = self._evaluated(old, instruction.reason)
             return
         try:
             settings = self.loaded.settings(plan)
-        except InputError as error:  # the framework's rules let it pass, its keys cannot say it
+        except InputError as error:  # the framework's rules allow it, its keys cannot express it
             self.advice, self.reason = None, Reason(ReasonCode.no_gain, error.what)
             return
-        far = tuple(one.name for one in plan.components if one.extrapolated)
-        new = Advice(step, plan, settings, said.reason, 0.0, 0.0, 0.0, 0.0, 0.0, far)
+        far = tuple(component.name for component in plan.components if component.extrapolated)
+        new = Advice(step, plan, settings, instruction.reason, 0.0, 0.0, 0.0, 0.0, 0.0, far)
         if old is not None and old.overrides == new.overrides:
             new = replace(new, since=old.since)
-        self.advice = self._weighed(new, said.reason)
+        self.advice = self._evaluated(new, instruction.reason)
 
-    def _stays(self, said: e.KeepPlan) -> None:
-        self.reason = said.reason
+    def _keep(self, instruction: e.KeepPlan) -> None:
+        self.reason = instruction.reason
         if self.advice is None:
             return
-        kept = self._weighed(self.advice, self.advice.reason)
+        kept = self._evaluated(self.advice, self.advice.reason)
         self.advice = kept if kept.gain >= self.rules.least_gain / 2 else None
 
-    def _weighed(self, advice: Advice, reason: Reason) -> Advice:
-        """The advice with the gain that it has at what everything costs now.
+    def _evaluated(self, advice: Advice, reason: Reason) -> Advice:
+        """The advice with its gain at current costs.
 
-        The band is how far the gain changes when each component costs as much more or less as cannot be told from what
-        was measured of it, all components together.
+        The band is the change of the gain when each component costs more or less by its uncertainty, over all
+        components.
         """
         now, then = self._seconds(self.plan, {}), self._seconds(advice.plan, {})
-        cause, _, _ = reason.sentence.partition("; ")  # what follows may speak of another plan that is as good
-        said = f"{cause}; {advice.plan.describe()} would take {then:.3g} s instead of {now:.3g} s"
-        gain, away = self._gain(advice.plan, {}), 0.0
-        for name, one in self.estimates().items():
-            sides = (self._gain(advice.plan, {name: factor}) for factor in (1 + one.width, 1 / (1 + one.width)))
-            away += max(abs(side - gain) for side in sides) ** 2
+        cause, _, _ = reason.sentence.partition("; ")  # the rest may speak of another plan that is as good
+        instruction = f"{cause}; {advice.plan.describe()} would take {then:.3g} s instead of {now:.3g} s"
+        gain, variance = self._gain(advice.plan, {}), 0.0
+        for name, estimate in self.estimates().items():
+            sides = (
+                self._gain(advice.plan, {name: factor}) for factor in (1 + estimate.width, 1 / (1 + estimate.width))
+            )
+            variance += max(abs(side - gain) for side in sides) ** 2
         return replace(
             advice,
-            reason=Reason(reason.code, said),
+            reason=Reason(reason.code, instruction),
             iteration_s=now,
             new_iteration_s=then,
             gain=gain,
-            low=gain - math.sqrt(away),
-            high=gain + math.sqrt(away),
+            low=gain - math.sqrt(variance),
+            high=gain + math.sqrt(variance),
             gain_if_less=self._gain_if_less(advice.plan),
         )
 
     def _gain_if_less(self, plan: Plan) -> float | None:
-        """The gain if components that were measured on one number of GPUs scale less than perfectly."""
+        """The gain if components that were measured on one GPU count scale less than perfectly."""
         names = measured_once(self.loaded.job)
         if not any(plan.placed(name).extrapolated for name in names):
             return None
-        levels = {name: one.level for name, one in self.estimates().items()}
+        levels = {name: estimate.level for name, estimate in self.estimates().items()}
         job = with_doubling(scaled(self.loaded.job, levels), names)
         now, then = (self._placed_as(job, each).iteration_seconds for each in (self.plan, plan))
         return 1 - then / now if now > 0 else 0.0
 
     def _gain(self, plan: Plan, factors: Mapping[str, float]) -> float:
-        """The share of an iteration that a plan saves, if costs are off by these factors."""
+        """Share of an iteration that a plan saves, if costs are off by these factors."""
         now = self._seconds(self.plan, factors)
         return 1 - self._seconds(plan, factors) / now if now > 0 else 0.0
 
     def _seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
-        levels = {name: one.level * factors.get(name, 1.0) for name, one in self.estimates().items()}
+        levels = {name: estimate.level * factors.get(name, 1.0) for name, estimate in self.estimates().items()}
         return self.machine.drift.planner.seconds(plan, levels)
 
 
 def placement_now(loaded: LoadedJob) -> Plan:
-    """The placement that the file states, as a plan with what it takes."""
+    """The placement that the file states, as a plan with its time."""
     if loaded.current is None:
         raise InputError("the file does not say where the components are now", where=str(loaded.path))
     return _placed(loaded.job, loaded.rules, loaded.current)
@@ -203,7 +205,7 @@ def _placed(job: PlacementJob, rules: FrameworkRules | None, current: CurrentPla
     found = current_plan(space, current, outcome.best)
     if found.plan is None:
         raise InputError(
-            f"the placement in place cannot be judged: {found.reason}",
+            f"the current placement cannot be evaluated: {found.reason}",
             where=current.where,
             hint="give the configuration that the run was started with, and its overrides",
         )
@@ -211,21 +213,21 @@ def _placed(job: PlacementJob, rules: FrameworkRules | None, current: CurrentPla
 
 
 def scaled(job: PlacementJob, levels: Mapping[str, float]) -> PlacementJob:
-    """The job with every component so much dearer."""
+    """The job with the cost of every component scaled."""
 
-    def dearer(component: Component) -> Component:
+    def scaled_component(component: Component) -> Component:
         level = levels.get(component.name, 1.0)
         if component.cpu_seconds is not None:
             return replace(component, cpu_seconds=component.cpu_seconds * level)
         variants = tuple(
             replace(
-                one,
-                floor_seconds=one.floor_seconds * level,
-                seconds={kind: tuple((g, s * level) for g, s in points) for kind, points in one.seconds.items()},
+                variant,
+                floor_seconds=variant.floor_seconds * level,
+                seconds={kind: tuple((g, s * level) for g, s in points) for kind, points in variant.seconds.items()},
             )
-            for one in component.variants
+            for variant in component.variants
         )
         return replace(component, variants=variants)
 
-    components = tuple(dearer(one) for one in job.workflow.components)
+    components = tuple(scaled_component(component) for component in job.workflow.components)
     return replace(job, workflow=replace(job.workflow, components=components))

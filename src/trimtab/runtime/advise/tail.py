@@ -1,8 +1,8 @@
-"""Files that grow, read as they grow: also where they are rotated, truncated, replaced, or not there for a while.
+"""Tails growing log files, also if they are rotated, truncated, replaced or missing for a while.
 
-Reads only, and holds no lock; the writer never notices. A file is known by its inode and its first bytes, so that one
-that was started anew is read from its beginning even if it has already grown past where the old one ended. A pipe or
-a device is refused, because reading it would take from others what it gives.
+Read-only and without locks; the writer is not affected. A file is identified by its inode and first bytes, so one that
+was started anew is read from its beginning even if it has grown past the old position. Pipes and devices are refused,
+because reading would take data from their readers.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class _OpenFile:
     inode: tuple[int, int]
     offset: int = 0
     head: bytes = b""
-    seen: tuple[int, int] = (-1, -1)  # size and time of the last change, when it was last looked at
+    seen: tuple[int, int] = (-1, -1)  # size and mtime at the last read
 
 
 @dataclass
 class LogTail:
-    """The files of one run. A folder stands for the logs in it, new ones among them."""
+    """The files of one run. A folder stands for the logs in it, including new ones."""
 
     paths: Sequence[Path]
-    anew: int = 0  # times that a file was started anew
-    gone: set[Path] = field(default_factory=set)  # files that are not there at the moment
-    not_read: tuple[Path, ...] = ()  # other ranks' logs of the same steps
+    restarts: int = 0  # times that a file was started anew
+    gone: set[Path] = field(default_factory=set)  # files that are missing at the moment
+    skipped_ranks: tuple[Path, ...] = ()  # other ranks' logs of the same steps
     _open: dict[Path, _OpenFile] = field(default_factory=dict)
 
     def files(self) -> list[Path]:
-        """The files there are, in the order in which they are read; InputError where there is none at all."""
+        """The files in reading order; InputError without any."""
         found: list[Path] = []
         for path in self.paths:
             if path.is_dir():
@@ -60,15 +60,15 @@ class LogTail:
         try:
             inside = logs.files_of(path)
         except InputError:
-            if any(one.parent == path for one in self._open):
-                return [one for one in self._open if one.parent == path]
+            if any(file.parent == path for file in self._open):
+                return [file for file in self._open if file.parent == path]
             raise
         kept = first_ranks(inside)
-        self.not_read = tuple(one for one in inside if one not in kept)
+        self.skipped_ranks = tuple(file for file in inside if file not in kept)
         return kept
 
     def check(self) -> None:
-        """Raise InputError where something that was named cannot be followed."""
+        """Raise InputError if a path cannot be followed."""
         for path in self.files():
             try:
                 mode = path.stat().st_mode
@@ -78,20 +78,19 @@ class LogTail:
                 raise InputError(f"{path} is no file that can be followed", hint=_HINT)
 
     def read(self) -> Iterator[tuple[str, bytes | None]]:
-        """(name, bytes) of whatever is new, file by file, to its present end; None for bytes: the file begins anew."""
+        """(name, bytes) of new data, file by file; None for bytes: the file begins anew."""
         for path in self.files():
-            one = self._open.get(path) or self._opened(path)
-            if one is not None:
-                yield from self._new_in(one)
+            file = self._open.get(path) or self._open_file(path)
+            if file is not None:
+                yield from self._read_new(file)
 
     def close(self) -> None:
-        """Let go of all files."""
-        for one in self._open.values():
-            os.close(one.descriptor)
+        for file in self._open.values():
+            os.close(file.descriptor)
         self._open.clear()
 
-    def _opened(self, path: Path) -> _OpenFile | None:
-        # Without waiting: what was a file a moment ago may be a pipe by now.
+    def _open_file(self, path: Path) -> _OpenFile | None:
+        # Non-blocking: what was a file a moment ago may be a pipe by now.
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
@@ -103,57 +102,57 @@ class LogTail:
             self.gone.add(path)
             return None
         self.gone.discard(path)
-        self._open[path] = one = _OpenFile(path, descriptor, (status.st_dev, status.st_ino))
-        return one
+        self._open[path] = file = _OpenFile(path, descriptor, (status.st_dev, status.st_ino))
+        return file
 
-    def _new_in(self, one: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
-        name = str(one.path)
-        if self._began_anew(one):
-            one.offset, one.head = 0, b""
-            self.anew += 1
+    def _read_new(self, file: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
+        name = str(file.path)
+        if self._truncated(file):
+            file.offset, file.head = 0, b""
+            self.restarts += 1
             yield name, None
-        yield from self._rest_of(one)
-        if self._replaced(one):
-            # Renamed away and made again: what was written before the change of names has been read by now.
-            yield from self._rest_of(one)
-            os.close(one.descriptor)
-            del self._open[one.path]
-            self.anew += 1
+        yield from self._read_rest(file)
+        if self._replaced(file):
+            # Renamed and created again: read what was written to the old file until then.
+            yield from self._read_rest(file)
+            os.close(file.descriptor)
+            del self._open[file.path]
+            self.restarts += 1
             yield name, None
-            again = self._opened(one.path)
+            again = self._open_file(file.path)
             if again is not None:
-                yield from self._rest_of(again)
+                yield from self._read_rest(again)
 
-    def _rest_of(self, one: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
-        while data := os.pread(one.descriptor, CHUNK_BYTES, one.offset):
-            if one.offset < HEAD_BYTES:
-                one.head = (one.head + data)[:HEAD_BYTES]
-            one.offset += len(data)
-            yield str(one.path), data
+    def _read_rest(self, file: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
+        while data := os.pread(file.descriptor, CHUNK_BYTES, file.offset):
+            if file.offset < HEAD_BYTES:
+                file.head = (file.head + data)[:HEAD_BYTES]
+            file.offset += len(data)
+            yield str(file.path), data
 
-    def _began_anew(self, one: _OpenFile) -> bool:
-        """Whether the file was truncated, and written again perhaps."""
-        status = os.fstat(one.descriptor)
-        seen, one.seen = one.seen, (status.st_size, status.st_mtime_ns)
-        if status.st_size < one.offset:
+    def _truncated(self, file: _OpenFile) -> bool:
+        """Whether the file was truncated, and perhaps written again."""
+        status = os.fstat(file.descriptor)
+        seen, file.seen = file.seen, (status.st_size, status.st_mtime_ns)
+        if status.st_size < file.offset:
             return True
-        return seen != one.seen and os.pread(one.descriptor, len(one.head), 0) != one.head
+        return seen != file.seen and os.pread(file.descriptor, len(file.head), 0) != file.head
 
-    def _replaced(self, one: _OpenFile) -> bool:
+    def _replaced(self, file: _OpenFile) -> bool:
         try:
-            status = one.path.stat()
+            status = file.path.stat()
         except OSError:
-            self.gone.add(one.path)
-            return False  # it may come back; until then the old one is read on
-        self.gone.discard(one.path)
-        return (status.st_dev, status.st_ino) != one.inode
+            self.gone.add(file.path)
+            return False  # it may come back; until then the old file is read on
+        self.gone.discard(file.path)
+        return (status.st_dev, status.st_ino) != file.inode
 
 
 _HINT = "name the run's console log, its JSON lines, or the folder of its event files"
 
 
 def first_ranks(files: Sequence[Path]) -> list[Path]:
-    """Of files that differ only in the number of a rank or worker, the first one: the others log the same steps."""
+    """Of files that differ only in a rank or worker number, the first: the others log the same steps."""
     lowest: dict[str, tuple[int, Path]] = {}
     for path in files:
         found = _RANK.search(path.name)
@@ -166,8 +165,7 @@ def first_ranks(files: Sequence[Path]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def following(paths: Sequence[Path]) -> Iterator[LogTail]:
-    """A tail of these files, let go of in the end."""
+def open_tail(paths: Sequence[Path]) -> Iterator[LogTail]:
     tail = LogTail(paths)
     try:
         tail.check()

@@ -1,8 +1,8 @@
-"""Makes a controller from a process of its own, so that it has nothing of the client that wanted it.
+"""Creates a controller from a separate process, so that it inherits nothing of the client.
 
-What a driver makes inherits its runtime environment and its module paths, and so does all that is made by that: hosts
-would run every client's tasks with the first client's code and variables. A driver without any makes the controller
-and leaves. `python -m trimtab.runtime.client.controller_start`, with the settings as JSON; the link runs it.
+An actor inherits the runtime environment and module paths of the driver that creates it, and passes them on: workers
+would run every client's tasks with the code and variables of the first client. So a driver without any creates the
+controller and exits: `python -m trimtab.runtime.client.controller_start SETTINGS_JSON`, run by `connection`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
 
-MOST_CALLS = 4_000  # at once; a client that waits holds one
-_INHERITED = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID", "RAY_RUNTIME_ENV_HOOK")  # would make it a part of our job
+MAX_CALLS = 4_000  # concurrent; every waiting client holds one
+_INHERITED = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID", "RAY_RUNTIME_ENV_HOOK")  # would make it part of our job
 
 
-def found(address: str, name: str, *settings: str | None, timeout_s: float, **more: float) -> None:
-    """Have the controller made with these settings, or there already; else UnreachableError."""
-    asked = json.dumps({"address": address, "settings": [name, *settings], "more": more})
+def start_controller(address: str, name: str, *settings: str | None, timeout_s: float, **more: float) -> None:
+    """Create the controller with these settings unless it exists; UnreachableError on failure."""
+    settings_json = json.dumps({"address": address, "settings": [name, *settings], "more": more})
     environment = {key: value for key, value in os.environ.items() if key not in _INHERITED}
-    with _neutral_place() as place:
+    with _neutral_directory() as directory:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", __name__, asked],
-                cwd=place,
+                [sys.executable, "-m", __name__, settings_json],
+                cwd=directory,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -43,18 +43,18 @@ def found(address: str, name: str, *settings: str | None, timeout_s: float, **mo
                 timeout=timeout_s,
             )
         except subprocess.TimeoutExpired:
-            raise UnreachableError(f"the controller {name} was not made within {timeout_s:.3g} s") from None
+            raise UnreachableError(f"the controller {name} was not created within {timeout_s:.3g} s") from None
     if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         raise UnreachableError(
-            f"the controller {name} could not be made: {said[-1] if said else f'exit status {done.returncode}'}",
-            hint="trimtab has to be installed on the nodes of the cluster: a client's runtime_env does not bring it",
+            f"the controller {name} could not be created: {lines[-1] if lines else f'exit status {done.returncode}'}",
+            hint="install trimtab on the nodes of the cluster: a client's runtime_env does not provide it",
         )
 
 
 @contextlib.contextmanager
-def _neutral_place() -> Iterator[str]:
-    """Where the process runs, which Ray makes a path of modules: where trimtab is, else an empty directory."""
+def _neutral_directory() -> Iterator[str]:
+    """Working directory of the process, which Ray adds to sys.path: that of trimtab, else an empty one."""
     here = Path(__file__).parents[3]
     if str(here) not in {*site.getsitepackages(), site.getusersitepackages()}:
         yield str(here)
@@ -63,14 +63,14 @@ def _neutral_place() -> Iterator[str]:
         yield empty
 
 
-def main(asked: str) -> None:
-    """Runs in a process of its own: connect, make the controller on the head node, leave when it is there."""
+def main(settings_json: str) -> None:
+    """Connect, create the controller on the head node, and exit."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from trimtab.runtime.controller.actor import Controller
 
-    wanted: dict[str, Any] = json.loads(asked)
+    wanted: dict[str, Any] = json.loads(settings_json)
     ray.init(wanted["address"], log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
     head = next((n["NodeID"] for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"]), None)
     if head is None:
@@ -84,8 +84,8 @@ def main(asked: str) -> None:
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
-            max_task_retries=0,  # calls are repeated by `ask`, which knows that they may have been heard
-            max_concurrency=MOST_CALLS,
+            max_task_retries=0,  # `ask` retries calls, knowing that they may have been executed
+            max_concurrency=MAX_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
         )
         .remote(*wanted["settings"], **wanted["more"])

@@ -1,7 +1,7 @@
-"""What a client wants to run, packed: a class, its arguments, and whether a warm host can serve it.
+"""Packs what a client submits: a class, its arguments, and whether a warm worker can serve it.
 
-Everything that can be known before anything is sent is checked here: that the class and its arguments can be pickled,
-that the entry method exists, that Ray's options are ones a pool leaves to the user.
+All that can be checked before sending is checked here: that class and arguments can be pickled, that the entry method
+exists, that the Ray options are not decided by the pool.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.core.errors import InputError, nearest
+from trimtab.runtime.procs.background import first_line
 from trimtab.runtime.workers import environments, slot_view
-from trimtab.runtime.workers.task_workers import TaskPayload
+from trimtab.runtime.workers.task_types import TaskPayload
 
 _DECIDED_BY_RESOURCES = ("memory", "resources")
 _DECIDED_BY_POOLS = ("scheduling_strategy", "placement_group", "placement_group_bundle_index", "get_if_exists")
-_SERVED_ANYWAY = (  # detached is what everything is
+_SERVED_ANYWAY = (  # every actor is detached
     "namespace", "lifetime", "runtime_env", "placement_group_capture_child_tasks",
 )  # fmt: skip
 
@@ -40,7 +41,7 @@ def packed(
     runtime_env: str = "",
     where: str = "the task",
 ) -> TaskPayload:
-    """The payload of a task; InputError where it could never run. `runtime_env` is the client's own, as JSON."""
+    """The payload of a task; InputError if it could never run. `runtime_env` is the client's, as JSON."""
     options = _checked_options(dict(ray_options or {}), where)
     user_class = class_of(kind, where)
     if run is not None and not callable(getattr(user_class, run, None)):
@@ -49,8 +50,8 @@ def packed(
             f"{user_class.__name__} has no method {run}", where=where, hint=f"did you mean {near}?" if near else None
         )
     why = why_plain(kind, user_class, options, plain)
-    asked = options.pop("runtime_env", None) or getattr(kind, "_default_options", {}).get("runtime_env")
-    environment = environments.overridden(runtime_env, asked)
+    wanted = options.pop("runtime_env", None) or getattr(kind, "_default_options", {}).get("runtime_env")
+    environment = environments.overridden(runtime_env, wanted)
     if why is not None:
         environment = _with_own_paths(environment)
     return TaskPayload(
@@ -68,7 +69,7 @@ def packed(
 
 
 def class_of(kind: Any, where: str = "the task") -> type:
-    """The user's own class, also of one that Ray has decorated."""
+    """The user's class, also of a ray.remote-decorated one."""
     if inspect.isclass(kind):
         return kind
     decorated = getattr(getattr(kind, "__ray_metadata__", None), "modified_class", None)
@@ -77,10 +78,10 @@ def class_of(kind: Any, where: str = "the task") -> type:
     raise InputError(f"a task runs a class, not {kind!r}", where=where)
 
 
-def why_plain(kind: Any, user_class: type, options: Mapping[str, Any], asked: bool) -> str | None:
-    """Why a warm host cannot serve it, as a sentence; None where it can."""
-    if asked:
-        return "a plain actor was asked for"
+def why_plain(kind: Any, user_class: type, options: Mapping[str, Any], requested: bool) -> str | None:
+    """Why a warm worker cannot serve it; None if it can."""
+    if requested:
+        return "a plain actor was requested"
     if not inspect.isclass(kind):
         return "its class is decorated with ray.remote"
     beyond = sorted(name for name in options if name not in _SERVED_ANYWAY)
@@ -95,22 +96,21 @@ def why_plain(kind: Any, user_class: type, options: Mapping[str, Any], asked: bo
 
 
 def pickled_handlers(preserver: Any, restorer: Any, where: str) -> bytes:
-    """State handlers of a pool, pickled."""
     if not callable(preserver) or not callable(restorer):
         raise InputError("state handlers are two functions: preserver(actor), restorer(actor, state)", where=where)
     return _pickled((preserver, restorer), "the state handlers", where)
 
 
 def own_paths() -> tuple[str, ...]:
-    """Where this process finds modules besides what Python and its packages bring."""
-    brought = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    brought += [*site.getsitepackages(), site.getusersitepackages()]
+    """Module search paths of this process besides the standard library and installed packages."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed += [*site.getsitepackages(), site.getusersitepackages()]
     found = [os.path.abspath(path) for path in sys.path]
-    return tuple(dict.fromkeys(path for path in found if os.path.isdir(path) and not path.startswith(tuple(brought))))
+    return tuple(dict.fromkeys(path for path in found if os.path.isdir(path) and not path.startswith(tuple(installed))))
 
 
 def _with_own_paths(environment: dict[str, Any]) -> dict[str, Any]:
-    """The runtime environment of a plain actor, which unpacks its class before anybody could tell it where to look."""
+    """Adds the module paths to PYTHONPATH: a plain actor unpickles its class before its paths can be set."""
     paths = os.pathsep.join(own_paths())
     if not paths:
         return environment
@@ -126,9 +126,9 @@ def _is_async(member: Any) -> bool:
 def _checked_options(options: dict[str, Any], where: str) -> dict[str, Any]:
     for name, value in options.items():
         if name in _DECIDED_BY_RESOURCES:
-            raise InputError(f"ray_options: {name} is not to be given", where=where, hint="`resources` says it")
+            raise InputError(f"ray_options: {name} cannot be set", where=where, hint="use `resources`")
         if name in _DECIDED_BY_POOLS:
-            raise InputError(f"ray_options: {name} is not to be given", where=where, hint="the pool decides it")
+            raise InputError(f"ray_options: {name} cannot be set", where=where, hint="the pool decides it")
         try:
             json.dumps(value)
         except (TypeError, ValueError):
@@ -142,9 +142,8 @@ def _pickled(value: Any, what: str, where: str) -> bytes:
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as fault:
-        said = str(fault).strip().splitlines()
         raise InputError(
-            f"{what} cannot be pickled: {said[0] if said else type(fault).__name__}",
+            f"{what} cannot be pickled: {first_line(fault)}",
             where=where,
-            hint="open files, sockets, locks and the like are to be made in the constructor",
+            hint="create open files, sockets, locks and the like in the constructor",
         ) from None

@@ -1,12 +1,12 @@
-"""The native way to use pools from Python: connect, have a pool, submit, call, wait, look.
+"""The Python API of pools: connect, create a pool, submit, call, wait, inspect.
 
     with trimtab.connect() as session:
         pool = session.pool("train", quota={"cpu": 6, "gpu": 8})
         task = pool.submit(Trainer, resources={"cpu": 1, "gpu": 1}, priority=9.0)
         task.call("step", 3)
 
-A session is one client of a controller, which lives on in the cluster when the session closes. Every wait has a
-deadline; what waits too long says why it waits. Errors are those of `trimtab.core.errors` and `task_errors`.
+A session is a client of a controller, which keeps running in the cluster when the session closes. Every wait has a
+deadline; a timeout error has the reason for the wait. Errors are those of `trimtab.core.errors` and `client.task`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from trimtab.model.pool import (
 from trimtab.runtime.client.connection import ControllerConnection, RayConnection
 from trimtab.runtime.client.packing import class_of, own_paths, packed, pickled_handlers
 from trimtab.runtime.client.task import Task
-from trimtab.runtime.controller.executor import write_payload
 from trimtab.runtime.controller.leases import LEASE_S, this_process
 from trimtab.runtime.controller.rpc import TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
 from trimtab.runtime.workers import environments
+from trimtab.runtime.workers.task_types import write_payload
 
 log = logging.getLogger("trimtab")
 
 RENEW_EVERY_S = 2.0
-SUBMIT_S = 300.0  # what is sent may be large
+SUBMIT_S = 300.0  # payloads may be large
 
 Amounts = Mapping[str, float]
 
@@ -62,38 +62,40 @@ def connect(
     lease_s: float = LEASE_S,
     reconcile_s: float | None = None,
 ) -> Session:
-    """Connect to the controller `name` of a Ray cluster, and make it where there is none.
+    """Connect to the controller `name` of a Ray cluster, and create it if there is none.
 
     The cluster is the one this process is connected to, else `address`, else RAY_ADDRESS, else one that runs on this
-    machine, else a local Ray of `cpus` logical CPUs that ends with the session ("local" asks for that one);
-    `session.how` says which it is and why. `journal_dir` is where the controller keeps its journal (on the head node;
-    without it, among the cluster's own files, so that it lives as long as the cluster). With `state_dir`, a directory
-    that every node sees, tasks save their state there themselves. `metrics_port` is for the exporter of a local Ray.
-    `lease_s`: what was submitted with `ends_with_me` ends when nothing was heard of this process for so long, unless
-    its node sees that it is alive; at once where its node sees that it is dead. `reconcile_s` is how often a controller
-    that is made looks for instructions that were lost (30).
+    machine, else a local Ray of `cpus` logical CPUs that ends with the session ("local" requests that one);
+    `session.how` says which it is and why. `journal_dir` is the directory of the controller's journal on the head node
+    (default: in Ray's session directory, for the lifetime of the cluster). With `state_dir`, a directory that every
+    node mounts, tasks save their state there themselves. `metrics_port` is for the exporter of a local Ray. `lease_s`:
+    what was submitted with `ends_with_me` ends after so long without a sign of this process, unless its node sees that
+    it is alive; at once if its node sees that it is dead. `reconcile_s` is the period in which a new controller
+    searches for lost instructions (30).
     """
     if reconcile_s is not None and not reconcile_s > 0:
         raise InputError(f"reconcile_s must be more than 0, not {reconcile_s:g}")
     if not lease_s > 0:
         raise InputError(f"lease_s must be more than 0, not {lease_s:g}", hint=f"the default is {LEASE_S:g} seconds")
-    link = RayConnection(address, cpus=cpus, metrics_port=metrics_port)
+    connection = RayConnection(address, cpus=cpus, metrics_port=metrics_port)
     try:
-        found = ControllerConnection(link.ray, name, journal_dir, state_dir, timeout, reconcile_s=reconcile_s)
-        return Session(link, found, lease_s)
+        controller = ControllerConnection(
+            connection.ray, name, journal_dir, state_dir, timeout, reconcile_s=reconcile_s
+        )
+        return Session(connection, controller, lease_s)
     except BaseException:
-        link.close()
+        connection.close()
         raise
 
 
 class Session:
-    """One client of a controller. `how` says which Ray it is on and why."""
+    """A client of a controller. `how` says which Ray it is on and why."""
 
-    def __init__(self, link: RayConnection, controller: ControllerConnection, lease_s: float = LEASE_S) -> None:
-        self._link = link
+    def __init__(self, connection: RayConnection, controller: ControllerConnection, lease_s: float = LEASE_S) -> None:
+        self._connection = connection
         self._controller = controller
-        self._ray = link.ray
-        self.how = link.how
+        self._ray = connection.ray
+        self.how = connection.how
         self.name = controller.name
         self.client = f"{uuid.uuid4().hex[:12]}"
         self.ask = controller.ask
@@ -101,8 +103,8 @@ class Session:
         self._lease_s = lease_s
         self._renew_every_s = min(RENEW_EVERY_S, lease_s / 12)
         self._renewer: threading.Thread | None = None
-        self._renewed = threading.Event()  # once
-        self._lease_fault = ""  # why the lease was not renewed the last time
+        self._renewed = threading.Event()  # the first time
+        self._lease_fault = ""  # why the last renewal failed
         self._background = Background()
         for note in controller.facts["notes"]:
             log.warning("%s", note)
@@ -130,11 +132,11 @@ class Session:
         budget: int | None = None,
         budget_window_s: float = 60.0,
     ) -> PreemptionPolicy:
-        """From now on, this decides who may evict whom. `aggressiveness` sets the gaps that are not given."""
+        """Set the preemption policy. `aggressiveness` sets the gaps that are not given."""
         try:
             level = Aggressiveness(aggressiveness)
         except ValueError:
-            words = ", ".join(one.value for one in Aggressiveness)
+            words = ", ".join(level.value for level in Aggressiveness)
             raise InputError(f"{aggressiveness!r} is no aggressiveness", hint=f"one of {words}") from None
         policy = PreemptionPolicy(
             same_pool=same_pool,
@@ -172,16 +174,16 @@ class Session:
         labels: Mapping[str, str] | None = None,
         strategy: str = "STRICT_PACK",
         wait_s: float = 3600.0,
-        patience_s: float = 60.0,
-        patience_runs: float = 20.0,
+        starvation_timeout_s: float = 60.0,
+        starvation_runs: float = 20.0,
         ends_with_me: bool = False,
     ) -> Pool:
-        """The pool of this name: with a quota it is made (or is there with the same settings), without one it must be.
+        """The pool of this name; with a quota it is created, or must exist with the same settings.
 
         Memory is in bytes. `reserved` slots are for tasks of `reserved_priority` and above; `borrow` lets others use
-        them while they are idle. `warm_hosts` processes are kept ready on all nodes together, and `warm_each` on every
-        one, which have imported `preload` and have the runtime environment of the client that asked last.
-        `ends_with_me` drops the pool, and what is in it, when this client goes.
+        them while they are idle. `warm_hosts` idle processes are kept ready on all nodes together, and `warm_each` on
+        every node; they have imported `preload` and have the runtime environment of the last client that called this.
+        `ends_with_me` drops the pool and its tasks when this client ends.
         """
         if quota is None:
             return Pool(self, self.ask("pool", name))
@@ -191,7 +193,7 @@ class Session:
             quota=Resources.of(quota, where=where),
             labels=labels_of(labels, where),
             strategy=strategy_of(strategy, where),
-            reserved=tuple(Resources.of(one, where=where) for one in reserved),
+            reserved=tuple(Resources.of(bundle, where=where) for bundle in reserved),
             reserved_priority=reserved_priority,
             dynamic=dynamic,
             dynamic_limit=dynamic_limit,
@@ -202,53 +204,53 @@ class Session:
             hosts_each=warm_each,
             preload=tuple(preload),
             wait_s=wait_s,
-            patience_s=patience_s,
-            patience_runs=patience_runs,
+            starvation_timeout_s=starvation_timeout_s,
+            starvation_runs=starvation_runs,
             client=self.client if ends_with_me else None,
         )
         self.ask("ensure_pool", spec, environments.of_this_process(self._ray), own_paths())
         if ends_with_me:
-            self._live_with()
+            self._keep_lease()
         return Pool(self, spec)
 
     def task(self, id: str) -> Task:
-        """The task of this id, whoever submitted it."""
+        """The task of this id, of any client."""
         self.ask("see", id)
         return Task(self, id)
 
     def tasks(self, pool: str | None = None) -> list[TaskSnapshot]:
-        """What the controller remembers of all tasks, or of those of one pool."""
+        """Snapshots of all known tasks, or of one pool."""
         seen: list[TaskSnapshot] = self.ask("tasks", pool)
         return seen
 
     def status(self) -> dict[str, Any]:
-        """How everything stands, as plain data: nodes, pools, tasks by state, warm hosts, the journal, faults."""
+        """State of the controller as plain data: nodes, pools, tasks by state, warm hosts, the journal, faults."""
         status: dict[str, Any] = self.ask("status")
         return {**status, "how": self.how}
 
     def explain(self, id: str) -> TaskExplanation:
-        """Why a task is where it is."""
+        """The state of a task, and the reason for it."""
         explanation: TaskExplanation = self.ask("explain", id)
         return explanation
 
     def would_evict(
         self, pool: str, resources: Amounts | Sequence[Amounts], *, priority: float = 5.0, **settings: Any
     ) -> Any:
-        """Who would be evicted if this were submitted now, and why; a dry run. Settings are those of `Pool.submit`."""
+        """Dry run: which tasks would be evicted if this were submitted now. Settings are those of `Pool.submit`."""
         return self.ask("would_evict", _task_spec(None, pool, resources, priority=priority, **settings))
 
     def drain_node(self, node: str, deadline_s: float | None = None, cause: str = "asked by hand") -> NodeView:
-        """Have a node emptied by a deadline (None: when it can): its id, the beginning of it, its name or address.
+        """Drain a node by a deadline (None: none), given its id, an id prefix, its name or its address.
 
-        What is there is told, saved and started elsewhere in time; Ray is told, too, and there is no way back.
+        Its tasks are cancelled, saved and started elsewhere in time. Ray drains it too; this cannot be undone.
         """
         view: NodeView = self.ask("drain_node", node, deadline_s, cause)
         return view
 
     def close(self) -> None:
-        """Leave. The controller and its tasks stay, but for tasks that were to end with this client.
+        """Close the session. The controller and its tasks stay, except tasks that end with this client.
 
-        A local Ray that was started for this session ends, and with it everything that ran there.
+        A local Ray that was started for this session is shut down.
         """
         if self._closed.is_set():
             return
@@ -258,32 +260,32 @@ class Session:
             self._renewer.join(timeout=5)
             with contextlib.suppress(TrimtabError):
                 self.ask("leave", self.client)
-        if self._link.embedded:
+        if self._connection.embedded:
             self._end_controller()
-        self._link.close()
+        self._connection.close()
 
     def shutdown(self, timeout: float = 60.0) -> None:
-        """End the controller with everything it holds: tasks, slots, processes. Nothing is left behind."""
+        """End the controller with all its tasks, slots and processes."""
         if not self._closed.is_set():
             self._closed.set()
             self._background.stop()
             self._end_controller(timeout)
-            self._link.close()
+            self._connection.close()
 
     def _end_controller(self, timeout: float = 60.0) -> None:
         try:
             self.ask("shutdown", True, timeout / 2, timeout_s=timeout)
         except TrimtabError as fault:
-            log.warning("the controller did not end in order: %s", fault.what)
+            log.warning("the controller did not shut down cleanly: %s", fault.what)
         self._controller.end()
 
-    def _live_with(self) -> None:
-        """Tell the controller now, and again and again, that this client is alive."""
+    def _keep_lease(self) -> None:
+        """Renew the lease now, and periodically from a thread."""
         if self._renewer is None:
             self._process = this_process(self._ray)
             policy = RestartPolicy(None, backoff_s=self._renew_every_s, max_backoff_s=self._renew_every_s)
             self._renewer = self._background.start_thread("lease", self._renew_often, policy=policy)
-            self._renewed.wait(RENEW_EVERY_S)  # so that what the caller does next, however long, finds it known
+            self._renewed.wait(RENEW_EVERY_S)  # so that the lease exists before the caller blocks
 
     def _renew_often(self) -> None:
         while True:
@@ -297,7 +299,7 @@ class Session:
         try:
             timeout_s = max(2 * RENEW_EVERY_S, self._lease_s / 6)
             if not self.ask("renew", self.client, self._lease_s, self._process, timeout_s=timeout_s):
-                fault = "the controller has given this client up, and ended what was to end with it"
+                fault = "the lease had ended, and with it what was to end with this client"
         except UnreachableError as error:
             fault = error.what
         if fault and fault != self._lease_fault:
@@ -306,7 +308,7 @@ class Session:
 
 
 class Pool:
-    """A pool as a client sees it. `spec` says what it is."""
+    """A pool, as seen by a client; `spec` is its specification."""
 
     def __init__(self, session: Session, spec: PoolSpec) -> None:
         self._session = session
@@ -331,15 +333,15 @@ class Pool:
         ends_with_me: bool = False,
         **settings: Any,
     ) -> Task:
-        """Have an object of class `kind` made in this pool; a list of `resources` makes a gang, one object each.
+        """Create an object of class `kind` in this pool; a list of `resources` makes a gang, one object each.
 
-        With `run`, that method is called once it is made, and what it returns is the task's result; without, the task
-        is there to be called until it is completed or cancelled. A warm host serves it unless it is decorated by Ray,
-        has async methods, brings `ray_options` that only an actor can honour, or `plain` asks for an actor.
-        Actors that it makes itself without saying where are in its slot, and end with it. `ends_with_me` cancels it
-        when this client goes. Further settings are fields of `TaskSpec`: estimate_s, preemptible, strategy, wait_s,
-        restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s,
-        one_process (a list of resources is for one object and the actors that it makes).
+        With `run`, that method is called after construction, and its return value is the task's result; without, the
+        task serves calls until it is completed or cancelled. A warm host serves it unless the class is decorated by
+        Ray, has async methods, has `ray_options` that only an actor can honour, or `plain` requests an actor. Actors
+        that it creates without a placement are in its slot, and end with it. `ends_with_me` cancels it when this client
+        ends. Further settings are fields of `TaskSpec`: estimate_s, preemptible, strategy, wait_s, restarts, saves,
+        notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s, one_process (a list
+        of resources is for one object and the actors that it creates).
         """
         session = self._session
         user_class = class_of(kind)
@@ -356,7 +358,7 @@ class Pool:
                 raise InputError(
                     f"ray_options: {option} is {options[option]}, but its resources have {has:g} {name}",
                     where=f"task {id}",
-                    hint="it is what the actor itself takes of its slot; the rest is for actors that it makes",
+                    hint="it is what the actor itself uses of its slot; the rest is for actors that it creates",
                 )
         payload = packed(
             kind,
@@ -373,30 +375,30 @@ class Pool:
         )
         session.ask("submit", spec, write_payload(payload, uuid.uuid4().hex), timeout_s=SUBMIT_S)
         if ends_with_me:
-            session._live_with()
+            session._keep_lease()
         return Task(session, id)
 
     def state_handlers(self, preserver: Callable[[Any], Any], restorer: Callable[[Any, Any], None]) -> None:
-        """For tasks that do not save: `preserver(actor)` gives their state, `restorer(actor, state)` takes it back."""
+        """For tasks without `save()`: `preserver(actor)` returns the state, `restorer(actor, state)` restores it."""
         handlers = pickled_handlers(preserver, restorer, f"pool {self.name}")
         self._session.ask("set_state_handlers", self.name, handlers)
 
     def tasks(self) -> list[TaskSnapshot]:
-        """What the controller remembers of its tasks."""
+        """Snapshots of its tasks."""
         return self._session.tasks(self.name)
 
     def set_quota(self, quota: Amounts) -> None:
-        """Let it use so much from now on. What runs over a smaller quota goes on; nothing new starts until it fits."""
+        """Change the quota. Running tasks above a smaller quota continue; nothing new starts until it fits."""
         resources = Resources.of(quota, where=f"pool {self.name}")
         self._session.ask("ask", QuotaSet(self.name, resources))
         self.spec = replace(self.spec, quota=resources)
 
     def drain(self, on: bool = True) -> None:
-        """Take nothing new, or with `on` false take again."""
+        """Accept no new tasks; with `on` false, accept them again."""
         self._session.ask("ask", PoolDrained(self.name, on))
 
     def drop(self) -> None:
-        """End the pool: its tasks are cancelled and its slots removed."""
+        """Drop the pool: its tasks are cancelled and its slots removed."""
         self._session.ask("ask", PoolDropped(self.name))
 
     def __repr__(self) -> str:
@@ -436,6 +438,6 @@ def _task_spec(
 
 def _bundles(resources: Any, where: str) -> tuple[Resources, ...]:
     several = [resources] if isinstance(resources, Mapping) else list(resources)
-    if not all(isinstance(one, Mapping) for one in several):
+    if not all(isinstance(bundle, Mapping) for bundle in several):
         raise InputError("resources are {name: amount}, or a list of those for a gang", where=where)
-    return tuple(Resources.of(one, where=where) for one in several)
+    return tuple(Resources.of(bundle, where=where) for bundle in several)

@@ -1,7 +1,7 @@
-"""A task in a client's hands: look at it, wait for it, call it, end it.
+"""A task, as seen by a client: inspect, wait, call, cancel.
 
-Calls go straight to the task's processes; everything else is asked of the controller. Every wait has a deadline, and
-what takes too long says why. Any number of clients may hold the same task.
+Calls go directly to the task's processes, everything else through the controller. Every wait has a deadline, and a
+timeout error has the reason. Any number of clients may use the same task.
 """
 
 from __future__ import annotations
@@ -14,46 +14,69 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core.errors import InputError, TrimtabError, nearest
 from trimtab.machines.pool.events import CancelRequested, CompleteRequested, EvictRequested, TurnRequested
 from trimtab.model.pool import ENDED, TaskExplanation, TaskState
-from trimtab.runtime.client.task_errors import (
-    TaskCancelledError,
-    TaskError,
-    TaskFailedError,
-    TaskInterruptedError,
-    TaskTimeoutError,
-)
 from trimtab.runtime.controller.rpc import TaskSnapshot
 from trimtab.runtime.store.blobs import unpack
-from trimtab.runtime.workers.task_workers import TaskWorker
+from trimtab.runtime.workers.task_types import TaskWorker
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
 
-WAIT_AT_ONCE_S = 60.0  # one call waits so long at most, so that a controller that hangs is noticed
-NEWS_S = 5.0  # for the controller to hear of a death that a caller has seen
+MAX_CALL_S = 60.0  # of a single RPC, so that a hanging controller is noticed
+DEATH_NOTICE_S = 5.0  # for the controller to notice a death that a caller has seen
 DEFAULT_TIMEOUT_S = 3600.0
 
 
+class TaskError(TrimtabError):
+    """Error of a task; `explanation` is the controller's, if it answered."""
+
+    exit_status = 4
+
+    def __init__(self, what: str, explanation: TaskExplanation | None = None, *, hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.explanation = explanation
+
+
+class TaskTimeoutError(TaskError, TimeoutError):
+    """The task did not reach the state in time; it continues."""
+
+
+class TaskInterruptedError(TaskError):
+    """The process ended during a call. If the task was evicted or has restarts left, it runs again."""
+
+
+class TaskFailedError(TaskError):
+    """The task failed; `trace` is the traceback of its constructor or entry method, if that raised."""
+
+    trace: str = ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\n{self.trace}".rstrip()
+
+
+class TaskCancelledError(TaskError):
+    """The task was cancelled."""
+
+
 class Task:
-    """A task as a client sees it; any number of clients may look at the same one."""
+    """A task, as seen by a client."""
 
     def __init__(self, session: Session, id: str) -> None:
         self._session = session
         self._handles: dict[TaskWorker, Any] = {}
-        self._seen: TaskSnapshot | None = None  # as `begin` saw it
-        self._methods: dict[tuple[TaskWorker, str, int], Any] = {}  # of members, with their options: made once
+        self._seen: TaskSnapshot | None = None  # snapshot of the last `begin`
+        self._methods: dict[tuple[TaskWorker, str, int], Any] = {}  # Ray methods with options, cached
         self.id = id
 
-    # ---- looking
+    # ---- state
 
     @property
     def seen(self) -> TaskSnapshot:
-        """What the controller says of it now."""
+        """The current snapshot."""
         seen: TaskSnapshot = self._session.ask("see", self.id)
         return seen
 
     @property
     def state(self) -> TaskState:
-        """Where it is now."""
         return self.seen.state
 
     @property
@@ -63,20 +86,20 @@ class Task:
 
     @property
     def members(self) -> tuple[TaskWorker, ...]:
-        """Its processes, in order of rank; none while it does not run."""
+        """Its processes by rank; empty while it does not run."""
         return self.seen.members
 
     def explain(self) -> TaskExplanation:
-        """Why it is where it is."""
+        """Its state, and the reason for it."""
         return self._session.explain(self.id)
 
     # ---- waiting
 
     def wait(self, until: str | Collection[str] = "running", timeout: float = DEFAULT_TIMEOUT_S) -> TaskState:
-        """Wait until it is in a state (or one of several; "ended": any end), and give that state.
+        """Wait until it is in a state (or one of several; "ended": any end), and return that state.
 
-        Raises TaskTimeoutError with the reason it still waits, and TaskFailedError or TaskCancelledError where it ended
-        in another way. A task that is done counts as one that was running.
+        Raises TaskTimeoutError with the reason for the wait, and TaskFailedError or TaskCancelledError if it ended
+        otherwise. A task that is done counts as having been running.
         """
         wanted = _states(until)
         seen = self._wait(wanted, timeout)
@@ -88,7 +111,7 @@ class Task:
         raise self._late(f"task {self.id} is not {words} after {timeout:.3g} s, but {seen.state.value}")
 
     def result(self, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
-        """What the entry method returned (of a gang: a list, by rank), or the error that stands for it."""
+        """Return value of the entry method (of a gang: a list by rank); raises the error of a failed task."""
         from ray import cloudpickle
 
         seen = self._wait(ENDED, timeout)
@@ -105,9 +128,9 @@ class Task:
     def call(
         self, method: str, *args: Any, rank: int | None = None, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any
     ) -> Any:
-        """Call a method of the object, once it runs; of a gang, that of every member (a list), or of one `rank`.
+        """Call a method of the object once it runs; of a gang, of every member (a list), or of the one with `rank`.
 
-        What the method raises is raised. TaskInterruptedError: the process ended under the call.
+        Exceptions of the method are raised. TaskInterruptedError: the process ended during the call.
         """
         from ray import exceptions
 
@@ -133,10 +156,10 @@ class Task:
     def begin(
         self, method: str, *args: Any, timeout: float = DEFAULT_TIMEOUT_S, returns: int = 1, **kwargs: Any
     ) -> list[Any]:
-        """Call a method of every member, once it runs, and give Ray's references instead of what they return.
+        """Call a method of every member once it runs, and return Ray references.
 
-        With several `returns` the method gives a tuple of so many, and there is a list of references for each member.
-        Where the members are is asked once, and again after `interrupted` has looked at a call that broke.
+        With several `returns` the method returns a tuple of that length, and there is a list of references per member.
+        The members are looked up once, and again after `interrupted`.
         """
         if self._seen is None:
             self._seen = self._running(time.monotonic() + timeout, timeout)
@@ -146,42 +169,40 @@ class Task:
         return [self._call(member, method, args, kwargs, returns) for member in self._seen.members]
 
     def interrupted(self, method: str) -> TaskInterruptedError:
-        """What became of a call begun by `begin` whose process ended under it."""
+        """The error for a call by `begin` whose process ended during it."""
         seen, self._seen = self._seen, None
         return self._interrupted(method, seen if seen is not None else self.seen)
 
-    # ---- asking
+    # ---- requests
 
     def cancel(self, keep_slot: bool = True) -> None:
-        """Have it end; it counts as cancelled. Returns at once: `wait("ended")` waits."""
+        """Cancel it. Returns at once: `wait("ended")` waits."""
         self._session.ask("ask", CancelRequested(self.id, keep_slot))
 
     def complete(self, keep_slot: bool = True) -> None:
-        """Say that its work is done: it is stopped and counts as done. Returns at once."""
+        """Stop it as done. Returns at once."""
         self._session.ask("ask", CompleteRequested(self.id, keep_slot))
 
     def evict(self) -> None:
-        """Have it stop now and return later. Returns at once."""
+        """Evict it: it stops now and is queued again. Returns at once."""
         self._session.ask("ask", EvictRequested(self.id))
 
     def take_turn(self) -> None:
-        """Ask for its turn in the slot it shares. Returns at once: `wait("running")` waits."""
+        """Request its turn in the slot it shares. Returns at once: `wait("running")` waits."""
         self._session.ask("ask", TurnRequested(self.id))
 
     def __repr__(self) -> str:
         return f"Task({self.id!r})"
 
-    # ---- how it is done
+    # ---- helpers
 
     def _wait(self, states: Collection[TaskState], timeout: float) -> TaskSnapshot:
         deadline = time.monotonic() + timeout
         while True:
             left_s = deadline - time.monotonic()
-            at_once_s = max(0.0, min(left_s, WAIT_AT_ONCE_S))
-            seen: TaskSnapshot = self._session.ask(
-                "wait", self.id, tuple(states), at_once_s, timeout_s=at_once_s + 30.0
-            )
-            if seen.state in states or seen.state in ENDED or left_s <= at_once_s:
+            call_s = max(0.0, min(left_s, MAX_CALL_S))
+            seen: TaskSnapshot = self._session.ask("wait", self.id, tuple(states), call_s, timeout_s=call_s + 30.0)
+            if seen.state in states or seen.state in ENDED or left_s <= call_s:
                 return seen
 
     def _running(self, deadline: float, timeout: float) -> TaskSnapshot:
@@ -198,7 +219,6 @@ class Task:
     def _call(
         self, member: TaskWorker, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], returns: int = 1
     ) -> Any:
-        """Begin a call of one member."""
         is_host = member.kind == "host"
         known = self._methods.get((member, method, returns))
         if known is None:
@@ -206,7 +226,7 @@ class Task:
             named = handle.call if is_host else getattr(handle, method)
             # The name is what Ray's dashboard and task list show.
             known = named.options(name=f"{self.id}.{method}", num_returns=returns)
-            self._methods = {key: one for key, one in self._methods.items() if key[0].attempt == member.attempt}
+            self._methods = {key: method_ for key, method_ in self._methods.items() if key[0].attempt == member.attempt}
             self._methods[member, method, returns] = known
         return known.remote(method, *args, **kwargs) if is_host else known.remote(*args, **kwargs)
 
@@ -219,13 +239,15 @@ class Task:
                 handle = self._session._ray.get_actor(member.actor, namespace=member.namespace)
             except ValueError:
                 raise exceptions.RayActorError() from None
-            self._handles = {known: one for known, one in self._handles.items() if known.attempt == member.attempt}
+            self._handles = {
+                other: handle for other, handle in self._handles.items() if other.attempt == member.attempt
+            }
             self._handles[member] = handle
         return handle
 
     def _interrupted(self, method: str, seen: TaskSnapshot) -> TaskInterruptedError:
-        """The error for a process that ended under a call, once the controller knows of it."""
-        until = time.monotonic() + NEWS_S
+        """The error for a process that ended during a call, once the controller knows of it."""
+        until = time.monotonic() + DEATH_NOTICE_S
         explanation = self._explained()
         while explanation is not None and explanation.attempts == seen.attempt and time.monotonic() < until:
             if explanation.state not in (TaskState.running, TaskState.parked):
@@ -244,7 +266,7 @@ class Task:
         error = TaskFailedError(what, self._explained())
         with contextlib.suppress(TrimtabError):
             data = self._session.ask("result", self.id)
-            error.trace = "\n".join(one for one in unpack(data)[0]["traces"] if one) if data is not None else ""
+            error.trace = "\n".join(trace for trace in unpack(data)[0]["traces"] if trace) if data is not None else ""
         return error
 
     def _late(self, what: str) -> TaskTimeoutError:
@@ -261,7 +283,7 @@ class Task:
 
 def _states(until: str | Collection[str]) -> tuple[TaskState, ...]:
     words = [until] if isinstance(until, str) else list(until)
-    known = [one.value for one in TaskState]
+    known = [state.value for state in TaskState]
     for word in words:
         if word not in known and word != "ended":
             near = nearest(str(word), [*known, "ended"])

@@ -1,8 +1,8 @@
-"""The controller: the one actor of a cluster that clients ask about pools and tasks.
+"""The controller actor: RPCs of clients about pools and tasks.
 
-Named, detached, restartable, on the head node. These are its doors; behind them the driver drives the machine. Killed
-at any moment it comes back by itself, with all it knew. It runs nobody's code (hosts do) and never waits without a
-deadline. Clients reach it through `trimtab.runtime.client.session`.
+A named, detached, restartable actor on the head node. `ControllerLoop` runs the pool machine behind these RPCs. After a
+crash Ray restarts it and it recovers its state from the journal. It never runs user code (worker processes do) and
+never waits without a deadline. Clients use `trimtab.runtime.client.session`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from trimtab.machines.pool.events import CancelRequested, PolicySet, PoolEnsured
 from trimtab.machines.pool.records import PoolTask
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import ENDED, PoolSpec, PreemptionPolicy, TaskExplanation, TaskSpec, TaskState
-from trimtab.runtime.controller.controller_loop import ASKS, RECONCILE_S, ControllerLoop, say_fault
-from trimtab.runtime.controller.executor import read_payload
+from trimtab.runtime.controller.controller_loop import RECONCILE_S, USER_EVENTS, ControllerLoop, log_failure
 from trimtab.runtime.controller.leases import LEASE_S, ClientProcess
-from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, door
+from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, rpc_method
 from trimtab.runtime.store.blobs import NO_ROOM_HINT, header_of
+from trimtab.runtime.workers.task_types import read_payload
 
-TRY_AGAIN_S = 5.0  # after a failed attempt to come up
-_LARGE = 2**20  # bytes that are written beside the loop
+START_RETRY_S = 5.0  # after a failed start
+_LARGE = 2**20  # bytes; larger payloads are written in a thread
 
 
 class Controller:
-    """The actor. Its public methods are doors for clients; answers are read with `doors.value_of`."""
+    """The controller actor. Clients read the result of an RPC with `rpc.value_of`."""
 
     def __init__(
         self, name: str, journal_dir: str | None, state_dir: str | None, reconcile_s: float = RECONCILE_S
@@ -43,341 +43,347 @@ class Controller:
         self._name = name
         self._settings = (journal_dir, state_dir)
         self._reconcile_s = reconcile_s
-        self._driver: ControllerLoop
-        self._is_there = False
+        self._loop: ControllerLoop
+        self._started = False
         self._closing = False
-        self._try_to_come_up()
+        self._begin_start()
 
-    # ---- coming up ------------------------------------------------------------------------------------------
+    # ---- start ------------------------------------------------------------------------------------------
 
-    def _try_to_come_up(self) -> None:
-        self._tried = time.monotonic()
-        self._up = asyncio.get_running_loop().create_task(self._come_up())
-        self._up.add_done_callback(self._tried_to_come_up)
+    def _begin_start(self) -> None:
+        self._start_tried_at = time.monotonic()
+        self._starting = asyncio.get_running_loop().create_task(self._start())
+        self._starting.add_done_callback(self._start_done)
 
-    def _tried_to_come_up(self, up: asyncio.Task[None]) -> None:
-        say_fault(up)
-        if not up.cancelled() and up.exception() is not None:  # tasks need it, also where no client asks for it
-            asyncio.get_running_loop().call_later(2 * TRY_AGAIN_S, self._come_up_again, up)
+    def _start_done(self, start: asyncio.Task[None]) -> None:
+        log_failure(start)
+        if (
+            not start.cancelled() and start.exception() is not None
+        ):  # running tasks need the controller even without a client
+            asyncio.get_running_loop().call_later(2 * START_RETRY_S, self._retry_start, start)
 
-    def _come_up_again(self, failed: asyncio.Task[None]) -> None:
-        if self._up is failed and not self._closing:
-            self._try_to_come_up()
+    def _retry_start(self, failed: asyncio.Task[None]) -> None:
+        if self._starting is failed and not self._closing:
+            self._begin_start()
 
-    async def _come_up(self) -> None:
+    async def _start(self) -> None:
         import ray
 
         journal_dir, state_dir = self._settings
         directory = Path(journal_dir) if journal_dir else session_dir(ray) / "trimtab" / self._name
-        self._driver = ControllerLoop(self._name, directory, state_dir, ray, self._reconcile_s)
-        await self._driver.come_up()
-        self._is_there = True
+        self._loop = ControllerLoop(self._name, directory, state_dir, ray, self._reconcile_s)
+        await self._loop.start()
+        self._started = True
 
-    async def _up_now(self, *, again: bool = False) -> ControllerLoop:
-        """The driver, once it is up. One that could not come up tries again, now and then or as asked."""
+    async def _ready_loop(self, *, again: bool = False) -> ControllerLoop:
+        """The loop, once started. After a failed start it is retried, at most every START_RETRY_S unless `again`."""
         if self._closing:
             raise UnreachableError(f"the controller {self._name} is shutting down", hint="connect again for a new one")
-        failed = self._up.done() and not self._is_there
-        if failed and (again or time.monotonic() - self._tried > TRY_AGAIN_S):
-            self._try_to_come_up()
-        await asyncio.shield(self._up)
-        return self._driver
+        failed = self._starting.done() and not self._started
+        if failed and (again or time.monotonic() - self._start_tried_at > START_RETRY_S):
+            self._begin_start()
+        await asyncio.shield(self._starting)
+        return self._loop
 
-    @door
+    @rpc_method
     async def ready(self, journal_dir: str | None = None, state_dir: str | None = None) -> dict[str, Any]:
-        """Wait until the controller is up; after a failed start, try once more with these settings."""
-        if self._up.done() and not self._is_there:
+        """Wait until the controller has started. After a failed start, retry it with these settings."""
+        if self._starting.done() and not self._started:
             self._settings = (journal_dir or self._settings[0], state_dir or self._settings[1])
-        driver = await self._up_now(again=True)
-        for word, asked, has in (
-            ("journal_dir", journal_dir, str(driver.directory)),
+        loop = await self._ready_loop(again=True)
+        for word, wanted, has in (
+            ("journal_dir", journal_dir, str(loop.directory)),
             ("state_dir", state_dir, self._settings[1]),
         ):
-            if asked is not None and (has is None or Path(asked) != Path(has)):
+            if wanted is not None and (has is None or Path(wanted) != Path(has)):
                 raise InputError(
-                    f"the controller {self._name} runs with {word} {has}, not {asked}",
+                    f"the controller {self._name} runs with {word} {has}, not {wanted}",
                     hint="connect without it, or give this controller another name",
                 )
-        return {"name": self._name, "journal_dir": str(driver.directory), "notes": list(driver.journal.notes)}
+        return {"name": self._name, "journal_dir": str(loop.directory), "notes": list(loop.journal.notes)}
 
-    # ---- asking ---------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------
 
-    @door
+    @rpc_method
     async def ensure_pool(self, spec: PoolSpec, runtime_env: str = "", paths: Collection[str] = ()) -> None:
-        """Have a pool, with warm hosts for tasks of this runtime environment."""
-        driver = await self._up_now()
-        driver.handle(PoolEnsured(spec))
-        await driver.environments.set_pool(spec.name, runtime_env, tuple(paths))
-        driver.warm_hosts()
+        """Create a pool, or accept one with the same settings; keep warm workers for this runtime environment."""
+        loop = await self._ready_loop()
+        loop.handle(PoolEnsured(spec))
+        await loop.environments.set_pool(spec.name, runtime_env, tuple(paths))
+        loop.update_warm_workers()
         if spec.client:
-            driver.leases.heard(spec.client)
+            loop.leases.touch(spec.client)
 
-    @door
+    @rpc_method
     async def set_state_handlers(self, pool: str, handlers: bytes) -> None:
-        """Keep what saves and restores the tasks of a pool that do not do so themselves; counts from the next start."""
-        driver = await self._up_now()
+        """Set the pool's functions that save and restore task state; used from the next task start on."""
+        loop = await self._ready_loop()
         self._known_pool(pool)
-        driver.shelf.put("handlers", pool, handlers)
+        loop.blobs.put("handlers", pool, handlers)
 
-    @door
+    @rpc_method
     async def set_policy(self, policy: PreemptionPolicy) -> list[str]:
-        """Decide who may evict whom; warnings come back."""
-        (await self._up_now()).handle(PolicySet(policy))
-        return self._rules_nobody_has(policy)
+        """Set the preemption policy; returns warnings."""
+        (await self._ready_loop()).handle(PolicySet(policy))
+        return self._unmatched_rules(policy)
 
-    @door
+    @rpc_method
     async def submit(self, spec: TaskSpec, payload: bytes) -> TaskSnapshot:
-        """Take a task. The same submission sent twice (its answer was lost) is taken once."""
-        driver = await self._up_now()
-        if spec.id in driver.machine.tasks and self._token_of(spec.id) == header_of(payload)["token"]:
-            return self._seen(spec.id)
-        self._check_journal(driver)
-        handlers = driver.shelf.get("handlers", spec.pool)
+        """Submit a task. Idempotent: a submission that is sent again (its answer was lost) is accepted once."""
+        loop = await self._ready_loop()
+        if spec.id in loop.machine.tasks and self._token_of(spec.id) == header_of(payload)["token"]:
+            return self._snapshot(spec.id)
+        self._check_journal(loop)
+        handlers = loop.blobs.get("handlers", spec.pool)
         if handlers is not None:
             spec = replace(spec, saves=True)
         if len(payload) < _LARGE:
-            staged = driver.shelf.stage("payloads", spec.id, payload)
+            staged = loop.blobs.stage("payloads", spec.id, payload)
         else:
-            staged = await asyncio.to_thread(driver.shelf.stage, "payloads", spec.id, payload)
+            staged = await asyncio.to_thread(loop.blobs.stage, "payloads", spec.id, payload)
         try:
-            driver.handle(TaskSubmitted(spec), staged)
+            loop.handle(TaskSubmitted(spec), staged)
         except BaseException:
             staged.discard()
             raise
         try:
-            self._check_journal(driver)
-        except UnreachableError:  # it would be forgotten with this process
-            driver.feed(CancelRequested(spec.id))
+            self._check_journal(loop)
+        except UnreachableError:  # the task would be lost if this process died
+            loop.feed(CancelRequested(spec.id))
             raise
         if len(payload) < _LARGE:
-            driver.deeds.submitted(spec.id, read_payload(payload, handlers))
+            loop.executor.submitted(spec.id, read_payload(payload, handlers))
         if spec.client:
-            driver.leases.heard(spec.client)
-        await driver.environments.submitted(spec.id, header_of(payload)["runtime_env"])
-        return self._seen(spec.id)
+            loop.leases.touch(spec.client)
+        await loop.environments.submitted(spec.id, header_of(payload)["runtime_env"])
+        return self._snapshot(spec.id)
 
-    @door
+    @rpc_method
     async def ask(self, event: PoolEvent) -> None:
-        """Something else that users ask: to cancel, complete, evict, take a turn, drain, drop, cordon."""
-        driver = await self._up_now()
-        if not isinstance(event, ASKS):
-            raise InputError(f"{type(event).__name__} is nothing to ask for")
-        driver.handle(event)
+        """Apply a user event: cancel, complete, evict, take a turn, drain, drop, cordon."""
+        loop = await self._ready_loop()
+        if not isinstance(event, USER_EVENTS):
+            raise InputError(f"{type(event).__name__} is not a request of a client")
+        loop.handle(event)
 
-    @door
+    @rpc_method
     async def renew(self, client: str, lease_s: float = LEASE_S, process: ClientProcess | None = None) -> bool:
-        """A client says that it is alive, and for how long to believe that; false where it was given up already."""
-        return (await self._up_now()).leases.renew(client, lease_s, process)
+        """Renew a client's lease; false if the lease has ended already."""
+        return (await self._ready_loop()).leases.renew(client, lease_s, process)
 
-    @door
+    @rpc_method
     async def leave(self, client: str) -> None:
-        """A client goes: what was to end with it ends."""
-        (await self._up_now()).end_tasks_of(client)
+        """End a client's lease, its tasks and its pools."""
+        (await self._ready_loop()).end_tasks_of(client)
 
-    @door
+    @rpc_method
     async def drain_node(self, node: str, deadline_s: float | None, cause: str) -> NodeView:
-        """Have a node emptied by a deadline, and tell Ray; by its id, the beginning of it, its name or address."""
-        driver = await self._up_now()
-        found = await driver.watch.drain(node, deadline_s, cause)
-        return next(one for one in driver.watch.views(gone=True) if one.node == found)
+        """Drain a node by a deadline, in Ray too; `node` is its id, an id prefix, its name or its address."""
+        loop = await self._ready_loop()
+        found = await loop.node_monitor.drain(node, deadline_s, cause)
+        return next(view for view in loop.node_monitor.views(gone=True) if view.node == found)
 
-    @door
+    @rpc_method
     async def publish(self, kind: str, id: str, facts: dict[str, Any] | None, client: str) -> None:
-        """Let others know of something that a client runs, as long as it lives; without facts: not any more."""
-        driver = await self._up_now()
-        driver.leases.heard(client)
+        """Publish facts about an object of a client for the lifetime of its lease; None removes them."""
+        loop = await self._ready_loop()
+        loop.leases.touch(client)
         if facts is None:
-            driver.board.take_down(kind, id)
+            loop.client_registry.remove(kind, id)
         else:
-            driver.board.put(kind, id, facts, client)
-            driver.fleet_meter.heard(kind, id, facts)
+            loop.client_registry.put(kind, id, facts, client)
+            loop.node_metrics.observe(kind, id, facts)
 
-    @door
+    @rpc_method
     async def want(self, client: str, bundles: list[dict[str, float]]) -> None:
-        """What a client could use in all: what all want together is asked of Ray's autoscaler."""
-        driver = await self._up_now()
-        driver.leases.heard(client)
-        driver.board.want(client, bundles)
+        """Set the resources that a client could use; the sum over all clients is requested from Ray's autoscaler."""
+        loop = await self._ready_loop()
+        loop.leases.touch(client)
+        loop.client_registry.want(client, bundles)
 
-    @door
+    @rpc_method
     async def beside(self, task: str, method: str, timeout_s: float) -> tuple[str, str]:
-        """Call a method of a task's object beside its work: returned, raised, timed out or not called, and a note."""
-        driver = await self._up_now()
+        """Call a method on the control thread of a task's first worker: (returned|raised|timed out|not called,
+        note).
+        """
+        loop = await self._ready_loop()
         self._known_task(task)
-        members = driver.deeds.running.get(task, ())
+        members = loop.executor.running.get(task, ())
         if not members:
-            return "not called", "it does not run"
-        return await driver.members.beside(members[0], method, timeout_s)
+            return "not called", "the task is not running"
+        return await loop.workers.call_on_control_thread(members[0], method, timeout_s)
 
-    @door
+    @rpc_method
     async def shutdown(self, destroy: bool = True, timeout_s: float = 30.0) -> None:
-        """Let go of the journal; with `destroy` first end every task, slot and process. The caller ends the actor."""
-        driver = await self._up_now()
+        """Close the journal; with `destroy`, first end all tasks, slots and processes. The caller kills the actor."""
+        loop = await self._ready_loop()
         try:
-            await driver.close(destroy, timeout_s)
+            await loop.close(destroy, timeout_s)
         finally:
             self._closing = True
 
-    # ---- looking --------------------------------------------------------------------------------------------
+    # ---- queries --------------------------------------------------------------------------------------------
 
-    @door
+    @rpc_method
     async def explain(self, task: str) -> TaskExplanation:
-        """Why a task is where it is."""
-        driver = await self._up_now()
+        """The state of a task, and the reason for it."""
+        loop = await self._ready_loop()
         self._known_task(task)
-        return driver.machine.explain(task, driver.now())
+        return loop.machine.explain(task, loop.now())
 
-    @door
+    @rpc_method
     async def node_story(self, node: str) -> tuple[str, tuple[StoryEntry, ...]]:
-        """A node's id and history, by its id, the beginning of it, or its name."""
-        driver = await self._up_now()
-        stories = driver.machine.node_stories
-        named = {one.node for one in driver.watch.views(gone=True) if node and node == one.facts.name}
-        found = named or {one for one in (*stories, *driver.watch.machine.nodes) if node and one.startswith(node)}
+        """A node's id and story, by id, id prefix or name."""
+        loop = await self._ready_loop()
+        stories = loop.machine.node_stories
+        named = {view.node for view in loop.node_monitor.views(gone=True) if node and node == view.facts.name}
+        found = named or {id for id in (*stories, *loop.node_monitor.machine.nodes) if node and id.startswith(node)}
         if len(found) != 1:
             raise InputError(f"{len(found) or 'no'} nodes begin with {node}", hint="`trimtab status` lists nodes")
         (id,) = found
-        own, of_pools = driver.watch.machine.story(id), stories.get(id, ())
-        more = [one for one in of_pools if one.state == "emptied"]  # the rest is said by both
-        return id, tuple(sorted([*own, *more], key=lambda chapter: chapter.at)) if own else tuple(of_pools)
+        own, of_pools = loop.node_monitor.machine.story(id), stories.get(id, ())
+        more = [entry for entry in of_pools if entry.state == "emptied"]  # other entries are in both stories
+        return id, tuple(sorted([*own, *more], key=lambda entry: entry.at)) if own else tuple(of_pools)
 
-    @door
+    @rpc_method
     async def news(self, tasks: dict[str, tuple[TaskState, int]], version: int, timeout_s: float) -> ClientUpdate:
-        """Nodes, and those tasks that are in another state or attempt than given, as soon as there is anything new."""
-        driver = await self._up_now()
+        """Long poll: returns when a task differs from the given state and attempt, the nodes change, or on timeout."""
+        loop = await self._ready_loop()
         deadline = time.monotonic() + timeout_s
         while True:
-            known = driver.machine.tasks
-            changed = [one for one, before in tasks.items() if one in known and _stand(known[one]) != tuple(before)]
-            machine, left_s = driver.watch.machine, deadline - time.monotonic()
-            if changed or machine.version != version or left_s <= 0 or driver.closing:
-                seen = tuple(self._seen(one) for one in changed)
-                return ClientUpdate(machine.version, driver.watch.views(), machine.last_change, seen)
-            await driver.board.wait(left_s)
+            known = loop.machine.tasks
+            changed = [id for id, before in tasks.items() if id in known and _version(known[id]) != tuple(before)]
+            machine, left_s = loop.node_monitor.machine, deadline - time.monotonic()
+            if changed or machine.version != version or left_s <= 0 or loop.closing:
+                seen = tuple(self._snapshot(id) for id in changed)
+                return ClientUpdate(machine.version, loop.node_monitor.views(), machine.last_change, seen)
+            await loop.client_registry.wait(left_s)
 
-    @door
+    @rpc_method
     async def see(self, task: str) -> TaskSnapshot:
-        """Where a task is, and the members to call."""
-        await self._up_now()
-        return self._seen(task)
+        """The state of a task, with handles of its workers."""
+        await self._ready_loop()
+        return self._snapshot(task)
 
-    @door
+    @rpc_method
     async def tasks(self, pool: str | None = None) -> list[TaskSnapshot]:
-        """All tasks that are remembered, or those of one pool."""
-        driver = await self._up_now()
+        """Snapshots of all known tasks, or of one pool."""
+        loop = await self._ready_loop()
         if pool is not None:
             self._known_pool(pool)
-        known = driver.machine.tasks.values()
-        return [self._seen(one.id, handles=False) for one in known if pool in (None, one.spec.pool)]
+        known = loop.machine.tasks.values()
+        return [self._snapshot(task.id, handles=False) for task in known if pool in (None, task.spec.pool)]
 
-    @door
+    @rpc_method
     async def pool(self, name: str) -> PoolSpec:
-        """A pool's specification."""
-        driver = await self._up_now()
+        loop = await self._ready_loop()
         self._known_pool(name)
-        return driver.machine.pools[name].spec
+        return loop.machine.pools[name].spec
 
-    @door
+    @rpc_method
     async def wait(self, task: str, states: Collection[TaskState], timeout_s: float) -> TaskSnapshot:
-        """The task, as soon as it is in one of these states or ended, or as it is after so long."""
-        driver = await self._up_now()
+        """Wait until the task is in one of these states, has ended, or the timeout has passed."""
+        loop = await self._ready_loop()
         self._known_task(task)
-        await driver.wait(task, frozenset(states).union(ENDED), timeout_s)
-        return self._seen(task)
+        await loop.wait(task, frozenset(states).union(ENDED), timeout_s)
+        return self._snapshot(task)
 
-    @door
+    @rpc_method
     async def result(self, task: str) -> bytes | None:
-        """What came out of an ended task, packed; None where it had nothing to say."""
-        driver = await self._up_now()
+        """The packed result of an ended task; None if there is none."""
+        loop = await self._ready_loop()
         self._known_task(task)
-        return await asyncio.to_thread(driver.shelf.get, "results", task)
+        return await asyncio.to_thread(loop.blobs.get, "results", task)
 
-    @door
+    @rpc_method
     async def would_evict(self, spec: TaskSpec) -> Any:
-        """Who would be evicted if this were submitted now; nobody is."""
-        driver = await self._up_now()
-        return driver.machine.would_evict(spec, driver.now())
+        """Dry run: the preemption plan if this task were submitted now."""
+        loop = await self._ready_loop()
+        return loop.machine.would_evict(spec, loop.now())
 
-    @door
+    @rpc_method
     async def status(self) -> dict[str, Any]:
-        """How everything stands; plain data."""
-        driver = await self._up_now()
-        machine, journal = driver.machine, driver.journal
+        """The state of the controller, as plain data."""
+        loop = await self._ready_loop()
+        machine, journal = loop.machine, loop.journal
         states: dict[str, int] = {}
-        for one in machine.tasks.values():
-            states[one.state.value] = states.get(one.state.value, 0) + 1
+        for record in machine.tasks.values():
+            states[record.state.value] = states.get(record.state.value, 0) + 1
         return {
             "controller": self._name,
             "pid": os.getpid(),
-            "time": driver.now(),
-            "journal": {"dir": str(driver.directory), "fault": journal.fault, "notes": list(journal.notes)},
+            "time": loop.now(),
+            "journal": {"dir": str(loop.directory), "fault": journal.fault, "notes": list(journal.notes)},
             "nodes": [
-                {"node": one.node, "total": one.total.floats(), "outside": one.outside.floats()}
-                for one in driver.watch.known.values()
+                {"node": node.node, "total": node.total.floats(), "outside": node.outside.floats()}
+                for node in loop.node_monitor.known.values()
             ],
-            "fleet": [encode(one) for one in driver.watch.views(gone=True)],
-            "groups": [{"id": one.id, "client": one.client, **one.facts} for one in driver.board.notices("group")],
-            "wanted": driver.board.wanted,
-            "desired_workers": driver.desired_workers(),
-            "autoscaler": driver.board.fault,
-            "ray": driver.watch.fault,
+            "fleet": [encode(view) for view in loop.node_monitor.views(gone=True)],
+            "groups": [
+                {"id": notice.id, "client": notice.client, **notice.facts}
+                for notice in loop.client_registry.notices("group")
+            ],
+            "wanted": loop.client_registry.wanted,
+            "desired_workers": loop.desired_workers(),
+            "autoscaler": loop.client_registry.fault,
+            "ray": loop.node_monitor.fault,
             "pools": {name: encode(machine.pool_view(name)) for name in machine.pools},
             "totals": encode(machine.totals()),
             "tasks": states,
-            "warm_hosts": driver.members.warm_counts(),
-            "clients": len(driver.leases),
-            "silent_clients": driver.leases.status(),
-            "background": driver.background.status(),
-            "redone": driver.redone,
-            "faults": driver.faults[-20:],
-            "metrics": driver.meter.fault,
+            "warm_hosts": loop.workers.warm_counts(),
+            "clients": len(loop.leases),
+            "silent_clients": loop.leases.status(),
+            "background": loop.background.status(),
+            "redone": loop.redone,
+            "faults": loop.faults[-20:],
+            "metrics": loop.pool_metrics.fault,
         }
 
-    # ---- what is known --------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------
 
-    def _seen(self, task: str, *, handles: bool = True) -> TaskSnapshot:
+    def _snapshot(self, task: str, *, handles: bool = True) -> TaskSnapshot:
         self._known_task(task)
-        one = self._driver.machine.tasks[task]
-        running = one.state in (TaskState.running, TaskState.parked, TaskState.cancelling)
-        members = tuple(self._driver.deeds.running.get(task, ())) if running else ()
+        record = self._loop.machine.tasks[task]
+        running = record.state in (TaskState.running, TaskState.parked, TaskState.cancelling)
+        members = tuple(self._loop.executor.running.get(task, ())) if running else ()
         return TaskSnapshot(
-            id=one.id,
-            pool=one.spec.pool,
-            state=one.state,
-            reason=one.reason,
-            priority=one.spec.priority,
-            labels=one.spec.labels,
-            attempt=one.attempt,
-            evictions=one.evictions,
-            how=one.how,
+            id=record.id,
+            pool=record.spec.pool,
+            state=record.state,
+            reason=record.reason,
+            priority=record.spec.priority,
+            labels=record.spec.labels,
+            attempt=record.attempt,
+            evictions=record.evictions,
+            how=record.how,
             members=members,
-            handles=tuple(self._driver.members.known_handle(member) for member in members) if handles else (),
+            handles=tuple(self._loop.workers.known_handle(member) for member in members) if handles else (),
         )
 
     def _known_task(self, task: str) -> None:
-        known = self._driver.machine.tasks
+        known = self._loop.machine.tasks
         if task not in known:
-            lost = " (history was lost)" if self._driver.journal.notes else ""
+            lost = " (history was lost)" if self._loop.journal.notes else ""
             near = nearest(task, known)
             hint = f"did you mean {near}?" if near else "`session.tasks()` lists those that are"
             raise InputError(f"no task {task} is known here{lost}", hint=hint)
 
     def _known_pool(self, pool: str) -> None:
-        pools = self._driver.machine.pools
+        pools = self._loop.machine.pools
         if pool not in pools:
             raise InputError(f"there is no pool {pool}", hint=f"pools: {', '.join(sorted(pools)) or 'none yet'}")
 
-    def _check_journal(self, driver: ControllerLoop) -> None:
-        """Nothing new is taken that the journal cannot hold."""
-        if not driver.journal.catch_up():
-            raise UnreachableError(str(driver.journal.fault), hint=NO_ROOM_HINT)
+    def _check_journal(self, loop: ControllerLoop) -> None:
+        """Refuse new tasks while the journal cannot be written."""
+        if not loop.journal.catch_up():
+            raise UnreachableError(str(loop.journal.fault), hint=NO_ROOM_HINT)
 
     def _token_of(self, task: str) -> str | None:
-        header = self._driver.shelf.header("payloads", task)
+        header = self._loop.blobs.header("payloads", task)
         return None if header is None else str(header["token"])
 
-    def _rules_nobody_has(self, policy: PreemptionPolicy) -> list[str]:
-        machine = self._driver.machine
+    def _unmatched_rules(self, policy: PreemptionPolicy) -> list[str]:
+        machine = self._loop.machine
         labels = {key for task in machine.tasks.values() for key, _ in task.spec.labels}
         labels |= {key for pool in machine.pools.values() for key, _ in pool.spec.labels}
         return [
@@ -387,10 +393,10 @@ class Controller:
         ]
 
 
-def _stand(task: PoolTask) -> tuple[TaskState, int]:
+def _version(task: PoolTask) -> tuple[TaskState, int]:
     return task.state, task.attempt
 
 
 def session_dir(ray: Any) -> Path:
-    """Where this Ray cluster keeps its own files on this node: a fresh cluster begins with a fresh journal."""
+    """Ray's session directory on this node. A new cluster gets a new one, and so a new journal."""
     return Path(ray._private.worker._global_node.get_session_dir_path())

@@ -1,8 +1,8 @@
-"""Drives the pool machine: events through the machine, then into the journal, and only then is anything done.
+"""Runs the pool machine: an event goes through the machine, then into the journal, and only then is it executed.
 
-Comes up by replaying the journal and bringing it together with what is alive; wakes the machine at its deadlines; keeps
-house (leases of clients, snapshots, groups that vanish). It decides nothing (the machine does), and no fault of a deed
-or an event stops it. The controller's doors call it, on the controller's loop.
+Starts by replaying the journal and reconciling it with what is alive. Ticks the machine at its deadlines and does the
+housekeeping (client leases, snapshots, lost placement groups). It makes no decision (the machine does), and no failure
+of an instruction or an event stops it. Called by the controller's RPCs, on the controller's event loop.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from trimtab.runtime.controller.metrics import PoolMetrics
 from trimtab.runtime.controller.node_metrics import NodeMetrics, desired_workers
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.store.blobs import BlobStore, StagedBlob
-from trimtab.runtime.store.journal import Journal
+from trimtab.runtime.store.journal import Journal, JournalVersionError
 from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
-from trimtab.runtime.workers.task_workers import TaskWorker, TaskWorkerManager
+from trimtab.runtime.workers.task_types import TaskWorker
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
 
 COMPACT_EVERY = 20_000  # events
-KEEP_HOUSE_S = 1.0
-LOOK_AT_GROUPS_S = 5.0
-RECONCILE_S = 30.0  # between two looks for what was instructed and is not being done
-LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
-LEAST_TICK_S = 0.01
-AGAIN_S = 1.0  # after an event on which the machine failed
-ASKS = (
+HOUSEKEEPING_S = 1.0
+GROUP_CHECK_S = 5.0
+RECONCILE_S = 30.0  # period of the search for lost instructions
+LOCK_WAIT_S = 5.0  # for a controller that has just died to release its journal
+MIN_TICK_S = 0.01
+TICK_RETRY_S = 1.0  # after an event on which the machine failed
+USER_EVENTS = (
     events.QuotaSet,
     events.PoolDrained,
     events.PoolDropped,
@@ -62,71 +63,73 @@ ASKS = (
 
 
 class MonotonicWallClock:
-    """Wall-clock seconds that never go back: neither when the clock is set back nor across restarts."""
+    """Wall-clock seconds that never go back: not when the clock is set back, not across restarts."""
 
     def __init__(self, not_before: float) -> None:
         self._base = max(time.time(), not_before) - time.monotonic()
 
     def now(self) -> float:
-        """The time."""
         return self._base + time.monotonic()
 
 
 class ControllerLoop:
-    """The machine, its journal, and everything that is carried out for it."""
+    """The pool machine, its journal, and the parts that execute its instructions."""
 
     def __init__(
         self, name: str, directory: Path, state_dir: str | None, ray: Any, reconcile_s: float = RECONCILE_S
     ) -> None:
         self._name = name
         self._reconcile_s = reconcile_s
-        self.redone = 0  # instructions that were lost
+        self.redone = 0  # lost instructions that were executed again
         self._ray = ray
         self._state_dir = state_dir
         self.directory = directory
-        self.faults: list[str] = []  # of our own, for status
+        self.faults: list[str] = []  # internal failures, for status
         self.leases = ClientLeases()
         self.background = Background()
-        self.board = ClientRegistry(self.background)
+        self.client_registry = ClientRegistry(self.background)
         self._waiters: dict[str, set[tuple[frozenset[TaskState], asyncio.Future[None]]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
-        self._warm: dict[str, Counter[WarmWorkerKind]] = {}
-        self._said: str | None = None  # the fault of the journal that was logged last
+        self._warm_targets: dict[str, Counter[WarmWorkerKind]] = {}
+        self._logged_fault: str | None = None  # journal fault that was logged last
         self._compactor: subprocess.Popen[bytes] | None = None
         self.closing = False
 
-    # ---- coming up ------------------------------------------------------------------------------------------
+    # ---- start ----------------------------------------------------------------------------------------------
 
-    async def come_up(self) -> None:
-        """Replay the journal and take hold of what is there."""
+    async def start(self) -> None:
+        """Replay the journal and recover what is alive."""
         began = time.monotonic()
-        with _nothing_collected():
-            self.journal = await asyncio.to_thread(
-                Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
-            )
+        with _gc_disabled():
             try:
-                self.shelf = BlobStore(self.directory, self._state_dir)
+                self.journal = await asyncio.to_thread(
+                    Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
+                )
+            except JournalVersionError as refusal:  # before anything is started
+                raise await asyncio.to_thread(recovery.refused_journal, self._ray, self._name, refusal) from None
+            try:
+                self.blobs = BlobStore(self.directory, self._state_dir)
                 self.machine, is_fresh = self._replay()
             except BaseException:
                 self.journal.close()
                 raise
-        self.environments = RuntimeEnvironments(self._ray, self.shelf)
+        self.environments = RuntimeEnvironments(self._ray, self.blobs)
         try:
-            self.shelf.keep_only(self.machine.tasks)
-            self.environments.recover(self._unended())
-            await self._take_hold(is_fresh)
+            self.blobs.keep_only(self.machine.tasks)
+            self.environments.recover(self._unfinished())
+            await self._attach(is_fresh)
         except BaseException:
             self.background.stop()
             self.journal.close()
             raise
         took_s = time.monotonic() - began
-        log.info("controller %s is up after %.2f s, journal in %s", self._name, took_s, self.directory)
+        log.info("controller %s started after %.2f s, journal in %s", self._name, took_s, self.directory)
 
     def _replay(self) -> tuple[PoolMachine, bool]:
-        """The machine as the journal says, and whether that said nothing."""
-        found = self.journal.take_found()
+        """The machine as of the journal, and whether the journal was empty."""
+        found = self.journal.take_contents()
         if found.torn:
             log.warning(found.torn)
         self._clock = MonotonicWallClock(found.last_time)
@@ -135,96 +138,101 @@ class ControllerLoop:
             machine.handle(event, now)
         return machine, found.empty
 
-    async def _take_hold(self, is_fresh: bool) -> None:
-        self.meter = PoolMetrics(self._name, self.machine)
-        self.fleet_meter = NodeMetrics(self._name)
-        self.members = TaskWorkerManager(self._name, self._state_dir, self._on_death, self.background)
-        self.deeds = InstructionExecutor(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
-        self.watch = nodes.NodeMonitor(
-            self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
+    async def _attach(self, is_fresh: bool) -> None:
+        self.pool_metrics = PoolMetrics(self._name, self.machine)
+        self.node_metrics = NodeMetrics(self._name)
+        self.workers = TaskWorkerManager(self._name, self._state_dir, self._on_death, self.background)
+        self.executor = InstructionExecutor(self, self.workers, self.blobs, workers_save=self._state_dir is not None)
+        self.node_monitor = nodes.NodeMonitor(
+            self,
+            self.workers,
+            self._ray,
+            self.directory / "nodes",
+            self.executor.node_lost,
+            self.client_registry.notify,
         )
-        if self.watch.set_aside:
-            self.faults.append(self.watch.set_aside)
-        there = await asyncio.to_thread(nodes.look, self._ray)
-        await asyncio.gather(*(self._warden(one.node) for one in there.nodes))
-        self.watch.adopt(self.machine.nodes)
+        if self.node_monitor.set_aside:
+            self.faults.append(self.node_monitor.set_aside)
+        seen = await asyncio.to_thread(nodes.read_ray_nodes, self._ray)
+        await asyncio.gather(*(self._join_node(node.node) for node in seen.nodes))
+        self.node_monitor.adopt(self.machine.nodes)
         if is_fresh:
-            await self.watch.step(wait=True)
-            if lost := await recovery.take_up_unknown(self, self.members):
+            await self.node_monitor.step(wait=True)
+            if lost := await recovery.recover_without_journal(self, self.workers):
                 log.error(lost)
                 self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
                 self.journal.snapshot(self.now(), self.machine.dump())
         owners = [task.spec.client for task in self.machine.tasks.values()]
         owners += [pool.spec.client for pool in self.machine.pools.values()]
         for client in filter(None, owners):
-            self.leases.heard(client)
-        await recovery.reconcile(self, self.members, self.deeds, self.watch)
-        for name, forever in (
-            ("look at nodes", self.watch.watch),
-            ("keep house", self._keep_house),
-            ("leases of clients", self._watch_leases),
-            ("look at placement groups", self._look_at_groups),
+            self.leases.touch(client)
+        await recovery.reconcile(self, self.workers, self.executor, self.node_monitor)
+        for name, work in (
+            ("watch nodes", self.node_monitor.run),
+            ("housekeeping", self._housekeep),
+            ("client leases", self._watch_leases),
+            ("check placement groups", self._check_groups),
             ("reconcile", self._reconcile),
         ):
-            self._loops.append(self.background.start(name, forever, policy=NEVER_GIVE_UP))
+            self._loops.append(self.background.start(name, work, policy=NEVER_GIVE_UP))
         self._wake_soon()
 
     def _on_death(self, member: TaskWorker, why: str) -> None:
-        self.deeds.on_death(member, why)
+        self.executor.on_death(member, why)
 
-    async def _warden(self, node: str) -> None:
+    async def _join_node(self, node: str) -> None:
         try:
-            await self.members.node_joined(node)
+            await self.workers.node_joined(node)
         except Exception as fault:
-            log.warning("no warden on node %s yet: %s", node[:12], fault)
+            log.warning("no agent on node %s yet: %s", node[:12], fault)
 
-    # ---- the one door of the machine ------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """The machine's time."""
         return self._clock.now()
 
     def feed(self, event: PoolEvent) -> None:
-        """News: tell the machine and do what it says. A fault is kept for `status`; the controller goes on."""
+        """Handle an event of the runtime. A failure is recorded for `status`; the controller continues."""
         try:
             self.handle(event)
-        except InputError as fault:  # news of something that is not known any more
-            log.info("%s was not taken: %s", type(event).__name__, fault.what)
+        except InputError as fault:  # about something that is no longer known
+            log.info("%s was refused: %s", type(event).__name__, fault.what)
         except Exception as fault:
             log.exception("the machine failed on %s", event)
             self.faults.append(f"{type(event).__name__}: {type(fault).__name__}: {fault}")
-            asyncio.get_running_loop().call_later(AGAIN_S, self._wake_soon)  # its timer is set, whatever failed
+            asyncio.get_running_loop().call_later(TICK_RETRY_S, self._wake_soon)  # sets the timer even after a failure
 
     def handle(self, event: PoolEvent, staged: StagedBlob | None = None) -> None:
-        """An event, with the file that it speaks of. Raises InputError where the machine refuses, nothing touched."""
-        if self.closing and isinstance(event, (*ASKS, TaskSubmitted, PoolEnsured)):
+        """Handle an event and the staged file it refers to. InputError, with nothing changed, if the machine
+        refuses.
+        """
+        if self.closing and isinstance(event, (*USER_EVENTS, TaskSubmitted, PoolEnsured)):
             raise UnreachableError(f"the controller {self._name} is shutting down")
         now = self.now()
-        second_life = isinstance(event, TaskSubmitted) and event.spec.id in self.machine.tasks
+        resubmitted = isinstance(event, TaskSubmitted) and event.spec.id in self.machine.tasks
         instructions = self.machine.handle(event, now)
         if isinstance(event, TaskSubmitted) and staged is not None:
-            if second_life:
-                self.shelf.forget_life(event.spec.id)
+            if resubmitted:
+                self.blobs.forget_previous_run(event.spec.id)
             staged.commit()
-            self.journal.beside(staged.path)
+            self.journal.sync_first(staged.path)
         self.journal.append(now, event, orders.lines(instructions))
-        for one in instructions:
-            self.deeds.begin(one)
-        self.meter.heard(event)
+        for instruction in instructions:
+            self.executor.begin(instruction)
+        self.pool_metrics.observe(event)
         self._wake_soon()
 
     def alive(self, node: str) -> bool:
-        """Whether Ray has the node."""
-        return node in self.watch.known
+        return node in self.node_monitor.known
 
-    async def look_again(self, nodes: Collection[str], without: str) -> None:
-        """A group could not be made there: have a fresh look at what others hold."""
-        await self.watch.look_again(nodes, without)
+    async def refresh_nodes(self, nodes: Collection[str], without: str) -> None:
+        """Read again what others hold on these nodes: a placement group could not be created there."""
+        await self.node_monitor.refresh(nodes, without)
 
     # ---- waiting --------------------------------------------------------------------------------------------
 
     async def wait(self, task: str, states: frozenset[TaskState], timeout_s: float) -> None:
-        """Return when the task is in one of the states or forgotten, or after so long."""
+        """Wait until the task is in one of the states or forgotten, or the timeout has passed."""
         record = self.machine.tasks.get(task)
         if record is None or record.state in states or timeout_s <= 0:
             return
@@ -239,7 +247,7 @@ class ControllerLoop:
                 self._waiters.pop(task, None)
 
     def _wake_soon(self) -> None:
-        """After everything that happens in this turn of the loop: waiters, timer, warm hosts, snapshot."""
+        """Once per iteration of the event loop: wake waiters, set the timer, update warm workers, compact."""
         if not self._woken:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._wake)
@@ -251,30 +259,30 @@ class ControllerLoop:
             for states, future in waiting:
                 if not future.done() and (record is None or record.state in states or self.closing):
                     future.set_result(None)
-        self.board.tell()
+        self.client_registry.notify()
         if self.closing:
             return
         self._set_timer()
-        self.warm_hosts()
+        self.update_warm_workers()
         if self.journal.since_snapshot >= COMPACT_EVERY:
             self._compact()
 
-    def warm_hosts(self) -> None:
-        """Have the warm hosts that pools want now."""
+    def update_warm_workers(self) -> None:
+        """Set the warm worker targets that the pools want now."""
         targets: dict[str, Counter[WarmWorkerKind]] = {}
         for node, by_pool in self.machine.warm_targets().items():
             targets[node] = Counter()
             for pool, count in by_pool.items():
                 targets[node][self.environments.kind(self.machine.pools[pool].spec)] += count
-        if targets != self._warm:
-            self._warm = targets
-            self.background.once("aim at warm hosts", self.members.warm(targets), on_failed=self._aim_again)
+        if targets != self._warm_targets:
+            self._warm_targets = targets
+            self.background.once("set warm targets", self.workers.warm(targets), on_failed=self._reset_warm_targets)
 
-    def _unended(self) -> list[str]:
+    def _unfinished(self) -> list[str]:
         return [task.id for task in self.machine.tasks.values() if task.state not in ENDED]
 
-    def _aim_again(self, *_: object) -> None:
-        self._warm = {}
+    def _reset_warm_targets(self, *_: object) -> None:
+        self._warm_targets = {}
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -282,125 +290,126 @@ class ControllerLoop:
             self._timer = None
         deadline = self.machine.next_deadline()
         if deadline is not None:
-            delay_s = max(LEAST_TICK_S, deadline - self.now())
+            delay_s = max(MIN_TICK_S, deadline - self.now())
             self._timer = asyncio.get_running_loop().call_later(min(delay_s, 3600.0), self.feed, PoolTick())
 
     def _compact(self) -> None:
-        """Have the journal made shorter by a process of its own, and files of forgotten tasks deleted."""
+        """Compact the journal in a separate process, and delete the files of forgotten tasks."""
         if self._compactor is not None:
-            return  # the next event asks again
+            return  # the next event tries again
         segment = self.journal.rotate()
         command = [sys.executable, "-m", "trimtab.runtime.store.compact", str(self.directory), str(segment)]
         self._compactor = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        self.deeds.forget(self.machine.tasks)
+        self.executor.forget(self.machine.tasks)
         asyncio.get_running_loop().run_in_executor(
-            None, self.shelf.keep_only, set(self.machine.tasks), time.time()
-        ).add_done_callback(say_fault)
+            None, self.blobs.keep_only, set(self.machine.tasks), time.time()
+        ).add_done_callback(log_failure)
 
-    def _look_at_compactor(self) -> None:
+    def _check_compactor(self) -> None:
         if self._compactor is not None and (status := self._compactor.poll()) is not None:
             self._compactor = None
             if status:
-                self.faults.append(f"the journal in {self.directory} could not be compacted; it is kept as it is")
+                self.faults.append(f"the journal in {self.directory} could not be compacted and is unchanged")
 
     # ---- loops ----------------------------------------------------------------------------------------------
 
-    async def _keep_house(self) -> None:
+    async def _housekeep(self) -> None:
         while True:
-            await asyncio.sleep(KEEP_HOUSE_S)
-            self._look_at_compactor()
+            await asyncio.sleep(HOUSEKEEPING_S)
+            self._check_compactor()
             self.journal.catch_up()
-            await self.deeds.store_again()
-            await self.meter.sample(self.members.warm_counts())
-            views = self.watch.views(gone=True)
-            self.fleet_meter.sample(views, self.desired_workers(), self.board)
-            self._say_journal_fault()
-            pools = [one.spec for one in self.machine.pools.values() if not one.dropped]
-            await self.environments.renew(self._unended(), pools)
+            await self.executor.states.retry_writes()
+            await self.pool_metrics.sample(self.workers.warm_counts())
+            views = self.node_monitor.views(gone=True)
+            self.node_metrics.sample(views, self.desired_workers(), self.client_registry)
+            self._log_journal_fault()
+            pools = [pool.spec for pool in self.machine.pools.values() if not pool.dropped]
+            await self.environments.renew(self._unfinished(), pools)
             if self.journal.vanished:
-                log.error("the journal in %s was deleted; it is written anew", self.directory)
+                log.error("the journal in %s was deleted; writing it again", self.directory)
                 self.journal.snapshot(self.now(), self.machine.dump())
-                self.shelf.make_folders()
+                self.blobs.make_folders()
 
     def desired_workers(self) -> int:
-        """How many nodes would be of use now."""
+        """Number of worker nodes that could be used now."""
         busy = {node for group in self.machine.groups.values() for node in group.nodes}
-        return desired_workers(self.watch.views(), busy, self.board.wanted)
+        return desired_workers(self.node_monitor.views(), busy, self.client_registry.wanted)
 
-    def _say_journal_fault(self) -> None:
-        if self.journal.fault != self._said:
-            self._said = self.journal.fault
-            log.error(self._said or "the journal can be written again")
+    def _log_journal_fault(self) -> None:
+        if self.journal.fault != self._logged_fault:
+            self._logged_fault = self.journal.fault
+            log.error(self._logged_fault or "the journal can be written again")
 
     async def _watch_leases(self) -> None:
-        """End what belongs to clients that are dead."""
+        """End the tasks and pools of dead clients."""
         while True:
-            await asyncio.sleep(KEEP_HOUSE_S)
+            await asyncio.sleep(HOUSEKEEPING_S)
             silent = self.leases.silent()
-            alive = await asyncio.gather(*(self.members.process_alive(process) for process in silent.values()))
+            alive = await asyncio.gather(*(self.workers.process_alive(process) for process in silent.values()))
             for client, found in zip(silent, alive, strict=True):
-                if self.leases.looked(client, found):
+                if self.leases.is_dead(client, found):
                     log.warning("client %s is gone", client)
                     self.end_tasks_of(client)
 
     def end_tasks_of(self, client: str) -> None:
-        """End what was to end with a client: its tasks and pools."""
+        """End a client's lease, and its tasks and pools."""
         self.leases.end(client)
-        self.board.forget(client)
+        self.client_registry.forget(client)
         for record in list(self.machine.tasks.values()):
             if record.spec.client == client and record.state not in ENDED:
                 self.feed(events.CancelRequested(record.id, code=ReasonCode.client_died))
-        for pool in [one for one in self.machine.pools.values() if one.spec.client == client and not one.dropped]:
+        owned = [pool for pool in self.machine.pools.values() if pool.spec.client == client and not pool.dropped]
+        for pool in owned:
             self.feed(PoolDropped(pool.spec.name))
 
     async def _reconcile(self) -> None:
-        """Now and then: have done again what the machine waits for and nothing does."""
+        """Periodically execute again the instructions that the machine waits for and nothing executes."""
         reconciler = PoolReconciler()
         while True:
             await asyncio.sleep(self._reconcile_s)
-            for one in reconciler.lost(expected(self.machine), self.deeds.doing()):
+            for instruction in reconciler.lost(expected(self.machine), self.executor.in_progress()):
                 self.redone += 1
-                log.error("nothing carries out %s: it is done again", one)
-                self.deeds.redo(one)
+                log.error("nothing executes %s: executing it again", instruction)
+                self.executor.retry(instruction)
 
-    async def _look_at_groups(self) -> None:
+    async def _check_groups(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_AT_GROUPS_S)
-            # Only what stood before Ray was asked can be missed in its answer.
-            standing = [one for one in self.machine.groups.values() if one.stand is PgState.standing]
+            await asyncio.sleep(GROUP_CHECK_S)
+            # Only groups that were ready before the query can be missing from its result.
+            ready = [group for group in self.machine.groups.values() if group.state is PgState.ready]
             try:
-                seen = await asyncio.wait_for(self.members.groups(), nodes.ANSWER_S)
+                seen = await asyncio.wait_for(self.workers.groups(), nodes.ANSWER_S)
             except Exception as fault:
-                log.warning("Ray does not say which placement groups there are: %s", fault)
+                log.warning("cannot list placement groups: %s", fault)
                 continue
-            for group in standing:
-                if group.id not in self.machine.groups or group.stand is not PgState.standing:
+            for group in ready:
+                if group.id not in self.machine.groups or group.state is not PgState.ready:
                     continue
                 if group.id not in seen:
-                    self.feed(events.PlacementGroupLost(group.id, "somebody removed the placement group"))
+                    self.feed(events.PlacementGroupLost(group.id, "the placement group was removed by another process"))
                 elif not seen[group.id].intact and all(self.alive(node) for node in group.nodes):
-                    self.feed(events.PlacementGroupLost(group.id, "Ray has not all of its bundles placed"))
+                    self.feed(events.PlacementGroupLost(group.id, "not all of its bundles are placed"))
 
-    # ---- the end --------------------------------------------------------------------------------------------
+    # ---- shutdown -------------------------------------------------------------------------------------------
 
     async def close(self, destroy: bool, timeout_s: float) -> None:
-        """Let go of the journal; with `destroy` first end every task, slot and process."""
+        """Close the journal; with `destroy`, first end all tasks, slots and processes."""
         if destroy:
             for pool in list(self.machine.pools):
                 self.feed(PoolDropped(pool))
             await self._all_ended(timeout_s)
         self.closing = True
-        for one in self._loops:
-            one.cancel()
+        for task in self._loops:
+            task.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        self.watch.close()
-        await self.board.close()
-        await self.deeds.close()
+        self.node_monitor.close()
+        await self.client_registry.close()
+        await self.executor.close()
         if destroy:
-            await asyncio.wait_for(self.members.close(), timeout_s)
+            await asyncio.wait_for(self.workers.close(), timeout_s)
         if self._compactor is not None:
-            self._compactor.kill()  # what it has not finished stays as it was
+            self._compactor.kill()  # an unfinished compaction changes nothing
             self._compactor.wait()
         self.journal.close()
         self._wake()
@@ -409,14 +418,14 @@ class ControllerLoop:
     async def _all_ended(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if all(one.state in ENDED for one in self.machine.tasks.values()):
+            if all(task.state in ENDED for task in self.machine.tasks.values()):
                 return
             await asyncio.sleep(0.02)
 
 
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Without the garbage collector, which would look again and again at what is being read, all of which stays."""
+def _gc_disabled() -> Iterator[None]:
+    """Without garbage collection, which would scan the growing state again and again."""
     gc.disable()
     try:
         yield
@@ -424,8 +433,8 @@ def _nothing_collected() -> Iterator[None]:
         gc.enable()
 
 
-def say_fault(task: asyncio.Task[Any] | asyncio.Future[Any]) -> None:
-    """Log what went wrong in a task that nobody waits for."""
+def log_failure(task: asyncio.Task[Any] | asyncio.Future[Any]) -> None:
+    """Log the exception of a task that nothing awaits."""
     if not task.cancelled() and (fault := task.exception()) is not None:
         if isinstance(fault, TrimtabError):
             log.warning("%s", fault)

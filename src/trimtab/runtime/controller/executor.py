@@ -1,19 +1,16 @@
-"""Carries out what the pool machine instructs, and tells it how that went.
+"""Executes the pool machine's instructions and reports each outcome as an event.
 
-Every instruction ends in the event that `trimtab.machines.pool.events` names beside it, also when it fails, takes too
-long, or something here is wrong. Decides nothing about who runs where. The controller calls it, on its loop; processes
-and placement groups are made and ended by `members`.
+Every instruction ends in the event that `trimtab.machines.pool.events` names beside it, also after a failure, a timeout
+or a bug in here. Makes no scheduling decision. Runs on the controller's event loop; `TaskWorkerManager` creates and
+ends processes and placement groups.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.core.codec import encode
@@ -41,94 +38,82 @@ from trimtab.machines.pool.events import (
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedEnd, AwaitedKey, key_of
 from trimtab.machines.pool.records import PoolTask
-from trimtab.model.pool import ENDED, PoolSpec
-from trimtab.runtime.store.blobs import BlobStore, file_name, pack, read_state_name, unpack
-from trimtab.runtime.workers.task_workers import (
+from trimtab.model.pool import PoolSpec
+from trimtab.runtime.controller.saved_states import SavedStates
+from trimtab.runtime.procs.background import describe
+from trimtab.runtime.store.blobs import BlobStore, pack
+from trimtab.runtime.workers.placement_groups import PlacementGroupError
+from trimtab.runtime.workers.task_types import (
     EntryOutcome,
     ParkError,
-    PlacementGroupError,
     TaskPayload,
     TaskStartError,
     TaskWorker,
-    TaskWorkerManager,
     WorkerDiedError,
     WorkerStopResult,
-    kept_name,
+    read_payload,
 )
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
 
-SLACK_S = 10.0  # beyond its own deadline, until a deed that should have ended by itself is given up
+SLACK_S = 10.0  # beyond the deadline of an operation that should end by itself
 STOP_SLACK_S = 60.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _WORST = ("timed out", "raised", "returned", "not called")
-_LARGE = 2**20  # bytes that are read and written beside the loop
-
-
-@dataclass(frozen=True)
-class SavedMemberState:
-    """The state that a member saved, and where it is kept until it is on the disk."""
-
-    node: str
-    kept_as: str
-    state: bytes
+_LARGE = 2**20  # bytes; larger files are read and written in a thread
 
 
 class ExecutorContext(Protocol):
-    """What deeds need of the controller."""
+    """What the executor needs of the controller."""
 
     machine: PoolMachine
 
     def feed(self, event: PoolEvent) -> None:
-        """Tell the machine; never raises."""
+        """Handle an event; never raises."""
 
-    def now(self) -> float:
-        """The machine's time."""
+    def now(self) -> float: ...
 
-    def alive(self, node: str) -> bool:
-        """Whether Ray has the node."""
+    def alive(self, node: str) -> bool: ...
 
-    async def look_again(self, nodes: Collection[str], without: str) -> None:
-        """A group could not be made there: have a fresh look at what others hold."""
+    async def refresh_nodes(self, nodes: Collection[str], without: str) -> None:
+        """Read again what others hold on these nodes."""
 
 
 class InstructionExecutor:
-    """What is being carried out, and the processes of tasks that run."""
+    """Instructions in progress, and the workers of running tasks."""
 
     def __init__(
-        self, world: ExecutorContext, members: TaskWorkerManager, shelf: BlobStore, *, hosts_save: bool
+        self, context: ExecutorContext, workers: TaskWorkerManager, blobs: BlobStore, *, workers_save: bool
     ) -> None:
-        self._world = world
-        self._members = members
-        self._shelf = shelf
-        self._hosts_save = hosts_save  # into a directory that every node has
-        self.running: dict[str, list[TaskWorker]] = {}  # by task: members that were started and not stopped
+        self._context = context
+        self._workers = workers
+        self._blobs = blobs
+        self.states = SavedStates(context, workers, blobs, self._spawn, workers_save=workers_save)
+        self.running: dict[str, list[TaskWorker]] = {}  # by task: workers that were started and not stopped
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[str] = set()
         self._outcomes: dict[str, asyncio.Task[None]] = {}
-        self._dead: dict[tuple[str, int], str] = {}  # died while its start was under way
-        self._making: dict[str, asyncio.Task[None]] = {}
+        self._died_starting: dict[tuple[str, int], str] = {}  # by task and attempt: why a worker died during the start
+        self._creating: dict[str, asyncio.Task[None]] = {}
         self._removing: set[str] = set()
         self._pools: dict[str, str] = {}  # of groups
-        self._unstored: dict[
-            str, tuple[int, dict[int, SavedMemberState]]
-        ] = {}  # by task: attempt and states without room on disk
-        self._fresh: dict[str, TaskPayload] = {}  # submitted a moment ago; saves reading the file
+        self._new_payloads: dict[str, TaskPayload] = {}  # of new tasks, so that the file is not read again
         self._tasks: set[asyncio.Task[None]] = set()
-        self._doing: dict[AwaitedKey, asyncio.Task[None]] = {}
-        self._followed: set[tuple[str, int]] = set()  # task and attempt: those that run and have an outcome
+        self._in_progress: dict[AwaitedKey, asyncio.Task[None]] = {}
+        self._with_outcome: set[tuple[str, int]] = set()  # task and attempt of running tasks that have an entry method
         self._closed = False
 
-    # ---- the door -------------------------------------------------------------------------------------------
+    # ---- instructions ---------------------------------------------------------------------------------------
 
     def begin(self, instruction: PoolInstruction) -> None:
-        """Carry out one instruction, beside everything else."""
+        """Execute an instruction concurrently."""
         key = key_of(instruction)
         if isinstance(instruction, CreatePlacementGroup):
             self._pools[instruction.group] = instruction.pool
-            self._making[instruction.group] = self._spawn(key, self._make_group(instruction))
+            self._creating[instruction.group] = self._spawn(key, self._create_group(instruction))
         elif isinstance(instruction, RemovePlacementGroup):
-            if instruction.group not in self._removing:  # what is tried until it succeeds needs no second asking
+            if instruction.group not in self._removing:  # it is retried until it succeeds
                 self._removing.add(instruction.group)
                 self._spawn(key, self._remove_group(instruction))
         elif isinstance(instruction, StartTask):
@@ -139,296 +124,296 @@ class InstructionExecutor:
                 self._spawn(key, self._stop(instruction))
         elif isinstance(instruction, ParkTask):
             parked = TaskParked(instruction.task, instruction.attempt)
-            self._spawn(key, self._turn(instruction, self._members.park, parked))
+            self._spawn(key, self._park_or_unpark(instruction, self._workers.park, parked))
         else:
             unparked = TaskUnparked(instruction.task, instruction.attempt)
-            self._spawn(key, self._turn(instruction, self._members.unpark, unparked))
+            self._spawn(key, self._park_or_unpark(instruction, self._workers.unpark, unparked))
 
-    def doing(self) -> set[AwaitedKey]:
-        """What is being carried out, and which tasks are being watched."""
+    def in_progress(self) -> set[AwaitedKey]:
+        """Keys of instructions in progress, and of tasks whose end is watched."""
         watched = {
             ("AwaitedEnd", task, members[0].attempt)
             for task, members in self.running.items()
             if members and self._is_watched(task, members)
         }
-        return watched.union(self._doing)
+        return watched.union(self._in_progress)
 
-    def redo(self, one: PoolInstruction | AwaitedEnd) -> None:
-        """Do again what was lost; a start of which too little is left has failed, and a task that runs has died."""
-        if isinstance(one, (AwaitedEnd, StartTask)):
-            members = [member for member in self.running.get(one.task, ()) if member.attempt == one.attempt]
-            if self._is_whole(one.task, members):
-                if isinstance(one, StartTask):
-                    self.resume(one, members)
+    def retry(self, instruction: PoolInstruction | AwaitedEnd) -> None:
+        """Execute a lost instruction again. A start without all its workers has failed; such a running task has
+        died.
+        """
+        if isinstance(instruction, (AwaitedEnd, StartTask)):
+            members = [
+                member for member in self.running.get(instruction.task, ()) if member.attempt == instruction.attempt
+            ]
+            if self._is_complete(instruction.task, members):
+                if isinstance(instruction, StartTask):
+                    self.resume(instruction, members)
                 else:
-                    self.follow(one.task, one.attempt)
-            elif isinstance(one, StartTask):
-                self._start_failed(one, TaskStartError("its start was lost", fatal=False))
+                    self.watch_outcome(instruction.task, instruction.attempt)
+            elif isinstance(instruction, StartTask):
+                self._report_start_failed(instruction, TaskStartError("its start was lost", fatal=False))
             else:
-                self._world.feed(TaskDied(one.task, one.attempt, "its process is not known any more"))
+                self._context.feed(TaskDied(instruction.task, instruction.attempt, "its process is not known any more"))
             return
-        if isinstance(one, StopTask):
-            self._stopping.discard(one.task)
-        elif isinstance(one, RemovePlacementGroup):
-            self._removing.discard(one.group)
-        self.begin(one)
+        if isinstance(instruction, StopTask):
+            self._stopping.discard(instruction.task)
+        elif isinstance(instruction, RemovePlacementGroup):
+            self._removing.discard(instruction.group)
+        self.begin(instruction)
 
     def _is_watched(self, task: str, members: Sequence[TaskWorker]) -> bool:
         outcome = self._outcomes.get(task)
-        has_none = (task, members[0].attempt) not in self._followed
-        return self._is_whole(task, members) and (has_none or (outcome is not None and not outcome.done()))
+        has_none = (task, members[0].attempt) not in self._with_outcome
+        return self._is_complete(task, members) and (has_none or (outcome is not None and not outcome.done()))
 
-    def _is_whole(self, task: str, members: Sequence[TaskWorker]) -> bool:
-        record = self._world.machine.tasks.get(task)
+    def _is_complete(self, task: str, members: Sequence[TaskWorker]) -> bool:
+        record = self._context.machine.tasks.get(task)
         return record is not None and len(members) == record.spec.processes
 
     def submitted(self, task: str, payload: TaskPayload) -> None:
-        """Keep a payload at hand for the first start."""
-        self._fresh[task] = payload
+        """Cache the payload for the first start."""
+        self._new_payloads[task] = payload
 
     def attach(self, task: str, members: Sequence[TaskWorker]) -> None:
-        """These run already: from before the controller came back."""
+        """Adopt workers that were running before the controller restarted."""
         self.running[task] = sorted(members, key=lambda member: member.rank)
 
-    def follow(self, task: str, attempt: int) -> None:
-        """Wait for the outcome of a task that runs, where it has one."""
-        header = self._shelf.header("payloads", task)
+    def watch_outcome(self, task: str, attempt: int) -> None:
+        """Wait for the result of a running task's entry method, if it has one."""
+        header = self._blobs.header("payloads", task)
         if header is not None and header["entry"] is not None and task not in self._stopping:
-            self._followed.add((task, attempt))
+            self._with_outcome.add((task, attempt))
             self._outcomes[task] = self._spawn(
                 ("Outcome", task, attempt), self._await_outcomes(task, attempt, list(self.running[task]))
             )
 
     def resume(self, instruction: StartTask, members: Sequence[TaskWorker]) -> None:
-        """A start that was under way when the controller went: every member is there, constructed or nearly."""
+        """Continue a start of before a controller restart: all its workers exist."""
         self._starting[instruction.task] = self._spawn(key_of(instruction), self._resume(instruction, members))
 
     def on_death(self, member: TaskWorker, why: str) -> None:
-        """A process is gone, unasked."""
+        """A worker died without being stopped."""
         key = (member.task, member.attempt)
         if member.task in self._stopping:
             return
         if member.task in self._starting:
-            self._dead[key] = why
-        elif any(one.attempt == member.attempt for one in self.running.get(member.task, ())):
-            self._world.feed(TaskDied(*key, why))
+            self._died_starting[key] = why
+        elif any(other.attempt == member.attempt for other in self.running.get(member.task, ())):
+            self._context.feed(TaskDied(*key, why))
 
     def node_lost(self, node: str) -> None:
-        """Forget the members of a lost node; the machine knows about the node."""
+        """Forget the workers on a lost node; the machine knows of the node."""
         for task, members in self.running.items():
             self.running[task] = [member for member in members if member.node != node]
 
     def forget(self, tasks: Collection[str]) -> None:
-        """Keep nothing of tasks that the machine has forgotten."""
-        for by_task in (self._fresh, self._unstored):
-            for task in [one for one in by_task if one not in tasks]:
+        """Forget tasks that the machine has forgotten."""
+        for by_task in (self._new_payloads, self.states.unwritten):
+            for task in [id for id in by_task if id not in tasks]:
                 del by_task[task]
-        self._followed = {one for one in self._followed if one[0] in self.running}
+        self._with_outcome = {key for key in self._with_outcome if key[0] in self.running}
 
     async def close(self) -> None:
-        """Stop carrying things out. What runs goes on."""
+        """Cancel what is in progress. Running tasks continue."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, key: AwaitedKey, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._members.background.once(f"{key[0]} {key[1]}", deed)
+    def _spawn(self, key: AwaitedKey, action: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._workers.background.once(f"{key[0]} {key[1]}", action)
         self._tasks.add(task)
-        self._doing[key] = task
+        self._in_progress[key] = task
 
         def done(_: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            if self._doing.get(key) is task:
-                del self._doing[key]
+            if self._in_progress.get(key) is task:
+                del self._in_progress[key]
 
         task.add_done_callback(done)
         return task
 
-    # ---- groups ---------------------------------------------------------------------------------------------
+    # ---- placement groups -----------------------------------------------------------------------------------
 
-    async def _make_group(self, one: CreatePlacementGroup) -> None:
+    async def _create_group(self, create: CreatePlacementGroup) -> None:
         why = None
         try:
-            limit_s = max(0.0, one.deadline - self._world.now()) + SLACK_S
-            await asyncio.wait_for(self._members.make_group(one, self._world.now), limit_s)
+            limit_s = max(0.0, create.deadline - self._context.now()) + SLACK_S
+            await asyncio.wait_for(self._workers.create_group(create, self._context.now), limit_s)
         except PlacementGroupError as fault:
             why = str(fault)
         except asyncio.TimeoutError:
             why = "Ray did not answer in time"
         except Exception as fault:
-            log.exception("group %s could not be made", one.group)
-            why = _said(fault)
-        self._making.pop(one.group, None)
+            log.exception("group %s could not be created", create.group)
+            why = describe(fault)
+        self._creating.pop(create.group, None)
         if why is None:
-            self._world.feed(PlacementGroupReady(one.group))
+            self._context.feed(PlacementGroupReady(create.group))
             return
         try:
-            await asyncio.wait_for(self._world.look_again(set(one.nodes), one.group), SLACK_S)
+            await asyncio.wait_for(self._context.refresh_nodes(set(create.nodes), create.group), SLACK_S)
         except Exception:
-            log.exception("no fresh look at nodes")
-        self._world.feed(PlacementGroupFailed(one.group, why))
+            log.exception("nodes could not be read again")
+        self._context.feed(PlacementGroupFailed(create.group, why))
 
-    async def _remove_group(self, one: RemovePlacementGroup) -> None:
-        making = self._making.pop(one.group, None)
-        if making is not None:  # it took too long
-            making.cancel()
-            await asyncio.wait([making], timeout=STOP_SLACK_S)
-        group = self._world.machine.groups.get(one.group)
-        pool = self._pools.get(one.group) or (group.pool if group else "")
+    async def _remove_group(self, remove: RemovePlacementGroup) -> None:
+        creating = self._creating.pop(remove.group, None)
+        if creating is not None:  # its creation timed out
+            creating.cancel()
+            await asyncio.wait([creating], timeout=STOP_SLACK_S)
+        group = self._context.machine.groups.get(remove.group)
+        pool = self._pools.get(remove.group) or (group.pool if group else "")
         await self._until_done(
-            lambda: self._members.remove_group(one.group, pool), f"group {one.group} could not be removed"
+            lambda: self._workers.remove_group(remove.group, pool),
+            f"group {remove.group} could not be removed",
         )
-        self._pools.pop(one.group, None)
-        self._removing.discard(one.group)
-        self._world.feed(PlacementGroupRemoved(one.group))
+        self._pools.pop(remove.group, None)
+        self._removing.discard(remove.group)
+        self._context.feed(PlacementGroupRemoved(remove.group))
 
-    async def _until_done(self, deed: Callable[[], Awaitable[Any]], failure: str) -> Any:
-        """Try until it succeeds: what Ray still holds must not be called free."""
+    async def _until_done(self, action: Callable[[], Awaitable[Any]], failure: str) -> Any:
+        """Retry until it succeeds: what Ray still holds must not count as free."""
         tries = 0
         while True:
             try:
-                return await asyncio.wait_for(deed(), STOP_SLACK_S)
+                return await asyncio.wait_for(action(), STOP_SLACK_S)
             except Exception as fault:
-                log.warning("%s: %s; trying again", failure, _said(fault))
+                log.warning("%s: %s; retrying", failure, describe(fault))
             await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
 
     # ---- starting -------------------------------------------------------------------------------------------
 
-    async def _start(self, one: StartTask) -> None:
-        key = (one.task, one.attempt)
+    async def _start(self, start: StartTask) -> None:
+        key = (start.task, start.attempt)
         try:
-            members, how = await self._started(one)
-        except asyncio.CancelledError:  # somebody stops it, or everything
-            self._dead.pop(key, None)
+            members, how = await self._start_workers(start)
+        except asyncio.CancelledError:  # it is being stopped, or the controller is
+            self._died_starting.pop(key, None)
             raise
         except TaskStartError as fault:
             if fault.trace:
-                await self._keep_result(one.task, {0: EntryOutcome(error=fault.why, trace=fault.trace)})
-            self._start_failed(one, fault)
+                await self._store_result(start.task, {0: EntryOutcome(error=fault.why, trace=fault.trace)})
+            self._report_start_failed(start, fault)
         except asyncio.TimeoutError:
-            self._start_failed(one, TaskStartError("it was not constructed in time", fatal=False, timed_out=True))
+            self._report_start_failed(
+                start, TaskStartError("it was not constructed in time", fatal=False, timed_out=True)
+            )
         except Exception as fault:
-            log.exception("task %s could not be started", one.task)
-            self._start_failed(one, TaskStartError(_said(fault), fatal=False))
+            log.exception("task %s could not be started", start.task)
+            self._report_start_failed(start, TaskStartError(describe(fault), fatal=False))
         else:
-            self._is_started(one, members, how)
+            self._report_started(start, members, how)
 
-    async def _resume(self, one: StartTask, members: Sequence[TaskWorker]) -> None:
-        limit_s = max(1.0, one.deadline - self._world.now())
-        self.attach(one.task, members)  # for whoever stops it meanwhile
+    async def _resume(self, start: StartTask, members: Sequence[TaskWorker]) -> None:
+        limit_s = max(1.0, start.deadline - self._context.now())
+        self.attach(start.task, members)  # so that a stop finds them
         try:
-            ready = await asyncio.gather(*(self._members.ready(member, limit_s) for member in members))
+            ready = await asyncio.gather(*(self._workers.ready(member, limit_s) for member in members))
         except Exception:
-            log.exception("a half-made start of %s", one.task)
+            log.exception("the start of %s could not be resumed", start.task)
             ready = [False]
         if all(ready):
-            self._is_started(one, members, "found running after the controller came back")
+            self._report_started(start, members, "found running after a controller restart")
             return
-        stop = StopTask(one.task, one.attempt, self._world.machine.tasks[one.task].reason, tell_s=0.0)
-        await asyncio.gather(*(self._stop_member(member, stop) for member in members))
-        self.running.pop(one.task, None)
-        self._dead.pop((one.task, one.attempt), None)
-        await self._start(one)
+        stopping = StopTask(
+            start.task, start.attempt, self._context.machine.tasks[start.task].reason, cancel_grace_s=0.0
+        )
+        await asyncio.gather(*(self._stop_member(member, stopping) for member in members))
+        self.running.pop(start.task, None)
+        self._died_starting.pop((start.task, start.attempt), None)
+        await self._start(start)
 
-    def _is_started(self, one: StartTask, members: Sequence[TaskWorker], how: str) -> None:
-        key = (one.task, one.attempt)
-        self._starting.pop(one.task, None)
-        self.attach(one.task, members)
-        self._world.feed(TaskStarted(*key, how))
-        self.follow(*key)
-        self._fresh.pop(one.task, None)
-        if key in self._dead:
-            self._world.feed(TaskDied(*key, self._dead.pop(key)))
+    def _report_started(self, start: StartTask, members: Sequence[TaskWorker], how: str) -> None:
+        key = (start.task, start.attempt)
+        self._starting.pop(start.task, None)
+        self.attach(start.task, members)
+        self._context.feed(TaskStarted(*key, how))
+        self.watch_outcome(*key)
+        self._new_payloads.pop(start.task, None)
+        if key in self._died_starting:
+            self._context.feed(TaskDied(*key, self._died_starting.pop(key)))
 
-    def _start_failed(self, one: StartTask, fault: TaskStartError) -> None:
-        self._starting.pop(one.task, None)
-        self._dead.pop((one.task, one.attempt), None)
-        why, record = fault.why, self._world.machine.tasks.get(one.task)
-        if fault.timed_out and record is not None:  # as it was set, not what was left of it here
+    def _report_start_failed(self, start: StartTask, fault: TaskStartError) -> None:
+        self._starting.pop(start.task, None)
+        self._died_starting.pop((start.task, start.attempt), None)
+        why, record = fault.why, self._context.machine.tasks.get(start.task)
+        if fault.timed_out and record is not None:  # the configured time, not the remainder here
             why = f"it was not constructed within {record.spec.start_timeout_s:g} s"
-        self._world.feed(TaskStartFailed(one.task, one.attempt, why, fault.fatal, fault.timed_out))
+        self._context.feed(TaskStartFailed(start.task, start.attempt, why, fault.fatal, fault.timed_out))
 
-    async def _started(self, one: StartTask) -> tuple[list[TaskWorker], str]:
-        record = self._world.machine.tasks[one.task]
-        pool = self._world.machine.pools[record.spec.pool].spec
-        payload = self._fresh.get(one.task) or await asyncio.to_thread(self._payload, one.task)
+    async def _start_workers(self, start: StartTask) -> tuple[list[TaskWorker], str]:
+        record = self._context.machine.tasks[start.task]
+        pool = self._context.machine.pools[record.spec.pool].spec
+        payload = self._new_payloads.get(start.task) or await asyncio.to_thread(self._payload, start.task)
         if payload is None:
             raise TaskStartError("the file with its class is gone from the journal's directory", fatal=True)
         processes = record.spec.processes
-        state = await self._state(one, processes) if one.restore else None
-        limit_s = max(0.0, one.deadline - self._world.now())
-        start = self._members.start(
-            one.task,
-            one.attempt,
+        state = await self.states.load(start, processes) if start.restore else None
+        limit_s = max(0.0, start.deadline - self._context.now())
+        starting = self._workers.start(
+            start.task,
+            start.attempt,
             pool.name,
-            one.places[:processes],
+            start.places[:processes],
             record.spec.bundles[:processes],
             payload,
             state,
             limit_s,
             preload=pool.preload,
-            wide=len(one.places) > 1,
+            wide=len(start.places) > 1,
             facts=self._facts(record, pool),
         )
-        return await asyncio.wait_for(start, limit_s + SLACK_S)
+        return await asyncio.wait_for(starting, limit_s + SLACK_S)
 
     def _facts(self, record: PoolTask, pool: PoolSpec) -> str:
-        """What the processes of a task carry with them, for the day on which the journal is lost."""
-        group = self._world.machine.groups[record.places[0].group]
+        """What a worker stores about its task, for recovery without a journal."""
+        group = self._context.machine.groups[record.places[0].group]
         facts = {"spec": encode(record.spec), "pool": encode(pool), "reserved": group.spec_index}
         return json.dumps(facts)
 
     def _payload(self, task: str) -> TaskPayload | None:
-        data = self._shelf.get("payloads", task)
+        data = self._blobs.get("payloads", task)
         if data is None:
             return None
-        record = self._world.machine.tasks.get(task)
-        handlers = self._shelf.get("handlers", record.spec.pool) if record else None
+        record = self._context.machine.tasks.get(task)
+        handlers = self._blobs.get("handlers", record.spec.pool) if record else None
         return read_payload(data, handlers)
-
-    async def _state(self, one: StartTask, processes: int) -> dict[int, bytes | str]:
-        await self.store_again()
-        if one.task in self._unstored:
-            attempt, states = self._unstored[one.task]
-            ranks = {rank: self._shelf.state_path(one.task, attempt, rank) for rank in range(processes)}
-            return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
-        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, processes)
-        if paths is None:
-            raise TaskStartError("the state it saved is gone", fatal=True)
-        if self._hosts_save:
-            return {rank: str(path) for rank, path in enumerate(paths)}
-        return dict(enumerate(await asyncio.gather(*(asyncio.to_thread(path.read_bytes) for path in paths))))
 
     # ---- outcomes -------------------------------------------------------------------------------------------
 
     async def _await_outcomes(self, task: str, attempt: int, members: Sequence[TaskWorker]) -> None:
-        """Wait for the entry of every member; the first that raises ends the waiting, for others may wait for it."""
+        """Wait for all entry methods. The first error ends the wait, as other workers may wait for the one that
+        raised.
+        """
         waits = {asyncio.ensure_future(self._outcome(member)): member for member in members}
         outcomes: dict[int, EntryOutcome] = {}
         try:
             pending = set(waits)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for one in done:
-                    outcome = one.result()
+                for future in done:
+                    outcome = future.result()
                     if outcome is None:
-                        return  # the machine was told that it died
-                    outcomes[waits[one].rank] = outcome
+                        return  # its death was reported
+                    outcomes[waits[future].rank] = outcome
                     if outcome.error is not None:
                         pending = set()
         finally:
-            for one in waits:
-                one.cancel()
+            for future in waits:
+                future.cancel()
         if self._closed or task in self._stopping:
             return
-        not_kept = await self._keep_result(task, outcomes)
-        error = next((one.error for _, one in sorted(outcomes.items()) if one.error is not None), not_kept)
-        self._world.feed(TaskEnded(task, attempt, error))
+        not_stored = await self._store_result(task, outcomes)
+        error = next(
+            (outcome.error for _, outcome in sorted(outcomes.items()) if outcome.error is not None), not_stored
+        )
+        self._context.feed(TaskEnded(task, attempt, error))
 
-    async def _keep_result(self, task: str, outcomes: dict[int, EntryOutcome]) -> str | None:
-        """Store what came out; why not, where that cannot be done."""
+    async def _store_result(self, task: str, outcomes: dict[int, EntryOutcome]) -> str | None:
+        """Store the result; returns why it could not be stored."""
         ranks = sorted(outcomes)
         header = {
             "errors": [outcomes[rank].error for rank in ranks],
@@ -437,180 +422,79 @@ class InstructionExecutor:
         data = pack(header, [outcomes[rank].value for rank in ranks])
         try:
             if len(data) < _LARGE:
-                self._shelf.put("results", task, data)
+                self._blobs.put("results", task, data)
             else:
-                await asyncio.to_thread(self._shelf.put, "results", task, data)
+                await asyncio.to_thread(self._blobs.put, "results", task, data)
         except UnreachableError as fault:
             log.error("task %s: its result is lost: %s", task, fault.what)
             return f"it returned, but its result is lost: {fault.what}; {fault.hint}"
         return None
 
     async def _outcome(self, member: TaskWorker) -> EntryOutcome | None:
-        """What the entry came to; None where the process is gone, of which the machine is told."""
+        """Outcome of the entry method; None if the process died, which is reported."""
         try:
-            return await self._members.outcome(member)
+            return await self._workers.outcome(member)
         except WorkerDiedError as fault:
             why = str(fault)
         except Exception as fault:
-            log.exception("the outcome of %s could not be had", member.task)
-            why = _said(fault)
+            log.exception("the outcome of %s could not be read", member.task)
+            why = describe(fault)
         if member in self.running.get(member.task, ()):
             self.on_death(member, why)
         return None
 
     # ---- stopping -------------------------------------------------------------------------------------------
 
-    async def _stop(self, one: StopTask) -> None:
-        starting = self._starting.pop(one.task, None)
+    async def _stop(self, stop: StopTask) -> None:
+        starting = self._starting.pop(stop.task, None)
         if starting is not None:
             starting.cancel()
             await asyncio.wait([starting], timeout=STOP_SLACK_S)
-        members = [member for member in self.running.get(one.task, ()) if member.attempt == one.attempt]
-        outcomes = await asyncio.gather(*(self._stop_member(member, one) for member in members))
-        waiting = self._outcomes.pop(one.task, None)
+        members = [member for member in self.running.get(stop.task, ()) if member.attempt == stop.attempt]
+        outcomes = await asyncio.gather(*(self._stop_member(member, stop) for member in members))
+        waiting = self._outcomes.pop(stop.task, None)
         if waiting is not None:
             waiting.cancel()
-        saved, notes = await self._keep_state(one, members, outcomes)
-        cancel = next((word for word in _WORST if any(one.cancel == word for one in outcomes)), "not called")
-        self.running.pop(one.task, None)
-        self._stopping.discard(one.task)
+        saved, notes = await self.states.store(stop, members, outcomes)
+        cancel = next((word for word in _WORST if any(outcome.cancel == word for outcome in outcomes)), "not called")
+        self.running.pop(stop.task, None)
+        self._stopping.discard(stop.task)
         notes += [outcome.note for outcome in outcomes if outcome.note]
-        self._world.feed(TaskStopped(one.task, one.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
+        self._context.feed(TaskStopped(stop.task, stop.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
 
-    async def _stop_member(self, member: TaskWorker, one: StopTask) -> WorkerStopResult:
-        path = str(self._state_path(member)) if self._hosts_save and one.save_s else None
-        limit_s = one.tell_s + one.save_s + STOP_SLACK_S
-        tell_s, save_s, tries = one.tell_s, one.save_s, 0
+    async def _stop_member(self, member: TaskWorker, stop: StopTask) -> WorkerStopResult:
+        path = self.states.shared_path(member) if stop.checkpoint_timeout_s else None
+        limit_s = stop.cancel_grace_s + stop.checkpoint_timeout_s + STOP_SLACK_S
+        cancel_grace_s, checkpoint_timeout_s, tries = stop.cancel_grace_s, stop.checkpoint_timeout_s, 0
         while True:
             try:
-                return await asyncio.wait_for(self._members.stop(member, tell_s, one.notice, save_s, path), limit_s)
+                return await asyncio.wait_for(
+                    self._workers.stop(member, cancel_grace_s, stop.notice, checkpoint_timeout_s, path), limit_s
+                )
             except Exception as fault:
-                if not self._world.alive(member.node):
+                if not self._context.alive(member.node):
                     return WorkerStopResult("not called", note="its node is gone")
-                log.warning("a process of %s could not be stopped: %s; trying again", member.task, _said(fault))
-            # Its slot is not given on before it is gone for certain.
-            tell_s = save_s = 0.0
+                log.warning("a process of %s could not be stopped: %s; retrying", member.task, describe(fault))
+            # Its slot is not reused before the process is certain to be gone.
+            cancel_grace_s = checkpoint_timeout_s = 0.0
             await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
 
-    def _state_path(self, member: TaskWorker) -> Path:
-        return self._shelf.state_path(member.task, member.attempt, member.rank)
+    # ---- parking --------------------------------------------------------------------------------------------
 
-    async def _keep_state(
-        self, one: StopTask, members: Sequence[TaskWorker], outcomes: Sequence[WorkerStopResult]
-    ) -> tuple[bool, list[str]]:
-        record = self._world.machine.tasks.get(one.task)
-        if not one.save_s or record is None:
-            return False, []
-        states = {
-            member.rank: SavedMemberState(member.node, kept_name(member), outcome.state)
-            for member, outcome in zip(members, outcomes, strict=True)
-            if outcome.saved and outcome.state is not None
-        }
-        why = await self._store(one.task, one.attempt, states)
-        # Files decide, not answers: those of a stop that a crash of the controller cut short count as well.
-        unstored = self._unstored.get(one.task, (0, {}))[1]
-        paths = [self._shelf.state_path(one.task, one.attempt, rank) for rank in range(record.spec.processes)]
-        saved = all(rank in unstored or path.exists() for rank, path in enumerate(paths))
-        if saved and why is None:
-            await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)
-        return saved, [why] if why else []
-
-    async def _store(self, task: str, attempt: int, states: dict[int, SavedMemberState]) -> str | None:
-        """Write states to the disk, and then have their nodes drop them; where there is no room, why, and keep them."""
-        try:
-            for rank, sent in states.items():
-                await asyncio.to_thread(self._shelf.put_state, task, attempt, rank, sent.state)
-        except OSError as fault:
-            self._unstored[task] = (attempt, states)
-            folder = self._shelf.state_path(task, attempt, 0).parent
-            why = f"its state is kept in memory and not in {folder} ({fault.strerror}): make room there"
-            log.error("task %s: %s", task, why)
-            return why
-        if task in self._unstored and self._unstored[task][0] <= attempt:
-            del self._unstored[task]
-        for sent in states.values():
-            self._spawn(("drop state", sent.kept_as, attempt), self._members.drop_state(sent.node, sent.kept_as))
-        return None
-
-    async def store_again(self) -> None:
-        """Try to write what the disk had no room for."""
-        for task, (attempt, states) in list(self._unstored.items()):
-            record = self._world.machine.tasks.get(task)
-            if record is None or record.state in ENDED:
-                del self._unstored[task]
-                for sent in states.values():
-                    await self._members.drop_state(sent.node, sent.kept_as)
-            elif await self._store(task, attempt, states) is None:
-                log.info("the state of task %s is on the disk now", task)
-
-    async def collect_states(self) -> None:
-        """After a restart: take the states that were saved for the controller that died."""
-        tasks = {file_name(one.id): one for one in self._world.machine.tasks.values() if one.state not in ENDED}
-        for name, node in (await self._members.kept_states()).items():
-            found = read_state_name(name.partition("~")[2])
-            record = tasks.get(found[0]) if found else None
-            if found is None or record is None:
-                await self._members.drop_state(node, name)
-                continue
-            state = None
-            with contextlib.suppress(UnreachableError):  # lost with its node
-                state = await self._members.kept_state(node, name, STOP_SLACK_S)
-            if state is not None:
-                _, attempt, rank = found
-                others = self._unstored.get(record.id, (0, {}))[1]
-                await self._store(record.id, attempt, {**others, rank: SavedMemberState(node, name, state)})
-
-    # ---- taking turns ---------------------------------------------------------------------------------------
-
-    async def _turn(
+    async def _park_or_unpark(
         self,
-        one: ParkTask | UnparkTask,
-        deed: Callable[[TaskWorker, float], Awaitable[None]],
+        instruction: ParkTask | UnparkTask,
+        action: Callable[[TaskWorker, float], Awaitable[None]],
         done: TaskParked | TaskUnparked,
     ) -> None:
-        limit_s = max(0.0, one.deadline - self._world.now())
-        members = list(self.running.get(one.task, ()))
+        limit_s = max(0.0, instruction.deadline - self._context.now())
+        members = list(self.running.get(instruction.task, ()))
         try:
-            await asyncio.wait_for(asyncio.gather(*(deed(member, limit_s) for member in members)), limit_s + SLACK_S)
+            await asyncio.wait_for(asyncio.gather(*(action(member, limit_s) for member in members)), limit_s + SLACK_S)
         except ParkError as fault:
-            self._world.feed(TaskDied(one.task, one.attempt, str(fault)))
+            self._context.feed(TaskDied(instruction.task, instruction.attempt, str(fault)))
         except Exception as fault:
-            self._world.feed(TaskDied(one.task, one.attempt, _said(fault)))
+            self._context.feed(TaskDied(instruction.task, instruction.attempt, describe(fault)))
         else:
-            self._world.feed(done)
-
-
-def write_payload(payload: TaskPayload, token: str) -> bytes:
-    """A payload as a file: what is plain as JSON, what is pickled as bytes that nobody here unpacks."""
-    header = {
-        "token": token,
-        "entry": payload.entry,
-        "ray_options": payload.ray_options,
-        "plain": payload.plain,
-        "namespace": payload.namespace,
-        "sys_path": list(payload.sys_path),
-        "runtime_env": payload.runtime_env,
-    }
-    return pack(header, [payload.actor, payload.entry_args, payload.handlers])
-
-
-def read_payload(data: bytes, handlers: bytes | None = None) -> TaskPayload:
-    """The payload of a file; `handlers` of its pool where it has none of its own."""
-    header, (actor, entry_args, own) = unpack(data)
-    return TaskPayload(
-        actor=actor or b"",
-        entry=header["entry"],
-        entry_args=entry_args,
-        ray_options=header["ray_options"],
-        plain=header["plain"],
-        namespace=header["namespace"],
-        handlers=own or handlers,
-        sys_path=tuple(header["sys_path"]),
-        runtime_env=header.get("runtime_env", ""),
-    )
-
-
-def _said(fault: BaseException) -> str:
-    lines = str(fault).strip().splitlines()
-    return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__
+            self._context.feed(done)

@@ -1,11 +1,11 @@
-"""A light link to every node, since Ray takes a quarter of a minute to notice a killed node and a minute a frozen one.
+"""Heartbeats of nodes, since Ray takes about 15 s to notice a killed node and about 60 s a frozen one.
 
-Two connections a node: one to its warden, which sends a beat several times a second, and one to its raylet, which is
-held and never used. Either one breaking while nothing listens at the raylet's port any more means that the node is
-dead, which is told once the warden's connection has ended too: with its raylet gone it ends all processes of tasks
-before itself, so that no task begins anew elsewhere while its old process works. A warden that alone died is made again
-by others and linked to anew; silence is told with its length, and what it means is the machine's business. Time in
-which this process itself did not run counts for nobody's silence.
+Two TCP connections per node: to its agent, which sends a beat several times a second, and an idle one to its raylet. If
+either breaks and nothing listens on the raylet's port any more, the node is dead. That is reported once the agent's
+connection has closed too: without a raylet the agent ends all task processes before itself, so a task never restarts
+elsewhere while its old process still runs. If only the agent died, it is created again by others and reconnected to.
+Silence is reported with its duration; the node machine decides what it means. Time in which this process itself did not
+run counts as silence of no node.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trimtab.machines.nodes.events import ConnectionBroken, HeartbeatMissed, Hea
 from trimtab.runtime.procs.background import Background, RestartPolicy
 
 BEAT_S = 0.2
-TELL_EVERY_S = 0.25  # of silence
+CHECK_EVERY_S = 0.25  # of silence
 CONNECT_S = 2.0
-TRY_AGAIN_S = 0.2
-LATE_S = 0.5  # a turn of the loop that came so late tells more of us than of the nodes
-FENCE_S = 5.0  # for a warden to end what is left on a node without a raylet
+RETRY_S = 0.2
+LATE_S = 0.5  # delay of our own event loop above which silence is not counted
+FENCE_S = 5.0  # for an agent to end the processes of a node without a raylet
 REFUSALS = 2  # in a row, a moment apart, before a raylet counts as dead
 
-AGAIN = RestartPolicy(max_failures=None, backoff_s=TRY_AGAIN_S, max_backoff_s=5.0)
+RETRY = RestartPolicy(max_failures=None, backoff_s=RETRY_S, max_backoff_s=5.0)
 
 AgentAddress = tuple[str, int]
 
 
-async def beat_forever(host: str) -> tuple[asyncio.Server, AgentAddress]:
-    """The node's end: a server that sends beats to whoever connects and reads nothing. Where it listens."""
+async def serve_heartbeats(host: str) -> tuple[asyncio.Server, AgentAddress]:
+    """Agent side: a server that sends beats on every connection and reads nothing. Returns its address."""
 
     async def beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -55,140 +55,140 @@ async def beat_forever(host: str) -> tuple[asyncio.Server, AgentAddress]:
 class _NodeConnection:
     raylet: AgentAddress
     tasks: list[asyncio.Task[None]]
-    heard: float  # when the last beat came, in time that this process was awake
+    last_beat_at: float  # of the last beat, in seconds that this process was awake
     silent: bool = True  # until the first beat
-    excused: bool = True  # no beat is to be expected: none came yet, or its warden died and is being made again
-    quiet: bool = False  # nor ever again: its warden was sent away
-    connected: bool = False  # to its warden
+    not_expected: bool = True  # no beat came yet, or the agent died and is being created again
+    muted: bool = False  # the agent was ended; no beats follow
+    connected: bool = False  # to the agent
 
 
 class NodeHeartbeats:
-    """The links of one controller. `tell` hears of what changed; `where` gives the place of a node's warden."""
+    """Heartbeat connections of a controller. `emit` gets events; `address_of` returns the address of a node's agent."""
 
     def __init__(
         self,
-        tell: Callable[[NodeEvent], None],
-        where: Callable[[str], Awaitable[AgentAddress | None]],
+        emit: Callable[[NodeEvent], None],
+        address_of: Callable[[str], Awaitable[AgentAddress | None]],
         suspect_s: float,
         background: Background,
     ) -> None:
-        self._tell = tell
+        self._emit = emit
         self._background = background
-        self._where = where
+        self._address_of = address_of
         self._suspect_s = suspect_s
-        self._links: dict[str, _NodeConnection] = {}
-        self._awake = 0.0  # seconds that this process ran, as far as it looks
-        self._looked = time.monotonic()
-        self._look: asyncio.Task[None] | None = None
+        self._connections: dict[str, _NodeConnection] = {}
+        self._awake_s = 0.0  # seconds that this process ran
+        self._checked_at = time.monotonic()
+        self._checker: asyncio.Task[None] | None = None
 
     def open(self, node: str, raylet: AgentAddress) -> None:
-        """Have a link to the node; one that is there stays."""
-        if node in self._links:
-            self._links[node].quiet = False
+        """Connect to the node, if not connected."""
+        if node in self._connections:
+            self._connections[node].muted = False
             return
-        if self._look is None:
-            self._look = self._background.start("silence of nodes", self._look_forever, policy=AGAIN)
-        link = self._links[node] = _NodeConnection(raylet, [], self._awake)
-        link.tasks = [
-            self._background.start(f"{name} of node {node[:12]}", functools.partial(work, node, link), policy=AGAIN)
-            for name, work in (("beats", self._beats), ("raylet", self._hold))
+        if self._checker is None:
+            self._checker = self._background.start("check heartbeats", self._check_silence, policy=RETRY)
+        connection = self._connections[node] = _NodeConnection(raylet, [], self._awake_s)
+        connection.tasks = [
+            self._background.start(
+                f"{name} of node {node[:12]}", functools.partial(work, node, connection), policy=RETRY
+            )
+            for name, work in (("heartbeats", self._receive_beats), ("raylet connection", self._hold_raylet))
         ]
 
-    def quiet(self, node: str) -> None:
-        """Expect no beats of the node any more; its end is still noticed."""
-        if node in self._links:
-            self._links[node].quiet = True
+    def mute(self, node: str) -> None:
+        """Expect no more beats from the node; its death is still noticed."""
+        if node in self._connections:
+            self._connections[node].muted = True
 
-    def shut(self, node: str) -> None:
-        """Forget the node."""
-        link = self._links.pop(node, None)
-        for task in link.tasks if link is not None else ():
+    def drop(self, node: str) -> None:
+        connection = self._connections.pop(node, None)
+        for task in connection.tasks if connection is not None else ():
             task.cancel()
 
     def close(self) -> None:
-        """Forget all nodes."""
-        for node in list(self._links):
-            self.shut(node)
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None
+        for node in list(self._connections):
+            self.drop(node)
+        if self._checker is not None:
+            self._checker.cancel()
+            self._checker = None
 
-    # ---- the two connections
+    # ---- connections
 
-    async def _beats(self, node: str, link: _NodeConnection) -> None:
+    async def _receive_beats(self, node: str, connection: _NodeConnection) -> None:
         while True:
-            place = None
+            address = None
             with contextlib.suppress(Exception):
-                place = None if link.quiet else await self._where(node)
-            if place is not None:
+                address = None if connection.muted else await self._address_of(node)
+            if address is not None:
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
-                    reader, writer = await asyncio.wait_for(asyncio.open_connection(*place), CONNECT_S)
-                    link.connected = True
+                    reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), CONNECT_S)
+                    connection.connected = True
                     try:
                         while await reader.read(64):
-                            self._heard(node, link)
-                        link.excused = True  # ended by the other side: a process died, which is not silence
+                            self._beat_received(node, connection)
+                        connection.not_expected = True  # closed by the agent: a process died, which is not silence
                     except ConnectionResetError:
-                        link.excused = True
+                        connection.not_expected = True
                     finally:
-                        link.connected = False
+                        connection.connected = False
                         writer.close()
-                await self._look_at_raylet(node, link)
-            await asyncio.sleep(TRY_AGAIN_S)
+                await self._check_raylet(node, connection)
+            await asyncio.sleep(RETRY_S)
 
-    async def _hold(self, node: str, link: _NodeConnection) -> None:
+    async def _hold_raylet(self, node: str, connection: _NodeConnection) -> None:
         while True:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
-                reader, writer = await asyncio.wait_for(asyncio.open_connection(*link.raylet), CONNECT_S)
+                reader, writer = await asyncio.wait_for(asyncio.open_connection(*connection.raylet), CONNECT_S)
                 try:
                     while await reader.read(4096):
                         pass
                 finally:
                     writer.close()
-            await self._look_at_raylet(node, link)
-            await asyncio.sleep(TRY_AGAIN_S)
+            await self._check_raylet(node, connection)
+            await asyncio.sleep(RETRY_S)
 
-    async def _look_at_raylet(self, node: str, link: _NodeConnection) -> None:
-        """A connection broke: is the raylet still there?"""
+    async def _check_raylet(self, node: str, connection: _NodeConnection) -> None:
+        """A connection broke: report the node as dead if its raylet refuses connections."""
         for _ in range(REFUSALS):
             try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(*link.raylet), CONNECT_S)
+                _, writer = await asyncio.wait_for(asyncio.open_connection(*connection.raylet), CONNECT_S)
             except ConnectionRefusedError as fault:
                 why = fault.strerror or "connection refused"
             except (OSError, asyncio.TimeoutError):
-                return  # it may be far away or frozen: that is silence, not the end
+                return  # a slow network or a frozen node: silence, not death
             else:
                 writer.close()
                 return
             await asyncio.sleep(0.02)
         until = time.monotonic() + FENCE_S
-        while link.connected and time.monotonic() < until:
+        while connection.connected and time.monotonic() < until:
             await asyncio.sleep(0.01)
-        if self._links.get(node) is link:
-            host, port = link.raylet
-            self._tell(ConnectionBroken(node, f"nothing listens at {host}:{port} any more ({why})"))
-            self.shut(node)
+        if self._connections.get(node) is connection:
+            host, port = connection.raylet
+            self._emit(ConnectionBroken(node, f"nothing listens at {host}:{port} any more ({why})"))
+            self.drop(node)
 
     # ---- silence
 
-    def _heard(self, node: str, link: _NodeConnection) -> None:
-        link.heard = self._awake + (time.monotonic() - self._looked)
-        link.excused = False
-        if link.silent:
-            self._tell(HeartbeatReceived(node))
-            link.silent = False
+    def _beat_received(self, node: str, connection: _NodeConnection) -> None:
+        connection.last_beat_at = self._awake_s + (time.monotonic() - self._checked_at)
+        connection.not_expected = False
+        if connection.silent:
+            self._emit(HeartbeatReceived(node))
+            connection.silent = False
 
-    async def _look_forever(self) -> None:
+    async def _check_silence(self) -> None:
         while True:
-            await asyncio.sleep(TELL_EVERY_S)
+            await asyncio.sleep(CHECK_EVERY_S)
             now = time.monotonic()
-            passed, self._looked = now - self._looked, now
-            if passed > LATE_S + TELL_EVERY_S:
-                for link in self._links.values():  # we slept: nobody can be blamed for it
-                    link.heard += passed
-            self._awake += passed
-            for node, link in list(self._links.items()):
-                silent_s = self._awake - link.heard
-                if not (link.quiet or link.excused) and silent_s >= self._suspect_s:
-                    link.silent = True
-                    self._tell(HeartbeatMissed(node, silent_s))
+            passed, self._checked_at = now - self._checked_at, now
+            if passed > LATE_S + CHECK_EVERY_S:
+                for connection in self._connections.values():  # this process was suspended
+                    connection.last_beat_at += passed
+            self._awake_s += passed
+            for node, connection in list(self._connections.items()):
+                silent_s = self._awake_s - connection.last_beat_at
+                if not (connection.muted or connection.not_expected) and silent_s >= self._suspect_s:
+                    connection.silent = True
+                    self._emit(HeartbeatMissed(node, silent_s))

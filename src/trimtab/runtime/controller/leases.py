@@ -1,9 +1,9 @@
-"""Leases of clients: what was submitted with `ends_with_me` ends when its client is dead.
+"""Client leases: what was submitted with `ends_with_me` ends when its client is dead.
 
-A client renews its lease from a thread. One that was not heard of for a sixth of its lease is looked for on its node:
-dead there ends the lease at once, alive there keeps it however long the client is busy (a call that holds the GIL), and
-where that cannot be known (another machine or pid namespace, a node that does not answer) the lease runs out. A client
-is never declared dead on silence alone before that. The controller's driver asks, the node's agent looks.
+A client renews its lease from a thread. After silence of a sixth of the lease, the agent of the client's node checks
+its process: dead ends the lease at once; alive keeps it however long the client is busy (a call that holds the GIL); if
+unknown (another machine or pid namespace, an unreachable node) the lease runs out. Silence alone must never end a lease
+early. `ControllerLoop` runs the checks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 from trimtab.runtime.workers.worker_process import born
 
-LEASE_S = 60.0  # of a client that does not say
-SILENT_PART = 6  # silence of so small a part of the lease is looked into
+LEASE_S = 60.0  # default
+SILENT_FRACTION = 6  # silence of lease_s / 6 triggers a check of the process
 
 
 @dataclass(frozen=True)
 class ClientProcess:
-    """One process, told from every other on any machine."""
+    """Identity of a client process, unique across machines."""
 
-    node: str  # Ray's id of the node that it is on
-    boot: str  # of the machine: pids and namespaces mean nothing on another
-    namespace: int  # of its pid
+    node: str  # Ray node id
+    boot: str  # boot id of the machine: pids are only valid there
+    namespace: int  # pid namespace (inode)
     pid: int
     born: float
 
 
 def this_process(ray: Any) -> ClientProcess | None:
-    """The process that this is; None where that cannot be said."""
+    """This process; None if it cannot be identified."""
     boot, namespace = _here()
     since = born(os.getpid())
     if not boot or since is None:
@@ -42,7 +42,7 @@ def this_process(ray: Any) -> ClientProcess | None:
 
 
 def is_alive_here(process: ClientProcess) -> bool | None:
-    """Whether the process is alive; None where it cannot be seen from here."""
+    """Whether the process is alive; None if it cannot be seen from here."""
     if _here() != (process.boot, process.namespace):
         return None
     return born(process.pid) == process.born
@@ -58,14 +58,14 @@ def _here() -> tuple[str, int]:
 
 @dataclass
 class _Lease:
-    heard: float  # when, by the clock
+    heard_at: float  # time of the last call
     lease_s: float = LEASE_S
     process: ClientProcess | None = None
-    alive: bool | None = None  # what its node said last
+    alive: bool | None = None  # last result of the process check
 
 
 class ClientLeases:
-    """The leases of a controller's clients. Decides who is dead; ends nothing."""
+    """The leases of a controller's clients. Reports which clients are dead; ends nothing itself."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,41 +74,40 @@ class ClientLeases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def heard(self, client: str) -> None:
-        """A client asked for something that ends with it."""
-        self._leases.setdefault(client, _Lease(0.0)).heard = self._clock()
+    def touch(self, client: str) -> None:
+        """Record a call of a client, creating its lease if needed."""
+        self._leases.setdefault(client, _Lease(0.0)).heard_at = self._clock()
 
     def renew(self, client: str, lease_s: float, process: ClientProcess | None) -> bool:
-        """A client says that it is alive; false where it was given up already."""
+        """Renew a lease; false if it has ended already."""
         if client not in self._leases:
             return False
         self._leases[client] = _Lease(self._clock(), lease_s, process)
         return True
 
     def end(self, client: str) -> None:
-        """The client is gone."""
         self._leases.pop(client, None)
 
     def silent(self) -> dict[str, ClientProcess | None]:
-        """Clients to be looked for, and what is known of their processes."""
+        """Silent clients, with their processes if known."""
         return {client: lease.process for client, lease in self._leases.items() if self._is_silent(lease)}
 
-    def looked(self, client: str, alive: bool | None) -> bool:
-        """Whether a client is dead, after its node has said whether its process is alive (None: not known)."""
+    def is_dead(self, client: str, alive: bool | None) -> bool:
+        """Whether a client is dead, given whether its process is alive (None: unknown)."""
         lease = self._leases.get(client)
         if lease is None or not self._is_silent(lease):
             return False
         lease.alive = alive
         if alive is None:
-            return self._clock() - lease.heard > lease.lease_s
+            return self._clock() - lease.heard_at > lease.lease_s
         return not alive
 
     def status(self) -> list[dict[str, Any]]:
-        """Clients that are silent, as plain data."""
+        """Silent clients, as plain data."""
         return [
             {
                 "client": client,
-                "silent_s": self._clock() - lease.heard,
+                "silent_s": self._clock() - lease.heard_at,
                 "lease_s": lease.lease_s,
                 "pid": lease.process.pid if lease.process else None,
                 "alive": lease.alive,
@@ -118,4 +117,4 @@ class ClientLeases:
         ]
 
     def _is_silent(self, lease: _Lease) -> bool:
-        return self._clock() - lease.heard > lease.lease_s / SILENT_PART
+        return self._clock() - lease.heard_at > lease.lease_s / SILENT_FRACTION

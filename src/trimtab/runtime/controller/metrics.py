@@ -1,9 +1,8 @@
-"""Figures of pools for Ray's exporter, which puts `ray_` before every name (and `_total` behind a counter's).
+"""Pool metrics for Ray's exporter, which prefixes every name with `ray_` (and appends `_total` to counters).
 
-Reads the machine and changes nothing. Where a figure cannot be had or told, metrics stop and `fault` says why:
-scheduling goes on. Latencies are read from the stories of tasks, so they hold over a restart of the controller;
-counters begin at nothing with every process, as Prometheus expects. The driver calls `heard` after every event, which
-costs microseconds, and `sample` about once a second.
+Only reads the machine. After a failure metrics stop and `fault` says why; scheduling must never be affected. Latencies
+are computed from task stories, so they survive a restart of the controller; counters restart at 0, as Prometheus
+expects. `observe` is called after every event and takes microseconds, `sample` about once a second.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from trimtab.model.pool import IN_QUEUE, TaskState
 
 log = logging.getLogger("trimtab.controller")
 
-SAMPLE_EVERY_S = 0.9  # at most, and more seldom where there is much to look at
-SAMPLE_SHARE = 0.01  # of the controller's time, at most, goes into sampling
-PART = 500  # records looked at in one turn of the loop: less than a millisecond
+SAMPLE_EVERY_S = 0.9  # at least; longer with many tasks
+SAMPLE_SHARE = 0.01  # maximum share of the controller's time spent on sampling
+CHUNK = 500  # records per iteration of the event loop: less than 1 ms
 BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 10e3, 20e3, 30e3, 60e3, 120e3, 300e3, 600e3)
 _IN_QUEUE = frozenset(state.value for state in IN_QUEUE)
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric as it is made; every one has the label `controller`, too."""
+    """Definition of a metric; the label `controller` is added to all."""
 
     name: str
     kind: str  # counter, histogram or gauge
@@ -41,7 +40,7 @@ class MetricSpec:
 
     @property
     def exported(self) -> str:
-        """The name that Prometheus sees; a histogram has it with _bucket, _sum and _count."""
+        """The Prometheus name; histograms add _bucket, _sum and _count."""
         return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
@@ -52,7 +51,7 @@ PREEMPTION_MS = MetricSpec(
     "trimtab_preemption_execution_latency_ms",
     "histogram",
     ("pool",),
-    "From the order to leave until the task that room was made for has started (evicted by hand: until it is gone).",
+    "From the eviction until the task it was made for has started (evicted by a user: until it has stopped).",
 )
 SCHEDULE_MS = MetricSpec(
     "trimtab_task_schedule_latency_ms",
@@ -60,14 +59,12 @@ SCHEDULE_MS = MetricSpec(
     ("pool",),
     "From submission, or the return to the queue, until the task has started.",
 )
-QUEUE = MetricSpec("trimtab_queue_length", "gauge", ("pool",), "Tasks that wait, evicted ones among them.")
-OLDEST_S = MetricSpec(
-    "trimtab_queue_oldest_wait_s", "gauge", ("pool",), "How long the one that waits longest has waited."
-)
+QUEUE = MetricSpec("trimtab_queue_length", "gauge", ("pool",), "Tasks in the queue, evicted ones included.")
+OLDEST_S = MetricSpec("trimtab_queue_oldest_wait_s", "gauge", ("pool",), "Longest wait of the tasks in the queue.")
 SLOTS = MetricSpec("trimtab_slots", "gauge", ("pool", "state"), "Slots: idle, taken, making, removing, wanted.")
-TASKS = MetricSpec("trimtab_tasks", "gauge", ("pool", "state"), "Tasks that are remembered, by state.")
-WARM = MetricSpec("trimtab_warm_hosts", "gauge", ("node", "state"), "Warm hosts that are ready, and that are starting.")
-WARM_TARGET = MetricSpec("trimtab_warm_hosts_target", "gauge", ("pool",), "Warm hosts that the pool asks for.")
+TASKS = MetricSpec("trimtab_tasks", "gauge", ("pool", "state"), "Known tasks, by state.")
+WARM = MetricSpec("trimtab_warm_hosts", "gauge", ("node", "state"), "Warm hosts, by state: ready, starting.")
+WARM_TARGET = MetricSpec("trimtab_warm_hosts_target", "gauge", ("pool",), "Warm hosts configured for the pool.")
 METRICS = (PREEMPTIONS, PREEMPTION_MS, SCHEDULE_MS, QUEUE, OLDEST_S, SLOTS, TASKS, WARM, WARM_TARGET)
 
 Record = TypeVar("Record")
@@ -75,25 +72,25 @@ MetricRecorder = Callable[[float, dict[str, str]], None]
 
 
 class PoolMetrics:
-    """Tells Ray's exporter what the machine does."""
+    """Reports the pool machine to Ray's exporter."""
 
     def __init__(
         self, controller: str, machine: PoolMachine, make: Callable[[MetricSpec], MetricRecorder] | None = None
     ) -> None:
         self._machine = machine
         self._controller = {"controller": controller}
-        self._counted = machine.eviction_count  # what was evicted before this process is not told again
-        self._told: dict[str, set[tuple[str, ...]]] = {}  # labels of gauges, so that what is gone becomes nothing
+        self._counted = machine.eviction_count  # evictions before this process are not counted again
+        self._seen_labels: dict[str, set[tuple[str, ...]]] = {}  # by gauge; labels that vanish are set to 0
         self._next_sample = 0.0
         self._recorders: dict[str, MetricRecorder] = {}
         self.fault: str | None = None
         try:
-            self._recorders = {one.name: (make or in_ray)(one) for one in METRICS}
+            self._recorders = {metric.name: (make or in_ray)(metric) for metric in METRICS}
         except Exception as fault:
-            self._give_up(fault)
+            self._disable(fault)
 
-    def heard(self, event: PoolEvent) -> None:
-        """The machine has handled an event. Never raises."""
+    def observe(self, event: PoolEvent) -> None:
+        """Record a handled event. Never raises."""
         if self.fault is not None:
             return
         try:
@@ -102,12 +99,12 @@ class PoolMetrics:
             if isinstance(event, TaskStarted):
                 self._time_start(event)
             elif isinstance(event, TaskStopped):
-                self._time_leaving(event)
+                self._time_eviction(event)
         except Exception as fault:
-            self._give_up(fault)
+            self._disable(fault)
 
     async def sample(self, warm_counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Tell how everything stands, if it is time for that. Never raises."""
+        """Update the gauges, if it is time to. Never raises."""
         began = time.monotonic()
         if self.fault is not None or began < self._next_sample:
             return
@@ -115,129 +112,131 @@ class PoolMetrics:
         try:
             await self._sample(warm_counts)
         except Exception as fault:
-            self._give_up(fault)
+            self._disable(fault)
         self._next_sample = began + max(SAMPLE_EVERY_S, (time.thread_time() - worked) / SAMPLE_SHARE)
 
-    # ---- what happened --------------------------------------------------------------------------------------
+    # ---- counters, histograms -------------------------------------------------------------------------------
 
     def _count_evictions(self) -> None:
         new = self._machine.eviction_count - self._counted
         self._counted = self._machine.eviction_count
-        for one in self._machine.evictions[-new:]:
-            self._record(PREEMPTIONS, 1, one.victim_pool, one.reason.code.value)
+        for eviction in self._machine.evictions[-new:]:
+            self._record(PREEMPTIONS, 1, eviction.victim_pool, eviction.reason.code.value)
 
     def _time_start(self, event: TaskStarted) -> None:
         task = self._machine.tasks.get(event.task)
         if task is None or task.attempt != event.attempt or task.started_at != self._machine.now:
-            return  # late news, which changed nothing
+            return  # a late event, which changed nothing
         queued_at, claimed_at = _waited_since(task)
         if queued_at is not None:
             self._record(SCHEDULE_MS, (self._machine.now - queued_at) * 1e3, task.spec.pool)
         if task.reason.code is ReasonCode.preempted and claimed_at is not None:
             self._record(PREEMPTION_MS, (self._machine.now - claimed_at) * 1e3, task.spec.pool)
 
-    def _time_leaving(self, event: TaskStopped) -> None:
-        """An eviction that makes room for nobody is over when its task is gone."""
+    def _time_eviction(self, event: TaskStopped) -> None:
+        """Record an eviction by a user, which ends when the task has stopped."""
         task = self._machine.tasks.get(event.task)
-        told_at = _left_by_hand(task.story, self._machine.now) if task is not None else None
-        if task is not None and told_at is not None:
-            self._record(PREEMPTION_MS, (self._machine.now - told_at) * 1e3, task.spec.pool)
+        ordered_at = _evicted_by_user_at(task.story, self._machine.now) if task is not None else None
+        if task is not None and ordered_at is not None:
+            self._record(PREEMPTION_MS, (self._machine.now - ordered_at) * 1e3, task.spec.pool)
 
-    # ---- how everything stands ------------------------------------------------------------------------------
+    # ---- gauges ---------------------------------------------------------------------------------------------
 
     async def _sample(self, warm_counts: Mapping[str, Mapping[str, int]]) -> None:
         await self._sample_tasks(list(self._machine.pools))
         await self._sample_slots(list(self._machine.pools))
-        self._tell(WARM, {(node[:12], state): n for node, by in warm_counts.items() for state, n in by.items()})
-        self._tell(WARM_TARGET, {(name,): pool.spec.target_hosts for name, pool in self._machine.pools.items()})
+        self._set_gauge(WARM, {(node[:12], state): n for node, by in warm_counts.items() for state, n in by.items()})
+        self._set_gauge(WARM_TARGET, {(name,): pool.spec.target_hosts for name, pool in self._machine.pools.items()})
 
     async def _sample_tasks(self, pools: list[str]) -> None:
         states: dict[str, list[TaskState]] = {pool: [] for pool in pools}
         since: dict[str, list[float]] = {pool: [] for pool in pools}
-        async for part in _in_parts(self._machine.tasks.values()):
-            for task in part:
+        async for chunk in _in_chunks(self._machine.tasks.values()):
+            for task in chunk:
                 state, pool = task.state, task.spec.pool
                 if pool in states:
                     states[pool].append(state)
                     if state is TaskState.waiting or state is TaskState.evicted:
                         since[pool].append(task.since)
         now = max(self._machine.now, time.time())
-        self._tell(QUEUE, {(pool,): len(since[pool]) for pool in pools})
-        self._tell(OLDEST_S, {(pool,): now - min(since[pool], default=now) for pool in pools})
-        self._tell(TASKS, {(pool, state.value): states[pool].count(state) for pool in pools for state in TaskState})
+        self._set_gauge(QUEUE, {(pool,): len(since[pool]) for pool in pools})
+        self._set_gauge(OLDEST_S, {(pool,): now - min(since[pool], default=now) for pool in pools})
+        self._set_gauge(
+            TASKS, {(pool, state.value): states[pool].count(state) for pool in pools for state in TaskState}
+        )
 
     async def _sample_slots(self, pools: list[str]) -> None:
         slots = {pool: dict.fromkeys(("idle", "taken", "making", "removing", "wanted"), 0) for pool in pools}
-        async for part in _in_parts(self._machine.groups.values()):
-            for group in part:
+        async for chunk in _in_chunks(self._machine.groups.values()):
+            for group in chunk:
                 if group.pool in slots:
-                    slots[group.pool][_standing(group)] += len(group.bundles)
+                    slots[group.pool][_slot_state(group)] += len(group.bundles)
         for name, pool in self._machine.pools.items():
             if name in slots:
-                there = len(self._machine.shelves[name].reserved) + len(pool.retired)
-                slots[name]["wanted"] = len(pool.spec.reserved) - there
-        self._tell(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
+                present = len(self._machine.pool_groups[name].reserved) + len(pool.retired)
+                slots[name]["wanted"] = len(pool.spec.reserved) - present
+        self._set_gauge(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
 
-    def _tell(self, metric: MetricSpec, figures: Mapping[tuple[str, ...], float]) -> None:
-        told = self._told.setdefault(metric.name, set())
-        for labels in told.difference(figures):
+    def _set_gauge(self, metric: MetricSpec, figures: Mapping[tuple[str, ...], float]) -> None:
+        seen = self._seen_labels.setdefault(metric.name, set())
+        for labels in seen.difference(figures):
             self._record(metric, 0, *labels)
         for labels, figure in figures.items():
             self._record(metric, figure, *labels)
-        self._told[metric.name] = set(figures)
+        self._seen_labels[metric.name] = set(figures)
 
     def _record(self, metric: MetricSpec, figure: float, *labels: str) -> None:
         tags = {**self._controller, **dict(zip(metric.labels, labels, strict=True))}
         self._recorders[metric.name](max(0.0, float(figure)), tags)
 
-    def _give_up(self, fault: Exception) -> None:
+    def _disable(self, fault: Exception) -> None:
         self.fault = f"metrics stopped: {type(fault).__name__}: {fault}"
         log.error(self.fault, exc_info=fault)
 
 
-async def _in_parts(records: Collection[Record]) -> AsyncIterator[list[Record]]:
-    """All of them, with turns for others of the loop in between."""
+async def _in_chunks(records: Collection[Record]) -> AsyncIterator[list[Record]]:
+    """In chunks, yielding to the event loop in between."""
     everything = list(records)
-    for start in range(0, len(everything), PART):
-        yield everything[start : start + PART]
+    for start in range(0, len(everything), CHUNK):
+        yield everything[start : start + CHUNK]
         await asyncio.sleep(0)
 
 
-def _standing(group: PlacementGroup) -> str:
-    if group.stand is PgState.standing:
+def _slot_state(group: PlacementGroup) -> str:
+    if group.state is PgState.ready:
         return "taken" if group.tenants else "idle"
-    return "making" if group.stand is PgState.making else "removing"
+    return "making" if group.state is PgState.creating else "removing"
 
 
 def _waited_since(task: PoolTask) -> tuple[float | None, float | None]:
-    """Since when a task that has just started was in the queue, and since when room was made for it."""
+    """When a task that has just started was queued, and when others were evicted for it."""
     queued_at = claimed_at = None
     left = False
-    for chapter in reversed(task.story):
-        if chapter.state in _IN_QUEUE:
+    for entry in reversed(task.story):
+        if entry.state in _IN_QUEUE:
             left = True
-            queued_at = chapter.at
-            if claimed_at is None and chapter.reason.code is ReasonCode.evicting:
-                claimed_at = chapter.at
+            queued_at = entry.at
+            if claimed_at is None and entry.reason.code is ReasonCode.evicting:
+                claimed_at = entry.at
         elif left:
             break
     return queued_at, claimed_at
 
 
-def _left_by_hand(story: list[StoryEntry], now: float) -> float | None:
-    """When a task that has left just now was told to by a person; None where it did not, or for another reason."""
+def _evicted_by_user_at(story: list[StoryEntry], now: float) -> float | None:
+    """When a user evicted a task that has stopped just now; None if it was not evicted by a user."""
     gone = False
-    for chapter in reversed(story):
-        if chapter.state == TaskState.cancelling.value:
-            return chapter.at if gone and chapter.reason.code is ReasonCode.by_hand else None
-        if chapter.at < now:
+    for entry in reversed(story):
+        if entry.state == TaskState.cancelling.value:
+            return entry.at if gone and entry.reason.code is ReasonCode.by_hand else None
+        if entry.at < now:
             return None
-        gone = gone or chapter.state == TaskState.evicted.value
+        gone = gone or entry.state == TaskState.evicted.value
     return None
 
 
 def in_ray(metric: MetricSpec) -> MetricRecorder:
-    """Make the metric in this process, which must be one of Ray's."""
+    """Create the metric in this process, which must be a Ray process."""
     from ray.util import metrics
 
     common: dict[str, Any] = {"description": metric.meaning, "tag_keys": ("controller", *metric.labels)}

@@ -1,17 +1,19 @@
-"""After a restart: what the journal says is brought together with what is alive.
+"""Recovery after a controller restart: reconciles the journal with what is alive.
 
-Processes of tasks that still run are taken up again, what is gone is told to the machine, what nobody owns is ended,
-and what was being carried out is carried out again. Nothing here starts a task a second time: a start that was under
-way goes on if all its processes are there, and begins afresh only after what there was of it is gone. Where the
-journal itself is gone, what runs is asked what it is and taken up again, and it is said that history is lost.
+Running task processes are adopted, lost ones are reported to the machine, unowned ones are ended, and instructions that
+were in progress are resumed. A task must never be started twice: a start in progress continues if all its processes
+exist, and begins again only after its remains are gone. Without a journal, running processes are queried for their
+identity and adopted, and the loss of history is reported.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode
@@ -31,12 +33,72 @@ from trimtab.machines.pool.records import PgState, PoolTask
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, TaskSpec, TaskState
 from trimtab.runtime.controller.executor import InstructionExecutor
 from trimtab.runtime.controller.nodes import NodeMonitor
-from trimtab.runtime.workers.task_workers import FoundPlacementGroup, TaskWorker, TaskWorkerManager
+from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
+from trimtab.runtime.store.journal import JournalVersionError
+from trimtab.runtime.workers.placement_groups import FoundPlacementGroup
+from trimtab.runtime.workers.task_types import TaskWorker
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from trimtab.runtime.workers.worker_process import WorkerIdentity
 
 log = logging.getLogger("trimtab.controller")
 
 ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Remains:
+    """Names of the Ray actors and placement groups that a controller left."""
+
+    actors: tuple[str, ...]
+    groups: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [
+            f"{kind}{'s' * (len(names) != 1)} {', '.join(names)}"
+            for kind, names in (("actor", self.actors), ("placement group", self.groups))
+            if names
+        ]
+        return " and ".join(parts) or "nothing"
+
+
+def find_remains(ray: Any, controller: str) -> Remains:
+    """What of a controller is alive on the cluster, without the controller itself. Blocks; starts nothing."""
+    from ray.util.placement_group import placement_group_table
+
+    prefix, own = f"trimtab:{controller}:", controller_name(controller)
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"] != own]
+    groups = [table["name"] for table in placement_group_table().values() if table["state"] != "REMOVED"]
+    return Remains(*(tuple(sorted(name for name in each if name.startswith(prefix))) for each in (names, groups)))
+
+
+def refused_journal(ray: Any, controller: str, refusal: JournalVersionError) -> JournalVersionError:
+    """The refusal of a journal, with the names of what still runs and the command that frees it."""
+    remains = find_remains(ray, controller)
+    if remains == Remains((), ()):
+        return refusal
+    return JournalVersionError(
+        f"{refusal.what}; of this controller are still alive: {remains}",
+        where=refusal.where,
+        hint=f"`trimtab pool free --name {controller}` ends them; then start with another journal_dir, "
+        "or use the version of trimtab that wrote the journal",
+    )
+
+
+async def free_remains(ray: Any, controller: str, timeout_s: float) -> Remains:
+    """End the processes and placement groups that a dead controller left; returns what there was."""
+    remains = await asyncio.to_thread(find_remains, ray, controller)
+    if remains != Remains((), ()):
+        workers = TaskWorkerManager(controller, None, lambda member, why: None)
+        await asyncio.wait_for(workers.close(), timeout_s)
+        await asyncio.to_thread(_kill_actors, ray, find_remains(ray, controller).actors)  # of a trimtab of before
+    return remains
+
+
+def _kill_actors(ray: Any, names: Collection[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ValueError):  # gone
+            ray.kill(ray.get_actor(name, NAMESPACE))
 
 
 class RecoveryContext(Protocol):
@@ -45,41 +107,41 @@ class RecoveryContext(Protocol):
     machine: PoolMachine
 
     def feed(self, event: PoolEvent) -> None:
-        """Tell the machine; never raises."""
+        """Handle an event; never raises."""
 
 
-async def take_up_unknown(world: RecoveryContext, members: TaskWorkerManager) -> str | None:
-    """The journal is empty: take up whatever runs whole and knows what it is; a sentence if anything was alive.
+async def recover_without_journal(context: RecoveryContext, workers: TaskWorkerManager) -> str | None:
+    """Adopt complete running tasks when the journal is empty; a sentence if anything was alive.
 
-    What is left over is ended when the rest is reconciled. Who may evict whom was in the journal alone.
+    The rest is ended by `reconcile`. The preemption policy is lost: only the journal has it.
     """
-    seats = await asyncio.wait_for(members.seats(), ANSWER_S)
-    groups = await asyncio.wait_for(members.groups(), ANSWER_S)
-    if not seats and not groups:
+    identities = await asyncio.wait_for(workers.identities(), ANSWER_S)
+    groups = await asyncio.wait_for(workers.groups(), ANSWER_S)
+    if not identities and not groups:
         return None
     by_start: dict[tuple[str, int], list[WorkerIdentity]] = {}
-    for seat in seats.values():
-        by_start.setdefault((seat.task, seat.attempt), []).append(seat)
+    for identity in identities.values():
+        by_start.setdefault((identity.task, identity.attempt), []).append(identity)
     pools: dict[str, PoolSpec] = {}
     found = []
     for (task, attempt), together in by_start.items():
-        seat = together[0]
-        group = groups.get(seat.group)
-        if group is None or not group.intact or {one.rank for one in together} != set(range(seat.world)):
+        identity = together[0]
+        group = groups.get(identity.group)
+        if group is None or not group.intact or {member.rank for member in together} != set(range(identity.world)):
             continue
         try:
-            facts = plain.loads(seat.facts)
+            facts = plain.loads(identity.facts)
             spec, pool = decode(TaskSpec, facts["spec"]), decode(PoolSpec, facts["pool"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, TrimtabError):
-            log.warning("task %s does not say what it is", task)
+            log.warning("the processes of task %s do not say what it is", task)
             continue
         pools[pool.name] = pool
         nodes = tuple(str(node) for node in group.nodes)
-        found.append(RecoveredTask(spec, attempt, seat.group, nodes, facts["reserved"]))
-    world.feed(StateRecovered(tuple(pools.values()), tuple(found)))
-    known = [one.spec.id for one in found if one.spec.id in world.machine.tasks]
-    lost = sorted({task for task, _ in by_start} - set(known))
-    ended = f"; ended, for they could not be: {', '.join(lost)}" if lost else ""
+        found.append(RecoveredTask(spec, attempt, identity.group, nodes, facts["reserved"]))
+    context.feed(StateRecovered(tuple(pools.values()), tuple(found)))
+    known = [task.spec.id for task in found if task.spec.id in context.machine.tasks]
+    not_adopted = sorted({task for task, _ in by_start} - set(known))
+    ended = f"; ended, for they could not be: {', '.join(not_adopted)}" if not_adopted else ""
     return (
         f"history was lost: the journal was gone while {len(by_start)} tasks and {len(groups)} placement groups "
         f"of this controller were alive; taken up again: {', '.join(sorted(known)) or 'none'}{ended}"
@@ -87,32 +149,32 @@ async def take_up_unknown(world: RecoveryContext, members: TaskWorkerManager) ->
 
 
 async def reconcile(
-    world: RecoveryContext, members: TaskWorkerManager, deeds: InstructionExecutor, watch: NodeMonitor
+    context: RecoveryContext, workers: TaskWorkerManager, executor: InstructionExecutor, node_monitor: NodeMonitor
 ) -> None:
-    """Bring the machine, as the journal left it, together with what is there."""
-    before = world.machine.outstanding()
-    seen, groups = await _ask(members)
-    starts = {(one.task, one.attempt): one for one in before if isinstance(one, StartTask)}
-    kept, resumed = _take_up(world.machine, deeds, seen, starts)
-    await asyncio.wait_for(members.sweep(kept), ANSWER_S)
-    making = {one.group for one in before if isinstance(one, CreatePlacementGroup)}
-    unowned = [one for one in groups.values() if one.group not in world.machine.groups or one.group in making]
-    await _remove(members, unowned)
-    await deeds.collect_states()
-    # From here on the machine learns; what it says is carried out at once.
-    await watch.step(wait=True)
-    _tell_lost_groups(world, groups)
-    _tell_dead(world, deeds)
-    _carry_on(world.machine, deeds, before, resumed)
+    """Reconcile the machine, as the journal left it, with what is alive."""
+    before = context.machine.outstanding()
+    seen, groups = await _find_running(workers)
+    starts = {(start.task, start.attempt): start for start in before if isinstance(start, StartTask)}
+    kept, resumed = _attach_running(context.machine, executor, seen, starts)
+    await asyncio.wait_for(workers.sweep(kept), ANSWER_S)
+    creating = {create.group for create in before if isinstance(create, CreatePlacementGroup)}
+    unowned = [pg for pg in groups.values() if pg.group not in context.machine.groups or pg.group in creating]
+    await _remove(workers, unowned)
+    await executor.states.collect()
+    # From here on the machine gets events, and its instructions are executed at once.
+    await node_monitor.step(wait=True)
+    _report_lost_groups(context, groups)
+    _report_dead_tasks(context, executor)
+    _resume_instructions(context.machine, executor, before, resumed)
 
 
-def _take_up(
+def _attach_running(
     machine: PoolMachine,
-    deeds: InstructionExecutor,
+    executor: InstructionExecutor,
     seen: Sequence[TaskWorker],
     starts: dict[tuple[str, int], StartTask],
 ) -> tuple[list[TaskWorker], set[StartTask]]:
-    """Attach the processes that belong to a task's present attempt; which they are, and which starts go on."""
+    """Attach the processes of current attempts; returns them, and the starts that continue."""
     by_start: dict[tuple[str, int], list[TaskWorker]] = {}
     for member in seen:
         by_start.setdefault((member.task, member.attempt), []).append(member)
@@ -124,60 +186,60 @@ def _take_up(
             continue
         start = starts.get(key)
         if start is not None:
-            if not _whole(record, found):
+            if not _is_complete(record, found):
                 continue
             resumed.add(start)
-            deeds.resume(start, found)
+            executor.resume(start, found)
         else:
-            deeds.attach(record.id, found)
-            if record.state in (TaskState.running, TaskState.parked) and _whole(record, found):
-                deeds.follow(*key)
+            executor.attach(record.id, found)
+            if record.state in (TaskState.running, TaskState.parked) and _is_complete(record, found):
+                executor.watch_outcome(*key)
         kept += found
     return kept, resumed
 
 
-def _whole(record: PoolTask, found: Collection[TaskWorker]) -> bool:
+def _is_complete(record: PoolTask, found: Collection[TaskWorker]) -> bool:
     return {member.rank for member in found} == set(range(record.spec.processes))
 
 
-def _tell_lost_groups(world: RecoveryContext, seen: dict[str, FoundPlacementGroup]) -> None:
-    for group in list(world.machine.groups.values()):
-        if group.stand is not PgState.standing:
+def _report_lost_groups(context: RecoveryContext, seen: dict[str, FoundPlacementGroup]) -> None:
+    for group in list(context.machine.groups.values()):
+        if group.state is not PgState.ready:
             continue
-        there = seen.get(group.id)
-        if there is None:
-            world.feed(PlacementGroupLost(group.id, "the placement group is gone"))
-        elif not there.intact or there.nodes != group.nodes:
-            world.feed(PlacementGroupLost(group.id, "Ray has not all of its bundles where they were"))
+        found = seen.get(group.id)
+        if found is None:
+            context.feed(PlacementGroupLost(group.id, "the placement group is gone"))
+        elif not found.intact or found.nodes != group.nodes:
+            context.feed(PlacementGroupLost(group.id, "its bundles are not on their nodes any more"))
 
 
-def _tell_dead(world: RecoveryContext, deeds: InstructionExecutor) -> None:
-    for record in list(world.machine.tasks.values()):
-        if record.state in (TaskState.running, TaskState.parked) and not _whole(
-            record, deeds.running.get(record.id, ())
+def _report_dead_tasks(context: RecoveryContext, executor: InstructionExecutor) -> None:
+    for record in list(context.machine.tasks.values()):
+        if record.state in (TaskState.running, TaskState.parked) and not _is_complete(
+            record, executor.running.get(record.id, ())
         ):
-            world.feed(TaskDied(record.id, record.attempt, "its process ended while the controller was away"))
+            context.feed(TaskDied(record.id, record.attempt, "its process ended while the controller was away"))
 
 
-def _carry_on(
+def _resume_instructions(
     machine: PoolMachine,
-    deeds: InstructionExecutor,
+    executor: InstructionExecutor,
     before: Sequence[PoolInstruction],
     resumed: Collection[PoolInstruction],
 ) -> None:
-    """Begin again what was under way and is still wanted."""
+    """Begin the instructions that were in progress and are still outstanding."""
     wanted = machine.outstanding()
-    for one in before:
-        if one in wanted and one not in resumed:
-            deeds.begin(one)
+    for instruction in before:
+        if instruction in wanted and instruction not in resumed:
+            executor.begin(instruction)
 
 
-async def _ask(members: TaskWorkerManager) -> tuple[list[TaskWorker], dict[str, FoundPlacementGroup]]:
-    return await asyncio.wait_for(members.seen(), ANSWER_S), await asyncio.wait_for(members.groups(), ANSWER_S)
+async def _find_running(workers: TaskWorkerManager) -> tuple[list[TaskWorker], dict[str, FoundPlacementGroup]]:
+    return await asyncio.wait_for(workers.existing(), ANSWER_S), await asyncio.wait_for(workers.groups(), ANSWER_S)
 
 
-async def _remove(members: TaskWorkerManager, groups: Collection[FoundPlacementGroup]) -> None:
-    removed = [asyncio.wait_for(members.remove_group(one.group, one.pool), ANSWER_S) for one in groups]
-    for one, fault in zip(groups, await asyncio.gather(*removed, return_exceptions=True), strict=True):
+async def _remove(workers: TaskWorkerManager, groups: Collection[FoundPlacementGroup]) -> None:
+    removed = [asyncio.wait_for(workers.remove_group(pg.group, pg.pool), ANSWER_S) for pg in groups]
+    for pg, fault in zip(groups, await asyncio.gather(*removed, return_exceptions=True), strict=True):
         if fault is not None:
-            log.warning("group %s could not be removed: %s", one.group, fault)
+            log.warning("group %s could not be removed: %s", pg.group, fault)

@@ -1,6 +1,6 @@
-"""What goes through the controller's doors: answers, with errors as values, and what is said of a task.
+"""RPCs of the controller: results and errors as values, and the snapshot of a task.
 
-Ray wraps what an actor raises; errors of ours travel as values instead, so that they arrive as themselves.
+Ray wraps exceptions that an actor raises; trimtab's errors are returned as values instead and raised by the client.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from trimtab.core.reasons import Reason
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import Labels, TaskState
 from trimtab.runtime.rayapi import draining
-from trimtab.runtime.workers.task_workers import TaskWorker
+from trimtab.runtime.store.journal import JournalVersionError
+from trimtab.runtime.workers.task_types import TaskWorker
 
 log = logging.getLogger("trimtab.controller")
 
 NAMESPACE = "trimtab"  # of Ray
 _ERRORS: dict[str, type[errors.TrimtabError]] = {
-    one.__name__: one
-    for one in (
+    error.__name__: error
+    for error in (
         errors.InputError,
         errors.InfeasibleError,
         errors.UnreachableError,
+        JournalVersionError,
         draining.UnknownNodeError,
         draining.HeadNodeError,
         draining.PastDeadlineError,
@@ -39,7 +41,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class TaskSnapshot:
-    """What the controller says of a task."""
+    """The state of a task, as the controller reports it."""
 
     id: str
     pool: str
@@ -49,35 +51,35 @@ class TaskSnapshot:
     labels: Labels
     attempt: int
     evictions: int
-    how: str  # what it runs in, and why
+    how: str  # what it runs in (warm host, actor), and why
     members: tuple[TaskWorker, ...] = ()
-    handles: tuple[Any, ...] = ()  # Ray's, of those members; None where a client has to look it up by its name
+    handles: tuple[Any, ...] = ()  # Ray handles of the members; None: to be looked up by name
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What changed since a client asked last: nodes, and those of its tasks that are in another state."""
+    """Changes since a client's last poll: all nodes, and its tasks that are in another state."""
 
-    version: int  # of the nodes; to be given with the next ask
-    nodes: tuple[NodeView, ...]  # that are there, in node order
-    change: int  # number of the last Change that the nodes include
+    version: int  # of the nodes; passed to the next poll
+    nodes: tuple[NodeView, ...]  # present ones, in node order
+    change: int  # number of the last node change included
     tasks: tuple[TaskSnapshot, ...] = ()
 
 
 def controller_name(name: str) -> str:
-    """The name of a controller's actor."""
+    """Ray actor name of a controller."""
     return f"trimtab:{name}:controller"
 
 
 def controllers(ray: Any) -> list[str]:
-    """The names of all controllers of a Ray."""
+    """Names of all controllers on this Ray cluster."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    names = [one["name"].split(":") for one in actors if one["namespace"] == NAMESPACE]
+    names = [actor["name"].split(":") for actor in actors if actor["namespace"] == NAMESPACE]
     return sorted(parts[1] for parts in names if len(parts) == 3 and parts[2] == "controller")
 
 
-def door(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, Awaitable[tuple[str, Any]]]:
-    """A method that clients call: its value or its error, as a value."""
+def rpc_method(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, Awaitable[tuple[str, Any]]]:
+    """Decorator of an RPC: returns ("value", result) or ("error", details)."""
 
     @functools.wraps(method)
     async def answer(*args: Params.args, **kwargs: Params.kwargs) -> tuple[str, Any]:
@@ -87,15 +89,15 @@ def door(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, Awaitab
             names = [kind.__name__ for kind in type(fault).__mro__]
             return "error", (names, fault.what, fault.where, fault.hint)
         except Exception as fault:
-            log.exception("a call failed")
-            said = f"{type(fault).__name__}: {fault}"
-            return "error", (["TrimtabError"], f"the controller failed: {said}", None, "its log has the traceback")
+            log.exception("an RPC failed")
+            text = f"{type(fault).__name__}: {fault}"
+            return "error", (["TrimtabError"], f"the controller failed: {text}", None, "its log has the traceback")
 
     return answer
 
 
 def value_of(answer: tuple[str, Any]) -> Any:
-    """The value of an answer, or its error raised."""
+    """The result of an RPC, or its error raised."""
     word, content = answer
     if word == "value":
         return content

@@ -1,1 +1,1 @@
-"""The dashboard's server: one page on loopback that is told what changes. What it shows is made in `ui`."""
+"""The dashboard server: one page on loopback that receives changes; its content is made in `render`."""

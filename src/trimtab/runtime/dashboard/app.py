@@ -1,8 +1,8 @@
-"""The dashboard over HTTP: the page and its files, how things stand, a stream of changes, stories, and what is asked.
+"""The dashboard over HTTP: the page and its files, the current state, a stream of changes, stories, and change
+requests.
 
-Looking needs no token: whoever is on this machine may. Whatever changes something needs it, on loopback too. A Host
-that is another machine's, or a page of another origin, is refused before anything else. Nothing is loaded from anywhere
-else: the page's policy allows this server alone.
+Reading needs no token: any local process may. Every change needs it, on loopback too. A foreign Host header or a page
+of another origin is refused before anything else. The page's policy allows this server alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,7 +22,6 @@ from starlette.routing import Route
 
 from trimtab.core.errors import InputError, TrimtabError, printable
 from trimtab.runtime.dashboard.feed import Feed, FeedClient
-from trimtab.runtime.dashboard.source import PageSource
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
@@ -42,18 +41,37 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-EVERY_S = 0.25  # between two looks
-SELDOM_S = 5.0  # at most, on a machine that has no time
-PART = 8.0  # it rests so many times as long as a look took
-BEAT_S = 15.0  # a line for whoever is between us, when nothing happens
-SEND_S = 20.0  # for a client to take what it was sent; then it counts as gone
+EVERY_S = 0.25  # between two polls of the source
+MAX_INTERVAL_S = 5.0  # maximum interval on a busy machine
+REST_FACTOR = 8.0  # it sleeps at least this many times as long as a poll took
+HEARTBEAT_S = 15.0  # keep-alive line for proxies, when nothing happens
+SEND_S = 20.0  # for a client to take a message; then it counts as gone
 RETRY_MS = 1_000
-MOST_STREAMS = 4_096
-MOST_BYTES = 16_384  # of what is asked
+MAX_STREAMS = 4_096
+MAX_BODY_BYTES = 16_384  # of a change request
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class PageSource(Protocol):
+    """Called from one thread at a time, but not always the same. May block."""
+
+    def look(self) -> Mapping[str, Any] | None:
+        """Changes since the last call, as data for JSON; None without any."""
+
+    def whole(self) -> Mapping[str, Any]:
+        """The full state after all calls of `look`, for a new client."""
+
+    def story(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """The story of a task, worker, node, component, move or mark; None if it does not exist."""
+
+    def files(self) -> Mapping[str, tuple[str, bytes]]:
+        """Static files: path, media type and content. The page itself is at `/`."""
+
+    def change(self, what: str, facts: Mapping[str, Any]) -> str:
+        """Change something; returns a sentence. Raises a TrimtabError; InputError if `what` is unknown."""
 
 
 class DashboardApp:
@@ -62,13 +80,13 @@ class DashboardApp:
     def __init__(self, source: PageSource, token: str, *, every_s: float = EVERY_S) -> None:
         self._source = source
         self._every_s = every_s
-        self._turn = asyncio.Lock()  # for asking the source
+        self._source_lock = asyncio.Lock()  # held while the source is called
         self.feed = Feed()
         self._whole: tuple[int, bytes] | None = None
-        self._looked, self._looked_at = asyncio.Event(), 0.0
+        self._polled, self._polled_at = asyncio.Event(), 0.0
         self._fault = ""
         self._logged: set[str] = set()
-        self._guard = GatewayGuard(GatewaySettings(token=token, max_body_bytes=MOST_BYTES))
+        self._guard = GatewayGuard(GatewaySettings(token=token, max_body_bytes=MAX_BODY_BYTES))
         self._files = source.files()
         self._app = Starlette(
             routes=[
@@ -81,37 +99,36 @@ class DashboardApp:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             return
-        heads = dict(scope["headers"])
+        headers = dict(scope["headers"])
         try:
-            self._guard.check_host(heads)
+            self._guard.check_host(headers)
         except Refusal as refusal:
             await _refused(refusal)(scope, receive, _with_headers(send))
             return
         await self._app(scope, receive, _with_headers(send))
 
-    # ---- following ---------------------------------------------------------------------------------------------------
+    # ---- following -----------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Look again and again, and tell what changed, until it is cancelled. While nobody is there, nobody looks."""
+        """Poll and publish changes until cancelled; pauses while there is no client."""
         while True:
             began = time.monotonic()
-            if self.feed.clients or not self._looked.is_set():
-                await self._look()
-            await asyncio.sleep(max(self._every_s, min(PART * (time.monotonic() - began), SELDOM_S)))
+            if self.feed.clients or not self._polled.is_set():
+                await self._poll()
+            await asyncio.sleep(max(self._every_s, min(REST_FACTOR * (time.monotonic() - began), MAX_INTERVAL_S)))
 
-    async def _look(self) -> None:
-        def looked() -> bytes | None:
+    async def _poll(self) -> None:
+        def poll() -> bytes | None:
             found = self._source.look()
             return None if found is None else _json(found)
 
         unknown: Exception | None = None
-        async with self._turn:
+        async with self._source_lock:
             try:
-                change, fault = await asyncio.to_thread(looked), ""
-            except Exception as error:  # the page says so and goes on with what it has; the loop is started again
+                change, fault = await asyncio.to_thread(poll), ""
+            except Exception as error:  # shown on the page; the background loop restarts after it
                 change, fault = None, self._why(error)
                 unknown = None if isinstance(error, TrimtabError) else error
             if fault != self._fault:
@@ -119,13 +136,13 @@ class DashboardApp:
                 self.feed.publish(_json({"fault": fault}))
             if change is not None:
                 self.feed.publish(change)
-            self._looked_at = time.monotonic()
-        self._looked.set()
+            self._polled_at = time.monotonic()
+        self._polled.set()
         if unknown is not None:
             raise unknown
 
     def _why(self, error: Exception) -> str:
-        """A fault in words; one of ours is logged, once."""
+        """A fault as text; an unexpected one is logged, once."""
         if isinstance(error, TrimtabError):
             return error.what
         words = f"this cannot be shown: {printable(describe(error), 200)}"
@@ -134,23 +151,23 @@ class DashboardApp:
             log.error(words, exc_info=error)
         return words
 
-    async def tell_the_last(self) -> None:
-        """Look once more, and see it sent: how a run ended is told to whoever watches it."""
+    async def send_final_state(self) -> None:
+        """Poll once more and wait until it is sent: clients see how a run ended."""
         if self.feed.clients:
-            await self._look()
-        while any(client.waits for client in self.feed.clients):
+            await self._poll()
+        while any(client.has_pending for client in self.feed.clients):
             await asyncio.sleep(0.01)
 
-    async def _look_first(self) -> None:
-        """Look, if nobody has for a while."""
-        await self._looked.wait()
-        if not self.feed.clients and time.monotonic() - self._looked_at > self._every_s:
-            await self._look()
+    async def _poll_if_stale(self) -> None:
+        """Poll if the last poll is too old."""
+        await self._polled.wait()
+        if not self.feed.clients and time.monotonic() - self._polled_at > self._every_s:
+            await self._poll()
 
-    async def _all(self) -> tuple[int, bytes]:
-        """The whole of how things stand, and the number of the last change in it."""
-        await self._look_first()
-        async with self._turn:  # a thousand who come at once need it written once
+    async def _snapshot(self) -> tuple[int, bytes]:
+        """The whole state, and the number of the last change in it."""
+        await self._poll_if_stale()
+        async with self._source_lock:  # many clients that come at once share one
             if self._whole is None or self._whole[0] != self.feed.number:
                 try:
                     whole = await asyncio.to_thread(lambda: _json({**self._source.whole(), "fault": self._fault}))
@@ -159,7 +176,7 @@ class DashboardApp:
                 self._whole = self.feed.number, whole
             return self._whole
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
+    # ---- answers -------------------------------------------------------------------------------------------------
 
     async def _file(self, request: Request) -> Response:
         found = self._files.get(request.url.path)
@@ -168,14 +185,14 @@ class DashboardApp:
         return Response(found[1], media_type=found[0])
 
     async def _state_now(self, request: Request) -> Response:
-        number, whole = await self._all()
+        number, whole = await self._snapshot()
         return Response(whole, media_type="application/json", headers={"last-event-id": self.feed.id(number)})
 
     async def _story(self, request: Request) -> Response:
         kind, name = request.query_params.get("kind", ""), request.query_params.get("name", "")
-        await self._look_first()
+        await self._poll_if_stale()
         try:
-            async with self._turn:
+            async with self._source_lock:
                 found = await asyncio.to_thread(self._source.story, kind, name)
         except Exception as error:
             return JSONResponse({"error": self._why(error)}, 502)
@@ -184,37 +201,37 @@ class DashboardApp:
         return JSONResponse(found)
 
     async def _change(self, request: Request) -> Response:
-        heads = dict(request.scope["headers"])
+        headers = dict(request.scope["headers"])
         try:
-            self._guard.check_token(heads)
-            body = await self._guard.body(heads, request.receive)
+            self._guard.check_token(headers)
+            body = await self._guard.body(headers, request.receive)
             facts = json.loads(body) if body else {}
             if not isinstance(facts, dict):
                 raise ValueError
         except Refusal as refusal:
             return _refused(refusal)
         except (ValueError, RecursionError):
-            return JSONResponse({"error": "what is asked must be a JSON object"}, 400)
+            return JSONResponse({"error": "the body must be a JSON object"}, 400)
         try:
-            said = await asyncio.to_thread(self._source.change, request.path_params["what"], facts)
+            answer = await asyncio.to_thread(self._source.change, request.path_params["what"], facts)
         except TrimtabError as error:
             status = 400 if isinstance(error, InputError) else 502
             return JSONResponse({"error": error.what, "hint": error.hint or ""}, status)
-        return JSONResponse({"said": said})
+        return JSONResponse({"said": answer})
 
-    # ---- the stream --------------------------------------------------------------------------------------------------
+    # ---- the stream ----------------------------------------------------------------------------------------------
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(self.feed.clients) >= MOST_STREAMS:
-            busy = JSONResponse({"error": "too many look at once"}, 503, {"retry-after": "10"})
+        if len(self.feed.clients) >= MAX_STREAMS:
+            busy = JSONResponse({"error": "too many clients"}, 503, {"retry-after": "10"})
             await busy(scope, receive, send)
             return
         request = Request(scope)
         last = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        heads = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
-        await send({"type": "http.response.start", "status": 200, "headers": heads})
+        headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         client = FeedClient()
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(_until_disconnect(receive))
         sending = asyncio.create_task(self._send_all(client, last, send))
         try:
             await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
@@ -223,35 +240,35 @@ class DashboardApp:
             for task in (gone, sending):
                 task.cancel()
             await asyncio.gather(gone, sending, return_exceptions=True)
-        with contextlib.suppress(asyncio.TimeoutError, OSError):  # it may be gone
+        with contextlib.suppress(asyncio.TimeoutError, OSError):  # the client may be gone
             await asyncio.wait_for(send({"type": "http.response.body", "body": b""}), 1.0)
 
     async def _send_all(self, client: FeedClient, last: str, send: Send) -> None:
-        async def give(data: bytes) -> None:
+        async def write(data: bytes) -> None:
             await asyncio.wait_for(send({"type": "http.response.body", "body": data, "more_body": True}), SEND_S)
 
-        await give(f"retry: {RETRY_MS}\n\n".encode())
+        await write(f"retry: {RETRY_MS}\n\n".encode())
         missed = self.feed.since(last)
         while missed is None:
-            number, data = await self._all()
+            number, data = await self._snapshot()
             later = self.feed.since(self.feed.id(number))
-            missed = None if later is None else [self.feed.framed("whole", data, number), *later]
+            missed = None if later is None else [self.feed.frame("whole", data, number), *later]
         # Nothing is awaited between here and joining: no change is lost, and none comes twice.
         if missed:
             client.put(b"".join(missed))
         self.feed.clients.add(client)
-        while not (client.behind or client.is_over or self.feed.is_over):
-            found = await client.get(BEAT_S)
+        while not (client.behind or client.closed or self.feed.closed):
+            found = await client.get(HEARTBEAT_S)
             if found is not None:
-                await give(found)
-            elif not (client.behind or client.is_over):
-                await give(b": still here\n\n")
+                await write(found)
+            elif not (client.behind or client.closed):
+                await write(b": still here\n\n")
         if client.behind:
-            await give(b"event: behind\ndata: {}\n\n")
+            await write(b"event: behind\ndata: {}\n\n")
 
 
 class _AsgiEndpoint:
-    """Something that answers by itself, where a route would take it for a function of a request."""
+    """An ASGI endpoint, where a route would take a function of a request."""
 
     def __init__(self, answers: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._answers = answers
@@ -260,7 +277,7 @@ class _AsgiEndpoint:
         await self._answers(scope, receive, send)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -268,12 +285,12 @@ async def _until_gone(receive: Receive) -> None:
 def _with_headers(send: Send) -> Send:
     extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
-    async def sent(message: MutableMapping[str, Any]) -> None:
+    async def send_with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), *extra]}
         await send(message)
 
-    return sent
+    return send_with_headers
 
 
 def _refused(refusal: Refusal) -> Response:

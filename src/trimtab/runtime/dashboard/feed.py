@@ -1,8 +1,8 @@
-"""Messages to everybody who looks: numbered, kept for a while, and never more of them waiting than a client is allowed.
+"""Numbered messages to all clients: the last ones are kept, and each client has a bounded queue.
 
-A client says which message it had last and gets what came since, if that is still kept and of this server; else the
-whole of how things stand. A client that does not take its messages is dropped and comes back by itself: nobody's
-slowness holds up another, and memory does not grow with clients. Used from one event loop only.
+A client says which message it had last and gets the later ones, if they are still kept and of this server; else the
+whole state. A client that does not take its messages is dropped and reconnects by itself: a slow client delays no
+other, and memory does not grow with clients. Used from one event loop only.
 """
 
 from __future__ import annotations
@@ -11,55 +11,53 @@ import asyncio
 import secrets
 from collections import deque
 
-KEPT = 256
-KEPT_BYTES = 4 * 2**20
-WAITING = 32  # messages for one client
-WAITING_BYTES = 8 * 2**20
+MAX_KEPT = 256
+MAX_KEPT_BYTES = 4 * 2**20
+MAX_WAITING = 32  # messages for one client
+MAX_WAITING_BYTES = 8 * 2**20
 
 
 class FeedClient:
-    """Whoever looks: what is still to be sent. `behind` once it was dropped."""
+    """One client's queue. `behind` once it was dropped."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self.behind = False
-        self.is_over = False  # the server ends
+        self.closed = False  # the server ends
 
     @property
-    def waits(self) -> bool:
-        """Whether something is still to be sent."""
+    def has_pending(self) -> bool:
         return bool(self._waiting)
 
     def end(self) -> None:
-        """Nothing more is sent."""
-        self.is_over = True
+        self.closed = True
         self._waiting.clear()
-        self._news.set()
+        self._changed.set()
 
     def put(self, message: bytes) -> None:
-        """One more to be sent, or the end of it where there are too many."""
-        if self.behind or self.is_over:
+        """Queue a message, or drop the client if it has too many."""
+        if self.behind or self.closed:
             return
-        # One message always fits, however large: else the whole of a large run could never be sent.
-        if self._waiting and (len(self._waiting) >= WAITING or self._bytes + len(message) > WAITING_BYTES):
+        # One message always fits, however large: else the state of a large run could never be sent.
+        if self._waiting and (len(self._waiting) >= MAX_WAITING or self._bytes + len(message) > MAX_WAITING_BYTES):
             self.behind = True
             self._waiting.clear()
         else:
             self._waiting.append(message)
             self._bytes += len(message)
-        self._news.set()
+        self._changed.set()
 
     async def get(self, wait_s: float) -> bytes | None:
-        """The next one; None if none comes in time, the client is behind, or it is over."""
-        if not (self._waiting or self.behind or self.is_over):
-            self._news.clear()
+        """The next message; None on time-out, or if the client is behind or closed."""
+        if not (self._waiting or self.behind or self.closed):
+            self._changed.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), wait_s)
+                await asyncio.wait_for(self._changed.wait(), wait_s)
             except asyncio.TimeoutError:
                 return None
-        if self.behind or self.is_over:
+        if self.behind or self.closed:
             return None
         message = self._waiting.popleft()
         self._bytes -= len(message)
@@ -67,7 +65,7 @@ class FeedClient:
 
 
 class Feed:
-    """The messages, and those who get them."""
+    """The messages and their clients."""
 
     def __init__(self) -> None:
         self._epoch = secrets.token_hex(4)
@@ -75,35 +73,35 @@ class Feed:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self.clients: set[FeedClient] = set()
-        self.is_over = False
+        self.closed = False
 
     def publish(self, data: bytes) -> None:
-        """Send a change to everybody, and keep it for those who come back."""
+        """Send a change to all clients, and keep it for those that reconnect."""
         self.number += 1
-        message = self.framed("change", data, self.number)
+        message = self.frame("change", data, self.number)
         self._kept.append((self.number, message))
         self._kept_bytes += len(message)
-        while len(self._kept) > KEPT or (self._kept_bytes > KEPT_BYTES and len(self._kept) > 1):
+        while len(self._kept) > MAX_KEPT or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
             self._kept_bytes -= len(self._kept.popleft()[1])
         for client in self.clients:
             client.put(message)
 
     def end(self) -> None:
-        """End everybody's stream: whoever comes later is not let in either."""
-        self.is_over = True
+        """End all streams, also of later clients."""
+        self.closed = True
         for client in self.clients:
             client.end()
 
     def id(self, number: int) -> str:
-        """How a message is called; tells servers apart."""
+        """Event id of a message; unique to this server."""
         return f"{self._epoch}-{number}"
 
-    def framed(self, event: str, data: bytes, number: int) -> bytes:
-        """A message as server-sent events have it; `data` has no line breaks."""
+    def frame(self, event: str, data: bytes, number: int) -> bytes:
+        """A message in server-sent-events format; `data` has no line breaks."""
         return f"event: {event}\nid: {self.id(number)}\ndata: ".encode() + data + b"\n\n"
 
     def since(self, last: str) -> list[bytes] | None:
-        """What came after a message; None where that cannot be told any more, or was another server's."""
+        """Messages after `last`; None if they are not kept any more, or `last` is of another server."""
         epoch, _, number = last.partition("-")
         if epoch != self._epoch or not number.isdecimal() or len(number) > 12:
             return None

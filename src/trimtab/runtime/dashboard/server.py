@@ -1,8 +1,8 @@
-"""The dashboard as a server on loopback, in a thread of its own: beside a run it takes no turn of the run's.
+"""The dashboard as a server on loopback, in its own thread, so that it does not delay a run.
 
-A port that is in use is not an end: the next ones are tried, and `port` says which it is. The token stands in a file
-that only its owner can read, or in the environment; it is never printed. Whoever looks is told the last of it before a
-stop ends all streams at once: browsers come back by themselves when there is a server again.
+If a port is in use, the next ones are tried, and `port` says which it is. The token is in a file that only its owner
+can read, or in the environment; it is never printed. Clients get the final state before `close` ends their streams;
+browsers reconnect when there is a server again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 import uvicorn
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp
-from trimtab.runtime.dashboard.source import PageSource
+from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp, PageSource
 from trimtab.runtime.http.listening import allow_files, listening, quiet_server
 from trimtab.runtime.http.tokens import DASHBOARD
 from trimtab.runtime.http.tokens import token as token_of
@@ -30,15 +29,15 @@ log = logging.getLogger("trimtab.dashboard")
 
 HOST = "127.0.0.1"
 PORT = 8270
-TRIED = 20  # ports one after another, before any that is free
+PORTS_TRIED = 20  # consecutive ports, before any free one
 START_S = 20.0
 STOP_S = 5.0
-LAST_S = 2.0  # for the last of it to be told
-FILES = 6_000  # open ones: a thousand tabs, and more
+FINAL_STATE_S = 2.0  # for the final state to be sent
+MAX_OPEN_FILES = 6_000  # a thousand tabs, and more
 
 
 class DashboardServer:
-    """One page for one source, from `with` to its end."""
+    """One page for one source; a context manager."""
 
     def __init__(
         self,
@@ -50,11 +49,11 @@ class DashboardServer:
         token_file: Path | None = None,
     ) -> None:
         self._source = source
-        self._asked = port
+        self._requested_port = port
         self._every_s = every_s
         self._environment = os.environ if environment is None else environment
         self._token_file = token_file
-        self.token_is = ""  # a sentence
+        self.token_source = ""  # a sentence
         self.port = 0
         self.app: DashboardApp | None = None
         self._socket: socket.socket | None = None
@@ -63,28 +62,27 @@ class DashboardServer:
         self._server: uvicorn.Server | None = None
         self.background = Background(prefix="trimtab-dashboard")
         self._started = threading.Event()
-        self._stops: asyncio.Event | None = None
+        self._stop_event: asyncio.Event | None = None
         self._fault: BaseException | None = None
-        self._ends = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
 
     @property
     def url(self) -> str:
-        """The link to look; whoever has it can change nothing."""
         return f"http://{HOST}:{self.port}/"
 
     @property
-    def said(self) -> str:
-        """Where it is, in a sentence; and that it is not where it was asked to be."""
-        asked = self._asked if self._asked is not None else PORT
-        moved = f" (port {asked} is in use)" if asked and asked != self.port else ""
+    def announcement(self) -> str:
+        """Where it listens, as a sentence, also if that is not the requested port."""
+        requested = self._requested_port if self._requested_port is not None else PORT
+        moved = f" (port {requested} is in use)" if requested and requested != self.port else ""
         return f"dashboard: {self.url}{moved}"
 
     def __enter__(self) -> DashboardServer:
-        allow_files(FILES)
-        self._socket = _first_free(PORT if self._asked is None else self._asked)
+        allow_files(MAX_OPEN_FILES)
+        self._socket = _first_free(PORT if self._requested_port is None else self._requested_port)
         self.port = int(self._socket.getsockname()[1])
         try:
-            token, self.token_is = self._ends.enter_context(
+            token, self.token_source = self._exit_stack.enter_context(
                 token_of(
                     self._environment,
                     DASHBOARD,
@@ -106,17 +104,17 @@ class DashboardServer:
         self.close()
 
     def close(self) -> None:
-        """End it. Harmless when it never started, or has ended."""
+        """Stop. Harmless if it never started or has stopped."""
         if self._thread is not None:
-            if self._loop is not None and self._stops is not None:
-                with contextlib.suppress(RuntimeError):  # its loop is over already
-                    self._loop.call_soon_threadsafe(self._stops.set)
-            self._thread.join(LAST_S + STOP_S + 2)
+            if self._loop is not None and self._stop_event is not None:
+                with contextlib.suppress(RuntimeError):  # its loop has ended already
+                    self._loop.call_soon_threadsafe(self._stop_event.set)
+            self._thread.join(FINAL_STATE_S + STOP_S + 2)
             self._thread = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        self._ends.close()
+        self._exit_stack.close()
 
     def _run(self, token: str) -> None:
         try:
@@ -127,8 +125,8 @@ class DashboardServer:
         finally:
             self._started.set()
 
-    def _leave(self) -> None:
-        """Streams would never end by themselves: they are ended, and then the server."""
+    def _end_streams(self) -> None:
+        """Streams do not end by themselves: end them, then the server."""
         if self.app is not None:
             self.app.feed.end()
         if self._server is not None:
@@ -136,12 +134,12 @@ class DashboardServer:
 
     async def _serve(self, token: str) -> None:
         assert self._socket is not None
-        self._loop, self._stops = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._stop_event = asyncio.get_running_loop(), asyncio.Event()
         self.app = DashboardApp(self._source, token, every_s=self._every_s)
         self._server = quiet_server(self.app, timeout_graceful_shutdown=1)
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         self.background.start("follow", self.app.follow, policy=NEVER_GIVE_UP)
-        stopping = asyncio.create_task(self._stops.wait())
+        stopping = asyncio.create_task(self._stop_event.wait())
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         self._started.set()
@@ -150,9 +148,9 @@ class DashboardServer:
             for task in done:
                 task.result()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.app.tell_the_last(), LAST_S)
+                await asyncio.wait_for(self.app.send_final_state(), FINAL_STATE_S)
         finally:
-            self._leave()
+            self._end_streams()
             stopping.cancel()
             await self.background.close()
             await asyncio.gather(stopping, return_exceptions=True)
@@ -160,11 +158,11 @@ class DashboardServer:
 
 
 def _first_free(port: int) -> socket.socket:
-    """A socket on this port or, where it is in use, on one of the next; at last on any."""
+    """A socket on this port or, if it is in use, on one of the next; at last on any."""
     if not 0 <= port <= 65_535:
         raise InputError(f"port is {port}", hint="1 to 65535, or 0 for any that is free")
-    tried = [*range(port, min(port + TRIED, 65_536)), 0] if port else [0]
-    for one in tried[:-1]:
+    tried = [*range(port, min(port + PORTS_TRIED, 65_536)), 0] if port else [0]
+    for candidate in tried[:-1]:
         with contextlib.suppress(InputError):
-            return listening(HOST, one)
+            return listening(HOST, candidate)
     return listening(HOST, tried[-1])

@@ -1,9 +1,10 @@
-"""The two things that an elastic group does with all its members at once: enter a world, and run a step.
+"""The collective operations of an elastic group: enter a world, and run a step.
 
-Both are carried out for the machine, over lines to members, and say what came of it; neither decides who is a member.
-A step has two halves. In the first every member computes a part and keeps nothing, so a loss leaves the step undone and
-it can be done again, whole. In the second every member commits all parts; once one has, the step counts: who could not
-follow gets the state of one that has. Parts and states travel from member to member, never through this process.
+Both execute an instruction of the machine over member clients and return the outcome; neither decides membership. A
+step has two halves. In the first, every member computes a part and keeps nothing, so after a loss the whole step can be
+redone. In the second, every member commits all parts; once one has, the step counts, and members that could not commit
+get the state of one that has. Parts and states travel between members through the object store, never through this
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trimtab.model.nodes import World
 from trimtab.runtime.elastic.member import MemberFacts, MemberMethods, MemberWorld, PartLostError, StepHalf
 from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
 
-FOLLOW_S = 0.2  # after a loss in the second half, until the others are told to wait no longer for its part
+FOLLOW_S = 0.2  # after a loss in the second half, until the others stop waiting for its part
 ANSWER_S = 30.0
 
 ReleaseMember = Callable[[MemberClient], Awaitable[None]]
@@ -28,22 +29,22 @@ ReleaseMember = Callable[[MemberClient], Awaitable[None]]
 
 @dataclass(frozen=True)
 class KeptState:
-    """A state that this process keeps, since nobody else could: the step it includes, and a reference to it."""
+    """A state kept in this process, since no other member has it: its step, and a reference to it."""
 
     step: int
     state: Any
 
 
 class StateLostError(Exception):
-    """Nobody has the state of the group any more."""
+    """No member has the state of the group any more."""
 
 
-# ---- entering a world ---------------------------------------------------------------------------------------------
+# ---- entering a world ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WorldSetupResult:
-    """What came of entering a world. `failed`: members by name that did not answer, and why."""
+    """`failed`: members that did not answer, and why."""
 
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -54,136 +55,140 @@ class WorldSetup:
     def __init__(
         self,
         order: EnterWorld,
-        lines: dict[str, MemberClient],
-        talents: MemberMethods,
+        clients: dict[str, MemberClient],
+        member_methods: MemberMethods,
         steps: int,
         kept: KeptState | None,
         now: Callable[[], float],
     ) -> None:
         self._order = order
-        self._lines = lines
-        self._talents = talents
+        self._clients = clients
+        self._methods = member_methods
         self._steps = steps
         self._kept = kept
         self._now = now
         self._given: dict[str, asyncio.Task[Any]] = {}
 
     async def run(self) -> WorldSetupResult:
-        """Leavers hand over, newcomers take over, all learn of the world. StateLostError: there is nothing to take."""
+        """Hand over states and have all members enter. StateLostError: no state is left."""
         failed: dict[str, str] = {}
-        if self._talents.replicated:
+        if self._methods.replicated:
             await self._replicate(failed)
-        elif self._talents.merge:
+        elif self._methods.merge:
             await self._hand_over(failed)
         world = self._order.world
         if not failed:
-            told = [self._tell(world, rank, failed) for rank in range(world.size)]
-            await asyncio.gather(*told)
+            entering = [self._enter(world, rank, failed) for rank in range(world.size)]
+            await asyncio.gather(*entering)
         return WorldSetupResult(failed)
 
     async def _replicate(self, failed: dict[str, str]) -> None:
         """Every member of the world that lacks the current state gets it from one that has it."""
         world = self._order.world
         sources = dict(self._order.newcomers)
-        behind = [one for one in world.members if one in sources or self._lines[one].committed != self._steps]
+        behind = [
+            member for member in world.members if member in sources or self._clients[member].committed != self._steps
+        ]
         if not behind:
             return
-        mates = [one for one in world.members if one not in behind]
-        heirs = [] if mates or self._order.leavers else await self._came_back(behind)
+        up_to_date = [member for member in world.members if member not in behind]
+        successors = [] if up_to_date or self._order.leavers else await self._restored_members(behind)
         await asyncio.gather(
             *(
-                self._bring(one, [sources.get(one), *mates, *self._order.leavers, *heirs], failed)
-                for one in behind
-                if one not in heirs
+                self._bring_up_to_date(
+                    member, [sources.get(member), *up_to_date, *self._order.leavers, *successors], failed
+                )
+                for member in behind
+                if member not in successors
             )
         )
 
-    async def _came_back(self, behind: Sequence[str]) -> list[str]:
-        """Newcomers that the pool has given their state back, which is the current one; at the start, the first."""
+    async def _restored_members(self, behind: Sequence[str]) -> list[str]:
+        """New members whose current state the pool has restored; at the start, the first."""
         if not self._steps:
-            return list(behind[:1])  # its weights are as good as anybody's, and all are to begin with the same
+            return list(behind[:1])  # any initial weights will do, but all members must begin with the same
         found = []
-        for one in behind:
+        for member in behind:
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                facts: MemberFacts = await self._lines[one].call("facts", within_s=self._left_s())
+                facts: MemberFacts = await self._clients[member].call("facts", within_s=self._left_s())
                 if facts.committed == self._steps:
-                    self._lines[one].committed = facts.committed
-                    found.append(one)
+                    self._clients[member].committed = facts.committed
+                    found.append(member)
         return found
 
-    async def _bring(self, member: str, sources: Sequence[str | None], failed: dict[str, str]) -> None:
-        line = self._lines[member]
+    async def _bring_up_to_date(self, member: str, sources: Sequence[str | None], failed: dict[str, str]) -> None:
+        client = self._clients[member]
         for source in dict.fromkeys(sources):
-            if source is None or source == member or source not in self._lines or not self._lines[source].there:
+            if source is None or source == member or source not in self._clients or not self._clients[source].there:
                 continue
             try:
-                committed, state = await self._give(source)
+                committed, state = await self._state_of(source)
             except (MemberGoneError, MemberHungError, MemberRaisedError):
                 continue
             if committed == self._steps:
-                await self._take(line, committed, state, failed)
+                await self._load_state(client, committed, state, failed)
                 return
         if self._kept is not None:
-            await self._take(line, self._kept.step, self._kept.state, failed)
+            await self._load_state(client, self._kept.step, self._kept.state, failed)
         elif self._steps:
             raise StateLostError
 
-    async def _give(self, source: str) -> Any:
-        """The state of a member, asked once however many take it."""
+    async def _state_of(self, source: str) -> Any:
+        """The state of a member, requested once however many take it."""
         if source not in self._given:
-            call = self._lines[source].call_apart("give", within_s=self._left_s(), returns=2)
+            call = self._clients[source].call_with_refs("give", within_s=self._left_s(), returns=2)
             self._given[source] = asyncio.ensure_future(call)
         return await asyncio.shield(self._given[source])
 
-    async def _take(self, line: MemberClient, committed: int, state: Any, failed: dict[str, str]) -> None:
+    async def _load_state(self, client: MemberClient, committed: int, state: Any, failed: dict[str, str]) -> None:
         try:
-            facts: MemberFacts = await line.call("take", committed, [state], within_s=self._left_s())
-            line.committed = facts.committed
+            facts: MemberFacts = await client.call("take", committed, [state], within_s=self._left_s())
+            client.committed = facts.committed
         except (MemberGoneError, MemberHungError, MemberRaisedError, PartLostError) as fault:
-            failed[line.member] = str(fault)
+            failed[client.member] = str(fault)
 
     async def _hand_over(self, failed: dict[str, str]) -> None:
-        """Each member has a state of its own: a newcomer gets that of whom it replaces, what is left goes to rank 0."""
-        heirs = {source: member for member, source in self._order.newcomers if source in self._order.leavers}
+        """Each member has its own state: a new one gets that of the member it replaces, the rest goes to rank 0."""
+        successors = {source: member for member, source in self._order.newcomers if source in self._order.leavers}
         states = []
         for leaver in self._order.leavers:
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, KeyError):
-                committed, state = await self._give(leaver)
-                if leaver in heirs:
-                    await self._take(self._lines[heirs[leaver]], committed, state, failed)
+                committed, state = await self._state_of(leaver)
+                if leaver in successors:
+                    await self._load_state(self._clients[successors[leaver]], committed, state, failed)
                 else:
                     states.append(state)
         if states and self._order.world.members:
-            first = self._lines[self._order.world.members[0]]
+            first = self._clients[self._order.world.members[0]]
             try:
                 await first.call("merge", states, within_s=self._left_s())
             except (MemberGoneError, MemberHungError, MemberRaisedError, PartLostError) as fault:
                 failed[first.member] = str(fault)
 
-    async def _tell(self, world: World, rank: int, failed: dict[str, str]) -> None:
-        line = self._lines[world.members[rank]]
+    async def _enter(self, world: World, rank: int, failed: dict[str, str]) -> None:
+        client = self._clients[world.members[rank]]
         seen = MemberWorld(rank, world.size, world.epoch, self._steps, world.nodes)
         try:
-            await line.call("enter", seen, within_s=self._left_s())
+            await client.call("enter", seen, within_s=self._left_s())
         except (MemberGoneError, MemberHungError, MemberRaisedError) as fault:
-            failed[line.member] = str(fault)
+            failed[client.member] = str(fault)
 
     def _left_s(self) -> float:
         return max(0.1, self._order.deadline - self._now())
 
 
-# ---- running a step -----------------------------------------------------------------------------------------------
+# ---- running a step --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What came of one attempt at a step."""
+    """Outcome of one attempt at a step."""
 
-    complete: bool  # it counts
-    why: str = ""  # where it does not
+    complete: bool  # the step counts
+    why: str = ""  # if it does not
     hung: tuple[str, ...] = ()  # did not answer in time
-    unfit: dict[str, str] = field(default_factory=dict)  # by member: could not follow a step that counts, and why
-    failure: MemberRaisedError | None = None  # the user's code raised; done again, it would raise again
+    unfit: dict[str, str] = field(default_factory=dict)  # by member: why it could not commit a step that counts
+    failure: MemberRaisedError | None = None  # user code raised; a retry would raise again
     values: tuple[Any, ...] = ()  # by rank
     compute_s: tuple[float, ...] = ()  # by rank
     commit_s: tuple[float, ...] = ()
@@ -196,147 +201,148 @@ class StepRun:
     def __init__(
         self,
         order: RunStep,
-        lines: Sequence[MemberClient],
-        talents: MemberMethods,
+        clients: Sequence[MemberClient],
+        member_methods: MemberMethods,
         timeout_s: float,
-        let_go: ReleaseMember,
+        stop_waiting: ReleaseMember,
     ) -> None:
         self._order = order
-        self._lines = list(lines)  # by rank
-        self._talents = talents
+        self._clients = list(clients)  # by rank
+        self._methods = member_methods
         self._timeout_s = timeout_s
-        self._let_go = let_go
+        self._stop_waiting = stop_waiting
         self._interrupted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def interrupt(self, why: str) -> None:
-        """Give it up, unless the second half has begun."""
+        """Abandon the step, unless its second half has begun."""
         if not self._interrupted.done():
             self._interrupted.set_result(why)
 
     async def run(self, batch: Any) -> StepOutcome:
-        """Both halves."""
         began = time.monotonic()
-        parts: list[Any] = [None] * len(self._lines)
-        halves: list[StepHalf | None] = [None] * len(self._lines)
+        parts: list[Any] = [None] * len(self._clients)
+        halves: list[StepHalf | None] = [None] * len(self._clients)
         stopped = await self._compute(batch, parts, halves)
         if stopped is None:
-            outcome = await (self._commit(parts) if self._talents.commit else self._fetch(parts))
+            outcome = await (self._commit(parts) if self._methods.commit else self._fetch(parts))
         else:
             outcome = stopped
         computed = tuple(half.seconds if half else 0.0 for half in halves)
         return replace(outcome, compute_s=computed, seconds=time.monotonic() - began)
 
     async def _compute(self, batch: Any, parts: list[Any], halves: list[StepHalf | None]) -> StepOutcome | None:
-        """The first half; what stopped it, if anything did. It is given up with the first that is lost."""
+        """The first half; returns what stopped it, if anything. It ends with the first member that is lost."""
 
-        async def one(rank: int) -> None:
-            line, order = self._lines[rank], self._order
-            half, part = await line.call_apart(
+        async def compute_rank(rank: int) -> None:
+            client, order = self._clients[rank], self._order
+            half, part = await client.call_with_refs(
                 "compute", order.step, order.epoch, batch, within_s=self._timeout_s, returns=2
             )
             halves[rank], parts[rank] = half, part
 
-        calls = [asyncio.ensure_future(one(rank)) for rank in range(len(self._lines))]
-        everyone = asyncio.gather(*calls)
+        calls = [asyncio.ensure_future(compute_rank(rank)) for rank in range(len(self._clients))]
+        gathered = asyncio.gather(*calls)
         try:
-            both: set[asyncio.Future[Any]] = {everyone, self._interrupted}
+            both: set[asyncio.Future[Any]] = {gathered, self._interrupted}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not everyone.done():
+            if not gathered.done():
                 return StepOutcome(False, self._interrupted.result())
-            everyone.result()
+            gathered.result()
         except MemberHungError:
             await asyncio.wait(calls, timeout=FOLLOW_S)
-            hung = tuple(line.member for line, half in zip(self._lines, halves, strict=True) if half is None)
+            hung = tuple(client.member for client, half in zip(self._clients, halves, strict=True) if half is None)
             return StepOutcome(False, f"{', '.join(hung)} did not end it within {self._timeout_s:.3g} s", hung)
         except MemberGoneError as fault:
             return StepOutcome(False, str(fault))
         except MemberRaisedError as fault:
             return StepOutcome(False, str(fault), failure=fault)
         finally:
-            everyone.cancel()
-            await asyncio.gather(everyone, *calls, return_exceptions=True)
+            gathered.cancel()
+            await asyncio.gather(gathered, *calls, return_exceptions=True)
         return None
 
     async def _fetch(self, parts: Sequence[Any]) -> StepOutcome:
-        """A class without a second half: its parts are the values."""
+        """For a class without `commit`: its parts are the values."""
         try:
             waits = [asyncio.wrap_future(part.future()) for part in parts]
             values = await asyncio.wait_for(asyncio.gather(*waits), self._timeout_s)
         except Exception as fault:
-            return StepOutcome(False, f"its values could not be had: {type(fault).__name__}")
-        self._count(self._lines)
+            return StepOutcome(False, f"its values could not be fetched: {type(fault).__name__}")
+        self._count(self._clients)
         return StepOutcome(True, values=tuple(values))
 
     async def _commit(self, parts: Sequence[Any]) -> StepOutcome:
-        """The second half: what one has committed counts, and the others follow."""
+        """The second half: the step counts once one member has committed."""
         order = self._order
         calls = [
-            asyncio.ensure_future(line.call("commit", order.step, order.epoch, list(parts), within_s=self._timeout_s))
-            for line in self._lines
+            asyncio.ensure_future(client.call("commit", order.step, order.epoch, list(parts), within_s=self._timeout_s))
+            for client in self._clients
         ]
-        await self._all_end(calls)
+        await self._wait_all(calls)
         halves: dict[str, StepHalf] = {}
         faults: dict[str, Exception] = {}
-        for line, call in zip(self._lines, calls, strict=True):
+        for client, call in zip(self._clients, calls, strict=True):
             fault = call.exception()
             if fault is None:
-                halves[line.member] = call.result()
+                halves[client.member] = call.result()
             elif isinstance(fault, Exception):
-                faults[line.member] = fault
+                faults[client.member] = fault
         if not halves:
-            return self._nobody_committed(faults)
-        done = [line for line in self._lines if line.member in halves]
+            return self._not_committed(faults)
+        done = [client for client in self._clients if client.member in halves]
         self._count(done)
         unfit = await self._follow(done, faults)
         return StepOutcome(
             True,
             hung=tuple(member for member, fault in faults.items() if isinstance(fault, MemberHungError)),
             unfit=unfit,
-            values=tuple(halves[line.member].value if line.member in halves else None for line in self._lines),
-            commit_s=tuple(halves[line.member].seconds if line.member in halves else 0.0 for line in self._lines),
+            values=tuple(halves[client.member].value if client.member in halves else None for client in self._clients),
+            commit_s=tuple(
+                halves[client.member].seconds if client.member in halves else 0.0 for client in self._clients
+            ),
         )
 
-    async def _all_end(self, calls: Sequence[asyncio.Future[Any]]) -> None:
-        """All calls are over. After a loss the others are not left to wait for a part that will not come."""
+    async def _wait_all(self, calls: Sequence[asyncio.Future[Any]]) -> None:
+        """Wait for all calls. After a loss the others stop waiting for its part."""
         pending: set[asyncio.Future[Any]] = set(calls)
-        told = False
+        released = False
         while pending:
             lost = any(call.done() and call.exception() is not None for call in calls)
-            wait_s = FOLLOW_S if lost and not told else None
+            wait_s = FOLLOW_S if lost and not released else None
             done, pending = await asyncio.wait(pending, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done and not told:
-                told = True
-                late = [line for line, call in zip(self._lines, calls, strict=True) if not call.done()]
-                await asyncio.gather(*(self._let_go(line) for line in late))
+            if not done and not released:
+                released = True
+                late = [client for client, call in zip(self._clients, calls, strict=True) if not call.done()]
+                await asyncio.gather(*(self._stop_waiting(client) for client in late))
 
-    def _nobody_committed(self, faults: dict[str, Exception]) -> StepOutcome:
+    def _not_committed(self, faults: dict[str, Exception]) -> StepOutcome:
         hung = tuple(member for member, fault in faults.items() if isinstance(fault, MemberHungError))
         raised = next((fault for fault in faults.values() if isinstance(fault, MemberRaisedError)), None)
         why = "; ".join(dict.fromkeys(str(fault) for fault in faults.values()))
-        # Whoever raised may have changed something before: what its state is, nobody knows.
+        # A member that raised may have changed its state before: its state is unknown.
         unfit = {member: str(fault) for member, fault in faults.items() if isinstance(fault, MemberRaisedError)}
         return StepOutcome(False, why, hung, unfit=unfit, failure=raised)
 
     async def _follow(self, done: Sequence[MemberClient], faults: dict[str, Exception]) -> dict[str, str]:
-        """Those who live and could not commit get the state of one that has; who cannot is unfit."""
+        """Live members that could not commit get the state of one that has; those that cannot take it are unfit."""
         behind = [
-            line
-            for line in self._lines
-            if isinstance(faults.get(line.member), (PartLostError, MemberRaisedError)) and line.there
+            client
+            for client in self._clients
+            if isinstance(faults.get(client.member), (PartLostError, MemberRaisedError)) and client.there
         ]
-        unfit = {line.member: str(faults[line.member]) for line in behind}
-        for source in done if behind and self._talents.replicated else ():
+        unfit = {client.member: str(faults[client.member]) for client in behind}
+        for source in done if behind and self._methods.replicated else ():
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                committed, state = await source.call_apart("give", within_s=self._timeout_s, returns=2)
-                for line in behind:
-                    if isinstance(faults[line.member], PartLostError):
+                committed, state = await source.call_with_refs("give", within_s=self._timeout_s, returns=2)
+                for client in behind:
+                    if isinstance(faults[client.member], PartLostError):
                         with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, PartLostError):
-                            facts = await line.call("take", committed, [state], within_s=self._timeout_s)
-                            line.committed = facts.committed
-                            del unfit[line.member]
+                            facts = await client.call("take", committed, [state], within_s=self._timeout_s)
+                            client.committed = facts.committed
+                            del unfit[client.member]
                 break
         return unfit
 
-    def _count(self, lines: Sequence[MemberClient]) -> None:
-        for line in lines:
-            line.committed = self._order.step
+    def _count(self, clients: Sequence[MemberClient]) -> None:
+        for client in clients:
+            client.committed = self._order.step

@@ -1,13 +1,12 @@
-"""Elastic groups: as many members as there is room for, in step, while nodes come and go.
+"""Elastic groups: as many members as fit, in lockstep, while nodes come and go.
 
     with trimtab.ElasticGroup(Trainer, per_node={"gpu": 1}, min=1, max=8) as group:
         for batch in batches:
             result = group.step(batch)
 
 One member per unit of resources, each a task of a pool, so priorities and quotas hold. The group grows at the step
-boundary after a join, shrinks before a drain's deadline, replaces what is lost; an interrupted step is done again,
-whole. This module is the door that users open; the machine decides (`trimtab.machines.elastic.machine`), the conductor
-drives it.
+boundary after a join, shrinks before a drain's deadline and replaces lost members; an interrupted step is redone. This
+module is the public API; the machine decides (`machines/elastic`), the group controller drives it.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from trimtab.runtime.client.packing import class_of
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
 from trimtab.runtime.elastic.group_controller import GroupController, GroupError, GroupGaveUpError, StepFailedError
-from trimtab.runtime.elastic.member import MemberWorld, talents_of
+from trimtab.runtime.elastic.member import MemberWorld, find_member_methods
 from trimtab.runtime.elastic.member_tasks import MemberSpec, MemberTasks
 from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
-from trimtab.runtime.rayapi.connect import heeded_interrupts
+from trimtab.runtime.procs.interrupts import reliable_interrupts
 
 __all__ = [
     "ElasticGroup", "GroupError", "GroupGaveUpError", "GroupLogEntry", "MemberWorld", "StepFailedError", "StepResult",
 ]  # fmt: skip
 
-LOOK_S = 0.2  # between looks at Ctrl-C
-MANY = 10_000  # members that the quota of a pool allows where no most is stated
+LOOK_S = 0.2  # between checks for Ctrl-C
+MANY = 10_000  # members that the quota of a pool allows without a stated maximum
 
 
 class ElasticGroup:
@@ -44,15 +43,14 @@ class ElasticGroup:
 
     A member's class has `compute(step, batch)`, which returns a part and changes nothing that is kept, and
     `commit(step, parts)`, which applies the parts of all members, by rank. It may have `enter(world)` (rank, size,
-    epoch, step), `save()` and `load(state)` (newcomers get the state of those that are there), `health()` (raises or
-    says False when it is not well), `merge(states)` (what leavers without a successor hand over) and `cancel()`. A
-    class with only `compute` or `step` has no second half: what it returns is the step's value, and an interrupted step
-    runs again.
+    epoch, step), `save()` and `load(state)` (new members get the current state), `health()` (raises or returns False if
+    unhealthy), `merge(states)` (states of removed members without a successor) and `cancel()`. A class with only
+    `compute` or `step` has no second half: what it returns is the step's value, and an interrupted step runs again.
 
-    `min` is the least number of members (fewer: the group waits, says why, and gives up after `wait_s`), `max` the
-    most. Without a `session` it connects by itself, and ends what it started when it closes; without a `pool` it has
-    one of its own. `keep_state` keeps a copy of the state in this process after every step, for when all members are
-    lost at once. `tell` hears of everything that happens, on a thread of the group's own.
+    With fewer than `min` members the group waits, says why, and gives up after `wait_s`; `max` is the upper limit.
+    Without a `session` it connects by itself, and closes what it started; without a `pool` it has its own. `keep_state`
+    keeps a copy of the state in this process after every step, in case all members are lost at once. `tell` is called
+    with every GroupLogEntry, on a thread of the group.
     """
 
     def __init__(
@@ -92,8 +90,8 @@ class ElasticGroup:
         self.spec = ElasticSpec(
             name=name,
             unit=Resources.of(per_node if per_node is not None else {"gpu": 1}, where=where),
-            least=min,
-            most=max,
+            min_members=min,
+            max_members=max,
             wait_s=wait_s,
             step_timeout_s=step_timeout_s,
             health_every_s=health_every_s,
@@ -103,29 +101,29 @@ class ElasticGroup:
             back_off_s=back_off_s,
             handover_s=handover_s,
         )
-        plan = MemberSpec(
+        member_spec = MemberSpec(
             kind=kind,
             args=tuple(args),
             kwargs=dict(kwargs or {}),
             unit=self.spec.unit,
-            talents=talents_of(kind),
+            member_methods=find_member_methods(kind),
             priority=priority,
             labels=dict(labels or {}),
             notice_s=notice_s,
             start_timeout_s=start_timeout_s,
             step_timeout_s=step_timeout_s,
-            keeps=keep_state,
+            keep_state=keep_state,
         )
         self._closing = contextlib.ExitStack()
         try:
             self._session = session or self._connected(address)
-            if any(one["id"] == name for one in self._session.status()["groups"]):
+            if any(group["id"] == name for group in self._session.status()["groups"]):
                 hint = "give it another name; one whose driver died is forgotten after some seconds"
                 raise InputError("there is a group of this name already", where=where, hint=hint)
-            crew = MemberTasks(self._session, self._pool_of(pool, preload), plan)
-            self._conductor = GroupController(self.spec, crew, tell or _nobody)
-            self._closing.callback(self._conductor.close)
-            self._conductor.start()
+            members = MemberTasks(self._session, self._pool_of(pool, preload), member_spec)
+            self._controller = GroupController(self.spec, members, tell or _no_listener)
+            self._closing.callback(self._controller.close)
+            self._controller.start()
         except BaseException:
             self._closing.close()
             raise
@@ -138,57 +136,52 @@ class ElasticGroup:
 
     @property
     def name(self) -> str:
-        """What `trimtab status` and `trimtab explain` call it."""
         return self.spec.name
 
     @property
     def session(self) -> Session:
-        """The session that it runs in."""
         return self._session
 
     @property
     def steps(self) -> int:
-        """How many steps are complete."""
-        return self._conductor.steps
+        """Number of complete steps."""
+        return self._controller.steps
 
     @property
     def world(self) -> World | None:
-        """Who works together now; None while that changes, or before the first step."""
-        return self._conductor.world
+        """The current world; None while it changes, or before the first step."""
+        return self._controller.world
 
     def view(self) -> dict[str, Any]:
-        """The group and its members, as plain data."""
-        return self._conductor.view()
+        return self._controller.view()
 
     def step(self, batch: Any = None, timeout: float | None = None) -> StepResult:
-        """Run the next step on all members, and give what came of it.
+        """Run the next step on all members.
 
-        Waits for members where there are too few, does it again where one is lost meanwhile. Raises GroupGaveUpError
-        where the group cannot go on, StepFailedError where a member's own code raised, TimeoutError after `timeout`
-        seconds, if that is given; the step then goes on, and the group is good for closing only.
+        Waits while there are too few members and redoes the step if one is lost. Raises GroupGaveUpError if the group
+        cannot go on, StepFailedError if a member's own code raised, TimeoutError after `timeout` seconds; the step then
+        goes on, and the group can only be closed.
         """
         if batch is not None:
             batch = self._session._ray.put(batch)  # once, for all members and every attempt
-        return self._waited(self._conductor.ask_step(batch), timeout)
+        return self._wait(self._controller.request_step(batch), timeout)
 
     def resize(self, size: int | None) -> None:
-        """Have so many members from the next step boundary on; None: as many as there is room for."""
-        self._conductor.ask_size(size)
+        """Set the number of members from the next step boundary on; None: as many as fit."""
+        self._controller.request_size(size)
 
     def close(self) -> None:
-        """End the members, and whatever else was started for this group. Nothing is left behind."""
+        """End the members and everything started for this group."""
         self._closing.close()
-
-    # ---- how it is done
 
     @property
     def _own_pool(self) -> str:
         return f"group-{self.name}"
 
-    def _waited(self, result: concurrent.futures.Future[StepResult], timeout: float | None) -> StepResult:
-        """The result; Ctrl-C gets through at any time."""
+    def _wait(self, result: concurrent.futures.Future[StepResult], timeout: float | None) -> StepResult:
+        """The result; Ctrl-C interrupts the wait."""
         left_s = timeout
-        with heeded_interrupts() as heed:
+        with reliable_interrupts() as heed:
             while True:
                 heed()
                 wait_s = LOOK_S if left_s is None or left_s > LOOK_S else left_s
@@ -200,13 +193,13 @@ class ElasticGroup:
                         raise TimeoutError(f"the step is not complete after {timeout:.3g} s") from None
 
     def _connected(self, address: str | None) -> Session:
-        """A session of our own. A controller that was made for it ends with it, unless others use it by then."""
-        link = RayConnection(address)
-        self._closing.callback(link.close)
-        there_before = _has_controller(link.ray)
+        """A session of its own. A controller created for it ends with it, unless others use it by then."""
+        connection = RayConnection(address)
+        self._closing.callback(connection.close)
+        there_before = _has_controller(connection.ray)
         session = connect()  # to the Ray that this process is connected to by now
 
-        def leave() -> None:
+        def close_session() -> None:
             with contextlib.suppress(TrimtabError):
                 status = session.status()
                 others = status["clients"] > 1 or set(status["pools"]) - {self._own_pool}
@@ -214,7 +207,7 @@ class ElasticGroup:
                     session.shutdown()
             session.close()
 
-        self._closing.callback(leave)
+        self._closing.callback(close_session)
         return session
 
     def _pool_of(self, pool: Pool | str | None, preload: Sequence[str]) -> Pool:
@@ -222,8 +215,8 @@ class ElasticGroup:
             return pool
         if isinstance(pool, str):
             return self._session.pool(pool)
-        most = self.spec.most or MANY
-        quota = {name: amount * most for name, amount in self.spec.unit.floats().items()}
+        max_members = self.spec.max_members or MANY
+        quota = {name: amount * max_members for name, amount in self.spec.unit.floats().items()}
         own = self._session.pool(self._own_pool, quota, reuse=False, warm_each=1, preload=preload, ends_with_me=True)
 
         def drop() -> None:
@@ -234,8 +227,8 @@ class ElasticGroup:
         return own
 
 
-def _nobody(_: GroupLogEntry) -> None:
-    """Nobody listens."""
+def _no_listener(_: GroupLogEntry) -> None:
+    """The default of `tell`."""
 
 
 def _has_controller(ray: Any) -> bool:

@@ -1,9 +1,9 @@
-"""What runs in a member's process of an elastic group: the user's object, in a shell that counts steps.
+"""The member process of an elastic group: the user's object in a wrapper that counts steps.
 
-The group calls the shell, the shell calls the user. It never commits a step twice, never commits one that belongs to
-another world, never shows a state that is half changed, and never waits for a part of somebody who is gone longer than
-it is let. Calls of a step come through Ray, on the main thread; what cannot wait behind a step (health, letting go,
-leaving) comes through the control door, on threads of its own: the methods that begin with `beside_`, and `drain`.
+The group calls the wrapper, the wrapper calls the user's object. It never commits a step twice, never commits one of
+another world, never exposes a half-changed state, and never waits for a lost member's part longer than it is allowed.
+Calls of a step come through Ray, on the main thread; what cannot wait behind a step (health, release, leaving) comes
+over the control channel, on other threads: the methods that begin with `beside_`, and `drain`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 
 from trimtab.core.errors import InputError, nearest
 
-PULL_S = 0.1  # between looks at whether a part is still worth waiting for
+PULL_S = 0.1  # between checks whether to stop waiting for a part
 
 
 @dataclass(frozen=True)
 class MemberWorld:
-    """The world as one member sees it: what `enter(world)` is told."""
+    """The world as one member sees it: the argument of `enter(world)`."""
 
     rank: int
     size: int
-    epoch: int  # 1, 2, 3 ...: another number, another world
-    step: int  # how many steps are complete
+    epoch: int  # 1, 2, 3 ...: unique to a world
+    step: int  # complete steps
     nodes: tuple[str, ...] = ()  # by rank
 
     def share(self, count: int) -> slice:
-        """This member's part of so many rows: contiguous, as even as can be, all ranks together exactly all rows."""
+        """This member's slice of `count` rows: contiguous and even; all ranks together cover all rows."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
 
 @dataclass(frozen=True)
 class MemberMethods:
-    """Which of the methods that a member may have a class has."""
+    """Which methods a member class has."""
 
-    compute: str  # its name: `compute`, or `step` of a class that has nothing else
+    compute: str  # its name: `compute`, or `step` if it has nothing else
     commit: bool
     enter: bool
     state: bool  # save and load
@@ -50,13 +50,13 @@ class MemberMethods:
 
     @property
     def replicated(self) -> bool:
-        """Whether all members have the same state: a class that can merge states has one of its own in each."""
+        """Whether all members have the same state: a class with `merge` has one per member."""
         return self.state and not self.merge
 
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """What a member says of itself."""
+    """A member's process and progress."""
 
     pid: int
     committed: int  # the last step that its state includes
@@ -64,22 +64,22 @@ class MemberFacts:
 
 @dataclass(frozen=True)
 class StepHalf:
-    """One half of a step, as a member did it."""
+    """One half of a step in one member."""
 
     seconds: float
-    value: Any = None  # what the user's commit returned
+    value: Any = None  # returned by the user's commit
 
 
 class WorldMismatchError(RuntimeError):
-    """The call belongs to another world, or to another step, than this member is in."""
+    """The call belongs to another world or step than this member is in."""
 
 
 class PartLostError(RuntimeError):
-    """A part of the step is not to be had any more: whoever made it is gone."""
+    """A part of the step is lost with the member that made it."""
 
 
-def talents_of(kind: type) -> MemberMethods:
-    """What the class can do; InputError where it cannot be a member."""
+def find_member_methods(kind: type) -> MemberMethods:
+    """The methods of a class; InputError if it cannot be a member."""
 
     def has(name: str) -> bool:
         return callable(getattr(kind, name, None))
@@ -108,26 +108,25 @@ class MemberWrapper:
     """The user's object as the group calls it."""
 
     def __init__(self, kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._talents = talents_of(kind)
+        self._methods = find_member_methods(kind)
         self._object = kind(*args, **kwargs)
         self._world: MemberWorld | None = None
         self._committed = 0
-        self._last: StepHalf | None = None  # of the last commit, for whoever asks again
-        self._whole = threading.Lock()  # held while the state changes
-        self._let_go = threading.Event()  # parts that do not come are not waited for
+        self._last: StepHalf | None = None  # of the last commit, for a repeated call
+        self._state_lock = threading.Lock()  # held while the state changes
+        self._let_go = threading.Event()  # set: stop waiting for parts
         self._may_leave = threading.Event()
 
-    # ---- what the group calls, one after another
+    # ---- called by the group, one at a time ----------------------------------------------------------------------
 
     def facts(self) -> MemberFacts:
-        """Who this is, and how far it is."""
         return MemberFacts(os.getpid(), self._committed)
 
     def enter(self, world: MemberWorld) -> MemberFacts:
-        """From now on, this is the world; the group has seen to it that the state is the current one."""
+        """Enter a world; the group has made sure that the state is the current one."""
         self._world, self._committed = world, world.step
-        if self._talents.enter:
-            self._settled(self._object.enter(world))
+        if self._methods.enter:
+            self._resolve(self._object.enter(world))
         return self.facts()
 
     def compute(self, step: int, epoch: int, batch: Any) -> tuple[StepHalf, Any]:
@@ -135,57 +134,57 @@ class MemberWrapper:
         self._expect(epoch)
         self._let_go.clear()
         began = time.perf_counter()
-        part = self._settled(getattr(self._object, self._talents.compute)(step, batch))
-        if not self._talents.commit:
+        part = self._resolve(getattr(self._object, self._methods.compute)(step, batch))
+        if not self._methods.commit:
             self._committed = step
         return StepHalf(time.perf_counter() - began), part
 
     def commit(self, step: int, epoch: int, parts: Sequence[Any]) -> StepHalf:
-        """The second half: apply all parts (references, by rank), once; asked again, it says what it said."""
+        """The second half: apply all parts (references, by rank) once; a repeated call returns the same result."""
         if step == self._committed and self._last is not None:
             return self._last
         self._expect(epoch)
         if step != self._committed + 1:
             raise WorldMismatchError(f"step {step} was to be committed after step {self._committed}")
-        pulled = self._pulled(parts)
+        fetched = self._fetch(parts)
         began = time.perf_counter()
-        with self._whole:
-            value = self._settled(self._object.commit(step, pulled))
+        with self._state_lock:
+            value = self._resolve(self._object.commit(step, fetched))
             self._committed = step
         self._last = StepHalf(time.perf_counter() - began, value)
         return self._last
 
     def give(self) -> tuple[int, Any]:
-        """The state, and the step it includes: for a newcomer, or to be kept."""
-        with self._whole:
-            return self._committed, self._settled(self._object.save())
+        """The state and the step it includes: for a new member, or to be kept."""
+        with self._state_lock:
+            return self._committed, self._resolve(self._object.save())
 
     def take(self, committed: int, state: Sequence[Any]) -> MemberFacts:
         """Go on from a state (a reference to it)."""
         self._let_go.clear()
-        pulled = self._pulled(state)
-        with self._whole:
-            if self._talents.state:
-                self._settled(self._object.load(pulled[0]))
+        fetched = self._fetch(state)
+        with self._state_lock:
+            if self._methods.state:
+                self._resolve(self._object.load(fetched[0]))
             self._committed, self._last = committed, None
         return self.facts()
 
     def merge(self, states: Sequence[Any]) -> None:
-        """Take over what members leave behind who have no successor."""
+        """Take over the states of removed members without a successor."""
         self._let_go.clear()
-        pulled = self._pulled(states)
-        with self._whole:
-            self._settled(self._object.merge(pulled))
+        fetched = self._fetch(states)
+        with self._state_lock:
+            self._resolve(self._object.merge(fetched))
 
-    # ---- what comes through the control door, beside a step
+    # ---- over the control channel, beside a step -----------------------------------------------------------------
 
     def beside_health(self) -> None:
-        """Whether the member is well: raises if not."""
-        if self._talents.health and self._settled(self._object.health()) is False:
+        """Raise if the member is unhealthy."""
+        if self._methods.health and self._resolve(self._object.health()) is False:
             raise RuntimeError("health() says False")
 
     def beside_let_go(self) -> None:
-        """Wait no longer for parts of those who are gone."""
+        """Stop waiting for parts of lost members."""
         self._let_go.set()
 
     def beside_leave(self) -> None:
@@ -193,36 +192,33 @@ class MemberWrapper:
         self._may_leave.set()
 
     def drain(self, seconds: float) -> None:
-        """The pool wants the room: stay until the group has let this member go, but not longer than that."""
+        """The pool preempts this member: stay until the group has released it, but not longer than `seconds`."""
         self._may_leave.wait(max(0.0, seconds - min(1.0, seconds / 4)))
 
     def cancel(self) -> None:
-        """The end."""
         self._let_go.set()
         self._may_leave.set()
         own = getattr(self._object, "cancel", None)
         if callable(own):
-            self._settled(own())
+            self._resolve(own())
 
     def save(self) -> tuple[int, Any]:
-        """For the pool, when it takes the room: nothing is lost, also where this is the only member."""
-        return self.give() if self._talents.state else (self._committed, None)
+        """For the pool on preemption: nothing is lost, even if this is the only member."""
+        return self.give() if self._methods.state else (self._committed, None)
 
     def load(self, state: tuple[int, Any]) -> None:
-        """The pool gives the room back."""
-        if self._talents.state:
-            self._settled(self._object.load(state[1]))
+        """Restore the state after preemption."""
+        if self._methods.state:
+            self._resolve(self._object.load(state[1]))
             self._committed = state[0]
-
-    # ---- how it is done
 
     def _expect(self, epoch: int) -> None:
         if self._world is None or self._world.epoch != epoch:
             mine = self._world.epoch if self._world else "none"
             raise WorldMismatchError(f"the call is for world {epoch}, this member is in {mine}")
 
-    def _pulled(self, parts: Sequence[Any]) -> list[Any]:
-        """What the references stand for; PartLostError where one does not come."""
+    def _fetch(self, parts: Sequence[Any]) -> list[Any]:
+        """The objects behind the references; PartLostError if one is lost."""
         import ray
         from ray import exceptions
 
@@ -238,5 +234,5 @@ class MemberWrapper:
         except (exceptions.ObjectLostError, exceptions.RayActorError) as fault:
             raise PartLostError(f"a part is lost: {type(fault).__name__}") from None
 
-    def _settled(self, value: Any) -> Any:
+    def _resolve(self, value: Any) -> Any:
         return asyncio.run(value) if inspect.iscoroutine(value) else value

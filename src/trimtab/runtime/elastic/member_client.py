@@ -1,8 +1,8 @@
-"""A line to one member of an elastic group: calls with deadlines that notice at once when the member is gone.
+"""Client of one member of an elastic group: calls with deadlines that end at once when the member is lost.
 
-Ray takes a quarter of a minute to say that a call to a killed node will never return. So every call waits for its
-answer and for the controller's news of the member's task, whichever comes first. Lines live on the loop of the group's
-conductor; they decide nothing and end nobody.
+Ray needs about 15 s to report that a call to a killed node will never return. So every call waits for its answer or for
+the controller's update on the member's task, whichever comes first. Clients live on the group controller's event loop;
+they decide nothing and end no process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MemberHungError(Exception):
 
 
 class MemberRaisedError(Exception):
-    """The user's code raised; the cause is what it raised."""
+    """User code raised; `fault` is what it raised."""
 
     def __init__(self, member: str, method: str, fault: BaseException) -> None:
         lines = str(getattr(fault, "cause", None) or fault).strip().splitlines()
@@ -39,12 +39,12 @@ class MemberClient:
     def __init__(self, member: str, task: Task) -> None:
         self.member = member
         self.task = task
-        self.seen: tuple[TaskState, int] = (TaskState.waiting, 0)  # state and attempt, as last heard
-        self.attempt = 0  # the one that runs, or ran last
+        self.seen: tuple[TaskState, int] = (TaskState.waiting, 0)  # state and attempt of the last update
+        self.attempt = 0  # the current or last one
         self.node = ""
         self.committed = 0  # the last step that its state is known to include
-        self.ending = False  # it was asked to end
-        self.lost = False  # it is gone, unasked, and that was said
+        self.ending = False  # it was told to end
+        self.lost = False  # it is gone unexpectedly, and that was reported
         self._handle: Any = None
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -60,16 +60,15 @@ class MemberClient:
             self._gone = asyncio.get_running_loop().create_future()
 
     def down(self, why: str) -> None:
-        """It does not run any more: whoever waits for an answer hears of it now."""
+        """It does not run any more: pending calls end."""
         if not self._gone.done():
             self._gone.set_result(why)
 
     async def call(self, method: str, *args: Any, within_s: float) -> Any:
-        """What a method of its shell returns."""
-        return (await self.call_apart(method, *args, within_s=within_s, returns=1))[0]
+        return (await self.call_with_refs(method, *args, within_s=within_s, returns=1))[0]
 
-    async def call_apart(self, method: str, *args: Any, within_s: float, returns: int) -> tuple[Any, ...]:
-        """The first thing that a method returns, and references to the others, which stay where they are."""
+    async def call_with_refs(self, method: str, *args: Any, within_s: float, returns: int) -> tuple[Any, ...]:
+        """The first return value of a method, and references to the others, which stay where they are."""
         from ray import exceptions
 
         if not self.there:
@@ -93,4 +92,4 @@ class MemberClient:
         except Exception as fault:
             raise MemberRaisedError(self.member, method, fault) from fault
         finally:
-            answer.cancel()  # nothing, where it is done; else nobody waits for it any more
+            answer.cancel()  # a no-op if it is done; else no longer awaited

@@ -1,4 +1,4 @@
-"""What an elastic group says of itself: results of steps, what happened meanwhile, and facts for others to look at.
+"""What an elastic group reports: step results, log entries, and facts for status and metrics.
 
 Counts and remembers; decides nothing. The facts are plain data, which the controller shows and turns into metrics.
 """
@@ -20,10 +20,10 @@ STORY_KEPT = 50
 
 @dataclass(frozen=True)
 class GroupLogEntry:
-    """One thing that happened to a group.
+    """One event of a group.
 
-    Kinds: found (a node that was there at the start), joined, draining, node lost, node left; started, lost, left (of a
-    member); world, step (one is begun), redone, waits, gave up.
+    Kinds: found (a node present at the start), joined, draining, node lost, node left; started, lost, left (of a
+    member); world, step (begun), redone, waits, gave up.
     """
 
     kind: str
@@ -32,10 +32,10 @@ class GroupLogEntry:
     node: str = ""
     reason: Reason | None = None
     at: float = 0.0  # by the controller's clock
-    step: int = 0  # steps complete then; of a step: its number
-    task: str = ""  # of a member that started: the task in its pool
-    size: int = 0  # of a world or a step: how many members
-    total: Resources = NOTHING  # of a node: what it has
+    step: int = 0  # complete steps then; of a step: its number
+    task: str = ""  # of a started member: its task
+    size: int = 0  # of a world or a step: the number of members
+    total: Resources = NOTHING  # of a node: its resources
 
     def __str__(self) -> str:
         return self.sentence
@@ -43,44 +43,43 @@ class GroupLogEntry:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step that is complete: every member of the world has committed it."""
+    """A complete step: every member of the world has committed it."""
 
     number: int  # 1, 2, 3 ...
     world: World
-    values: tuple[Any, ...]  # by rank: what `commit` returned (`compute` where there is no commit); None: lost since
+    values: tuple[Any, ...]  # by rank: what `commit` returned (`compute` without a commit); None: lost since
     compute_s: tuple[float, ...]  # by rank
-    commit_s: tuple[float, ...]  # by rank; empty where there is no commit
+    commit_s: tuple[float, ...]  # by rank; empty without a commit
     seconds: float  # from the first call to the last answer, of the attempt that counts
-    waited_s: float = 0.0  # before that: for members, a new world, attempts that do not count
-    redone: int = 0  # attempts before this one that do not count
-    changes: tuple[GroupLogEntry, ...] = ()  # since the step before
+    waited_s: float = 0.0  # before that: for members, a new world, failed attempts
+    redone: int = 0  # failed attempts before
+    changes: tuple[GroupLogEntry, ...] = ()  # since the previous step
 
     @property
     def size(self) -> int:
-        """How many members worked on it."""
         return self.world.size
 
     @property
     def combined(self) -> Any:
-        """The mean over ranks where values are numbers (or objects or mappings of numbers: by name); else None."""
-        return _mean([one for one in self.values if one is not None])
+        """The mean over ranks if values are numbers (or objects or mappings of numbers: by name); else None."""
+        return _mean([value for value in self.values if value is not None])
 
 
 class GroupStats:
-    """What is counted and remembered of a group's life."""
+    """Counters and recent events of a group."""
 
     def __init__(self) -> None:
         self.wanted = 0
         self.redone = 0
         self._joined_at: dict[str, float] = {}  # nodes that joined and have not taken part in a step yet
         self._began = False
-        self._at_start: set[str] = set()  # nodes that the first news named, told to the group or not yet
+        self._at_start: set[str] = set()  # nodes of the first update, announced or not yet
         self._join_to_step_s: list[float] = []
         self._drain_lead_s: list[float] = []
         self._story: list[dict[str, Any]] = []
 
     def start(self, nodes: Iterable[str]) -> None:
-        """Nodes that are there before the group is: they do not join, also where they are told of a moment later."""
+        """Nodes present before the group: they do not join, even if they are announced later."""
         if not self._began:
             self._at_start = set(nodes)
             self._began = bool(self._at_start)
@@ -88,7 +87,7 @@ class GroupStats:
     def nodes(
         self, before: Mapping[str, NodeView], after: Mapping[str, NodeView], now: float, unit: Resources
     ) -> Iterator[GroupLogEntry]:
-        """What became of nodes on which members could be; others are no business of the group."""
+        """Events of nodes that could hold members."""
         for node, view in after.items():
             total = view.facts.total
             if not unit.within(total):
@@ -103,8 +102,8 @@ class GroupStats:
                 )
             if view.state is NodeState.draining and (had is None or had.state is not NodeState.draining):
                 left = "" if view.deadline is None else f" in {view.deadline - now:.0f} s"
-                said = f"node {node[:12]} will go{left}: {view.reason.sentence}"
-                yield GroupLogEntry("draining", said, "", node, view.reason)
+                sentence = f"node {node[:12]} will go{left}: {view.reason.sentence}"
+                yield GroupLogEntry("draining", sentence, "", node, view.reason)
         for node, had in before.items():
             if node not in after and unit.within(had.facts.total):
                 self._joined_at.pop(node, None)
@@ -119,18 +118,17 @@ class GroupStats:
                 self._join_to_step_s.append(now - self._joined_at.pop(node))
 
     def left(self, node: NodeView | None, now: float) -> None:
-        """A member has left its node, which may have been about to go."""
+        """A member has left its node, which may be draining."""
         if node is not None and node.state is NodeState.draining and node.deadline is not None:
             self._drain_lead_s.append(node.deadline - now)
 
-    def happened(self, one: GroupLogEntry) -> None:
-        """Remember it for a while."""
-        code = one.reason.code.value if one.reason else ""
-        self._story.append({"at": one.at, "state": one.kind, "code": code, "sentence": one.sentence})
+    def record(self, entry: GroupLogEntry) -> None:
+        code = entry.reason.code.value if entry.reason else ""
+        self._story.append({"at": entry.at, "state": entry.kind, "code": code, "sentence": entry.sentence})
         del self._story[:-STORY_KEPT]
 
     def observed(self) -> dict[str, list[float]]:
-        """What was measured since this was asked last."""
+        """Measurements since the last call."""
         joins, self._join_to_step_s = self._join_to_step_s, []
         leads, self._drain_lead_s = self._drain_lead_s, []
         return {"join_to_step_s": joins, "drain_lead_s": leads}
@@ -144,7 +142,6 @@ class GroupStats:
         gave_up: Reason | None,
         now: float,
     ) -> dict[str, Any]:
-        """The group as plain data."""
         reason = gave_up or (wait.reason if wait else None)
         return {
             **seen,
@@ -161,10 +158,10 @@ class GroupStats:
 def _mean(values: list[Any]) -> Any:
     if not values:
         return None
-    if all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values):
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
         return math.fsum(values) / len(values)
-    fields = [one if isinstance(one, Mapping) else getattr(one, "__dict__", None) for one in values]
-    if any(not one for one in fields):
+    fields = [value if isinstance(value, Mapping) else getattr(value, "__dict__", None) for value in values]
+    if any(not mapping for mapping in fields):
         return None
-    found = {name: _mean([one.get(name) for one in fields if one]) for name in fields[0] or ()}
+    found = {name: _mean([mapping.get(name) for mapping in fields if mapping]) for name in fields[0] or ()}
     return {name: value for name, value in found.items() if value is not None} or None

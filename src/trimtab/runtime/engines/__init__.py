@@ -1,1 +1,1 @@
-"""Rollout engines as the pool sees them: one protocol, and an adapter for each dialect that real engines speak."""
+"""Adapters of rollout engines: one protocol, one adapter for each kind of server."""

@@ -1,11 +1,11 @@
-"""Engines that are Ray actors: any actor with a few methods, so that a trainer's own engine can serve.
+"""Engines that are Ray actors: any actor with a few methods, for example a trainer's own engine.
 
-Needed are `generate(order)`, a generator of dictionaries with the fields of `StreamDelta`, and `ready()`, a dictionary
-with the fields of `EngineState` or plain true or false. What else it has of `load`, `abort`, `pause`, `resume`,
-`sleep`, `wake`, `flush`, `version` and `refit` is used; what it lacks is not offered. Orders and refits are handed
-over as dictionaries, modes and parts as strings, so that the actor need not import anything of ours.
+Required: `generate(request)`, a generator of dictionaries with the fields of `StreamDelta`, and `ready()`, a dictionary
+with the fields of `EngineState`, or a bool. Optional: `load`, `abort`, `pause`, `resume`, `sleep`, `wake`, `flush`,
+`version`, `refit`; capabilities follow from what exists. Requests and weight updates are passed as dictionaries, modes
+and memory tags as strings, so the actor imports nothing of trimtab.
 
-`generate` and `abort` have to be able to run beside each other: an async actor, or one with several threads.
+`generate` and `abort` must be able to run concurrently: an async actor, or a threaded one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NEEDS = {
 
 
 class ActorEngine(GatedEngine):
-    """An actor that generates."""
+    """Adapter of an actor that generates."""
 
     kind = "actor"
 
@@ -57,38 +57,38 @@ class ActorEngine(GatedEngine):
         for method in ("generate", "ready"):
             if not self._has(method):
                 raise InputError(f"the actor of engine {name} has no method '{method}'")
-        self.verbs = frozenset(verb for verb, needed in _NEEDS.items() if all(map(self._has, needed)))
+        self.capabilities = frozenset(verb for verb, needed in _NEEDS.items() if all(map(self._has, needed)))
 
     def _has(self, method: str) -> bool:
         return getattr(self._handle, method, None) is not None
 
-    def _events(self, flight: OpenStream) -> EventStream:
-        order = dataclasses.asdict(flight.order) | {"id": flight.key}
-        return _Generator(self.name, self._handle, order, self.deadlines)
+    def _events(self, stream: OpenStream) -> EventStream:
+        request = dataclasses.asdict(stream.request) | {"id": stream.key}
+        return _Generator(self.name, self._handle, request, self.deadlines)
 
-    def _reader(self, order: GenerateRequest) -> DeltaReader:
+    def _reader(self, request: GenerateRequest) -> DeltaReader:
         return _DictReader()
 
-    async def _look(self) -> EngineState:
-        told = await self._call("ready", within_s=self.deadlines.call_s)
-        told = dict(told) if isinstance(told, dict) else {"up": bool(told)}
-        paused, asleep = bool(told.get("paused")), bool(told.get("asleep"))
-        self._seen(paused, asleep)
-        version = None if self._discarded or told.get("version") is None else str(told["version"])
-        up = bool(told.get("up")) and not self._shut
-        why = self._shut or str(told.get("why") or ("it answers" if up else "it says that it is not ready"))
+    async def _read_state(self) -> EngineState:
+        reply = await self._call("ready", within_s=self.deadlines.call_s)
+        reply = dict(reply) if isinstance(reply, dict) else {"up": bool(reply)}
+        paused, asleep = bool(reply.get("paused")), bool(reply.get("asleep"))
+        self._update_gate(paused, asleep)
+        version = None if self._discarded or reply.get("version") is None else str(reply["version"])
+        up = bool(reply.get("up")) and not self._closed_reason
+        why = self._closed_reason or str(reply.get("why") or ("it answers" if up else "ready() says no"))
         return EngineState(up, why, version, paused or self._paused is not None, asleep, "actor")
 
     async def _load(self) -> EngineLoad:
         if not self._has("load"):
-            # It has what was sent from here, and nobody else's: else it would have a load to tell.
-            return EngineLoad(len(self._flights), 0, None, time.monotonic(), fresh=True)
-        told = await self._call("load", within_s=self.deadlines.call_s)
+            # Without `load`, the open streams of this adapter are taken as its whole load.
+            return EngineLoad(len(self._open_streams), 0, None, time.monotonic(), fresh=True)
+        reply = await self._call("load", within_s=self.deadlines.call_s)
         try:
-            used = told.get("kv_used_share")
+            used = reply.get("kv_used_share")
             return EngineLoad(
-                int(told["running"]), int(told.get("waiting", 0)), None if used is None else float(used),
-                time.monotonic(), fresh=bool(told.get("fresh", self._paused is None)),
+                int(reply["running"]), int(reply.get("waiting", 0)), None if used is None else float(used),
+                time.monotonic(), fresh=bool(reply.get("fresh", self._paused is None)),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineMalformedError(f"its load cannot be read: {error!r}", engine=self.name) from None
@@ -96,8 +96,8 @@ class ActorEngine(GatedEngine):
     async def _version(self) -> str | None:
         if not self._has("version"):
             return None
-        told = await self._call("version", within_s=self.deadlines.call_s)
-        return None if told is None else str(told)
+        reply = await self._call("version", within_s=self.deadlines.call_s)
+        return None if reply is None else str(reply)
 
     async def _abort(self, keys: Collection[str] | None) -> bool:
         if not self._has("abort"):
@@ -106,28 +106,26 @@ class ActorEngine(GatedEngine):
         return True
 
     async def _pause(self, mode: PauseMode) -> None:
-        if EngineCapability.pause in self.verbs:
+        if EngineCapability.pause in self.capabilities:
             await self._call("pause", mode.value)
         elif mode is PauseMode.keep:
-            raise InputError("this actor cannot hold requests still", where=f"engine {self.name}", hint="abort or wait")
+            raise InputError(
+                "this actor cannot hold running requests", where=f"engine {self.name}", hint="abort or wait"
+            )
         else:
             if mode is PauseMode.abort:
                 await self.abort()
-            deadline = time.monotonic() + self.deadlines.change_s
-            while self._flights:
-                if time.monotonic() > deadline:
-                    raise EngineWedgedError("requests still ran long after the pause", engine=self.name)
-                await asyncio.sleep(0.02)
+            await self._wait_drained()
 
     async def _resume(self) -> None:
-        if EngineCapability.pause in self.verbs:
+        if EngineCapability.pause in self.capabilities:
             await self._call("resume")
 
     async def _sleep(self, level: int) -> None:
         await self._call("sleep", level)
 
-    async def _wake(self, parts: set[MemoryTag]) -> None:
-        await self._call("wake", sorted(part.value for part in parts))
+    async def _wake(self, tags: set[MemoryTag]) -> None:
+        await self._call("wake", sorted(tag.value for tag in tags))
 
     async def _flush(self) -> None:
         await self._call("flush")
@@ -135,24 +133,24 @@ class ActorEngine(GatedEngine):
     async def _refit(self, refit: WeightUpdate) -> None:
         await self._call("refit", dataclasses.asdict(refit), within_s=self.deadlines.refit_s)
 
-    async def _call(self, method: str, *given: Any, within_s: float | None = None) -> Any:
+    async def _call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
         seconds = self.deadlines.change_s if within_s is None else within_s
         try:
-            answer = await asyncio.wait_for(_value(getattr(self._handle, method).remote(*given)), seconds)
+            answer = await asyncio.wait_for(_await_ref(getattr(self._handle, method).remote(*args)), seconds)
         except Exception as error:
-            raise _as_ours(error, f"{method}()", self.name, seconds) from None
+            raise _engine_error(error, f"{method}()", self.name, seconds) from None
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineFailedError(f"{method}() said success: false: {answer}", engine=self.name)
         return answer
 
 
 class _Generator:
-    """One running generator of an actor, as a stream of events."""
+    """A running generator of an actor as a stream of events."""
 
-    def __init__(self, name: str, handle: Any, order: dict[str, Any], deadlines: EngineDeadlines) -> None:
-        self._name, self._handle, self._order, self._deadlines = name, handle, order, deadlines
+    def __init__(self, name: str, handle: Any, request: dict[str, Any], deadlines: EngineDeadlines) -> None:
+        self._name, self._handle, self._request, self._deadlines = name, handle, request, deadlines
         self._running: Any = None
-        self._ended = asyncio.Event()  # closed from here
+        self._ended = asyncio.Event()  # closed by this adapter
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self, *, on_purpose: bool = False) -> None:
@@ -162,7 +160,7 @@ class _Generator:
         if self._running is not None:
             import ray
 
-            with suppress(Exception):  # a generator that is over, or an actor that is gone
+            with suppress(Exception):  # the generator has ended, or the actor is gone
                 ray.cancel(self._running)
             self._running = None
 
@@ -170,23 +168,23 @@ class _Generator:
         self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
 
     async def rest(self) -> None:
-        """An actor's generator that has said its last piece has nothing more to say."""
+        """Nothing follows the last item of an actor's generator."""
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        running = self._handle.generate.options(num_returns="streaming").remote(self._order)
+        running = self._handle.generate.options(num_returns="streaming").remote(self._request)
         self._running = running
         seconds = self._deadlines.first_bytes_s
         while True:
-            told = await self._next(running, seconds)
-            if told is _OVER:
+            reply = await self._next(running, seconds)
+            if reply is _OVER:
                 return
-            if not isinstance(told, dict):
-                raise EngineMalformedError(f"it gave a {type(told).__name__} and no dictionary", engine=self._name)
-            yield told
+            if not isinstance(reply, dict):
+                raise EngineMalformedError(f"it gave a {type(reply).__name__} and no dictionary", engine=self._name)
+            yield reply
             seconds = self._deadlines.silence_s
 
     async def _next(self, running: Any, seconds: float) -> Any:
-        reading = asyncio.ensure_future(_one(running))
+        reading = asyncio.ensure_future(_next_item(running))
         ending = asyncio.ensure_future(self._ended.wait())
         try:
             await asyncio.wait((reading, ending), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +196,7 @@ class _Generator:
         except EngineError:
             raise
         except Exception as error:
-            raise _as_ours(error, "generate()", self._name, seconds) from None
+            raise _engine_error(error, "generate()", self._name, seconds) from None
         finally:
             ending.cancel()
             reading.cancel()
@@ -207,19 +205,19 @@ class _Generator:
 _OVER = object()
 
 
-async def _one(running: Any) -> Any:
+async def _next_item(running: Any) -> Any:
     try:
         return await (await running.__anext__())
     except StopAsyncIteration:
         return _OVER
 
 
-async def _value(reference: Any) -> Any:
+async def _await_ref(reference: Any) -> Any:
     return await reference
 
 
-def _as_ours(error: Exception, call: str, name: str, seconds: float) -> EngineError:
-    """What went wrong at Ray, in our words."""
+def _engine_error(error: Exception, call: str, name: str, seconds: float) -> EngineError:
+    """Maps Ray's exceptions to engine errors."""
     from ray.exceptions import RayActorError, RayTaskError
 
     if isinstance(error, asyncio.TimeoutError):
@@ -233,7 +231,7 @@ def _as_ours(error: Exception, call: str, name: str, seconds: float) -> EngineEr
 
 
 class _DictReader:
-    """Pieces from the dictionaries of an actor."""
+    """Converts an actor's dictionaries to deltas."""
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         unknown = sorted(set(event) - _FIELDS)
@@ -243,7 +241,7 @@ class _DictReader:
         if finish is not None:
             finish = FinishReason.aborted_elsewhere if finish == FinishReason.aborted.value else FinishReason(finish)
         logprobs, text = event.get("logprobs"), event.get("text")
-        ids = tuple(int(one) for one in event.get("token_ids") or ())
+        ids = tuple(int(token) for token in event.get("token_ids") or ())
         if logprobs is not None and len(logprobs) != len(ids):
             raise MalformedOutput(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
         version = event.get("version")
@@ -255,4 +253,4 @@ class _DictReader:
         ]  # fmt: skip
 
 
-_FIELDS = {one.name for one in dataclasses.fields(StreamDelta)}
+_FIELDS = {field.name for field in dataclasses.fields(StreamDelta)}

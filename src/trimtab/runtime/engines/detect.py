@@ -1,7 +1,7 @@
-"""Which software answers at an address, and which release of it.
+"""Detects which engine software answers at an address, and its release.
 
-Asked before an adapter is made, because the dialects differ and releases differ within a dialect. A release that was
-never tried is not refused, but it is said; what answers like none of them is an error.
+The adapter depends on both. An untested release is accepted with a note; anything that answers like none of the known
+servers is an error.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from trimtab.runtime.engines.vllm import VllmEngine
 from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 KINDS: dict[str, type[HttpEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
-TRIED = {"vllm": "0.32", "sglang": "0.5", "llamacpp": ""}
-"""The releases whose behaviour the adapters are written from; llama.cpp has builds, not releases."""
+TESTED_RELEASES = {"vllm": "0.32", "sglang": "0.5", "llamacpp": ""}
+"""Releases that the adapters were written for; llama.cpp has builds, not releases."""
 
 
 @dataclass(frozen=True)
 class EngineDialect:
-    """What answers at an address."""
+    """Software and release that answer at an address."""
 
     kind: str
-    release: str  # empty where it does not say
-    note: str = ""  # what a person should know before trusting it
+    release: str  # empty: not reported
+    note: str = ""  # warning about the release
     known: ReleaseSupport = ReleaseSupport.tried
 
 
 async def detect(url: str, session: aiohttp.ClientSession, deadlines: EngineDeadlines | None = None) -> EngineDialect:
-    """Asks what only one of them answers."""
+    """Probes paths that only one kind of server answers."""
     await require_private(url)
     wire = EngineHttpClient(url, url, session, deadlines or EngineDeadlines())
     for path, kind in (
@@ -46,29 +46,29 @@ async def detect(url: str, session: aiohttp.ClientSession, deadlines: EngineDead
         ("/version", "vllm"),
     ):
         try:
-            told = await wire.get(path)
+            info = await wire.get(path)
         except (EngineGoneError, EngineWedgedError):
             raise
         except TrimtabError:
             continue
-        if isinstance(told, dict) and _is(kind, told):
-            return _dialect(kind, told)
+        if isinstance(info, dict) and _matches(kind, info):
+            return _dialect(kind, info)
     raise UnreachableError(
         "what answers there is neither vLLM nor SGLang nor llama.cpp", where=url, hint="give the engine's own address"
     )
 
 
-def _is(kind: str, told: dict[str, object]) -> bool:
+def _matches(kind: str, info: dict[str, object]) -> bool:
     if kind == "llamacpp":
-        return "default_generation_settings" in told or "build_info" in told
+        return "default_generation_settings" in info or "build_info" in info
     if kind == "sglang":  # vLLM has a /server_info of its own, with its configuration in it
-        return "version" in told and "vllm_config" not in told
-    return "version" in told
+        return "version" in info and "vllm_config" not in info
+    return "version" in info
 
 
-def _dialect(kind: str, told: dict[str, object]) -> EngineDialect:
-    release = str(told.get("build_info" if kind == "llamacpp" else "version") or "")
-    tried = TRIED[kind]
+def _dialect(kind: str, info: dict[str, object]) -> EngineDialect:
+    release = str(info.get("build_info" if kind == "llamacpp" else "version") or "")
+    tried = TESTED_RELEASES[kind]
     if not release or release == "b0-unknown":
         return EngineDialect(kind, release, f"this {kind} does not say its release", ReleaseSupport.unsaid)
     if tried and not re.match(rf"v?{re.escape(tried)}(\.|$|\D)", release):

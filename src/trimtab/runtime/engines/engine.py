@@ -1,17 +1,16 @@
-"""What every rollout engine can be asked, whatever it is: the protocol, its data, and the ways in which it fails.
+"""Engine protocol: its data types, calls and errors.
 
-An engine is stopped in one order: take it out of the routing, let its requests end or abort them, let it sleep or
-release its memory, end the process. Each step is safe only after the one before it. Memory released under running
-requests kills an SGLang server with all that it holds; a process that ends under running requests leaves connections
-open and silent. So `sleep` refuses while requests run, unless the engine itself has confirmed a pause that ended or
-put back every one of them.
+An engine is stopped in this order: remove it from routing, drain or abort its requests, put it to sleep or release its
+memory, end the process. Each step is safe only after the previous one. Releasing memory under running requests kills an
+SGLang server; ending a process under running requests leaves connections open and silent. So `sleep` is refused while
+requests run, unless the engine has confirmed a pause that ended or retracted all of them.
 
-What must never happen is a request sent to an engine that is paused or asleep: it would neither fail nor be answered,
-only hang, and no counter of the engine would show it. There is therefore no way from `pause` or `sleep` back to
-`generate` except a `resume` or `wake` that the engine confirmed, or, where somebody else had paused it, a look that
-saw it serving again. A pause that failed leaves the gate shut: nobody knows what the engine made of it.
+What must never happen: a request sent to an engine that is paused or asleep. It would neither fail nor be answered, and
+no counter of the engine would show it. So after `pause` or `sleep`, `generate` works again only after a `resume` or
+`wake` that the engine confirmed or, if another client had paused it, after a state check that saw it serving. A pause
+that failed leaves the gate closed: the engine's state is unknown.
 
-Nothing here is waited for without a deadline, and whatever ends early says what had been generated until then.
+Every wait has a deadline, and a stream that ends early reports what was generated until then.
 """
 
 from __future__ import annotations
@@ -28,31 +27,31 @@ class FinishReason(str, enum.Enum):
     """Why a stream ended."""
 
     stop = "stop"  # an end token, a stop id or a stop string
-    length = "length"  # as many tokens as were asked for
-    full = "full"  # the engine has no room for more of this one, though more were asked for
-    aborted = "aborted"  # this adapter was asked to abort, pause or put to sleep
-    aborted_elsewhere = "aborted_elsewhere"  # somebody else did: a trainer that has enough, most likely
+    length = "length"  # max_tokens reached
+    full = "full"  # no memory or context left before max_tokens
+    aborted = "aborted"  # by an abort, pause or sleep of this adapter
+    aborted_elsewhere = "aborted_elsewhere"  # by another client, for example the trainer
 
 
 class PauseMode(str, enum.Enum):
-    """What becomes of running requests when an engine is paused."""
+    """What a pause does to running requests."""
 
-    abort = "abort"  # they end at once, with what they have
-    wait = "wait"  # they are finished first
-    keep = "keep"  # they stand still and go on after the resume
+    abort = "abort"  # end at once, with partial output
+    wait = "wait"  # finish first
+    keep = "keep"  # hold, continue after resume
 
 
 class MemoryTag(str, enum.Enum):
-    """What of an engine's memory can be woken apart."""
+    """Parts of an engine's memory that can be woken separately."""
 
     weights = "weights"
     kv_cache = "kv_cache"
 
 
 class EngineCapability(str, enum.Enum):
-    """What not every engine can do."""
+    """What not every engine supports."""
 
-    pause = "pause"  # by the engine itself; without it the adapter only sends nothing
+    pause = "pause"  # by the engine itself; without it the adapter only stops sending
     sleep = "sleep"
     flush = "flush"
     refit = "refit"
@@ -61,7 +60,7 @@ class EngineCapability(str, enum.Enum):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One generation asked of an engine: token ids in, token ids out."""
+    """One generation request to an engine: token ids in, token ids out."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -73,15 +72,15 @@ class GenerateRequest:
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     seed: int | None = None
-    logprobs: int | None = None  # None: none; 0: of the chosen tokens; n: also of the n best at each place
-    extra: Mapping[str, Any] = field(default_factory=dict)  # handed to the engine as it is
+    logprobs: int | None = None  # None: off; 0: of the chosen tokens; n: also of the top n at each position
+    extra: Mapping[str, Any] = field(default_factory=dict)  # passed to the engine unchanged
 
     def __post_init__(self) -> None:
         where = f"request {self.id}"
         if not self.token_ids:
             raise InputError("the prompt has no tokens", where=where)
         if self.max_tokens < 1:
-            raise InputError(f"max_tokens is {self.max_tokens}; the least is 1", where=where)
+            raise InputError(f"max_tokens is {self.max_tokens}; the minimum is 1", where=where)
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InputError(f"min_tokens {self.min_tokens} is not within 0..{self.max_tokens}", where=where)
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
@@ -91,44 +90,43 @@ class GenerateRequest:
 
     @property
     def greedy(self) -> bool:
-        """The same prompt gives the same answer, up to rounding."""
+        """The same prompt gives the same output, up to rounding."""
         return self.temperature == 0
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""The best ids at one place with their log-probabilities, best first."""
+"""Top ids at one position with their log-probabilities, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
-    """What a stream said since the last piece."""
+    """What a stream added since the previous delta."""
 
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float | None, ...] | None = None  # one for each id where asked for; None where the engine hid it
-    best: tuple[TopLogprobs, ...] | None = None  # one for each id where asked for
+    logprobs: tuple[float | None, ...] | None = None  # one per id if requested; None: not reported by the engine
+    best: tuple[TopLogprobs, ...] | None = None  # one per id if requested
     text: str | None = None
     finish: FinishReason | None = None
-    stopped_by: str | int | None = None  # the stop string or stop id, where known
-    version: str | None = None  # of the weights that made these tokens, where the engine says it
-    missing: int = 0  # ids that were generated just before these, and that nobody can name
+    stopped_by: str | int | None = None  # stop string or stop id, if known
+    version: str | None = None  # of the weights that generated these tokens, if reported
+    missing: int = 0  # ids generated just before these that could not be identified
 
 
 @dataclass(frozen=True)
 class PartialOutput:
-    """All that a stream had given when it ended, as it should or not."""
+    """Everything a stream gave until it ended or failed."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float | None, ...] | None = None
     text: str = ""
-    missing: int = 0  # above 0: the ids are not the whole answer, and it cannot be carried on from them
+    missing: int = 0  # above 0: the ids have a gap, so the output cannot be resumed from them
 
     @classmethod
     def of(cls, pieces: Sequence[StreamDelta]) -> PartialOutput:
-        """What these pieces say together."""
         measured = [piece.logprobs for piece in pieces if piece.logprobs is not None]
         return cls(
-            tuple(one for piece in pieces for one in piece.token_ids),
-            tuple(one for logprobs in measured for one in logprobs) if measured else None,
+            tuple(token for piece in pieces for token in piece.token_ids),
+            tuple(value for logprobs in measured for value in logprobs) if measured else None,
             "".join(piece.text or "" for piece in pieces),
             sum(piece.missing for piece in pieces),
         )
@@ -136,32 +134,32 @@ class PartialOutput:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine is like now. `up` means that it would serve a request: not paused, not asleep, not wedged."""
+    """State of an engine. `up`: it would serve a request, so it is not paused, asleep or wedged."""
 
     up: bool
     why: str
-    version: str | None = None  # of its weights; None where it has none or does not say
+    version: str | None = None  # of its weights; None: no weights, or not reported
     paused: bool = False
     asleep: bool = False
-    dialect: str = ""  # which software, and which release of it
-    elsewhere: bool = False  # the pause or sleep is others' doing, not this adapter's
-    boots: int = 0  # grows whenever it is seen to be another process than before, where that can be seen
+    dialect: str = ""  # software and release
+    elsewhere: bool = False  # paused or put to sleep by another client
+    boots: int = 0  # grows when the process is seen to have been replaced
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine says it has to do, and whether that is to be believed."""
+    """Load reported by an engine, and whether it is current."""
 
     running: int
     waiting: int
     kv_used_share: float | None
-    at: float  # when it was read, by the monotonic clock here
-    fresh: bool  # False: the figures are old ones, of a paused or silent engine
+    at: float  # local monotonic time of the reading
+    fresh: bool  # False: stale figures of a paused or silent engine
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights for an engine, made by the trainer."""
+    """New weights for an engine, from the trainer."""
 
     path: str
     version: str
@@ -170,15 +168,15 @@ class WeightUpdate:
 
 @dataclass(frozen=True)
 class EngineDeadlines:
-    """How long each kind of call may take, in seconds."""
+    """Seconds that each kind of call may take."""
 
     connect_s: float = 5.0
-    call_s: float = 10.0  # a question that is answered at once
+    call_s: float = 10.0  # calls that are answered immediately
     change_s: float = 120.0  # pause, sleep, wake, flush
     refit_s: float = 600.0
     first_bytes_s: float = 120.0  # from sending a request to the first token
     silence_s: float = 30.0  # between two tokens
-    abort_s: float = 2.0  # until an aborted stream has ended by itself; then its connection is closed
+    abort_s: float = 2.0  # for an aborted stream to end by itself, before its connection is closed
 
     def __post_init__(self) -> None:
         for name, seconds in vars(self).items():
@@ -187,7 +185,7 @@ class EngineDeadlines:
 
 
 class EngineError(UnreachableError):
-    """An engine failed; `so_far` is what the stream had given. The same request may be asked of another engine."""
+    """An engine failed; `so_far` is the partial output. The request may be retried on another engine."""
 
     def __init__(self, what: str, *, engine: str, so_far: PartialOutput | None = None, hint: str | None = None) -> None:
         super().__init__(what, where=f"engine {engine}", hint=hint)
@@ -196,93 +194,93 @@ class EngineError(UnreachableError):
 
 
 class EngineGoneError(EngineError):
-    """Nothing listens there, or the connection broke: the process is gone, or cut the stream.
+    """Connection refused or broken: the process is gone, or cut the stream.
 
-    `reached` is False where there was no connection at all: then it cannot have died of what was asked.
+    `reached` is False if no connection was made: then the request cannot have caused the failure.
     """
 
     reached = True
 
 
 class EngineWedgedError(EngineError):
-    """No bytes for the stated time though the connection stands."""
+    """No bytes within the deadline on an open connection."""
 
 
 class EngineFailedError(EngineError):
-    """It answered that it failed: a status of 500, an error within a stream, or 200 with `success: false`."""
+    """The engine reported a failure: status 500, an error within a stream, or 200 with `success: false`."""
 
 
 class EngineMalformedError(EngineError):
-    """It answered something that cannot be: no JSON, counts that do not fit, ids that are no ids."""
+    """An impossible answer: no JSON, counts that do not match, invalid ids."""
 
 
 class EnginePausedError(EngineError):
-    """It is paused or asleep, so nothing is sent to it; or it was paused by somebody else with the request in it."""
+    """The engine is paused or asleep, so nothing is sent; or it was paused by another client mid-request."""
 
 
 class EngineBusyError(EngineError):
-    """It has requests running, so its memory is not released."""
+    """Requests are running, so memory is not released."""
 
 
 class EngineRefusedError(InputError):
-    """The engine will not do what was ordered (400): no other engine of its kind would either."""
+    """The engine rejected the request (400): others of its kind would too."""
 
 
 class NotSupportedError(InfeasibleError):
-    """Engines of this kind have no such verb."""
+    """Engines of this kind lack the capability."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """One rollout engine. Every call is bounded by its deadlines; see `EngineCapability` for what some cannot do."""
+    """A rollout engine. Every call is bounded by its deadlines; see `EngineCapability` for what is optional."""
 
     @property
     def name(self) -> str:
-        """How people call it."""
+        """Display name."""
 
     @property
     def kind(self) -> str:
         """vllm, sglang, llamacpp or actor."""
 
     @property
-    def verbs(self) -> frozenset[EngineCapability]:
-        """What it can do beyond generating."""
+    def capabilities(self) -> frozenset[EngineCapability]:
+        """What it supports beyond generating."""
 
     async def ready(self) -> EngineState:
-        """Would it serve now? Never raises for an engine that is down: that is an answer."""
+        """Whether it would serve now. Never raises for an engine that is down."""
 
     async def load(self) -> EngineLoad:
-        """What it has to do. Raises an `EngineError` when it cannot be asked."""
+        """Current load. Raises an `EngineError` if it cannot be read."""
 
-    def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
-        """Streams until a piece with a `finish`, or raises. Closing the iterator aborts on the engine."""
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
+        """Streams until a delta with a `finish`, or raises. Closing the iterator aborts on the engine."""
 
     async def abort(self, ids: Collection[str] | None = None) -> None:
-        """Ends these requests, or all: their streams end as `aborted`, with what they have."""
+        """Aborts these requests, or all: their streams end as `aborted`, with partial output."""
 
     async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
-        """No request is sent from now on; running ones as `mode` says."""
+        """Stops sending requests; running ones as `mode` says."""
 
     async def resume(self) -> None:
-        """The way back from `pause`."""
+        """Reverts `pause`."""
 
     async def sleep(self, level: int = 1) -> None:
-        """Gives memory back: level 1 can be woken as it was, level 2 needs a refit. Refused while requests run."""
+        """Releases memory: level 1 keeps the weights, level 2 needs a refit. Refused while requests run."""
 
     async def wake(self, parts: Collection[MemoryTag] | None = None) -> None:
-        """Takes the memory again: all of it, or parts one after the other around a refit."""
+        """Takes memory back: all of it, or parts, for example around a refit."""
 
     async def flush(self) -> None:
-        """Forgets cached prefixes."""
+        """Clears the prefix cache."""
 
     async def version(self) -> str | None:
-        """Of its weights; None where they were discarded, whatever the engine says, or where it does not know."""
+        """Version of its weights; None if they were discarded or it is unknown."""
 
     async def refit(self, refit: WeightUpdate) -> None:
-        """Loads new weights and sees the new version confirmed."""
+        """Loads new weights and checks that the engine reports the new version."""
 
     async def refitted(self, version: str) -> None:
-        """The trainer has sent new weights by a way of its own; raises where the engine says another version."""
+        """The trainer has sent new weights itself; raises if the engine reports another version."""
 
     async def close(self) -> None:
-        """Ends what this adapter has open; the engine itself lives on."""
+        """Closes this adapter's streams; the engine keeps running."""

@@ -1,4 +1,4 @@
-"""An engine that is reached over HTTP, on a private address only."""
+"""Base of adapters for engines over HTTP, on private addresses only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 
 class HttpEngine(GatedEngine):
-    """The shared half of the adapters that speak HTTP; the session is the caller's and outlives them."""
+    """Common half of the HTTP adapters; the session belongs to the caller and outlives them."""
 
     keeps_alive: ClassVar[bool] = True
 
@@ -25,22 +25,22 @@ class HttpEngine(GatedEngine):
         self.wire = EngineHttpClient(name, url, session, self.deadlines, keep_alive=self.keeps_alive)
         self._private = False
 
-    async def _reach(self) -> None:
+    async def _ensure_reachable(self) -> None:
         if not self._private:
             await require_private(self.url)
             self._private = True
 
-    def _events(self, flight: OpenStream) -> EventStream:
-        path, body = self._asked(flight.order, flight.key)
+    def _events(self, stream: OpenStream) -> EventStream:
+        path, body = self._generate_call(stream.request, stream.key)
         return self.wire.events(path, body)
 
-    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
-        """Where a generation is asked for, and how."""
+    def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
+        """Path and body of a generate call."""
         raise NotImplementedError
 
 
 async def gauges(wire: EngineHttpClient, path: str = "/metrics") -> dict[str, float]:
-    """The figures of a Prometheus page, labels left out, those of one name added up."""
+    """Reads a Prometheus page; labels are dropped and values of the same name added up."""
     found: dict[str, float] = {}
     for line in str(await wire.get(path)).splitlines():
         if line and not line.startswith("#"):

@@ -1,8 +1,8 @@
-"""Whether an engine that went to sleep really gave its GPU memory back.
+"""Checks that an engine that went to sleep has released its GPU memory.
 
-Engines say yes to a sleep that freed nothing: a flag was missing when they were started, or another process holds the
-rest. Whoever is to use the memory next must not find that out by dying, so the driver is asked before and after, and a
-Reason says what was seen. Where no driver can be asked, that is said too: not to know is not to assume.
+Engines confirm a sleep that freed nothing: a flag was missing at start, or another process holds the rest. The next
+user of the memory must not find out by an out-of-memory error, so the driver is read before and after, and a Reason
+reports the result. If no driver can be read, the result is unknown, not success.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.runtime.engines.engine import Engine
 
-_LEAST_SHARE = 0.1
-"""Of what was in use before: less than that freed is nothing freed, where nobody said how much it should be."""
+_MIN_FREED_SHARE = 0.1
+"""Of the memory in use before: freeing less counts as nothing freed, if `min_bytes` is not given."""
 _GIB = 2**30
 
 MemoryProbe = Callable[[Sequence[int]], "int | None"]
-"""Bytes in use on these GPUs of this node; None where it cannot be known."""
+"""Bytes in use on these GPUs of this node; None: unknown."""
 
 
 @dataclass(frozen=True)
 class SleepResult:
-    """What a sleep did to the memory of its GPUs."""
+    """Effect of a sleep on GPU memory."""
 
     before: int | None
     after: int | None
@@ -35,45 +35,45 @@ class SleepResult:
 
     @property
     def released(self) -> bool | None:
-        """None: nobody could see."""
+        """None: unknown."""
         return None if self.after is None else self.reason.code is ReasonCode.asleep
 
 
-async def sleep_and_look(
+async def sleep_and_verify(
     engine: Engine,
     gpus: Sequence[int],
     *,
     level: int = 1,
-    least_bytes: int | None = None,
+    min_bytes: int | None = None,
     within_s: float = 10.0,
     used: MemoryProbe | None = None,
 ) -> SleepResult:
-    """Puts an engine to sleep and waits a while for so much memory to be free again on its GPUs."""
-    look = used or used_bytes
-    before = look(gpus)
+    """Puts an engine to sleep and waits for its GPU memory to be freed."""
+    read = used or used_bytes
+    before = read(gpus)
     await engine.sleep(level)
     if before is None:
         return SleepResult(
-            None, None, Reason(ReasonCode.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen from here")
+            None, None, Reason(ReasonCode.asleep, f"{engine.name} sleeps; its GPU memory cannot be read here")
         )
-    wanted = least_bytes if least_bytes is not None else int(before * _LEAST_SHARE)
+    wanted = min_bytes if min_bytes is not None else int(before * _MIN_FREED_SHARE)
     deadline = asyncio.get_running_loop().time() + within_s
     while True:
-        after = look(gpus)
+        after = read(gpus)
         if after is None:
             return SleepResult(
-                before, None, Reason(ReasonCode.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen any more")
+                before, None, Reason(ReasonCode.asleep, f"{engine.name} sleeps; its GPU memory cannot be read any more")
             )
         freed = before - after
         if freed >= wanted:
-            said = f"{engine.name} sleeps and gave {_gib(freed)} back; {_gib(after)} are still in use"
-            return SleepResult(before, after, Reason(ReasonCode.asleep, said))
+            sentence = f"{engine.name} sleeps and gave {_gib(freed)} back; {_gib(after)} are still in use"
+            return SleepResult(before, after, Reason(ReasonCode.asleep, sentence))
         if asyncio.get_running_loop().time() >= deadline:
-            said = (
+            sentence = (
                 f"{engine.name} sleeps, but only {_gib(max(freed, 0))} of {_gib(before)} came free in {within_s:g} s; "
                 f"{_gib(wanted)} were expected"
             )
-            return SleepResult(before, after, Reason(ReasonCode.memory_kept, said))
+            return SleepResult(before, after, Reason(ReasonCode.memory_kept, sentence))
         await asyncio.sleep(min(0.1, within_s))
 
 
@@ -82,7 +82,7 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def used_bytes(gpus: Sequence[int]) -> int | None:
-    """Asked of NVIDIA's driver, by the index that it gives them; None where there is none, or no such GPU."""
+    """Reads NVIDIA's driver, by its GPU indices; None without a driver or with an unknown index."""
     driver = _driver()
     if driver is None or not gpus:
         return None

@@ -1,21 +1,19 @@
-"""Engines of SGLang's HTTP server.
+"""Adapter of SGLang's HTTP server.
 
-Answers come from `/generate` with `input_ids`. Depending on how it was started, the ids of an event are all ids so far
-or only the new ones; the count in `meta_info` tells which, and anything that fits neither is nonsense. Stop strings end
-an answer after the token that completed them and are cut from the text, not from the ids; `min_new_tokens` holds back
-end tokens and stop ids; a seed has an effect only where the server was started for deterministic inference. It tells
-the weight version of every span of tokens.
+Generation uses `/generate` with `input_ids`. Depending on how the server was started, an event has all ids so far or
+only the new ones; the count in `meta_info` tells which, and anything else is malformed. Stop strings end an answer
+after the token that completed them and are cut from the text, not from the ids; `min_new_tokens` suppresses end tokens
+and stop ids; a seed has an effect only with deterministic inference. Weight versions are reported per span of tokens.
 
-`/health` runs a real request: a second at best, and twenty while paused, after which it counts itself as unhealthy; so
-it is never asked here. `/ready` answers at once, with 503 from the moment of a pause, whatever its way. The loads stay
-as they were while it is paused, unless the pause was an abort: a reading whose time stands still is not believed.
-Releasing memory with requests running kills it; `GatedEngine.sleep` sees to that. Release of the weights discards
-them: the version is none until a refit, whatever it reports.
+`/health` runs a real request, which takes a second at best and twenty while paused, after which the server counts
+itself as unhealthy; so it is never called here. `/ready` answers at once, with 503 from the moment of any pause. Loads
+freeze while paused, except after a pause by abort: a reading whose timestamp does not move is stale. Releasing memory
+with requests running kills the server; `GatedEngine.sleep` prevents that. Releasing the weights discards them: the
+version is None until a refit, whatever the server reports.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -46,16 +44,16 @@ from trimtab.runtime.engines.wire import NoSuchPathError
 
 _FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
 _MODES = {PauseMode.abort: "abort", PauseMode.wait: "abort", PauseMode.keep: "retract"}
-_NOT_READY = "somebody else paused it, or it is starting or ending: it calls itself not ready"
+_NOT_READY = "another client paused it, or it is starting or ending: /ready says no"
 _STALE_S = 5.0
-"""A load that is older than this by the clock of the host, and has not moved since the last look, is not believed."""
+"""A load older than this that has not moved since the last reading is stale."""
 
 
 class SglangEngine(HttpEngine):
     """An SGLang server."""
 
     kind = "sglang"
-    verbs = frozenset(
+    capabilities = frozenset(
         {
             EngineCapability.pause,
             EngineCapability.sleep,
@@ -65,69 +63,69 @@ class SglangEngine(HttpEngine):
         }
     )
 
-    _load_stamp: Any = None  # the engine's own time of its last loads
-    _looked = False  # there was a look before
+    _load_stamps: Any = None  # the engine's timestamp of its last loads
+    _loads_read = False  # loads were read before
 
-    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
+    def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         sampling: dict[str, Any] = {
-            "max_new_tokens": order.max_tokens,
-            "min_new_tokens": order.min_tokens,
-            "temperature": order.temperature,
-            "top_p": order.top_p,
-            "top_k": order.top_k or -1,
+            "max_new_tokens": request.max_tokens,
+            "min_new_tokens": request.min_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
         }
-        if order.stop:
-            sampling["stop"] = list(order.stop)
-        if order.stop_ids:
-            sampling["stop_token_ids"] = list(order.stop_ids)
-        if order.seed is not None:
-            sampling["sampling_seed"] = order.seed
+        if request.stop:
+            sampling["stop"] = list(request.stop)
+        if request.stop_ids:
+            sampling["stop_token_ids"] = list(request.stop_ids)
+        if request.seed is not None:
+            sampling["sampling_seed"] = request.seed
         body: dict[str, Any] = {
             "rid": key,
-            "input_ids": list(order.token_ids),
-            "sampling_params": sampling | dict(order.extra),
+            "input_ids": list(request.token_ids),
+            "sampling_params": sampling | dict(request.extra),
             "stream": True,
         }
-        if order.logprobs is not None:
-            body |= {"return_logprob": True, "top_logprobs_num": order.logprobs}
+        if request.logprobs is not None:
+            body |= {"return_logprob": True, "top_logprobs_num": request.logprobs}
         return "/generate", body
 
-    def _reader(self, order: GenerateRequest) -> DeltaReader:
-        return _Stream(order, self.name, self._left)
+    def _reader(self, request: GenerateRequest) -> DeltaReader:
+        return _SglangReader(request, self.name, self._abandoned)
 
-    async def _look(self) -> EngineState:
+    async def _read_state(self) -> EngineState:
         info = await self._info()
         if not self.dialect:
             self.dialect = f"sglang {await self._release()}"
-        if not self._shut or self._shut_by_others:
-            self._seen(await self._stands_still(), asleep=False, why=_NOT_READY)
+        if not self._closed_reason or self._paused_externally:
+            self._update_gate(await self._not_serving(), asleep=False, why=_NOT_READY)
         version = None if self._discarded else _version_in(info)
-        paused = self._paused is not None or self._shut_by_others
-        why = self._shut or "it answers"
-        return EngineState(not self._shut, why, version, paused, bool(self._asleep), self.dialect)
+        paused = self._paused is not None or self._paused_externally
+        why = self._closed_reason or "it answers"
+        return EngineState(not self._closed_reason, why, version, paused, bool(self._asleep), self.dialect)
 
-    async def _stands_still(self) -> bool:
-        """Whether it takes no requests: they would hang until somebody lets it go on."""
+    async def _not_serving(self) -> bool:
+        """Whether it accepts no requests: they would hang until it is resumed."""
         try:
             await self.wire.get("/ready")
         except NoSuchPathError:
-            # Releases without that page say nothing; loads that stand still are the only outward sign.
-            return not (await self._load()).fresh and not await self._serves()
+            # Older releases have no such page; frozen loads are the only sign.
+            return not (await self._load()).fresh and not await self._generates_token()
         except EngineFailedError:
             return True
-        # Ready by its own words is the front only: the scheduler behind it may stand still all the same.
-        if not (await self._load()).fresh and not await self._serves():
-            raise EngineWedgedError("it calls itself ready and does not answer", engine=self.name)
+        # /ready is answered by the HTTP front: the scheduler may be stuck all the same.
+        if not (await self._load()).fresh and not await self._generates_token():
+            raise EngineWedgedError("/ready says yes, but it does not generate", engine=self.name)
         return False
 
-    async def _serves(self) -> bool:
-        """One token, with a deadline: loads also stand still when there is nothing to do."""
-        key = f"trimtab-look-{time.monotonic_ns()}"
+    async def _generates_token(self) -> bool:
+        """Generates one token, with a deadline: loads are also frozen on an idle server."""
+        key = f"trimtab-probe-{time.monotonic_ns()}"
         body = {"rid": key, "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         try:
             await self.wire.post("/generate", body)
         except EngineWedgedError:
-            await self._tell_left(key)
+            await self._abort_left(key)
             return False
         return True
 
@@ -140,31 +138,31 @@ class SglangEngine(HttpEngine):
     async def _release(self) -> str:
         for path in ("/server_info", "/get_server_info"):
             with suppress(TrimtabError):
-                told = await self.wire.get(path)
-                if isinstance(told, dict) and told.get("version"):
-                    return str(told["version"])
+                reply = await self.wire.get(path)
+                if isinstance(reply, dict) and reply.get("version"):
+                    return str(reply["version"])
         return "of unknown release"
 
     async def _load(self) -> EngineLoad:
-        told = await self.wire.get("/v1/loads", include="core")
+        reply = await self.wire.get("/v1/loads", include="core")
         try:
-            loads = told["loads"]
-            running = sum(int(one["num_running_reqs"]) for one in loads)
-            waiting = sum(int(one["num_waiting_reqs"]) for one in loads)
-            used = max(float(one["token_usage"]) for one in loads)
-            held = sum(int(one.get("num_used_tokens") or 0) for one in loads)
-            stamp = [one.get("timestamp", told.get("timestamp")) for one in loads]
+            loads = reply["loads"]
+            running = sum(int(load["num_running_reqs"]) for load in loads)
+            waiting = sum(int(load["num_waiting_reqs"]) for load in loads)
+            used = max(float(load["token_usage"]) for load in loads)
+            used_tokens = sum(int(load.get("num_used_tokens") or 0) for load in loads)
+            stamps = [load.get("timestamp", reply.get("timestamp")) for load in loads]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineMalformedError(f"/v1/loads cannot be read: {error!r}", engine=self.name) from None
-        if held and not running + waiting:
-            # It counts at a prefill, before that is running, and then not for some steps; but what runs holds memory.
+        if used_tokens and not running + waiting:
+            # Its counters lag around a prefill; but running requests hold memory.
             running = 1
-        moved, self._load_stamp = stamp != self._load_stamp, stamp
-        newest = max((_seconds(one) for one in stamp), default=0.0)
-        # The first look has nothing to compare with, so then the age alone counts.
+        moved, self._load_stamps = stamps != self._load_stamps, stamps
+        newest = max((_seconds(stamp) for stamp in stamps), default=0.0)
+        # The first reading has nothing to compare with, so its age decides.
         recent = abs(time.time() - newest) < _STALE_S
-        fresh = self._paused is None and (recent or (moved and self._looked))
-        self._looked = True
+        fresh = self._paused is None and (recent or (moved and self._loads_read))
+        self._loads_read = True
         return EngineLoad(running, waiting, used, time.monotonic(), fresh)
 
     async def _version(self) -> str | None:
@@ -173,49 +171,40 @@ class SglangEngine(HttpEngine):
     async def _abort(self, keys: Collection[str] | None) -> bool:
         if keys is None:
             await self.wire.post("/abort_request", {"abort_all": True})
-        for one in keys or ():
-            await self.wire.post("/abort_request", {"rid": one})
+        for key in keys or ():
+            await self.wire.post("/abort_request", {"rid": key})
         return True
 
-    async def _tell_left(self, key: str) -> None:
-        """It takes two seconds to notice a closed connection; those would be forward passes for nobody."""
+    async def _abort_left(self, key: str) -> None:
+        """It takes two seconds to notice a closed connection: wasted forward passes."""
         with suppress(TrimtabError):
             await self.wire.post("/abort_request", {"rid": key})
 
     async def _pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.wait:
-            await self._drained()
+            await self._wait_drained(self._is_busy)  # the server has no waiting pause
         await self._post("/pause_generation", {"mode": _MODES[mode]})
 
-    async def _drained(self) -> None:
-        """It knows no pause that waits, so the waiting is done here."""
-        deadline = time.monotonic() + self.deadlines.change_s
-        while True:
-            load = await self._load()
-            if not self._flights and load.running == load.waiting == 0:
-                return
-            if time.monotonic() > deadline:
-                raise EngineWedgedError(
-                    f"requests still ran {self.deadlines.change_s:g} s after the pause", engine=self.name
-                )
-            await asyncio.sleep(0.05)
+    async def _is_busy(self) -> bool:
+        load = await self._load()
+        return load.running + load.waiting > 0
 
-    async def _require_put_back(self) -> None:
-        """Its `retract` has taken the memory of every request away; they are computed anew afterwards."""
+    async def _require_retracted(self) -> None:
+        """`retract` has released the memory of every request; they are recomputed afterwards."""
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})
 
     async def _sleep(self, level: int) -> None:
-        # The cache refers to memory that is about to go.
+        # The cache refers to memory that is about to be released.
         await self._flush()
         tags = [MemoryTag.kv_cache.value, *([MemoryTag.weights.value] if level == 2 else [])]
         await self._post("/release_memory_occupation", {"tags": tags})
         if level == 1:
             self._asleep = {MemoryTag.kv_cache}
 
-    async def _wake(self, parts: set[MemoryTag]) -> None:
-        wanted = sorted(part.value for part in parts & self._asleep)
+    async def _wake(self, tags: set[MemoryTag]) -> None:
+        wanted = sorted(tag.value for tag in tags & self._asleep)
         if wanted:
             await self._post("/resume_memory_occupation", {"tags": wanted})
 
@@ -233,82 +222,82 @@ class SglangEngine(HttpEngine):
         return await self.wire.post(path, body, within_s=self.deadlines.change_s)
 
 
-class _Stream:
-    """The events of one request."""
+class _SglangReader:
+    """Reads the events of one request."""
 
-    def __init__(self, order: GenerateRequest, engine: str, leave: Callable[[str], None]) -> None:
-        self._order, self._engine, self._told, self._text = order, engine, 0, ""
-        self._whole = True  # events tell all that there is so far, not only what is new
-        self._leave = leave  # tells the engine that nobody waits for the rest of a request
-        # It takes "no end token" as no stop ids either, so then they are watched for here.
-        self._watched = frozenset(order.stop_ids if order.extra.get("ignore_eos") else ())
+    def __init__(self, request: GenerateRequest, engine: str, leave: Callable[[str], None]) -> None:
+        self._request, self._engine, self._reported, self._text = request, engine, 0, ""
+        self._whole = True  # events are cumulative
+        self._leave = leave  # aborts a request at the engine
+        # ignore_eos also disables stop ids at the server, so they are checked here.
+        self._watched = frozenset(request.stop_ids if request.extra.get("ignore_eos") else ())
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         meta = event["meta_info"]
         ids = tuple(map(int, self._new(event.get("output_ids") or [], int(meta["completion_tokens"]))))
-        said = meta.get("finish_reason")
+        reason = meta.get("finish_reason")
         finish = None
-        if said is not None:
-            finish = _FINISHES.get(said["type"])
+        if reason is not None:
+            finish = _FINISHES.get(reason["type"])
             if finish is None:
-                raise MalformedOutput(f"an end of unknown kind: {said!r}")
-            if finish is FinishReason.aborted_elsewhere and said.get("status_code"):
-                raise self._no_abort(int(said["status_code"]), str(said.get("message")))
-        logprobs, best = self._measured(meta, len(ids))
-        matched = said.get("matched") if said else None
+                raise MalformedOutput(f"unknown finish reason: {reason!r}")
+            if finish is FinishReason.aborted_elsewhere and reason.get("status_code"):
+                raise self._no_abort(int(reason["status_code"]), str(reason.get("message")))
+        logprobs, best = self._logprobs(meta, len(ids))
+        matched = reason.get("matched") if reason else None
         whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched)
-        start, self._told = self._told, self._told + len(ids)
-        stop = next((at for at, one in enumerate(ids) if self._stops(one, start + at + 1)), None)
+        start, self._reported = self._reported, self._reported + len(ids)
+        stop = next((at for at, token in enumerate(ids) if self._stops(token, start + at + 1)), None)
         if stop is None:
             return _by_version(whole, start, meta)
         self._leave(str(meta["id"]))
         ended = replace(_part(whole, 0, stop + 1, None, last=False), finish=FinishReason.stop, stopped_by=ids[stop])
         return _by_version(ended, start, meta)
 
-    def _stops(self, one: int, count: int) -> bool:
-        return one in self._watched and count >= self._order.min_tokens
+    def _stops(self, token: int, count: int) -> bool:
+        return token in self._watched and count >= self._request.min_tokens
 
     def _no_abort(self, status: int, message: str) -> EngineRefusedError | EngineFailedError:
-        """An end called abort, with a status: nobody aborted anything, the order or the engine is at fault."""
+        """A finish reason "abort" with a status: the request or the engine failed, nothing was aborted."""
         if status < 500:
             return EngineRefusedError(f"it was refused ({status}): {message}", where=f"engine {self._engine}")
         return EngineFailedError(f"it gave up ({status}): {message}", engine=self._engine)
 
     def _new(self, ids: list[Any], counted: int) -> list[Any]:
         if len(ids) == counted:
-            return ids[self._told :]
-        if self._told + len(ids) == counted:
+            return ids[self._reported :]
+        if self._reported + len(ids) == counted:
             self._whole = False
             return ids
-        raise MalformedOutput(f"it counts {counted} tokens; told were {self._told}, and now {len(ids)}")
+        raise MalformedOutput(f"it counts {counted} tokens; {self._reported} were sent before, and {len(ids)} now")
 
     def _more(self, text: str | None) -> str | None:
         if not text or not self._whole:
             return text or None
         if not text.startswith(self._text):
-            return None  # a tail was cut off, as a stop string
+            return None  # a stop string was cut off the end
         new, self._text = text[len(self._text) :], text
         return new or None
 
-    def _measured(
+    def _logprobs(
         self, meta: dict[str, Any], count: int
     ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
-        asked = self._order.logprobs
-        if asked is None:
+        requested = self._request.logprobs
+        if requested is None:
             return None, None
         places = (meta.get("output_token_logprobs") or [])[-count:] if count else []
         if len(places) != count:
             raise MalformedOutput(f"{len(places)} log-probabilities for {count} tokens")
         logprobs = tuple(float(place[0]) for place in places)
-        if not asked:
+        if not requested:
             return logprobs, None
         ranked = (meta.get("output_top_logprobs") or [])[-count:] if count else []
-        best = tuple(tuple((int(one[1]), float(one[0])) for one in place[:asked]) for place in ranked)
+        best = tuple(tuple((int(top[1]), float(top[0])) for top in place[:requested]) for place in ranked)
         return logprobs, best
 
 
 def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[StreamDelta]:
-    """One piece for each weight version that made some of its tokens."""
+    """Splits a delta at weight versions."""
     spans = meta.get("weight_versions") or []
     end = start + len(piece.token_ids)
     cuts = [
@@ -341,7 +330,7 @@ def _version_in(info: Any) -> str | None:
 
 
 def _seconds(stamp: Any) -> float:
-    """A time of an engine as seconds since 1970; 0 where it is in no form that we know."""
+    """An engine's timestamp as seconds since 1970; 0 if the format is unknown."""
     if isinstance(stamp, (int, float)):
         return float(stamp)
     if isinstance(stamp, str):

@@ -1,13 +1,13 @@
-"""Engines of vLLM's HTTP server.
+"""Adapter of vLLM's HTTP server.
 
-Answers come from `/v1/completions` with the prompt as token ids and `return_token_ids`; a running count of the tokens
-comes with every event and is held against the ids. Stop strings end an answer after the token that completed them and
-are cut from the text, not from the ids; below `min_tokens` neither end tokens nor stop strings count; a seed holds for
-one request; log-probabilities are those of the model before temperature unless the server was started otherwise.
+Generation uses `/v1/completions` with the prompt as token ids and `return_token_ids`; the running token count of every
+event is checked against the ids. Stop strings end an answer after the token that completed them and are cut from the
+text, not from the ids; below `min_tokens` neither end tokens nor stop strings count; a seed holds for one request;
+log-probabilities are those of the model before temperature unless the server was started otherwise.
 
-The verbs beyond generating need its development mode (VLLM_SERVER_DEV_MODE=1), in which it obeys whoever reaches it:
-hence the private address. `/health` says 200 while it is paused or asleep, so readiness is asked with `/is_paused` and
-`/is_sleeping`. Requests that reach it while paused hang and are in neither of its gauges; only `/load` counts them.
+Everything beyond generating needs development mode (VLLM_SERVER_DEV_MODE=1), in which every client that reaches the
+server controls it: hence the private address. `/health` says 200 while paused or asleep, so `/is_paused` and
+`/is_sleeping` are read. Requests that arrive while paused hang and are in neither gauge; only `/load` counts them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class VllmEngine(HttpEngine):
     """A vLLM server."""
 
     kind = "vllm"
-    verbs = frozenset(
+    capabilities = frozenset(
         {
             EngineCapability.pause,
             EngineCapability.sleep,
@@ -55,35 +55,35 @@ class VllmEngine(HttpEngine):
 
     _model = ""
 
-    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
+    def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": list(order.token_ids),
+            "prompt": list(request.token_ids),
             "request_id": key,
-            "max_tokens": order.max_tokens,
-            "min_tokens": order.min_tokens,
-            "temperature": order.temperature,
-            "top_p": order.top_p,
-            "top_k": order.top_k,
+            "max_tokens": request.max_tokens,
+            "min_tokens": request.min_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_token_ids": True,
         }
-        if order.stop:
-            body["stop"] = list(order.stop)
-        if order.stop_ids:
-            body["stop_token_ids"] = list(order.stop_ids)
-        if order.seed is not None:
-            body["seed"] = order.seed
-        if order.logprobs is not None:
-            body |= {"logprobs": order.logprobs, "return_tokens_as_token_ids": True}
-        return "/v1/completions", body | dict(order.extra)
+        if request.stop:
+            body["stop"] = list(request.stop)
+        if request.stop_ids:
+            body["stop_token_ids"] = list(request.stop_ids)
+        if request.seed is not None:
+            body["seed"] = request.seed
+        if request.logprobs is not None:
+            body |= {"logprobs": request.logprobs, "return_tokens_as_token_ids": True}
+        return "/v1/completions", body | dict(request.extra)
 
-    def _reader(self, order: GenerateRequest) -> DeltaReader:
-        return _Stream(order)
+    def _reader(self, request: GenerateRequest) -> DeltaReader:
+        return _VllmReader(request)
 
-    async def _reach(self) -> None:
-        await super()._reach()
+    async def _ensure_reachable(self) -> None:
+        await super()._ensure_reachable()
         if not self._model:
             models = await self.wire.get("/v1/models")
             try:
@@ -91,18 +91,18 @@ class VllmEngine(HttpEngine):
             except (KeyError, IndexError, TypeError):
                 raise EngineMalformedError("/v1/models names no model", engine=self.name) from None
 
-    async def _look(self) -> EngineState:
+    async def _read_state(self) -> EngineState:
         await self.wire.get("/health")
         if not self.dialect:
-            told = await self._maybe("/version")
+            reply = await self._maybe("/version")
             self.dialect = (
-                f"vllm {told['version']}" if isinstance(told, dict) and "version" in told else "vllm, unknown"
+                f"vllm {reply['version']}" if isinstance(reply, dict) and "version" in reply else "vllm, unknown"
             )
         paused, asleep = await self._flag("/is_paused", "is_paused"), await self._flag("/is_sleeping", "is_sleeping")
-        self._seen(paused, asleep)
+        self._update_gate(paused, asleep)
         version = None if self._discarded else await self._version()
-        why = self._shut or "it answers"
-        return EngineState(not self._shut, why, version, paused or bool(self._paused), asleep, self.dialect)
+        why = self._closed_reason or "it answers"
+        return EngineState(not self._closed_reason, why, version, paused or bool(self._paused), asleep, self.dialect)
 
     async def _flag(self, path: str, key: str) -> bool:
         answer = await self._maybe(path)
@@ -127,13 +127,13 @@ class VllmEngine(HttpEngine):
         return EngineLoad(running, waiting, found.get("vllm:kv_cache_usage_perc"), time.monotonic(), fresh=not still)
 
     async def _version(self) -> str | None:
-        told = await self._maybe("/weight_info")
-        version = told.get("weight_version") if isinstance(told, dict) else None
+        reply = await self._maybe("/weight_info")
+        version = reply.get("weight_version") if isinstance(reply, dict) else None
         return None if version is None else str(version)
 
     async def _abort(self, keys: Collection[str] | None) -> bool:
-        # Its own names for the requests of a completion; how many it says it aborted means nothing.
-        chosen = {} if keys is None else {"request_ids": [f"cmpl-{one}-0" for one in keys]}
+        # Its own ids of the requests of a completion; the reported number of aborts means nothing.
+        chosen = {} if keys is None else {"request_ids": [f"cmpl-{key}-0" for key in keys]}
         await self.wire.post("/abort_requests", chosen)
         return True
 
@@ -143,21 +143,21 @@ class VllmEngine(HttpEngine):
     async def _resume(self) -> None:
         await self._changed("/resume", "resumed")
         if await self._flag("/is_paused", "is_paused"):
-            raise EngineFailedError("it said that it resumed, and is paused", engine=self.name)
+            raise EngineFailedError("it confirmed the resume, but is paused", engine=self.name)
 
     async def _sleep(self, level: int) -> None:
         await self._dev("/sleep", level=level)
         if not await self._flag("/is_sleeping", "is_sleeping"):
-            raise EngineFailedError("it took the sleep and is not asleep", engine=self.name)
+            raise EngineFailedError("it confirmed the sleep, but is not asleep", engine=self.name)
 
-    async def _wake(self, parts: set[MemoryTag]) -> None:
-        left = self._asleep - parts
+    async def _wake(self, tags: set[MemoryTag]) -> None:
+        left = self._asleep - tags
         if left:
-            await self._dev("/wake_up", tags=[part.value for part in sorted(parts)])
+            await self._dev("/wake_up", tags=[tag.value for tag in sorted(tags)])
             return
         await self._dev("/wake_up")
         if await self._flag("/is_sleeping", "is_sleeping"):
-            raise EngineFailedError("it took the wake-up and sleeps on", engine=self.name)
+            raise EngineFailedError("it confirmed the wake-up, but is asleep", engine=self.name)
 
     async def _flush(self) -> None:
         await self._dev("/reset_prefix_cache")
@@ -168,7 +168,7 @@ class VllmEngine(HttpEngine):
             {"method": "reload_weights", "kwargs": {"weights_path": refit.path}},
             within_s=self.deadlines.refit_s,
         )
-        # What is cached was computed with the old weights. Requests that stand still are computed anew.
+        # The cache was computed with the old weights. Held requests are recomputed.
         if self._paused is PauseMode.keep:
             await self._dev("/reset_prefix_cache", reset_running_requests="true")
         else:
@@ -188,54 +188,54 @@ class VllmEngine(HttpEngine):
             raise
 
 
-class _Stream:
-    """The events of one request."""
+class _VllmReader:
+    """Reads the events of one request."""
 
-    def __init__(self, order: GenerateRequest) -> None:
-        self._order, self._told = order, 0
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request, self._reported = request, 0
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         if not event["choices"]:
             self._count(event)
             return []
         choice = event["choices"][0]
-        ids = tuple(int(one) for one in choice.get("token_ids") or ())
-        self._told += len(ids)
+        ids = tuple(int(token) for token in choice.get("token_ids") or ())
+        self._reported += len(ids)
         self._count(event)
-        said = choice.get("finish_reason")
-        if said is not None and said not in _FINISHES:
-            raise MalformedOutput(f"an end of unknown kind: {said!r}")
-        logprobs, best = self._measured(choice.get("logprobs"), len(ids))
+        reason = choice.get("finish_reason")
+        if reason is not None and reason not in _FINISHES:
+            raise MalformedOutput(f"unknown finish reason: {reason!r}")
+        logprobs, best = self._logprobs(choice.get("logprobs"), len(ids))
         return [
             StreamDelta(
-                ids, logprobs, best, choice.get("text") or None, None if said is None else _FINISHES[said],
+                ids, logprobs, best, choice.get("text") or None, None if reason is None else _FINISHES[reason],
                 choice.get("stop_reason"),
             )
         ]  # fmt: skip
 
     def _count(self, event: dict[str, Any]) -> None:
         usage = event.get("usage")
-        if usage and int(usage["completion_tokens"]) != self._told:
-            raise MalformedOutput(f"it counts {usage['completion_tokens']} tokens and has told {self._told}")
+        if usage and int(usage["completion_tokens"]) != self._reported:
+            raise MalformedOutput(f"it counts {usage['completion_tokens']} tokens and has sent {self._reported}")
 
-    def _measured(
-        self, told: dict[str, Any] | None, count: int
+    def _logprobs(
+        self, reply: dict[str, Any] | None, count: int
     ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
-        asked = self._order.logprobs
-        if asked is None:
+        requested = self._request.logprobs
+        if requested is None:
             return None, None
-        logprobs = tuple(told["token_logprobs"]) if told else ()
+        logprobs = tuple(reply["token_logprobs"]) if reply else ()
         if len(logprobs) != count:
             raise MalformedOutput(f"{len(logprobs)} log-probabilities for {count} tokens")
-        if not asked or not told:
-            return logprobs, () if asked else None
+        if not requested or not reply:
+            return logprobs, () if requested else None
         best = []
-        for place in told["top_logprobs"]:
-            ranked = sorted(((_id(name), float(value)) for name, value in place.items()), key=lambda one: -one[1])
-            best.append(tuple(ranked[:asked]))
+        for place in reply["top_logprobs"]:
+            ranked = sorted(((_id(name), float(value)) for name, value in place.items()), key=lambda pair: -pair[1])
+            best.append(tuple(ranked[:requested]))
         return logprobs, tuple(best)
 
 
 def _id(name: str) -> int:
-    """The id in `token_id:17`, as it writes tokens when asked for ids."""
+    """Id of `token_id:17`."""
     return int(name.rpartition(":")[2])

@@ -1,9 +1,8 @@
-"""HTTP to an engine: calls with a deadline, and streams of events that cannot stay silent unnoticed.
+"""HTTP client of an engine: calls with a deadline, and event streams with a silence timeout.
 
-One `ClientSession` serves all engines of a process. What goes wrong on the way comes out as one of the errors of
-`engine.py`, never as an error of the HTTP library, and never as a wait without end. A status of 200 is not success:
-an answer that says `success: false` has failed. A redirect is not followed: prompts go to the address that was allowed,
-and to no other that a worker may name.
+One `ClientSession` serves all engines of a process. Failures are raised as the errors of `engine.py`, never as those of
+the HTTP library, and no wait is unbounded. A 200 with `success: false` is a failure. Redirects are not followed:
+prompts go only to the address that was allowed.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from trimtab.runtime.engines.engine import (
     EngineWedgedError,
 )
 
-LONGEST_EVENT = 64 * 2**20
-"""Bytes of one event or answer; more is nonsense. A vocabulary with its bytes is about 20 MB."""
+MAX_EVENT_BYTES = 64 * 2**20
+"""Per event or answer. A vocabulary with its bytes is about 20 MB."""
 
 _REST_S = 0.5
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session for any number of engines: no limit on connections, because the router limits requests."""
+    """A session for any number of engines; connections are unlimited, because the router limits requests."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0))
 
 
 async def addresses(url: str) -> frozenset[tuple[str, int]]:
-    """Where a URL leads, in numbers: two that share one lead to one engine, whatever they call its host."""
+    """Numeric addresses of a URL: two URLs that share one lead to the same engine."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
@@ -57,18 +56,18 @@ async def addresses(url: str) -> frozenset[tuple[str, int]]:
 
 
 async def require_private(url: str) -> None:
-    """Refuses an address that is reachable from outside: engines obey whoever can reach them."""
+    """Refuses addresses that are reachable from outside: engines have no access control."""
     for host, _ in await addresses(url):
         numeric = ipaddress.ip_address(host)
         if numeric.is_global or numeric.is_unspecified or numeric.is_multicast:
             raise InputError(
                 f"'{url}' is {numeric}, which is not a private address",
-                hint="an engine obeys whoever can reach it; give it a loopback or private interface",
+                hint="engines have no access control; use a loopback or private interface",
             )
 
 
 class EngineHttpClient:
-    """One engine's address, and the two ways of asking it."""
+    """Calls and streams of one engine."""
 
     def __init__(
         self,
@@ -80,20 +79,19 @@ class EngineHttpClient:
         keep_alive: bool = True,
     ) -> None:
         self.name, self.url, self.session, self.deadlines = name, url.rstrip("/"), session, deadlines
-        # A server that closes connections unannounced makes the next request look as if the server were gone.
+        # If a server closes idle connections unannounced, the next request looks as if the server were gone.
         self.headers = {} if keep_alive else {"Connection": "close"}
 
     async def get(self, path: str, *, within_s: float | None = None, **query: Any) -> Any:
-        """Asks, and gives JSON where it is JSON, text where it is text."""
+        """Returns JSON, or text if it is no JSON."""
         return await self._call("GET", path, None, query, within_s)
 
     async def post(self, path: str, body: Any = None, *, within_s: float | None = None, **query: Any) -> Any:
-        """Tells, and gives the answer."""
         return await self._call("POST", path, body, query, within_s)
 
     async def _call(self, method: str, path: str, body: Any, query: dict[str, Any], within_s: float | None) -> Any:
         if self.session.closed:
-            raise EngineGoneError(f"{method} {path}: nothing is sent any more, the session is closed", engine=self.name)
+            raise EngineGoneError(f"{method} {path}: the session is closed", engine=self.name)
         seconds = within_s if within_s is not None else self.deadlines.call_s
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self.deadlines.connect_s)
         try:
@@ -101,22 +99,22 @@ class EngineHttpClient:
                 method, self.url + path, json=body, params=query or None, timeout=timeout, headers=self.headers,
                 allow_redirects=False,
             ) as response:  # fmt: skip
-                raw = await response.content.read(LONGEST_EVENT + 1)
-                while len(raw) <= LONGEST_EVENT and (more := await response.content.read(LONGEST_EVENT + 1)):
+                raw = await response.content.read(MAX_EVENT_BYTES + 1)
+                while len(raw) <= MAX_EVENT_BYTES and (more := await response.content.read(MAX_EVENT_BYTES + 1)):
                     raw += more
                 status, location = response.status, response.headers.get("location", "")
         except asyncio.TimeoutError:
             raise EngineWedgedError(f"{method} {path} had no answer in {seconds:g} s", engine=self.name) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineGoneError(f"{method} {path}: {_said(error)}", engine=self.name) from None
-        if len(raw) > LONGEST_EVENT:
+            raise EngineGoneError(f"{method} {path}: {_message(error)}", engine=self.name) from None
+        if len(raw) > MAX_EVENT_BYTES:
             raise EngineMalformedError(f"{method} {path} answered without end", engine=self.name)
         answer = _parsed(raw)
-        self.judge(f"{method} {path}", status, answer, location)
+        self.raise_for_answer(f"{method} {path}", status, answer, location)
         return answer
 
-    def judge(self, call: str, status: int, answer: Any, location: str = "") -> None:
-        """Raises what an answer means that is no success."""
+    def raise_for_answer(self, call: str, status: int, answer: Any, location: str = "") -> None:
+        """Raises the error of an unsuccessful answer."""
         if 300 <= status < 400:
             to = f" to {location[:200]}" if location else ""
             raise EngineFailedError(
@@ -134,35 +132,34 @@ class EngineHttpClient:
             raise EngineFailedError(f"{call} said 200, but success: false: {brief(answer)}", engine=self.name)
 
     def events(self, path: str, body: Any) -> HttpEventStream:
-        """A stream of server-sent events as JSON."""
         return HttpEventStream(self, path, body)
 
 
 class NoSuchPathError(EngineFailedError):
-    """The engine has no such path: another dialect, another release, or no development mode."""
+    """The path does not exist: another kind or release of server, or no development mode."""
 
 
 class HttpEventStream:
-    """One open stream. Iterates over the JSON of its events; `[DONE]` ends it, the end of bytes ends it too.
+    """An open stream; iterates over the JSON of its events until `[DONE]` or the end of the connection.
 
-    Silence is watched by one timer for each stream, which closes the connection; reading then fails and the failure is
-    told as what it was. Whether the end came with a final event is for the reader to judge.
+    A timer per stream closes the connection on silence; reading then fails with `EngineWedgedError`. The reader decides
+    whether the end came with a final event.
     """
 
     def __init__(self, wire: EngineHttpClient, path: str, body: Any) -> None:
         self._wire, self._path, self._body = wire, path, body
         self._response: aiohttp.ClientResponse | None = None
-        self._opening: asyncio.Future[aiohttp.ClientResponse] | None = None  # until it has answered at all
+        self._opening: asyncio.Future[aiohttp.ClientResponse] | None = None  # until the response head
         self._timer: asyncio.TimerHandle | None = None
         self._first = True
-        # Since when bytes are waited for; None while the reader is busy with what it has, which is no silence.
+        # Start of the current wait for bytes; None while the reader is processing, which is no silence.
         self._waiting_since: float | None = None
         self._allowed_s = wire.deadlines.first_bytes_s
         self._silent = False
         self.closed_on_purpose = False
 
     def close(self, *, on_purpose: bool = False) -> None:
-        """Breaks the connection, which every engine takes as an abort; harmless when all of it was read."""
+        """Closes the connection, which engines take as an abort; harmless after the end."""
         self.closed_on_purpose |= on_purpose
         if self._timer:
             self._timer.cancel()
@@ -172,14 +169,14 @@ class HttpEventStream:
             self._response.close()
 
     def close_within(self, seconds: float) -> None:
-        """Breaks the connection if the stream has not ended by then, and calls that on purpose."""
+        """Closes the connection on purpose unless the stream has ended by then."""
         if self._timer:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
-        self._allowed_s = -1.0  # silence is judged by that timer now
+        self._allowed_s = -1.0  # the new timer replaces the silence timeout
 
     async def rest(self) -> None:
-        """Reads what comes after the last piece, if it comes soon, so that the connection can be used again."""
+        """Reads what follows the last delta, if it comes soon, so that the connection can be reused."""
         if self._wire.headers or self._response is None:
             return
         self.close_within(_REST_S)
@@ -196,9 +193,9 @@ class HttpEventStream:
                 chunk = await response.content.readany()
                 if not chunk:
                     return
-                self._heard()
+                self._on_bytes()
                 *lines, held = (held + chunk).split(b"\n")
-                if len(held) > LONGEST_EVENT:
+                if len(held) > MAX_EVENT_BYTES:
                     raise EngineMalformedError("an event without end", engine=self._wire.name)
                 for line in lines:
                     event = self._event(line)
@@ -213,16 +210,16 @@ class HttpEventStream:
         deadlines = self._wire.deadlines
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s)
         wire = self._wire
-        asked = wire.session.post(
+        sent = wire.session.post(
             wire.url + self._path, json=self._body, timeout=timeout, headers=wire.headers, allow_redirects=False
         )
-        self._opening = asyncio.ensure_future(_answered(asked))
+        self._opening = asyncio.ensure_future(_answered(sent))
         self._waiting_since = asyncio.get_running_loop().time()
-        self._watch(deadlines.first_bytes_s)
+        self._arm(deadlines.first_bytes_s)
         try:
             self._response = await self._opening
         except asyncio.CancelledError as error:
-            if self._silent or self.closed_on_purpose:  # from here; otherwise it is the caller who is cancelled
+            if self._silent or self.closed_on_purpose:  # cancelled here; otherwise the caller was cancelled
                 raise self._broken(error) from None
             raise
         except (aiohttp.ClientError, OSError) as error:
@@ -234,7 +231,7 @@ class HttpEventStream:
             with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
                 raw = await asyncio.wait_for(self._response.content.read(2**16), deadlines.call_s)
             location = self._response.headers.get("location", "")
-            self._wire.judge(f"POST {self._path}", self._response.status, _parsed(raw), location)
+            self._wire.raise_for_answer(f"POST {self._path}", self._response.status, _parsed(raw), location)
         return self._response
 
     def _event(self, line: bytes) -> Any:
@@ -242,7 +239,7 @@ class HttpEventStream:
         if not line.startswith(b"data:"):
             if line.startswith((b":", b"event:", b"id:", b"retry:")) or not line:
                 return None
-            if line.startswith(b"error:"):  # llama.cpp tells failures within a stream like this
+            if line.startswith(b"error:"):  # llama.cpp's failures within a stream
                 raise self._failed(_parsed(line[6:]))
             raise EngineMalformedError(f"not an event: {line[:80]!r}", engine=self._wire.name)
         payload = line[5:].strip()
@@ -256,28 +253,28 @@ class HttpEventStream:
         return event
 
     def _failed(self, error: Any) -> EngineFailedError | EngineRefusedError:
-        """An error told within a stream: the status came before anybody knew of it."""
+        """An error within a stream, after status 200."""
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429):
             return EngineRefusedError(f"it was refused ({code}): {brief(error)}", where=f"engine {self._wire.name}")
         return EngineFailedError(f"it failed within the stream: {brief(error)}", engine=self._wire.name)
 
-    def _heard(self) -> None:
+    def _on_bytes(self) -> None:
         self._waiting_since = None
         if self._first and self._allowed_s > 0:
             self._first, self._allowed_s = False, self._wire.deadlines.silence_s
-            self._watch(self._allowed_s)
+            self._arm(self._allowed_s)
 
-    def _watch(self, seconds: float) -> None:
+    def _arm(self, seconds: float) -> None:
         if self._timer:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._check_silence)
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         now = asyncio.get_running_loop().time()
         left_s = self._allowed_s - (now - (now if self._waiting_since is None else self._waiting_since))
         if left_s > 0.001:
-            self._watch(left_s)
+            self._arm(left_s)
             return
         self._silent = True
         self.close()
@@ -288,7 +285,7 @@ class HttpEventStream:
     def _broken(self, error: BaseException) -> EngineGoneError | EngineWedgedError:
         if self._silent:
             return self._wedged(self._allowed_s)
-        gone = EngineGoneError(f"POST {self._path}: {_said(error)}", engine=self._wire.name)
+        gone = EngineGoneError(f"POST {self._path}: {_message(error)}", engine=self._wire.name)
         gone.reached = not isinstance(error, aiohttp.ClientConnectorError)
         return gone
 
@@ -296,13 +293,13 @@ class HttpEventStream:
 _DONE = object()
 
 
-async def _answered(asked: Any) -> aiohttp.ClientResponse:
-    response: aiohttp.ClientResponse = await asked
+async def _answered(sent: Any) -> aiohttp.ClientResponse:
+    response: aiohttp.ClientResponse = await sent
     return response
 
 
 def _parsed(raw: bytes) -> Any:
-    """JSON where it is JSON, otherwise the text."""
+    """JSON, or text if it is no JSON."""
     text = raw.decode(errors="replace")
     try:
         return json.loads(text)
@@ -311,12 +308,12 @@ def _parsed(raw: bytes) -> Any:
 
 
 def brief(answer: Any) -> str:
-    """What an engine said about a failure, in one short line."""
+    """An engine's failure message, in one short line."""
     if isinstance(answer, dict):
         inner = answer.get("error", answer)
         answer = inner.get("message", inner) if isinstance(inner, dict) else inner
     return " ".join(str(answer).split())[:200] or "nothing more"
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__

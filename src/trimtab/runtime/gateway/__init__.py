@@ -1,1 +1,1 @@
-"""The HTTP front of a rollout pool: completions, chat and /generate."""
+"""HTTP gateway of a rollout pool: completions, chat and /generate."""

@@ -1,8 +1,8 @@
-"""The gateway's doors, and who may go through which.
+"""Routes of the gateway and their access levels.
 
-Three kinds: whoever watches (is it alive, could it serve) is always let in; whoever asks (generations, figures) is let
-in openly on loopback and by token elsewhere; whoever changes anything needs the token everywhere. The Host is checked
-at every one of them. What a door raises is answered in the form of its dialect, and never with a traceback.
+Health and readiness are public; generations and queries are open on loopback and need the token elsewhere; changes need
+the token everywhere. The Host is checked for every route. Errors are answered in the format of the route, never with a
+traceback.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from starlette.routing import Match, Route
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.gateway import openai, sglang
-from trimtab.runtime.gateway.answer_forms import ResponseFormat
-from trimtab.runtime.gateway.errors import Refusal, told
+from trimtab.runtime.gateway.errors import Refusal, refusal_for_error
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Scope
 from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from trimtab.runtime.gateway.openai import ServedKinds
-from trimtab.runtime.gateway.openai_forms import OpenAIFormat
+from trimtab.runtime.gateway.openai_format import OpenAIFormat
+from trimtab.runtime.gateway.response_format import ResponseFormat
 from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
-from trimtab.runtime.gateway.workers import WorkerApi, known, seconds
+from trimtab.runtime.gateway.workers import WorkerApi, require_only, seconds
 from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.gateway")
@@ -42,36 +42,35 @@ RouteHandler = Callable[[HttpExchange, Request], Awaitable[None]]
 
 
 class AccessLevel(enum.Enum):
-    """Who is let in."""
+    """Which routes need the token."""
 
-    watches = "watches"
-    asks = "asks"
-    changes = "changes"
+    public = "public"
+    read = "read"
+    write = "write"
 
 
 class GatewayApp:
-    """The application: ASGI."""
+    """The ASGI application."""
 
     def __init__(self, pool: RolloutPool, settings: GatewaySettings) -> None:
         self.pool, self.settings = pool, settings
         self.guard = GatewayGuard(settings)
-        self.meters = GatewayMetrics(pool)
-        self.texts = PoolTokenizer(pool, settings.text_s, settings.vocabulary)
-        self.serving = GenerationTracker(pool, settings, self.guard, self.meters)
+        self.metrics = GatewayMetrics(pool)
+        self.tokenizer = PoolTokenizer(pool, settings.text_s, settings.vocabulary)
+        self.serving = GenerationTracker(pool, settings, self.guard, self.metrics)
         self.workers = WorkerApi(pool, settings, self.guard)
-        self._openai = openai.OpenAIReader(self.texts, settings.model_name, settings.default_max_tokens)
-        self._sglang = sglang.SglangReader(self.texts)
+        self._openai = openai.OpenAIReader(self.tokenizer, settings.model_name, settings.default_max_tokens)
+        self._sglang = sglang.SglangReader(self.tokenizer)
         generations = {
             "/v1/completions": GenerationEndpoint(self.serving, "completions", self._completions, Refusal.openai),
             "/v1/chat/completions": GenerationEndpoint(self.serving, "chat", self._chat, Refusal.openai),
             "/generate": GenerationEndpoint(self.serving, "generate", self._generate, Refusal.plain),
         }
-        # Every token comes by these: found by one look, before any pattern is tried.
+        # The hot paths: found by one lookup, before any pattern is matched.
         self._direct: dict[str, App] = dict(generations)
         self._rest = Starlette(routes=self._routes())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             return
         try:
@@ -88,11 +87,11 @@ class GatewayApp:
             await _refuse(HttpExchange(scope, receive, send, self.settings.write_s), refusal)
         except Exception as fault:
             log.error("%s %s", scope["method"], scope["path"], exc_info=fault)
-            broken = Refusal(500, f"this is a fault in trimtab: {type(fault).__name__}", code="fault")
+            broken = Refusal(500, f"internal error in trimtab: {type(fault).__name__}", code="fault")
             await _refuse(HttpExchange(scope, receive, send, self.settings.write_s), broken)
 
     def _find(self, scope: Scope) -> None:
-        """A refusal in our form where no door is."""
+        """Raises 404 or 405 in the gateway's own format."""
         methods: set[str] = set()
         for route in self._rest.router.routes:
             match, _ = route.matches(scope)
@@ -108,40 +107,40 @@ class GatewayApp:
     # ---- generations -----------------------------------------------------------------------------------------------
 
     async def _completions(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
-        return OpenAIFormat(*await self._openai.completions(body, terms, kinds), self.texts)
+        return OpenAIFormat(*await self._openai.completions(body, terms, kinds), self.tokenizer)
 
     async def _chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
-        return OpenAIFormat(*await self._openai.chat(body, terms, kinds), self.texts)
+        return OpenAIFormat(*await self._openai.chat(body, terms, kinds), self.tokenizer)
 
     async def _generate(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
-        return sglang.SglangFormat(*await self._sglang.generate(body, terms, kinds), self.texts)
+        return sglang.SglangFormat(*await self._sglang.generate(body, terms, kinds), self.tokenizer)
 
-    # ---- everything else -------------------------------------------------------------------------------------------
+    # ---- other routes ----------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Route]:
-        doors: tuple[tuple[str, str, AccessLevel, RouteHandler], ...] = (
-            ("GET", "/health", AccessLevel.watches, self._health),
-            ("GET", "/ready", AccessLevel.watches, self._ready),
-            ("GET", "/health_generate", AccessLevel.watches, self._ready),
-            ("GET", "/v1/models", AccessLevel.asks, self._models),
-            ("GET", "/model_info", AccessLevel.asks, self._model_info),
-            ("GET", "/get_model_info", AccessLevel.asks, self._model_info),
-            ("GET", "/metrics", AccessLevel.asks, self._metrics),
-            ("GET", "/status", AccessLevel.asks, self._status),
-            ("GET", "/story/{name:path}", AccessLevel.asks, self._story),
-            ("GET", "/workers", AccessLevel.asks, self._list),
-            ("GET", "/list_workers", AccessLevel.asks, self._urls),
-            ("POST", "/workers", AccessLevel.changes, self._add),
-            ("POST", "/add_worker", AccessLevel.changes, self._add_by_query),
-            ("POST", "/remove_worker", AccessLevel.changes, self._remove_by_query),
-            ("POST", "/workers/{name:path}/drain", AccessLevel.changes, self._drain),
-            ("POST", "/workers/{name:path}/resume", AccessLevel.changes, self._resume),
-            ("GET", "/workers/{name:path}", AccessLevel.asks, self._one),
-            ("DELETE", "/workers/{name:path}", AccessLevel.changes, self._remove),
-            ("POST", "/scale", AccessLevel.changes, self._scale),
-            ("DELETE", "/scale", AccessLevel.changes, self._release_scale),
+        routes: tuple[tuple[str, str, AccessLevel, RouteHandler], ...] = (
+            ("GET", "/health", AccessLevel.public, self._health),
+            ("GET", "/ready", AccessLevel.public, self._ready),
+            ("GET", "/health_generate", AccessLevel.public, self._ready),
+            ("GET", "/v1/models", AccessLevel.read, self._models),
+            ("GET", "/model_info", AccessLevel.read, self._model_info),
+            ("GET", "/get_model_info", AccessLevel.read, self._model_info),
+            ("GET", "/metrics", AccessLevel.read, self._metrics),
+            ("GET", "/status", AccessLevel.read, self._status),
+            ("GET", "/story/{name:path}", AccessLevel.read, self._story),
+            ("GET", "/workers", AccessLevel.read, self._list),
+            ("GET", "/list_workers", AccessLevel.read, self._urls),
+            ("POST", "/workers", AccessLevel.write, self._add),
+            ("POST", "/add_worker", AccessLevel.write, self._add_by_query),
+            ("POST", "/remove_worker", AccessLevel.write, self._remove_by_query),
+            ("POST", "/workers/{name:path}/drain", AccessLevel.write, self._drain),
+            ("POST", "/workers/{name:path}/resume", AccessLevel.write, self._resume),
+            ("GET", "/workers/{name:path}", AccessLevel.read, self._worker),
+            ("DELETE", "/workers/{name:path}", AccessLevel.write, self._remove),
+            ("POST", "/scale", AccessLevel.write, self._scale),
+            ("DELETE", "/scale", AccessLevel.write, self._release_scale),
         )
-        return [Route(path, _RouteApp(self, answer, kind), methods=[method]) for method, path, kind, answer in doors]
+        return [Route(path, _RouteApp(self, answer, kind), methods=[method]) for method, path, kind, answer in routes]
 
     async def _health(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json({"status": "ok"})
@@ -163,11 +162,11 @@ class GatewayApp:
         await exchange.json({"object": "list", "data": [model]})
 
     async def _model_info(self, exchange: HttpExchange, request: Request) -> None:
-        told = {"model_path": await self._openai.model(), "is_generation": True}
-        await exchange.json({**told, "weight_version": str(self.pool.version)})
+        info = {"model_path": await self._openai.model(), "is_generation": True}
+        await exchange.json({**info, "weight_version": str(self.pool.version)})
 
     async def _metrics(self, exchange: HttpExchange, request: Request) -> None:
-        await exchange.raw(self.meters.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
+        await exchange.raw(self.metrics.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
 
     async def _status(self, exchange: HttpExchange, request: Request) -> None:
         gateway = {
@@ -185,8 +184,8 @@ class GatewayApp:
     async def _urls(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(self.workers.urls())
 
-    async def _one(self, exchange: HttpExchange, request: Request) -> None:
-        await exchange.json(self.workers.one(request.path_params["name"]))
+    async def _worker(self, exchange: HttpExchange, request: Request) -> None:
+        await exchange.json(self.workers.get(request.path_params["name"]))
 
     async def _add(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.add(await self._body(exchange)), 202)
@@ -200,7 +199,7 @@ class GatewayApp:
     async def _remove(self, exchange: HttpExchange, request: Request) -> None:
         fields = BodyFields({name: _number(value) for name, value in request.query_params.items()})
         deadline_s = seconds(fields, "deadline_s")
-        known(fields, "deadline_s")
+        require_only(fields, "deadline_s")
         await exchange.json(await self.workers.remove(request.path_params["name"], deadline_s), 202)
 
     async def _drain(self, exchange: HttpExchange, request: Request) -> None:
@@ -216,33 +215,33 @@ class GatewayApp:
         await exchange.json(await self.workers.release_scale())
 
     async def _body(self, exchange: HttpExchange) -> Any:
-        return await self.serving.bodies.parsed(await self.guard.body(exchange.heads, exchange.receive) or b"{}")
+        return await self.serving.bodies.parsed(await self.guard.body(exchange.headers, exchange.receive) or b"{}")
 
 
 class _RouteApp:
-    """One door that is no generation: ASGI, so that Starlette leaves it alone."""
+    """A route other than a generation: plain ASGI, so that Starlette does not wrap it."""
 
-    def __init__(self, app: GatewayApp, answer: RouteHandler, kind: AccessLevel) -> None:
-        self._app, self._answer, self._kind = app, answer, kind
+    def __init__(self, app: GatewayApp, handler: RouteHandler, access: AccessLevel) -> None:
+        self._app, self._handler, self._access = app, handler, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets in whoever may, and answers within a deadline."""
+        """Checks access, and answers within a deadline."""
         app = self._app
         exchange = HttpExchange(scope, receive, send, app.settings.write_s)
         exchange.closing = app.serving.stopping
         try:
-            if self._kind is AccessLevel.changes or (
-                self._kind is AccessLevel.asks and not app.settings.answers_openly
+            if self._access is AccessLevel.write or (
+                self._access is AccessLevel.read and not app.settings.allows_anonymous
             ):
-                app.guard.check_token(exchange.heads)
-            if self._kind is AccessLevel.changes and app.serving.stopping:
+                app.guard.check_token(exchange.headers)
+            if self._access is AccessLevel.write and app.serving.stopping:
                 raise Refusal(503, STOPPING, code="stopping")
             within_s = app.settings.change_s + app.settings.body_s
-            await asyncio.wait_for(self._answer(exchange, Request(scope, receive)), within_s)
+            await asyncio.wait_for(self._handler(exchange, Request(scope, receive)), within_s)
         except Refusal as refusal:
             await _refuse(exchange, refusal)
         except TrimtabError as error:
-            await _refuse(exchange, told(error))
+            await _refuse(exchange, refusal_for_error(error))
         except asyncio.TimeoutError:
             await _refuse(exchange, Refusal(504, f"not done within {within_s:g} s", code="timeout"))
         except ClientLeft:
@@ -251,12 +250,11 @@ class _RouteApp:
 
 async def _refuse(exchange: HttpExchange, refusal: Refusal) -> None:
     if not exchange.status:
-        heads = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-        await exchange.json(refusal.plain(), refusal.status, heads)
+        headers = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
+        await exchange.json(refusal.plain(), refusal.status, headers)
 
 
 def _number(text: str) -> Any:
-    """Of a query: a number where it is one."""
     try:
         return float(text)
     except ValueError:

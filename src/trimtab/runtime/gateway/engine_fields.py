@@ -1,8 +1,8 @@
-"""Fields that only the engines understand: passed on where every kind of engine that is up has them, else refused.
+"""Fields of engines: passed on if every kind of engine that is up takes them, else refused.
 
-A field that no engine has would be dropped without a word by some and change the answer of others, so it is refused
-with its name. A field whose value says only what holds anyway is dropped: what is passed on makes a request start over
-when it is cut, unless it concerns every token by itself.
+Some engines silently drop an unknown field and others change the answer, so it is refused by name. A field with a
+neutral value is dropped: a request with passed-on fields restarts after an interruption, unless they concern single
+tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from trimtab.core.errors import nearest
-from trimtab.runtime.gateway.answer_forms import to_json
 from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.response_format import to_json
 
 _ALL = frozenset({"frequency_penalty", "presence_penalty", "min_p", "logit_bias", "ignore_eos"})
 KNOWN: dict[str, frozenset[str]] = {
@@ -35,7 +35,7 @@ KNOWN: dict[str, frozenset[str]] = {
         "cache_prompt",
     },
 }  # fmt: skip
-"""What each kind of engine takes beyond what every request has."""
+"""Fields of each kind of engine, beyond the common ones."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -64,40 +64,40 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "log_metrics": (True, False),
     "stream_interval": (1,),
 }
-"""Values that change nothing."""
+"""Values without effect."""
 
-EACH_BY_ITSELF = frozenset(
+PER_TOKEN_FIELDS = frozenset(
     {
         "min_p", "logit_bias", "ignore_eos", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output",
         "spaces_between_special_tokens", "no_stop_trim", "cache_prompt",
     }
 )  # fmt: skip
-"""They look at one token at a time, so a cut changes nothing for them."""
+"""Fields that act on single tokens, so an interruption does not matter."""
 
 
-MOST = 2**20
-"""Of any number of an engine's own fields. Some engines allocate as many places as it says."""
+MAX_NUMBER = 2**20
+"""Limit of numeric engine fields. Some engines allocate as much as they say."""
 
-LARGEST = 2**18
-"""Bytes of one of them, as JSON."""
+MAX_FIELD_BYTES = 2**18
+"""Limit of an engine field, as JSON."""
 
 
-def passed_on(
+def engine_extras(
     rest: Mapping[str, Any], kinds: Collection[str], known: Collection[str], prefix: str = ""
 ) -> dict[str, Any]:
-    """What is left of a body, if every kind of engine that is up takes it; else a refusal that names the field."""
+    """Fields to pass on, if every kind of engine that is up takes them; else raises a refusal."""
     for name in rest:
         for kind in sorted(kinds):
             if kind in KNOWN and name not in KNOWN[kind]:
                 near = nearest(name, [*known, *KNOWN[kind]])
                 more = f"; did you mean {near}?" if near else ""
                 raise Refusal(
-                    400, f"{prefix}{name}: neither this gateway nor its engines ({kind}) know that field{more}",
+                    400, f"{prefix}{name}: unknown to this gateway and its engines ({kind}){more}",
                     param=prefix + name, code="unknown_field",
                 )  # fmt: skip
         if not kinds:
             raise Refusal(
-                503, f"{prefix}{name} is a field of engines, and none is up that could be asked whether it knows it",
+                503, f"{prefix}{name} is an engine field, and no engine is up to check it against",
                 param=prefix + name, code="no_worker", headers={"retry-after": "1"},
             )  # fmt: skip
         _require_bounded(name, rest[name], prefix)
@@ -105,24 +105,24 @@ def passed_on(
 
 
 def _require_bounded(name: str, value: Any, prefix: str) -> None:
-    said = ""
-    if type(value) in (int, float) and not -MOST <= value <= MOST:  # no NaN is
-        said = f"a number within {MOST}"
+    problem = ""
+    if type(value) in (int, float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # excludes NaN
+        problem = f"a number within {MAX_NUMBER}"
     elif type(value) in (str, list, dict):
         try:
-            said = f"at most {LARGEST} bytes" if len(to_json(value)) > LARGEST else ""
+            problem = f"at most {MAX_FIELD_BYTES} bytes" if len(to_json(value)) > MAX_FIELD_BYTES else ""
         except RecursionError:
-            said = "lists and objects are nested too deeply"
-    if said:
-        raise Refusal(400, f"{prefix}{name}: {said}", param=prefix + name, code="invalid_value")
+            problem = "lists and objects are nested too deeply"
+    if problem:
+        raise Refusal(400, f"{prefix}{name}: {problem}", param=prefix + name, code="invalid_value")
 
 
 def may_resume(
     extra: Mapping[str, Any], seed: int | None, stop: Collection[str], kinds: Collection[str]
 ) -> bool | None:
-    """Whether a cut answer goes on; None leaves that to the pool.
+    """Whether an interrupted answer may continue; None: the pool decides.
 
-    A stop string may lie across the cut, which only those find who can read: the engines that are known here.
+    A stop string may span the interruption, which needs detokenizing: all known kinds of engines can.
     """
-    readable = not stop or KNOWN.keys() >= set(kinds)
-    return True if extra and seed is None and readable and EACH_BY_ITSELF.issuperset(extra) else None
+    can_detokenize = not stop or KNOWN.keys() >= set(kinds)
+    return True if extra and seed is None and can_detokenize and PER_TOKEN_FIELDS.issuperset(extra) else None

@@ -1,4 +1,4 @@
-"""What is refused, as data: a status, a sentence, and the field at fault. Each dialect has its own way to say it."""
+"""Refusals as data: status, message, field. Each API formats them its own way."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trimtab.core.reasons import ReasonCode
 from trimtab.runtime.rollout.sampling import RefusedError, Sample
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, not a fault
-    """An answer other than the one that was asked for."""
+class Refusal(Exception):  # noqa: N818 - a response, not a fault
+    """An error response."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class Refusal(Exception):  # noqa: N818 - an answer, not a fault
         self.headers = dict(headers or {})
 
     def openai(self) -> dict[str, object]:
-        """As OpenAI's interface says it."""
+        """In OpenAI's format."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def plain(self) -> dict[str, object]:
-        """As SGLang and its router say it."""
+        """In SGLang's and its router's format."""
         return {"error": {"message": self.message, "code": self.code or self.status, "param": self.param}}
 
 
@@ -48,13 +48,12 @@ _STATUSES = {
 }
 
 
-def bad(param: str, message: str) -> Refusal:
-    """A field that is wrong."""
+def invalid_value(param: str, message: str) -> Refusal:
     return Refusal(400, message, param=param, code="invalid_value")
 
 
-def told(error: TrimtabError) -> Refusal:
-    """An error of the pool as an answer."""
+def refusal_for_error(error: TrimtabError) -> Refusal:
+    """Error of the pool as a refusal."""
     message = " ".join(part for part in (error.what, error.hint and f"({error.hint})") if part)
     if isinstance(error, RefusedError):
         return Refusal(
@@ -67,12 +66,12 @@ def told(error: TrimtabError) -> Refusal:
     return Refusal(503, message, code="unreachable")
 
 
-def failed(sample: Sample) -> Refusal:
-    """A request that has no answer, as an answer."""
+def refusal_for_sample(sample: Sample) -> Refusal:
+    """Failed sample as a refusal."""
     reason = sample.reason
     return Refusal(_STATUSES.get(reason.code, 503), " ".join(reason.sentence.split()), code=reason.code.value)
 
 
 def whole_s(seconds: float) -> int:
-    """For Retry-After, which knows whole seconds only."""
+    """For Retry-After, in whole seconds."""
     return max(1, math.ceil(seconds))

@@ -1,8 +1,8 @@
-"""One request and its answer on the wire, and a watch over the client's end of it.
+"""One HTTP request and its response, with disconnect detection.
 
-A client that goes away is noticed, whether its answer streams or not, and whoever works for it is cancelled. Most
-answers are quicker than anybody can leave, so the watch begins a moment later and costs them nothing. A client that
-stays and reads nothing counts as gone after a while.
+A disconnect is noticed whether the response streams or not, and the answering task is cancelled. The watch begins
+after a delay, so that fast responses do not pay for it. A client that stops reading counts as disconnected after a
+while.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from trimtab.runtime.gateway.answer_forms import to_json
-from trimtab.runtime.gateway.guard import Heads, Receive, Scope
+from trimtab.runtime.gateway.guard import Headers, Receive, Scope
+from trimtab.runtime.gateway.response_format import to_json
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 WATCH_AFTER_S = 0.25
@@ -22,25 +22,25 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class HttpExchange:
-    """One request; `left` is set once its client is gone, `cut` where it has to end early."""
+    """One request; `client_gone`: it has disconnected, `abort_reason`: the response must end early."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, write_s: float) -> None:
-        self.heads: Heads = dict(scope["headers"])
+        self.headers: Headers = dict(scope["headers"])
         self.receive = receive
-        self.status = 0  # of the answer, once it has begun
-        self.left = False
-        self.cut = ""  # why
-        self.closing = False  # the connection ends with this answer
+        self.status = 0  # of the response, once it has begun
+        self.client_gone = False
+        self.abort_reason = ""
+        self.closing = False  # the connection ends with this response
         self._send, self._write_s = send, write_s
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._writing_since: float | None = None
 
-    # ---- the client's end ------------------------------------------------------------------------------------------
+    # ---- disconnects -----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Cancels the task that answers when the client goes. The body has been read."""
+        """Cancels the answering task on disconnect. Call it after the body was read."""
         self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
 
     def _begin(self) -> None:
@@ -61,48 +61,46 @@ class HttpExchange:
             self._timer = loop.call_later(self._write_s, self._look)
 
     def _gone(self) -> None:
-        self.left = True
+        self.client_gone = True
         if self._task is not None:
             self._task.cancel()
 
-    def cut_short(self, why: str) -> None:
-        """Its answer has to end now, with what there is."""
-        if not self.cut and self._task is not None:
-            self.cut = why
+    def abort(self, why: str) -> None:
+        """Ends the response now, with what there is."""
+        if not self.abort_reason and self._task is not None:
+            self.abort_reason = why
             self._task.cancel()
 
     def unwatch(self) -> None:
-        """The answer is complete."""
         if self._timer is not None:
             self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
         self._task = None
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- responses -------------------------------------------------------------------------------------------------
 
-    async def json(self, answer: Any, status: int = 200, heads: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """An answer in one piece."""
+    async def json(self, answer: Any, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Response in one piece."""
         body = to_json(answer).encode()
-        await self.raw(body, status, [_JSON, *heads])
+        await self.raw(body, status, [_JSON, *headers])
 
-    async def raw(self, body: bytes, status: int, heads: Iterable[tuple[bytes, bytes]]) -> None:
-        """An answer in one piece, of any type."""
-        await self._start(status, [*heads, (b"content-length", str(len(body)).encode())])
+    async def raw(self, body: bytes, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Response in one piece, of any type."""
+        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(body, more=False)
 
-    async def events(self, heads: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    async def events(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Begins a stream of events."""
-        await self._start(200, [*_EVENTS, *heads])
+        await self._start(200, [*_EVENTS, *headers])
 
-    async def _start(self, status: int, heads: list[tuple[bytes, bytes]]) -> None:
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         if self.closing:
-            heads.append((b"connection", b"close"))
-        await self._send({"type": "http.response.start", "status": status, "headers": heads})
+            headers.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
-        """A part of the answer."""
         self._writing_since = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self._writing_since = None

@@ -1,9 +1,9 @@
-"""Who may ask, and how much: Host and Origin, the token, hosts of new workers, bodies.
+"""Access control and limits: Host and Origin, the token, hosts of new workers, body size.
 
-Nothing that changes anything is done without the token, wherever the caller sits. A Host header that names another
-machine is refused, and so is an Origin: a page in somebody's browser can reach loopback, by a name that it made point
-there, and must not be able to ask. The token is compared in constant time and is in no log and no answer. A worker is a
-place that prompts are sent to, so it is taken only from hosts that were named when the gateway was started.
+Changes need the token from everywhere. A foreign Host header is refused, and so is an Origin: a web page in a browser
+can reach loopback by a DNS name that it controls, and must not be able to send requests. The token is compared in
+constant time and is in no log and no response. Prompts are sent to workers, so workers are accepted only on hosts that
+were named when the gateway was started.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from trimtab.runtime.http.listening import host_name
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Heads = dict[bytes, bytes]
+Headers = dict[bytes, bytes]
 
 ANY = frozenset({"0.0.0.0", "::", ""})
 
 
 class GatewayGuard:
-    """The checks of one gateway."""
+    """Checks of one gateway."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._token = settings.token.encode()
         own = set() if settings.host in ANY else {settings.host.lower()}
         self._names = LOOPBACK | own | {name.lower() for name in settings.allowed_hosts}
-        # A name can be made to point here by whoever owns it; an address in numbers is what the caller typed.
+        # The owner of a name can point it here (DNS rebinding); a numeric address is what the caller typed.
         self._takes_numbers = not settings.on_loopback
         self._places = AllowedHosts(settings.worker_hosts)
         self._largest, self._body_s = settings.max_body_bytes, settings.body_s
-        self._right: set[bytes] = set()  # Host headers that were checked; bounded, clients use few
+        self._accepted: set[bytes] = set()  # accepted Host headers; bounded
 
-    def check_host(self, heads: Heads) -> None:
-        """That the caller meant this machine, and is no page of another one."""
-        host = heads.get(b"host", b"")
-        if host not in self._right:
+    def check_host(self, headers: Headers) -> None:
+        """Checks that the Host is this gateway and that the caller is no page of another origin."""
+        host = headers.get(b"host", b"")
+        if host not in self._accepted:
             if not self._is_ours(host_name(host.decode("latin-1"))):
-                raise Refusal(421, "this Host is not served here; allowed_hosts adds one", code="wrong_host")
-            if len(self._right) < 64:
-                self._right.add(host)
-        origin = heads.get(b"origin")
+                raise Refusal(421, "this Host is not served here; add it to allowed_hosts", code="wrong_host")
+            if len(self._accepted) < 64:
+                self._accepted.add(host)
+        origin = headers.get(b"origin")
         if origin is not None:
             self._check_origin(origin.decode("latin-1"))
 
@@ -60,7 +60,7 @@ class GatewayGuard:
         except ValueError:
             raise Refusal(400, "Origin: no address of a page", param="origin", code="invalid_header") from None
         if host_name(place) not in self._names:
-            raise Refusal(403, "pages of other origins may not ask here", code="wrong_origin")
+            raise Refusal(403, "requests from pages of other origins are refused", code="wrong_origin")
 
     def _is_ours(self, name: str) -> bool:
         if name in self._names:
@@ -71,9 +71,9 @@ class GatewayGuard:
             return False
         return self._takes_numbers
 
-    def check_token(self, heads: Heads) -> None:
-        """That the caller has the token: as bearer, or as the password of basic authentication (for .netrc)."""
-        scheme, _, given = heads.get(b"authorization", b"").partition(b" ")
+    def check_token(self, headers: Headers) -> None:
+        """Token as bearer, or as the password of basic authentication (for .netrc)."""
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         given = given.strip()
         if scheme.lower() == b"basic":
             try:
@@ -89,7 +89,7 @@ class GatewayGuard:
             )  # fmt: skip
 
     def check_worker(self, url: object) -> str:
-        """The address of a new worker, where it may be."""
+        """URL of a new worker, if its host is allowed."""
         if not isinstance(url, str) or not url:
             raise Refusal(400, "the address of the worker is missing", param="url", code="invalid_value")
         try:
@@ -101,21 +101,21 @@ class GatewayGuard:
             raise Refusal(400, f"{url!r} is no address: write http://HOST:PORT", param="url", code="invalid_value")
         if host not in self._places:
             raise Refusal(
-                403, f"workers on {host} are not allowed here; worker_hosts adds one", param="url", code="wrong_host"
+                403, f"workers on {host} are not allowed here; add it to worker_hosts", param="url", code="wrong_host"
             )
         return url.rstrip("/")
 
-    async def body(self, heads: Heads, receive: Receive) -> bytes:
-        """All of a body, if it is not too large and comes in time."""
-        said = heads.get(b"content-length")
-        if said is not None and said.isdigit() and (len(said) > 18 or int(said) > self._largest):
+    async def body(self, headers: Headers, receive: Receive) -> bytes:
+        """Reads a body, within limits of size and time."""
+        length = headers.get(b"content-length")
+        if length is not None and length.isdigit() and (len(length) > 18 or int(length) > self._largest):
             raise self._too_large()
         try:
             return await asyncio.wait_for(self._whole(receive), self._body_s)
         except asyncio.TimeoutError:
-            # What is left of the body may still come, so the connection cannot be used again.
+            # The rest of the body may still arrive, so the connection cannot be reused.
             raise Refusal(
-                408, f"the body was not there within {self._body_s:g} s", code="timeout",
+                408, f"the body did not arrive within {self._body_s:g} s", code="timeout",
                 headers={"connection": "close"},
             ) from None  # fmt: skip
 
@@ -133,25 +133,25 @@ class GatewayGuard:
                 return b"".join(parts)
 
     def _too_large(self) -> Refusal:
-        # What is still under way of the body is not read, so the connection cannot be used again.
+        # The rest of the body is not read, so the connection cannot be reused.
         return Refusal(
             413, f"a body has at most {self._largest} bytes", code="too_large", headers={"connection": "close"}
         )
 
 
 class ClientLeft(Exception):  # noqa: N818 - not a fault
-    """The client went away."""
+    """The client disconnected."""
 
 
 class AllowedHosts:
-    """Hosts that workers may be on: names, `*.suffix`, addresses and networks; `*` is any."""
+    """Hosts allowed for workers: names, `*.suffix`, addresses and networks; `*` is any."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         self._names: set[str] = set()
         self._suffixes: list[str] = []
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
-        for one in allowed:
-            text = one.strip().lower()
+        for entry in allowed:
+            text = entry.strip().lower()
             if "/" in text:
                 try:
                     self._networks.append(ipaddress.ip_network(text))

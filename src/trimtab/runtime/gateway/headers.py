@@ -1,7 +1,6 @@
-"""What a client asks of trimtab itself, beside what it asks of the engines: headers that begin with `x-trimtab-`.
+"""Request headers of trimtab: `x-trimtab-*` and `Idempotency-Key`.
 
-`Idempotency-Key` is the one header with a name of others. A header of ours that nobody knows is refused: whoever writes
-one counts on it.
+An unknown `x-trimtab-` header is refused, because its sender relies on it.
 """
 
 from __future__ import annotations
@@ -12,53 +11,53 @@ from dataclasses import dataclass
 from trimtab.core.errors import nearest
 from trimtab.model.rollout import DEFAULT_CLASS
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.guard import Heads
+from trimtab.runtime.gateway.guard import Headers
 
 PREFIX = b"x-trimtab-"
 KNOWN = ("class", "group", "version", "at-least", "spans", "deadline-s", "details")
-LONGEST = 256
-LONGEST_VERSION = 18  # digits
+MAX_CHARS = 256
+MAX_VERSION_DIGITS = 18
 
 
 @dataclass(frozen=True)
 class RequestTerms:
-    """Of one call."""
+    """Scheduling terms of one call."""
 
     class_: str = DEFAULT_CLASS
     group: str = ""
     version: int | None = None  # only these weights
     at_least: int | None = None  # these weights or newer
     spans: bool = True  # several versions may make one answer
-    key: str = ""  # a second call with it gets the answer of the first
+    key: str = ""  # a second call with this key gets the answer of the first
     deadline_s: float | None = None
-    details: bool = False  # the answer says who made it, and with which weights
+    details: bool = False  # add workers and weight versions to the answer
 
     def key_of(self, prompt: int, prompts: int) -> str:
         """Each prompt of a call is a request of its own."""
         return self.key if prompts == 1 or not self.key else f"{self.key}/{prompt}"
 
 
-PLAIN = RequestTerms()
+DEFAULT_TERMS = RequestTerms()
 
 
-def read_terms(heads: Heads, deadline_s: float | None) -> RequestTerms:
-    """The terms of a call; `deadline_s` holds where it says none."""
+def read_terms(headers: Headers, deadline_s: float | None) -> RequestTerms:
+    """Terms of a call; `deadline_s` is the default."""
     found = {
         name[len(PREFIX) :].decode("latin-1"): value.decode("latin-1").strip()
-        for name, value in heads.items()
+        for name, value in headers.items()
         if name.startswith(PREFIX)
     }
-    key = heads.get(b"idempotency-key", b"").decode("latin-1").strip()
+    key = headers.get(b"idempotency-key", b"").decode("latin-1").strip()
     if not found and not key and deadline_s is None:
-        return PLAIN
+        return DEFAULT_TERMS
     for name, value in found.items():
         if name not in KNOWN:
             near = nearest(name, KNOWN)
             raise _wrong(name, f"there is no such header{f'; did you mean x-trimtab-{near}?' if near else ''}")
-        if len(value) > LONGEST:
-            raise _wrong(name, f"longer than {LONGEST} characters")
-    if len(key) > LONGEST:
-        raise Refusal(400, f"Idempotency-Key is longer than {LONGEST} characters", param="idempotency-key")
+        if len(value) > MAX_CHARS:
+            raise _wrong(name, f"longer than {MAX_CHARS} characters")
+    if len(key) > MAX_CHARS:
+        raise Refusal(400, f"Idempotency-Key is longer than {MAX_CHARS} characters", param="idempotency-key")
     return RequestTerms(
         found.get("class") or DEFAULT_CLASS,
         found.get("group", ""),
@@ -74,7 +73,7 @@ def read_terms(heads: Heads, deadline_s: float | None) -> RequestTerms:
 def _version(name: str, found: dict[str, str]) -> int | None:
     if name not in found:
         return None
-    if not (found[name].isascii() and found[name].isdecimal() and len(found[name]) <= LONGEST_VERSION):
+    if not (found[name].isascii() and found[name].isdecimal() and len(found[name]) <= MAX_VERSION_DIGITS):
         raise _wrong(name, f"'{found[name]}' is no version: a whole number, 0 or more")
     return int(found[name])
 

@@ -1,6 +1,6 @@
-"""Figures of a gateway and its pool for Prometheus; they begin at nothing with every process, as it expects.
+"""Prometheus metrics of a gateway and its pool, reset with every process.
 
-What the pool knows is read when somebody asks; what passes through the gateway is counted as it passes.
+The pool's figures are read on collection; the gateway counts as requests pass.
 """
 
 from __future__ import annotations
@@ -19,49 +19,45 @@ from trimtab.runtime.rollout.sampling import Sample
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 PREFIX = "trimtab_rollout_"
-LEFT = 499  # a client that did not wait for its answer
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected
 
 
 class GatewayMetrics:
-    """Counts, and shows."""
+    """Counters and their exposition."""
 
     def __init__(self, pool: RolloutPool) -> None:
         self._pool = pool
         self._registry = prometheus_client.CollectorRegistry()
         self._answers = prometheus_client.Counter(
-            f"{PREFIX}http_answers", "Requests to generate, by door and status.", ("door", "status"),
+            f"{PREFIX}http_answers", "Generation requests by endpoint and status.", ("door", "status"),
             registry=self._registry,
         )  # fmt: skip
         self._seconds = prometheus_client.Histogram(
-            f"{PREFIX}http_answer_seconds", "From the head of a request to the last byte of its answer.", ("door",),
+            f"{PREFIX}http_answer_seconds", "From the head of a request to the last byte of its response.", ("door",),
             buckets=BUCKETS_S, registry=self._registry,
         )  # fmt: skip
-        self._tokens = prometheus_client.Counter(
-            f"{PREFIX}tokens", "Tokens that were given out.", registry=self._registry
-        )
+        self._tokens = prometheus_client.Counter(f"{PREFIX}tokens", "Tokens sent to clients.", registry=self._registry)
         self._moves = prometheus_client.Counter(
-            f"{PREFIX}moves", "Times that an answer went on elsewhere with what it had.", registry=self._registry
+            f"{PREFIX}moves", "Times that an answer continued on another worker.", registry=self._registry
         )
         self._restarts = prometheus_client.Counter(
-            f"{PREFIX}restarts", "Times that an answer began again.", registry=self._registry
+            f"{PREFIX}restarts", "Times that an answer was restarted.", registry=self._registry
         )
         self._registry.register(_PoolCollector(pool))
         self._children: dict[tuple[str, int], prometheus_client.Counter] = {}
-        self._doors: dict[str, prometheus_client.Histogram] = {}
+        self._latencies: dict[str, prometheus_client.Histogram] = {}
 
-    def answered(self, door: str, exchange: HttpExchange, seconds: float) -> None:
-        """A call is over."""
-        status = LEFT if exchange.left else exchange.status
-        child = self._children.get((door, status))
+    def answered(self, endpoint: str, exchange: HttpExchange, seconds: float) -> None:
+        status = CLIENT_CLOSED if exchange.client_gone else exchange.status
+        child = self._children.get((endpoint, status))
         if child is None:
-            child = self._children[door, status] = self._answers.labels(door, str(status))
-            self._doors.setdefault(door, self._seconds.labels(door))
+            child = self._children[endpoint, status] = self._answers.labels(endpoint, str(status))
+            self._latencies.setdefault(endpoint, self._seconds.labels(endpoint))
         child.inc()
-        self._doors[door].observe(seconds)
+        self._latencies[endpoint].observe(seconds)
 
     def made(self, samples: Sequence[Sample]) -> None:
-        """Answers were given out."""
-        self._tokens.inc(sum(len(one.token_ids) for one in samples))
+        self._tokens.inc(sum(len(sample.token_ids) for sample in samples))
         for sample in samples:
             if sample.moves:
                 self._moves.inc(sample.moves)
@@ -69,22 +65,20 @@ class GatewayMetrics:
                 self._restarts.inc(sample.restarts)
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
         return bytes(prometheus_client.generate_latest(self._registry))
 
 
 class _PoolCollector:
-    """What the pool says of itself when it is asked."""
+    """Reads the pool on collection."""
 
     def __init__(self, pool: RolloutPool) -> None:
         self._pool = pool
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead of time: the pool may not run yet."""
+        """Empty: the pool may not run yet."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Workers by state and one by one, requests, counters of the pool, and the figures of its policy."""
         views = self._pool.workers()
         states = Counter(view.state for view in views)
         family = GaugeMetricFamily(f"{PREFIX}workers", "Workers by state.", labels=("state",))
@@ -93,10 +87,14 @@ class _PoolCollector:
         yield family
         running = GaugeMetricFamily(f"{PREFIX}worker_requests", "Requests on a worker.", labels=("worker",))
         tokens = GaugeMetricFamily(
-            f"{PREFIX}worker_outstanding_tokens", "Tokens that a worker is expected to make yet.", labels=("worker",)
+            f"{PREFIX}worker_outstanding_tokens",
+            "Tokens that a worker is still expected to generate.",
+            labels=("worker",),
         )
-        served = CounterMetricFamily(f"{PREFIX}worker_served", "Requests that a worker finished.", labels=("worker",))
-        version = GaugeMetricFamily(f"{PREFIX}worker_version", "Weights of a worker, where known.", labels=("worker",))
+        served = CounterMetricFamily(f"{PREFIX}worker_served", "Requests finished by a worker.", labels=("worker",))
+        version = GaugeMetricFamily(
+            f"{PREFIX}worker_version", "Weight version of a worker, if known.", labels=("worker",)
+        )
         for view in views:
             running.add_metric((view.worker,), view.running)
             tokens.add_metric((view.worker,), view.outstanding_tokens)
@@ -104,8 +102,8 @@ class _PoolCollector:
             if view.version is not None:
                 version.add_metric((view.worker,), view.version)
         yield from (running, tokens, served, version)
-        yield GaugeMetricFamily(f"{PREFIX}version", "Of the trainer's weights.", value=self._pool.version)
-        counted = CounterMetricFamily(f"{PREFIX}requests", "What became of requests in the pool.", labels=("what",))
+        yield GaugeMetricFamily(f"{PREFIX}version", "Version of the trainer's weights.", value=self._pool.version)
+        counted = CounterMetricFamily(f"{PREFIX}requests", "Outcomes of requests in the pool.", labels=("what",))
         for name, count in sorted(self._pool.counters.items()):
             counted.add_metric((name,), count)
         yield counted

@@ -1,8 +1,9 @@
-"""OpenAI's dialect, as vLLM speaks it: completions and chat, whole or as a stream.
+"""OpenAI API as in vLLM: reads completions and chat requests.
 
-A field is understood here, passed on to the engines, or refused with its name; see `extras`. Token ids go in as they
-are; text and conversations are read by the engines' own tokenizer and template. With `return_token_ids` an answer has
-its ids, as vLLM has them. An answer that others aborted ends with `abort`, one that failed beside others with `error`.
+A field is understood here, passed on to the engines (`engine_fields`), or refused by name. Token ids are used
+unchanged; text and conversations are converted by an engine's tokenizer and template. With `return_token_ids` an
+answer has its ids, as in vLLM. An answer aborted by another client ends with `abort`; one of several that failed ends
+with `error`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.runtime.engines.texts import RENDER_OPTIONS
+from trimtab.runtime.engines.tokenizer import RENDER_OPTIONS
 from trimtab.runtime.gateway import engine_fields as extras
 from trimtab.runtime.gateway.calls import GenerationCall
 from trimtab.runtime.gateway.errors import Refusal
@@ -29,23 +30,23 @@ CHAT = (*COMMON, "messages", "top_logprobs", "max_completion_tokens", "add_gener
         "continue_final_message", "chat_template", "chat_template_kwargs")  # fmt: skip
 
 ServedKinds = Callable[[], Collection[str]]
-"""Which kinds of engines are up; asked only where it matters."""
+"""Kinds of engines that are up; called only if needed."""
 
-MOST_LOGPROBS = 20
-MOST_SAMPLES = 1_024
-MOST_PROMPTS = 4_096
-MOST_ANSWERS = 8_192  # prompts times samples
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 1_024
+MAX_PROMPTS = 4_096
+MAX_ANSWERS = 8_192  # prompts times samples
 _NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
 _BY_TRIMTAB = {"priority": "x-trimtab-class chooses a class, which has a priority"}
 
 
 @dataclass(frozen=True)
 class OpenAIOptions:
-    """What an answer is to have in it."""
+    """What a response contains."""
 
     chat: bool
     model: str
-    logprobs: int | None = None  # None: none; else how many of the best at each place
+    logprobs: int | None = None  # None: off; else how many top tokens at each position
     token_ids: bool = False
     names_as_ids: bool = False  # tokens are written `token_id:17`
     usage: bool = False  # at the end of a stream
@@ -53,27 +54,27 @@ class OpenAIOptions:
 
 
 class OpenAIReader:
-    """Reads bodies of one gateway."""
+    """Reads request bodies."""
 
-    def __init__(self, texts: PoolTokenizer, model_name: str, default_max_tokens: int) -> None:
-        self._texts, self._model_name, self._default_max_tokens = texts, model_name, default_max_tokens
+    def __init__(self, tokenizer: PoolTokenizer, model_name: str, default_max_tokens: int) -> None:
+        self._tokenizer, self._model_name, self._default_max_tokens = tokenizer, model_name, default_max_tokens
 
     async def model(self) -> str:
-        """As clients call it."""
-        return self._model_name or await self._texts.model()
+        """Model name for clients."""
+        return self._model_name or await self._tokenizer.model()
 
     async def completions(
         self, body: Any, terms: RequestTerms, kinds: ServedKinds
     ) -> tuple[GenerationCall, OpenAIOptions]:
-        """A body of `/v1/completions`."""
+        """Body of `/v1/completions`."""
         fields = BodyFields(body)
         prompts = await self._prompts(fields)
-        logprobs = fields.integer("logprobs", None, 0, MOST_LOGPROBS)
-        most = fields.integer("max_tokens", 16, 1)
-        return await self._read(fields, terms, kinds, prompts, logprobs, most, COMPLETIONS)
+        logprobs = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
+        max_tokens = fields.integer("max_tokens", 16, 1)
+        return await self._read(fields, terms, kinds, prompts, logprobs, max_tokens, COMPLETIONS)
 
     async def chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> tuple[GenerationCall, OpenAIOptions]:
-        """A body of `/v1/chat/completions`."""
+        """Body of `/v1/chat/completions`."""
         fields = BodyFields(body)
         messages = _messages(fields)
         options = {
@@ -84,17 +85,19 @@ class OpenAIReader:
         for kind in kinds() if options else ():
             for name in options.keys() - RENDER_OPTIONS.get(kind, options.keys()):
                 raise fields.wrong(name, f"{kind} engines have no such option for their templates")
-        best = fields.integer("top_logprobs", None, 0, MOST_LOGPROBS)
+        best = fields.integer("top_logprobs", None, 0, MAX_LOGPROBS)
         wanted = fields.boolean("logprobs")
         if best is not None and not wanted:
             raise fields.wrong("top_logprobs", "needs logprobs: true")
-        most = fields.integer("max_completion_tokens", None, 1)
+        max_tokens = fields.integer("max_completion_tokens", None, 1)
         older = fields.integer("max_tokens", None, 1)
-        most = most or older or self._default_max_tokens
-        # All else is looked at before an engine is asked to read anything.
-        call, wishes = await self._read(fields, terms, kinds, [(0,)], (best or 0) if wanted else None, most, CHAT)
-        call.prompts = [await self._texts.render(messages, options)]
-        return call, wishes
+        max_tokens = max_tokens or older or self._default_max_tokens
+        # Everything else is checked before an engine is called.
+        call, output_options = await self._read(
+            fields, terms, kinds, [(0,)], (best or 0) if wanted else None, max_tokens, CHAT
+        )
+        call.prompts = [await self._tokenizer.render(messages, options)]
+        return call, output_options
 
     async def _read(
         self,
@@ -112,7 +115,7 @@ class OpenAIReader:
         for name in options.rest:
             raise options.wrong(name, "there is no such option")
         model = await self._model(fields)
-        wishes = OpenAIOptions(
+        output_options = OpenAIOptions(
             known is CHAT,
             model,
             logprobs,
@@ -123,23 +126,25 @@ class OpenAIReader:
         )
         params = _params(fields, kinds, logprobs, max_tokens, known)
         require_few_answers(fields, "n", len(prompts) * params.n)
-        given = [one for one in prompts if not isinstance(one, str)]
+        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if given and known is COMPLETIONS:
-            await self._texts.check_known(given, fields, "prompt")
-        ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
-        return GenerationCall(ids, [params] * len(ids), terms, stream), wishes
+            await self._tokenizer.check_known(given, fields, "prompt")
+        ids = [await self._tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return GenerationCall(ids, [params] * len(ids), terms, stream), output_options
 
     async def _model(self, fields: BodyFields) -> str:
-        asked = fields.text("model")
-        if not asked and self._model_name:
+        wanted = fields.text("model")
+        if not wanted and self._model_name:
             return self._model_name
         model = await self.model()
-        if asked and asked != model:
-            raise Refusal(404, f"there is no model {asked!r} here; {model!r} is", param="model", code="model_not_found")
+        if wanted and wanted != model:
+            raise Refusal(
+                404, f"there is no model {wanted!r} here; {model!r} is", param="model", code="model_not_found"
+            )
         return model
 
     async def _prompts(self, fields: BodyFields) -> list[tuple[int, ...] | str]:
-        """Text, texts, ids or lists of ids; texts are read later."""
+        """Text, texts, ids or lists of ids; texts are tokenized later."""
         prompt = fields.take("prompt")
         if prompt is None:
             raise fields.wrong("prompt", "is missing")
@@ -147,12 +152,12 @@ class OpenAIReader:
             found: list[tuple[int, ...] | str] = [prompt]
         elif not isinstance(prompt, list) or not prompt:
             raise fields.wrong("prompt", "a text, texts, token ids, or lists of token ids; not empty")
-        elif all(isinstance(one, str) for one in prompt):
+        elif all(isinstance(text, str) for text in prompt):
             found = list(prompt)
         else:
             found = list(fields.prompts("prompt", prompt))
-        if len(found) > MOST_PROMPTS:
-            raise fields.wrong("prompt", f"{len(found)} prompts in one call; {MOST_PROMPTS} are the most")
+        if len(found) > MAX_PROMPTS:
+            raise fields.wrong("prompt", f"{len(found)} prompts in one call; the maximum is {MAX_PROMPTS}")
         if "" in found or () in found:
             raise fields.wrong("prompt", "an empty prompt")
         return found
@@ -161,49 +166,50 @@ class OpenAIReader:
 def _params(
     fields: BodyFields, kinds: ServedKinds, logprobs: int | None, max_tokens: int, known: tuple[str, ...]
 ) -> SamplingParams:
-    n = fields.integer("n", 1, 1, MOST_SAMPLES)
+    n = fields.integer("n", 1, 1, MAX_SAMPLES)
     if fields.rest.get("best_of") == n:
         fields.take("best_of")
     seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
     stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
-    least = fields.integer("min_tokens", 0, 0)
-    if least > max_tokens:
-        raise fields.wrong("min_tokens", f"{least} is more than max_tokens, which is {max_tokens}")
+    min_tokens = fields.integer("min_tokens", 0, 0)
+    if min_tokens > max_tokens:
+        raise fields.wrong("min_tokens", f"{min_tokens} is more than max_tokens, which is {max_tokens}")
     temperature, top_p = fields.number("temperature", 1.0, 0.0), fields.number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise fields.wrong("top_p", "0 leaves no token to choose from")
     top_k = max(0, fields.integer("top_k", 0, -1))
     for name in _NO_EFFECT:
         fields.take(name)
-    extra = left_over(fields, kinds, known)
+    extra = take_engine_extras(fields, kinds, known)
     return SamplingParams(
-        max_tokens, least, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
+        max_tokens, min_tokens, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
         extras.may_resume(extra, seed, stop, kinds()) if extra else None,
     )  # fmt: skip
 
 
 def require_few_answers(fields: BodyFields, name: str, answers: int) -> None:
-    """That a call asks not for more than it may."""
-    if answers > MOST_ANSWERS:
-        raise fields.wrong(name, f"{answers} answers in one call; {MOST_ANSWERS} are the most")
+    if answers > MAX_ANSWERS:
+        raise fields.wrong(name, f"{answers} answers in one call; the maximum is {MAX_ANSWERS}")
 
 
-def left_over(fields: BodyFields, kinds: ServedKinds, known: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
-    """What the engines are to see of a body."""
+def take_engine_extras(
+    fields: BodyFields, kinds: ServedKinds, known: tuple[str, ...], prefix: str = ""
+) -> dict[str, Any]:
+    """Fields of a body that are passed on to the engines."""
     fields.neutral(extras.NEUTRAL)
     for name in fields.rest.keys() & _BY_TRIMTAB.keys():
         raise fields.wrong(name, _BY_TRIMTAB[name])
-    return extras.passed_on(fields.rest, kinds(), known, prefix) if fields.rest else {}
+    return extras.engine_extras(fields.rest, kinds(), known, prefix) if fields.rest else {}
 
 
 def _messages(fields: BodyFields) -> list[dict[str, Any]]:
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.wrong("messages", "a list of messages, at least one")
-    for place, one in enumerate(messages):
-        if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise fields.wrong(f"messages[{place}]", "an object with a role and a content")
-        content = one.get("content")
+        content = message.get("content")
         if content is not None and not isinstance(content, (str, list)):
             raise fields.wrong(f"messages[{place}].content", "a text, or a list of parts")
     return messages

@@ -1,8 +1,8 @@
-"""The gateway as a server: a socket, uvicorn on the caller's event loop, and an orderly end.
+"""Gateway server: a socket, uvicorn on the caller's event loop, and a graceful stop.
 
-It starts no thread and takes no signal: whoever starts it stops it. A stop refuses new requests at once, lets those
-under way end until the deadline, then answers them with what they have; nobody is left with a silent connection. The
-pool belongs to the caller and is neither started nor stopped here.
+It starts no thread and handles no signal. A stop refuses new requests at once, lets open ones finish until the
+deadline, then answers them with what they have; no connection is left silent. The pool belongs to the caller and is
+neither started nor stopped here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trimtab.runtime.rollout.pool import RolloutPool
 log = logging.getLogger("trimtab.gateway")
 
 FILES_BESIDE = 512
-FILES_FEW = 4_096  # fewer is worth a word
+FILES_FEW = 4_096  # fewer: log a warning
 KEEP_ALIVE_S = 75
-CUT_S = 5.0  # for answers to be written once they were cut
+ABORT_WRITE_S = 5.0  # to write aborted responses
 START_S = 10.0
 
 
 class Gateway:
-    """The HTTP front of one pool."""
+    """HTTP server of one pool."""
 
     def __init__(self, pool: RolloutPool, settings: GatewaySettings) -> None:
         self.settings = settings
@@ -42,33 +42,31 @@ class Gateway:
 
     @property
     def port(self) -> int:
-        """Where it listens, once it does; 0 before."""
+        """0 before the start."""
         return 0 if self._socket is None else int(self._socket.getsockname()[1])
 
     @property
     def url(self) -> str:
-        """Where it listens, once it does."""
         host = "127.0.0.1" if self.settings.host in ("0.0.0.0", "") else self.settings.host
         host = "::1" if host == "::" else host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def open(self) -> int:
-        """How many requests are being answered."""
         return self.app.serving.open
 
     async def start(self) -> None:
-        """Listens and answers; InputError where the port is taken."""
+        """InputError if the port is taken."""
         if self._running is not None:
             raise InputError("the gateway runs already")
         self._socket = listening(self.settings.host, self.settings.port)
-        # A connection to the client and one to the engine for each.
+        # Two connections per request: client and engine.
         files = allow_files(2 * self.settings.max_concurrent + FILES_BESIDE)
         if files < FILES_FEW:
-            log.warning("at most %d open files are allowed here: about %d requests at once", files, files // 2)
+            log.warning("at most %d open files are allowed here: about %d concurrent requests", files, files // 2)
         self._server = quiet_server(
             self.app, http=limited(self.settings.head_s, self.settings.max_head_bytes),
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(CUT_S),
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(ABORT_WRITE_S),
         )  # fmt: skip
         self._running = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="gateway")
         for _ in range(int(START_S / 0.005)):
@@ -80,15 +78,15 @@ class Gateway:
             raise UnreachableError(f"the gateway did not start within {START_S:g} s")
 
     async def stop(self, drain_s: float = 10.0) -> None:
-        """Ends in order; see the module. Harmless when it never started."""
+        """Stops gracefully; see the module. Harmless if it never started."""
         serving, running = self.app.serving, self._running
         serving.stopping = True
         if running is not None and self._server is not None:
             if not await serving.until_empty(drain_s):
-                serving.cut()
-                await serving.until_empty(CUT_S)
+                serving.abort_all()
+                await serving.until_empty(ABORT_WRITE_S)
             self._server.should_exit = True
-            await asyncio.wait({running}, timeout=CUT_S + 1)
+            await asyncio.wait({running}, timeout=ABORT_WRITE_S + 1)
             if not running.done():
                 self._server.force_exit = True
                 running.cancel()

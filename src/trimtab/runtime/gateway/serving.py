@@ -1,8 +1,8 @@
-"""Answering generations: a call in, its answer out, and nothing left running behind it.
+"""Answers generation calls.
 
-What must never happen: a request that goes on in the pool after its client has gone; a stream that ends without saying
-so; two answers to one call. A call counts from the moment its head was read until its last byte was written, so that a
-stop knows what is under way.
+What must never happen: a request that stays in the pool after its client has disconnected; a stream that ends without a
+final event; two responses to one call. A call counts as open from its head to the last byte of its response, so that a
+stop knows what is open.
 """
 
 from __future__ import annotations
@@ -15,86 +15,83 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP
-from trimtab.runtime.gateway.answer_forms import ResponseFormat
-from trimtab.runtime.gateway.bodies import BodyParser
-from trimtab.runtime.gateway.calls import GenerationCall, answers, heads_of, samples_of
-from trimtab.runtime.gateway.errors import Refusal, failed, told
+from trimtab.runtime.gateway.calls import GenerationCall, PendingCall, is_answer, response_headers, samples_of
+from trimtab.runtime.gateway.errors import Refusal, refusal_for_error, refusal_for_sample
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
+from trimtab.runtime.gateway.fields import BodyParser
 from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Scope
 from trimtab.runtime.gateway.headers import RequestTerms, read_terms
 from trimtab.runtime.gateway.metrics import GatewayMetrics
 from trimtab.runtime.gateway.openai import ServedKinds
-from trimtab.runtime.gateway.pool_calls import PendingCall
+from trimtab.runtime.gateway.response_format import ResponseFormat
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, RefusedError
 
 Read = Callable[[Any, RequestTerms, ServedKinds], Awaitable[ResponseFormat]]
-"""Understands a body, with the kinds of engines that are up, and says how it is answered."""
+"""Reads a body, given the kinds of engines that are up."""
 
 Refused = Callable[[Refusal], dict[str, object]]
-"""How a dialect says that it will not."""
+"""Formats a refusal."""
 
 STOPPING = "the gateway stops"
-LOOKED_EVERY_S = 0.5
-LEAST_SHARE = 16
+REFRESH_S = 0.5
+MIN_SHARE = 16
 
 
 class GenerationTracker:
-    """What is being answered now."""
+    """Open calls."""
 
     def __init__(
-        self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, meters: GatewayMetrics
+        self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, metrics: GatewayMetrics
     ) -> None:
-        self.pool, self.settings, self.guard, self.meters = pool, settings, guard, meters
+        self.pool, self.settings, self.guard, self.metrics = pool, settings, guard, metrics
         self.bodies = BodyParser()
         self.stopping = False
         self._open: set[HttpExchange] = set()
-        self.waiting: dict[HttpExchange, PendingCall] = {}  # those whose answers come in one piece
+        self.waiting: dict[HttpExchange, PendingCall] = {}  # calls answered in one piece
         self._empty = asyncio.Event()
         self._kinds: frozenset[str] = frozenset()
         self._capacity = 0
-        self._looked_until = 0.0
+        self._fresh_until = 0.0
 
     @property
     def open(self) -> int:
-        """How many are being answered."""
         return len(self._open)
 
     def kinds(self) -> frozenset[str]:
-        """Of the engines that are up, as seen a moment ago."""
-        self._look()
+        """Kinds of engines that are up, cached for a moment."""
+        self._refresh()
         return self._kinds
 
     def share(self) -> int:
-        """How many requests of one call may be in the pool at a time: enough to keep all engines busy."""
-        self._look()
-        return max(LEAST_SHARE, 2 * self._capacity)
+        """Requests of one call that may be in the pool at a time: enough to keep all engines busy."""
+        self._refresh()
+        return max(MIN_SHARE, 2 * self._capacity)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         now = time.monotonic()
-        if now > self._looked_until or not self._kinds:
+        if now > self._fresh_until or not self._kinds:
             views = [view for view in self.pool.workers() if view.state in UP]
             engines = (self.pool.engine(view.worker) for view in views)
             self._kinds = frozenset(engine.kind for engine in engines if engine is not None)
             self._capacity = sum(view.spec.limit for view in views)
-            self._looked_until = now + LOOKED_EVERY_S
+            self._fresh_until = now + REFRESH_S
 
     def enter(self, exchange: HttpExchange) -> None:
-        """Counts it among those under way; refuses it where there are too many."""
+        """Counts a call as open, or refuses it."""
         if self.stopping:
             exchange.closing = True
             raise Refusal(503, STOPPING, code="stopping", headers={"retry-after": "5"})
         if len(self._open) >= self.settings.max_concurrent:
             raise Refusal(
-                503, f"{len(self._open)} requests are being answered already, and that is the limit",
+                503, f"{len(self._open)} requests are open, which is the limit",
                 code="too_many", headers={"retry-after": "1"},
             )  # fmt: skip
         self._open.add(exchange)
         self._empty.clear()
 
     def leave(self, exchange: HttpExchange) -> None:
-        """It is over."""
         exchange.unwatch()
         self.waiting.pop(exchange, None)
         self._open.discard(exchange)
@@ -102,7 +99,7 @@ class GenerationTracker:
             self._empty.set()
 
     async def until_empty(self, within_s: float) -> bool:
-        """Whether all that was under way has ended by then."""
+        """Whether all open calls ended in time."""
         if self._open and within_s > 0:
             try:
                 await asyncio.wait_for(self._empty.wait(), within_s)
@@ -110,31 +107,30 @@ class GenerationTracker:
                 return False
         return not self._open
 
-    def cut(self) -> None:
-        """What is under way is answered now, with what there is."""
+    def abort_all(self) -> None:
+        """Answers all open calls now, with what there is."""
         for exchange in list(self._open):
             waiting = self.waiting.get(exchange)
             if waiting is not None:
                 exchange.closing = True
-                waiting.cancel()  # its answers come at once, as they are
+                waiting.cancel()  # partial answers come at once
             else:
-                exchange.cut_short(STOPPING)
+                exchange.abort(STOPPING)
 
 
 class GenerationEndpoint:
-    """One endpoint: ASGI, because every token goes through it."""
+    """One endpoint; plain ASGI, because every token passes here."""
 
     def __init__(self, serving: GenerationTracker, name: str, read: Read, refused: Refused) -> None:
         self._serving, self._name, self._read, self._refused = serving, name, read, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
         serving = self._serving
         exchange = HttpExchange(scope, receive, send, serving.settings.write_s)
         began = asyncio.get_running_loop().time()
         try:
-            if not serving.settings.answers_openly:
-                serving.guard.check_token(exchange.heads)
+            if not serving.settings.allows_anonymous:
+                serving.guard.check_token(exchange.headers)
             serving.enter(exchange)
             try:
                 await self._answer(exchange)
@@ -143,20 +139,20 @@ class GenerationEndpoint:
         except Refusal as refusal:
             await self._refuse(exchange, refusal)
         except TrimtabError as error:
-            await self._refuse(exchange, told(error))
+            await self._refuse(exchange, refusal_for_error(error))
         except ClientLeft:
-            exchange.left = True
+            exchange.client_gone = True
         except asyncio.CancelledError:
-            if not (exchange.left or exchange.cut):
-                raise  # the server itself is ended
-            if exchange.cut:
-                await self._refuse(exchange, Refusal(503, exchange.cut, code="stopping"))
-        serving.meters.answered(self._name, exchange, asyncio.get_running_loop().time() - began)
+            if not (exchange.client_gone or exchange.abort_reason):
+                raise  # the server stops
+            if exchange.abort_reason:
+                await self._refuse(exchange, Refusal(503, exchange.abort_reason, code="stopping"))
+        serving.metrics.answered(self._name, exchange, asyncio.get_running_loop().time() - began)
 
     async def _answer(self, exchange: HttpExchange) -> None:
         serving = self._serving
-        terms = read_terms(exchange.heads, serving.settings.deadline_s)
-        body = await serving.bodies.parsed(await serving.guard.body(exchange.heads, exchange.receive))
+        terms = read_terms(exchange.headers, serving.settings.deadline_s)
+        body = await serving.bodies.parsed(await serving.guard.body(exchange.headers, exchange.receive))
         exchange.watch()
         form = await self._read(body, terms, serving.kinds)
         if form.call.stream:
@@ -170,11 +166,11 @@ class GenerationEndpoint:
         completions = await waiting.answers()
         del serving.waiting[exchange]
         samples = samples_of(completions)
-        serving.meters.made(samples)
-        if not any(map(answers, samples)):
-            raise failed(samples[0])
+        serving.metrics.made(samples)
+        if not any(map(is_answer, samples)):
+            raise refusal_for_sample(samples[0])
         answer = await form.whole(completions)
-        await exchange.json(answer, heads=heads_of(form.call, samples))
+        await exchange.json(answer, headers=response_headers(form.call, samples))
 
     async def _stream(self, exchange: HttpExchange, form: ResponseFormat) -> None:
         serving, begun, tail = self._serving, False, b""
@@ -184,63 +180,63 @@ class GenerationEndpoint:
                 async for place, chunk in chunks:
                     sample = chunk.sample
                     if not begun:
-                        if sample is not None and left == 1 and not answers(sample):
-                            raise failed(sample)
+                        if sample is not None and left == 1 and not is_answer(sample):
+                            raise refusal_for_sample(sample)
                         await exchange.events([(b"x-trimtab-id", form.call.id.encode("ascii", "replace"))])
                         begun = True
                     if sample is not None:
-                        serving.meters.made((sample,))
+                        serving.metrics.made((sample,))
                         left -= 1
                     event = await form.event(place, chunk)
                     if not left:
-                        tail = event  # goes out together with the end
+                        tail = event  # sent together with the end
                     elif event:
                         await exchange.write(event)
         except asyncio.CancelledError:
-            if not exchange.cut or not begun:
+            if not exchange.abort_reason or not begun:
                 raise
-            await exchange.write(form.cut(exchange.cut))
+            await exchange.write(form.aborted(exchange.abort_reason))
         except (TrimtabError, Refusal) as fault:
             if not begun:
                 raise
-            await exchange.write(form.fault(fault if isinstance(fault, Refusal) else told(fault)))
+            await exchange.write(form.fault(fault if isinstance(fault, Refusal) else refusal_for_error(fault)))
         await exchange.write(tail + form.end(), more=False)
 
     async def _refuse(self, exchange: HttpExchange, refusal: Refusal) -> None:
         exchange.unwatch()
         if exchange.status:
-            return  # it has begun; the broken connection is what is left to say
-        heads = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-        await exchange.json(self._refused(refusal), refusal.status, heads)
+            return  # the response has begun; only the connection can be closed
+        headers = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
+        await exchange.json(self._refused(refusal), refusal.status, headers)
 
 
 async def chunks_of(pool: RolloutPool, call: GenerationCall, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """What comes of all prompts of a call, with the place of the prompt; ending it cancels what still runs.
+    """Chunks of all prompts of a call, with the prompt's index; closing it cancels the requests.
 
-    As many prompts stream at a time as the call's share has samples for, at least one.
+    As many prompts stream at a time as fit in the call's share, at least one.
     """
     if len(call.prompts) == 1:
-        async with aclosing(_stream_of(pool, call, 0)) as only:
-            async for chunk in only:
+        async with aclosing(_stream_of(pool, call, 0)) as stream:
+            async for chunk in stream:
                 yield 0, chunk
         return
     queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue()
-    beside = max(1, share // call.params[0].n)
-    turns = asyncio.Semaphore(beside)
+    concurrent = max(1, share // call.params[0].n)
+    turns = asyncio.Semaphore(concurrent)
     tasks = [
-        asyncio.create_task(_pump(pool, call, place, queue, turns, patient=place >= beside))
+        asyncio.create_task(_pump(pool, call, place, queue, turns, retry=place >= concurrent))
         for place in range(len(call.prompts))
     ]
     try:
         left = len(tasks)
         while left:
-            place, came = await queue.get()
-            if came is None:
+            place, item = await queue.get()
+            if item is None:
                 left -= 1
-            elif isinstance(came, BaseException):
-                raise came
+            elif isinstance(item, BaseException):
+                raise item
             else:
-                yield place, came
+                yield place, item
     finally:
         for task in tasks:
             task.cancel()
@@ -254,9 +250,9 @@ async def _pump(
     queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]],
     turns: asyncio.Semaphore,
     *,
-    patient: bool,
+    retry: bool,
 ) -> None:
-    """One prompt's chunks; a full queue refuses the call, or is waited for once the call has begun."""
+    """Chunks of one prompt; a full queue refuses the call, or is waited for once the call has begun."""
     try:
         async with turns:
             while True:
@@ -266,7 +262,7 @@ async def _pump(
                             queue.put_nowait((place, chunk))
                     break
                 except RefusedError as refused:  # before the first chunk
-                    if not patient:
+                    if not retry:
                         raise
                     await asyncio.sleep(refused.retry_after_s)
     except Exception as fault:

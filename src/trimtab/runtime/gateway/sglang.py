@@ -1,8 +1,8 @@
-"""SGLang's dialect: `/generate`, with its `meta_info`.
+"""SGLang API: `/generate`, with `meta_info`.
 
-One prompt or a batch, as text or token ids, with one set of parameters or one for each. Events of a stream tell the
-whole answer so far, as SGLang's do. `weight_version` is the version that made the last token and `weight_versions` says
-which made which. How many tokens of a prompt were cached is not known here, so that is not said.
+One prompt or a batch, as text or token ids, with common parameters or one set per prompt. Stream events are cumulative,
+as SGLang's are. `weight_version` is the version of the last token, and `weight_versions` those of all spans. The number
+of cached prompt tokens is unknown here and left out.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End
 from trimtab.runtime.gateway import engine_fields as extras
-from trimtab.runtime.gateway.answer_forms import flag, sse, to_json
 from trimtab.runtime.gateway.calls import GenerationCall, details, new_id
-from trimtab.runtime.gateway.errors import Refusal, failed
+from trimtab.runtime.gateway.errors import Refusal, refusal_for_sample
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.openai import (
-    MOST_LOGPROBS,
-    MOST_PROMPTS,
-    MOST_SAMPLES,
+    MAX_LOGPROBS,
+    MAX_PROMPTS,
+    MAX_SAMPLES,
     ServedKinds,
-    left_over,
     require_few_answers,
+    take_engine_extras,
 )
+from trimtab.runtime.gateway.response_format import flag, sse, to_json
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample, SamplingParams
 
@@ -39,29 +39,29 @@ SAMPLING = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "n", "stop", "stop_token_ids", "sampling_seed",
 )  # fmt: skip
 DONE = b"data: [DONE]\n\n"
-_ALL_TOKENS = 1 << 30  # its own way to say that top_k has no limit
+_ALL_TOKENS = 1 << 30  # SGLang's value for no limit of top_k
 
 
 @dataclass(frozen=True)
 class SglangOptions:
-    """What an answer is to have in it."""
+    """What a response contains."""
 
     single: bool  # one prompt, not in a list
-    names: tuple[str, ...]  # what the client calls each prompt's request
+    names: tuple[str, ...]  # the client's id of each prompt's request
     logprobs: bool = False
-    texts: bool = False  # of the tokens that have log-probabilities
+    token_texts: bool = False  # text of tokens with log-probabilities
 
 
 class SglangReader:
-    """Reads bodies of one gateway."""
+    """Reads request bodies."""
 
-    def __init__(self, texts: PoolTokenizer) -> None:
-        self._texts = texts
+    def __init__(self, tokenizer: PoolTokenizer) -> None:
+        self._tokenizer = tokenizer
 
     async def generate(
         self, body: Any, terms: RequestTerms, kinds: ServedKinds
     ) -> tuple[GenerationCall, SglangOptions]:
-        """A body of `/generate`."""
+        """Body of `/generate`."""
         fields = BodyFields(body)
         single, prompts = _prompts(fields)
         call_id = new_id()
@@ -69,19 +69,19 @@ class SglangReader:
         logprobs = fields.boolean("return_logprob")
         start = fields.integer("logprob_start_len", -1)
         if logprobs and start != -1:
-            raise fields.wrong("logprob_start_len", "log-probabilities of prompts are not told here; only -1")
-        best = fields.integer("top_logprobs_num", 0, 0, MOST_LOGPROBS)
+            raise fields.wrong("logprob_start_len", "log-probabilities of prompts are not supported; only -1")
+        best = fields.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
         with_text = fields.boolean("return_text_in_logprobs")
         stream = fields.boolean("stream")
         params = _all_params(fields, kinds, best if logprobs else None, len(prompts))
         require_few_answers(fields, "sampling_params.n", len(prompts) * params[0].n)
         fields.neutral(extras.NEUTRAL | _NEUTRAL)
         for name in fields.rest:
-            raise fields.wrong(name, "this gateway knows no such field, and cannot pass it on")
-        given = [one for one in prompts if not isinstance(one, str)]
+            raise fields.wrong(name, "unknown field, which cannot be passed on")
+        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if given:
-            await self._texts.check_known(given, fields, "input_ids")
-        ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
+            await self._tokenizer.check_known(given, fields, "input_ids")
+        ids = [await self._tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return GenerationCall(ids, params, terms, stream, call_id), SglangOptions(single, names, logprobs, with_text)
 
 
@@ -103,7 +103,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def _prompts(fields: BodyFields) -> tuple[bool, list[tuple[int, ...] | str]]:
     text, ids = fields.take("text"), fields.take("input_ids")
     if (text is None) == (ids is None):
-        raise Refusal(400, "one of text and input_ids, and not both", param="text", code="invalid_value")
+        raise Refusal(400, "give either text or input_ids", param="text", code="invalid_value")
     name, given = ("text", text) if ids is None else ("input_ids", ids)
     found: list[tuple[int, ...] | str]
     if isinstance(given, str) and name == "text":
@@ -111,13 +111,13 @@ def _prompts(fields: BodyFields) -> tuple[bool, list[tuple[int, ...] | str]]:
     elif not isinstance(given, list) or not given:
         raise fields.wrong(name, "is empty" if given == [] else "is neither a prompt nor a list of them")
     elif name == "text":
-        if not all(isinstance(one, str) for one in given):
+        if not all(isinstance(text, str) for text in given):
             raise fields.wrong(name, "a text, or a list of texts")
         single, found = False, list(given)
     else:
         single, found = not isinstance(given[0], list), list(fields.prompts(name, given))
-    if len(found) > MOST_PROMPTS:
-        raise fields.wrong(name, f"{len(found)} prompts in one call; {MOST_PROMPTS} are the most")
+    if len(found) > MAX_PROMPTS:
+        raise fields.wrong(name, f"{len(found)} prompts in one call; the maximum is {MAX_PROMPTS}")
     if "" in found or () in found:
         raise fields.wrong(name, "an empty prompt")
     return single, found
@@ -128,7 +128,7 @@ def _names(fields: BodyFields, call_id: str, single: bool, prompts: int) -> tupl
     if rid is None:
         return (call_id,) if single else tuple(f"{call_id}-{place}" for place in range(prompts))
     found = [rid] if isinstance(rid, str) else rid
-    if not isinstance(found, list) or len(found) != prompts or not all(isinstance(one, str) for one in found):
+    if not isinstance(found, list) or len(found) != prompts or not all(isinstance(name, str) for name in found):
         raise fields.wrong("rid", "a string for each prompt")
     return tuple(found)
 
@@ -139,50 +139,49 @@ def _all_params(fields: BodyFields, kinds: ServedKinds, logprobs: int | None, pr
         return [_params(given or {}, kinds, logprobs, "sampling_params")] * prompts
     if len(given) != prompts:
         raise fields.wrong("sampling_params", f"{len(given)} sets of parameters for {prompts} prompts")
-    found = [_params(one, kinds, logprobs, f"sampling_params[{place}]") for place, one in enumerate(given)]
-    if len({one.n for one in found}) > 1:
+    found = [_params(each, kinds, logprobs, f"sampling_params[{place}]") for place, each in enumerate(given)]
+    if len({params.n for params in found}) > 1:
         raise fields.wrong("sampling_params", "n is the same for all prompts of one call")
     return found
 
 
 def _params(given: Any, kinds: ServedKinds, logprobs: int | None, within: str) -> SamplingParams:
     fields = BodyFields(given, within=within)
-    most = fields.integer("max_new_tokens", 128, 1)
-    least = fields.integer("min_new_tokens", 0, 0)
-    if least > most:
-        raise fields.wrong("min_new_tokens", f"{least} is more than max_new_tokens, which is {most}")
+    max_tokens = fields.integer("max_new_tokens", 128, 1)
+    min_tokens = fields.integer("min_new_tokens", 0, 0)
+    if min_tokens > max_tokens:
+        raise fields.wrong("min_new_tokens", f"{min_tokens} is more than max_new_tokens, which is {max_tokens}")
     temperature, top_p = fields.number("temperature", 1.0, 0.0), fields.number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise fields.wrong("top_p", "0 leaves no token to choose from")
     top_k = fields.integer("top_k", -1, -1)
-    n = fields.integer("n", 1, 1, MOST_SAMPLES)
+    n = fields.integer("n", 1, 1, MAX_SAMPLES)
     stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
     seed = fields.integer("sampling_seed", None, -(2**63), 2**63 - 1)
-    extra = left_over(fields, kinds, SAMPLING, f"{within}.")
+    extra = take_engine_extras(fields, kinds, SAMPLING, f"{within}.")
     return SamplingParams(
-        most, least, temperature, top_p, 0 if top_k in (-1, _ALL_TOKENS) else top_k, n, stop, stop_ids, seed, logprobs,
-        extra, extras.may_resume(extra, seed, stop, kinds()) if extra else None,
+        max_tokens, min_tokens, temperature, top_p, 0 if top_k in (-1, _ALL_TOKENS) else top_k, n, stop, stop_ids, seed,
+        logprobs, extra, extras.may_resume(extra, seed, stop, kinds()) if extra else None,
     )  # fmt: skip
 
 
 class SglangFormat:
-    """How one call is answered."""
+    """Response to one call."""
 
-    def __init__(self, call: GenerationCall, wishes: SglangOptions, texts: PoolTokenizer) -> None:
-        self.call, self._wishes, self._texts = call, wishes, texts
+    def __init__(self, call: GenerationCall, output_options: SglangOptions, tokenizer: PoolTokenizer) -> None:
+        self.call, self._output, self._tokenizer = call, output_options, tokenizer
         self._began = time.monotonic()
         extra = call.params[0].extra
         self._special = not flag(extra, "skip_special_tokens", True)
         self._keep_stop = flag(extra, "no_stop_trim", False)
         self._flows: dict[int, _SampleStream] = {}
-        self._many = not wishes.single or call.params[0].n > 1
+        self._many = not output_options.single or call.params[0].n > 1
 
     async def whole(self, completions: Sequence[Completion]) -> Any:
-        """The answer, or a list of them."""
         found = []
         for place, completion in enumerate(completions):
             for index, sample in enumerate(completion.samples):
-                text = await self._texts.written(sample, special=self._special, keep_stop=self._keep_stop)
+                text = await self._tokenizer.text_of(sample, special=self._special, keep_stop=self._keep_stop)
                 meta = await self._meta(place, index, sample)
                 found.append({"text": text, "output_ids": list(sample.token_ids), "meta_info": meta})
         return found if self._many else found[0]
@@ -192,15 +191,15 @@ class SglangFormat:
         number = self.call.number(prompt, chunk.index)
         flow = self._flows.get(number)
         if flow is None:
-            text = TextStream(self._texts, special=self._special, keep_stop=self._keep_stop)
+            text = TextStream(self._tokenizer, special=self._special, keep_stop=self._keep_stop)
             flow = self._flows[number] = _SampleStream(prompt, chunk.index, text)
         flow.take(chunk, await flow.text.more(chunk))
-        if chunk.sample is None and not self._wishes.logprobs:
+        if chunk.sample is None and not self._output.logprobs:
             return self._goes_on(number, flow)
         return await self._said(number, flow, chunk.sample)
 
     def _goes_on(self, number: int, flow: _SampleStream) -> bytes:
-        """An event in the middle. It tells all tokens so far, so what was told before is not written anew each time."""
+        """An intermediate event. It repeats all tokens so far, so their JSON is kept."""
         where = f',"index":{number}' if self._many else ""
         return (
             f'data: {{"text":"{flow.text_json}","output_ids":[{flow.ids_json[1:]}],"meta_info":{{'
@@ -219,9 +218,8 @@ class SglangFormat:
             answer["index"] = number
         return sse(to_json(answer))
 
-    def cut(self, why: str) -> bytes:
-        """Ends the answers that have not ended."""
-        said = []
+    def aborted(self, why: str) -> bytes:
+        events = []
         for place, params in enumerate(self.call.params):
             for index in range(params.n):
                 number = self.call.number(place, index)
@@ -236,19 +234,17 @@ class SglangFormat:
                 }
                 text, ids = ("", []) if flow is None else (flow.text.text, flow.ids)
                 answer: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": meta}
-                said.append(sse(to_json(answer | ({"index": number} if self._many else {}))))
-        return b"".join(said)
+                events.append(sse(to_json(answer | ({"index": number} if self._many else {}))))
+        return b"".join(events)
 
     def fault(self, refusal: Refusal) -> bytes:
-        """An error within the stream."""
         return sse(to_json(refusal.plain()))
 
     def end(self) -> bytes:
-        """The end."""
         return DONE
 
     def _name(self, place: int, index: int) -> str:
-        name = self._wishes.names[place]
+        name = self._output.names[place]
         return name if self.call.params[place].n == 1 else f"{name}-{index}"
 
     async def _meta(self, place: int, index: int, sample: Sample) -> dict[str, Any]:
@@ -267,48 +263,51 @@ class SglangFormat:
                     {"version": str(span.version), "start": start, "end": start + span.tokens}
                 )
                 start += span.tokens
-        if self._wishes.logprobs:
-            await self._measure(meta, sample)
+        if self._output.logprobs:
+            await self._add_logprobs(meta, sample)
         if sample.request and (self.call.terms.details or not sample.ok):
             meta["trimtab"] = details(sample)
         return meta
 
-    async def _measure(self, meta: dict[str, Any], sample: Sample) -> None:
+    async def _add_logprobs(self, meta: dict[str, Any], sample: Sample) -> None:
         ids, logprobs = sample.token_ids, sample.logprobs or (None,) * len(sample.token_ids)
         best = sample.best or ()
-        every = [*ids, *(one for ranking in best for one, _ in ranking)]
+        every = [*ids, *(token for ranking in best for token, _ in ranking)]
         names: dict[int, str] = {}
-        if self._wishes.texts:
-            names = dict(zip(every, await self._texts.names(every), strict=True))
+        if self._output.token_texts:
+            names = dict(zip(every, await self._tokenizer.names(every), strict=True))
         meta["input_token_logprobs"] = []
-        meta["output_token_logprobs"] = [[value, one, names.get(one)] for one, value in zip(ids, logprobs, strict=True)]
+        meta["output_token_logprobs"] = [
+            [value, token, names.get(token)] for token, value in zip(ids, logprobs, strict=True)
+        ]
         if self.call.params[0].logprobs:
-            meta["output_top_logprobs"] = [[[value, one, names.get(one)] for one, value in places] for places in best]
+            meta["output_top_logprobs"] = [
+                [[value, token, names.get(token)] for token, value in places] for places in best
+            ]
 
 
 class _SampleStream:
-    """One answer while it streams."""
+    """A streaming answer."""
 
     def __init__(self, prompt: int, index: int, text: TextStream) -> None:
         self.prompt, self.index, self.text = prompt, index, text
         self.ids: list[int] = []
         self._logprobs: list[float | None] = []
         self._best: list[Any] = []
-        self.text_json = ""  # what was said so far, as JSON has it between the quotes
-        self.ids_json = ""  # each with a comma before it
+        self.text_json = ""  # text so far, as JSON without quotes
+        self.ids_json = ""  # each with a leading comma
         self.ended = False
 
     def take(self, chunk: Chunk, text: str) -> None:
-        """More of it, with the text that it adds."""
         self.text_json += to_json(text)[1:-1]
-        self.ids_json += "".join([f",{one}" for one in chunk.token_ids])
+        self.ids_json += "".join([f",{token}" for token in chunk.token_ids])
         self.ids += chunk.token_ids
         self._logprobs += chunk.logprobs or ()
         self._best += chunk.best or ()
         self.ended = chunk.sample is not None
 
     def so_far(self) -> Sample:
-        """As an answer that goes on."""
+        """As an unfinished sample."""
         return replace(_GOES_ON, token_ids=tuple(self.ids), logprobs=tuple(self._logprobs), best=tuple(self._best))
 
 
@@ -323,8 +322,8 @@ def _finish(sample: Sample) -> dict[str, Any]:
         if matched is None and sample.token_ids:
             matched = sample.token_ids[-1]  # the end token
         return {"type": "stop", "matched": matched}
-    told: dict[str, Any] = {"type": "abort", "message": sample.reason.sentence}
+    finish: dict[str, Any] = {"type": "abort", "message": sample.reason.sentence}
     if sample.end is End.failed:
-        # Its own way to say that nobody aborted anything.
-        told |= {"status_code": failed(sample).status, "err_type": sample.reason.code.value}
-    return told
+        # SGLang's way to report a failure.
+        finish |= {"status_code": refusal_for_sample(sample).status, "err_type": sample.reason.code.value}
+    return finish

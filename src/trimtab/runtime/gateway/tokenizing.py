@@ -1,8 +1,8 @@
-"""Text in and out of a pool that speaks token ids: any worker that serves is asked, one after another in turn.
+"""Tokenizer of a pool: calls the tokenizers of its workers in turn.
 
-All engines of a pool have one model, so any of them may read. One that fails is passed over and the next is asked; what
-one refuses (a template that a message does not fit) all would, so that is the client's to know. The text of an answer
-that was cut is written from its ids: a character may lie across the cut, and neither engine has seen the whole of it.
+All engines of a pool have the same model, so any of them may tokenize. If a worker fails, the next is tried; what one
+rejects (for example a message that does not fit the template) all would reject, so that is reported to the client. The
+text of an interrupted answer is written from its ids: a character may span the interruption.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from trimtab.model.rollout import UP, End, WorkerState
 from trimtab.runtime.engines.engine import EngineError, EngineRefusedError
-from trimtab.runtime.engines.texts import Tokenizer, texts_of
+from trimtab.runtime.engines.tokenizer import Tokenizer, tokenizer_of
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -23,10 +23,10 @@ from trimtab.runtime.rollout.sampling import Chunk, Sample
 
 T = TypeVar("T")
 TRIES = 3
-NAMES_KEPT = 400_000  # more than any vocabulary has
-ASKED_AT_ONCE = 16
-LOOKED_EVERY_S = 0.5
-_HALF = "\ufffd"  # stands where bytes are no character
+NAMES_KEPT = 400_000  # larger than any vocabulary
+NAMES_AT_ONCE = 16
+REFRESH_S = 0.5
+_HALF = "\ufffd"  # replacement of incomplete characters
 
 
 class PoolTokenizer:
@@ -37,51 +37,49 @@ class PoolTokenizer:
         self._vocabulary, self._vocabulary_asked = vocabulary, False
         self._turn = 0
         self._model = ""
-        self._names: dict[int, str] = {}  # what single tokens write
-        self._known: list[Tokenizer] = []  # who can read, as seen a moment ago
-        self._known_until = 0.0
+        self._names: dict[int, str] = {}  # text of single tokens
+        self._readers_seen: list[Tokenizer] = []  # cached for REFRESH_S
+        self._fresh_until = 0.0
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        """The ids of a prompt."""
-        return await self._ask(lambda texts: texts.tokenize(text))
+        return await self._call(lambda tokenizer: tokenizer.tokenize(text))
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """The ids of a conversation."""
-        return await self._ask(lambda texts: texts.render(messages, options))
+        return await self._call(lambda tokenizer: tokenizer.render(messages, options))
 
     async def model(self) -> str:
-        """What the engines call their model; asked once, because a refit may rename it."""
+        """Model name of the engines; read once, because a refit may rename it."""
         if not self._model:
-            self._model = await self._ask(lambda texts: texts.model())
+            self._model = await self._call(lambda tokenizer: tokenizer.model())
         return self._model
 
     async def check_known(self, prompts: Sequence[tuple[int, ...]], fields: BodyFields, name: str) -> None:
-        """Refuses ids that the model does not know. They end some servers, and the next one that they are sent to."""
+        """Refuses ids outside the vocabulary. They crash some servers, and the request would be retried on the next."""
         if self._vocabulary is None and not self._vocabulary_asked:
-            with contextlib.suppress(Refusal):  # nobody is there to be asked; the next call asks again
-                self._vocabulary = await self._ask(lambda texts: texts.vocabulary())
+            with contextlib.suppress(Refusal):  # no worker is up; the next call tries again
+                self._vocabulary = await self._call(lambda tokenizer: tokenizer.vocabulary())
                 self._vocabulary_asked = True
         if self._vocabulary is not None:
             largest = max(map(max, prompts))
             if largest >= self._vocabulary:
-                raise fields.wrong(name, f"the model knows {self._vocabulary} token ids, and {largest} is none of them")
+                raise fields.wrong(name, f"{largest} is not in the model's vocabulary of {self._vocabulary} token ids")
 
     async def names(self, ids: Sequence[int]) -> list[str]:
-        """What each of these ids writes by itself; each is asked for once."""
-        unknown = list({one for one in ids if one not in self._names})
+        """Text of each id by itself; cached."""
+        unknown = list({token for token in ids if token not in self._names})
         if len(self._names) + len(unknown) > NAMES_KEPT:
             self._names.clear()
             unknown = list(set(ids))
-        for start in range(0, len(unknown), ASKED_AT_ONCE):
-            part = unknown[start : start + ASKED_AT_ONCE]
+        for start in range(0, len(unknown), NAMES_AT_ONCE):
+            part = unknown[start : start + NAMES_AT_ONCE]
             self._names.update(zip(part, await asyncio.gather(*map(self._name, part)), strict=True))
-        return [self._names[one] for one in ids]
+        return [self._names[token] for token in ids]
 
-    async def _name(self, one: int) -> str:
-        return await self._ask(lambda texts: texts.detokenize((one,), special=True))
+    async def _name(self, token: int) -> str:
+        return await self._call(lambda tokenizer: tokenizer.detokenize((token,), special=True))
 
-    async def written(self, sample: Sample, *, special: bool = False, keep_stop: bool = False) -> str:
-        """The text of an answer: as the engine wrote it, or from its ids where several wrote it or none did."""
+    async def text_of(self, sample: Sample, *, special: bool = False, keep_stop: bool = False) -> str:
+        """Text of an answer: as the engine wrote it, or from its ids if several engines or none wrote it."""
         if not sample.moves and (sample.text or not sample.token_ids):
             return sample.text
         ids, stopped = sample.token_ids, sample.stopped_by
@@ -90,64 +88,66 @@ class PoolTokenizer:
         try:
             text = await self._detokenize(ids, special)
         except Refusal:
-            return sample.text  # nobody can read; what the engines wrote is the best there is
+            return sample.text  # no tokenizer; the engines' text is the best there is
         if isinstance(stopped, str) and stopped in text:
             text = text[: text.rindex(stopped) + (len(stopped) if keep_stop else 0)]
-        # Half a character at the end is not written by engines either.
+        # Engines do not write an incomplete character at the end either.
         return text if sample.text.endswith(_HALF) else text.rstrip(_HALF)
 
     async def _detokenize(self, ids: Sequence[int], special: bool) -> str:
-        return await self._ask(lambda texts: texts.detokenize(ids, special=special)) if ids else ""
+        return await self._call(lambda tokenizer: tokenizer.detokenize(ids, special=special)) if ids else ""
 
-    async def _ask(self, question: Callable[[Tokenizer], Awaitable[T]]) -> T:
-        said = "no worker is there that reads text"
-        for texts in self._readers()[:TRIES]:
+    async def _call(self, call: Callable[[Tokenizer], Awaitable[T]]) -> T:
+        why = "no worker has a tokenizer"
+        for tokenizer in self._readers()[:TRIES]:
             try:
-                return await asyncio.wait_for(question(texts), self._within_s)
+                return await asyncio.wait_for(call(tokenizer), self._within_s)
             except EngineRefusedError as fault:
                 raise Refusal(400, fault.what, code="refused_by_engine") from None
             except EngineError as fault:
-                said = f"{fault.engine}: {fault.what}"
+                why = f"{fault.engine}: {fault.what}"
             except asyncio.TimeoutError:
-                said = f"no answer within {self._within_s:g} s"
-            self._known_until = 0.0  # whoever can read is looked at anew
+                why = f"no answer within {self._within_s:g} s"
+            self._fresh_until = 0.0  # refresh the list
         raise Refusal(
-            503, f"text cannot be read now ({said}); token ids need no reader", code="no_reader",
+            503, f"text cannot be tokenized now ({why}); token ids need no tokenizer", code="no_reader",
             headers={"retry-after": "1"},
         )  # fmt: skip
 
     def _readers(self) -> list[Tokenizer]:
-        """In turn."""
+        """Tokenizers, rotated at each call."""
         now = time.monotonic()
-        if now > self._known_until or not self._known:
-            self._known, self._known_until = self._found(), now + LOOKED_EVERY_S
+        if now > self._fresh_until or not self._readers_seen:
+            self._readers_seen, self._fresh_until = self._found(), now + REFRESH_S
         self._turn += 1
-        turn = self._turn % len(self._known) if self._known else 0
-        return self._known[turn:] + self._known[:turn]
+        turn = self._turn % len(self._readers_seen) if self._readers_seen else 0
+        return self._readers_seen[turn:] + self._readers_seen[:turn]
 
     def _found(self) -> list[Tokenizer]:
-        """Those that serve; where none does, all that are up."""
+        """Those of active workers; if there are none, of all that are up."""
         views = [view for view in self._pool.workers() if view.state in UP]
         serve = [view for view in views if view.state is WorkerState.active] or views
-        found = (texts_of(self._pool.engine(view.worker)) for view in serve)
-        return [texts for texts in found if texts is not None]
+        found = (tokenizer_of(self._pool.engine(view.worker)) for view in serve)
+        return [tokenizer for tokenizer in found if tokenizer is not None]
 
 
 class TextStream:
-    """The text of one sample while it streams: what was written is never taken back."""
+    """Text of a streaming sample: what was sent is never retracted."""
 
-    def __init__(self, texts: PoolTokenizer, *, special: bool, keep_stop: bool) -> None:
-        self._texts, self._special, self._keep_stop = texts, special, keep_stop
+    def __init__(self, tokenizer: PoolTokenizer, *, special: bool, keep_stop: bool) -> None:
+        self._tokenizer, self._special, self._keep_stop = tokenizer, special, keep_stop
         self._sent: list[str] = []
 
     async def more(self, chunk: Chunk) -> str:
-        """What this chunk adds."""
         sample = chunk.sample
         if sample is None or not (sample.moves or (sample.token_ids and not sample.text)):
             text = chunk.text
         else:
-            # A cut may have cost a few characters that an engine held back: they come with the end.
-            whole, sent = await self._texts.written(sample, special=self._special, keep_stop=self._keep_stop), self.text
+            # Characters held back by an interrupted engine are sent with the end.
+            whole, sent = (
+                await self._tokenizer.text_of(sample, special=self._special, keep_stop=self._keep_stop),
+                self.text,
+            )
             text = whole[len(sent) :] if whole.startswith(sent) else chunk.text
         if text:
             self._sent.append(text)
@@ -155,7 +155,6 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
         if len(self._sent) > 1:
             self._sent = ["".join(self._sent)]
         return self._sent[0] if self._sent else ""

@@ -1,7 +1,7 @@
-"""The workers' doors: who serves, joins, leaves, as sglang-router has them; with drain, resume and scale besides.
+"""Worker API as in sglang-router, with drain, resume and scale.
 
-Whatever changes something has been let in by the guard before it comes here. A removed worker leaves at once for new
-requests, and what it has goes on until its deadline; that is done behind the answer.
+Access was checked before. A removed worker gets no new requests at once, and its requests continue until the deadline,
+in the background.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 
 HEALTHY = (WorkerState.active, WorkerState.draining)
-LONGEST_WHY = 200
-LONGEST_NAME = 100
+MAX_WHY_CHARS = 200
+MAX_NAME_CHARS = 100
 
 
 class WorkerApi:
-    """What can be asked of the workers of one pool."""
+    """Queries and changes of the workers of a pool."""
 
     def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard) -> None:
         self._pool, self._settings, self._guard = pool, settings, guard
         self._leaving: set[asyncio.Task[None]] = set()
-        # A lock for each address that joins: one that does not answer holds up no other.
+        # A lock per joining address: an unresponsive one delays no other.
         self._joining: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
-        self.faults: list[str] = []  # what went wrong behind answers, the last few
+        self.faults: list[str] = []  # last errors in the background
 
-    # ---- questions -------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     def listed(self) -> dict[str, Any]:
-        """All workers, as sglang-router lists them."""
+        """All workers, in sglang-router's format."""
         workers = [self._shown(view) for view in self._pool.workers()]
         counts = {"prefill_count": 0, "decode_count": 0, "regular_count": len(workers)}
         return {"workers": workers, "total": len(workers), "stats": counts}
 
     def urls(self) -> dict[str, Any]:
-        """As older routers list them."""
+        """In the format of older routers."""
         return {"urls": [url for view in self._pool.workers() if (url := self._pool.url(view.worker))]}
 
-    def one(self, name: str) -> dict[str, Any]:
-        """One worker."""
+    def get(self, name: str) -> dict[str, Any]:
         return self._shown(self._view(name))
 
     def _shown(self, view: WorkerView) -> dict[str, Any]:
@@ -80,16 +79,16 @@ class WorkerApi:
         raise Refusal(404, f"there is no worker {name!r}", code="unknown_worker")
 
     def story(self, name: str) -> list[dict[str, Any]]:
-        """What became of a worker or a request."""
+        """History of a worker or request."""
         chapters = self._pool.story(name)
         if not chapters:
             raise Refusal(404, f"there is no story of {name!r}", code="unknown_name")
         return [encode(chapter) for chapter in chapters]
 
-    # ---- joins and leaves ------------------------------------------------------------------------------------------
+    # ---- changes ---------------------------------------------------------------------------------------------------
 
     async def add(self, body: Any) -> dict[str, Any]:
-        """A worker that somebody else runs joins; one that is there already is told so."""
+        """Attaches a running engine; harmless if it is attached already."""
         fields = BodyFields(body)
         url = self._guard.check_worker(fields.take("url"))
         kind = fields.text("worker_type", "regular")
@@ -97,21 +96,21 @@ class WorkerApi:
             raise fields.wrong("worker_type", f"{kind!r} workers are not served here; only regular ones")
         name, limit = fields.text("name"), fields.integer("limit", 64, 1)
         version, size = fields.integer("version", None, 0), fields.integer("size", 1, 1)
-        if len(name) > LONGEST_NAME or not name.isascii() or not name.isprintable() or "," in name:
-            raise fields.wrong("name", f"at most {LONGEST_NAME} printable characters of ASCII, without commas")
+        if len(name) > MAX_NAME_CHARS or not name.isascii() or not name.isprintable() or "," in name:
+            raise fields.wrong("name", f"at most {MAX_NAME_CHARS} printable characters of ASCII, without commas")
         model = fields.text("model_id")
         if model and self._settings.model_name and model != self._settings.model_name:
             raise fields.wrong("model_id", f"this gateway serves {self._settings.model_name!r}")
-        known(fields, "url", "name", "limit", "version", "size", "worker_type")
-        place = await addresses(url)
-        joining = self._joining.setdefault(min(place), asyncio.Lock())
-        async with joining:  # two calls for one address become one worker
-            there = self._pool.worker_at(place)
-            if there is None:
-                there = await self._attach(url, name or None, limit, version, size)
+        require_only(fields, "url", "name", "limit", "version", "size", "worker_type")
+        found_at = await addresses(url)
+        joining = self._joining.setdefault(min(found_at), asyncio.Lock())
+        async with joining:  # two calls for one address add one worker
+            worker = self._pool.worker_at(found_at)
+            if worker is None:
+                worker = await self._attach(url, name or None, limit, version, size)
         return {
-            "status": "accepted", "worker_id": there, "url": url, "location": f"/workers/{there}",
-            "state": self._view(there).state.value,
+            "status": "accepted", "worker_id": worker, "url": url, "location": f"/workers/{worker}",
+            "state": self._view(worker).state.value,
         }  # fmt: skip
 
     async def _attach(self, url: str, name: str | None, limit: int, version: int | None, size: int) -> str:
@@ -122,72 +121,69 @@ class WorkerApi:
             raise Refusal(504, f"{url} did not answer within {self._settings.change_s:g} s", code="timeout") from None
 
     async def remove(self, name: str, deadline_s: float | None) -> dict[str, Any]:
-        """It leaves; what it has goes on until the deadline."""
+        """Removes a worker; its requests continue until the deadline."""
         worker = self._view(name).worker
         task = self._pool.background.once(f"remove {worker}", self._removed(worker, deadline_s))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
-        await asyncio.sleep(0)  # its first step: from here on nothing new goes there
+        await asyncio.sleep(0)  # its first step: nothing new is routed there from now on
         return {"status": "accepted", "worker_id": worker}
 
     async def _removed(self, worker: str, deadline_s: float | None) -> None:
         try:
-            await self._pool.remove(worker, deadline_s, "asked at the gateway")
+            await self._pool.remove(worker, deadline_s, "requested at the gateway")
         except TrimtabError as fault:
             self.faults = [*self.faults[-9:], fault.what]
 
     async def drain(self, name: str, body: Any) -> dict[str, Any]:
-        """It serves nothing new until it is resumed."""
+        """Routes nothing new to it until it is resumed."""
         worker = self._view(name).worker
         fields = BodyFields(body)
         deadline_s, why = seconds(fields, "deadline_s"), _why(fields)
-        known(fields, "deadline_s", "why")
-        self._pool.drain(worker, deadline_s, why or "asked at the gateway")
-        return self.one(worker)
+        require_only(fields, "deadline_s", "why")
+        self._pool.drain(worker, deadline_s, why or "requested at the gateway")
+        return self.get(worker)
 
     async def resume(self, name: str) -> dict[str, Any]:
-        """It may serve again."""
         worker = self._view(name).worker
         self._pool.resume(worker)
-        return self.one(worker)
+        return self.get(worker)
 
     async def scale(self, body: Any) -> dict[str, Any]:
-        """So many are wanted."""
         fields = BodyFields(body)
         workers = fields.integer("workers", None, 0)
         if workers is None:
             raise fields.wrong("workers", "is missing: how many")
         for_s, why = seconds(fields, "for_s"), _why(fields)
-        known(fields, "workers", "for_s", "why")
-        self._pool.scale(workers, for_s, why or "asked at the gateway")
+        require_only(fields, "workers", "for_s", "why")
+        self._pool.scale(workers, for_s, why or "requested at the gateway")
         return {"workers": workers, "for_s": for_s, "status": self._pool.status().get("scaling")}
 
     async def release_scale(self) -> dict[str, Any]:
-        """The policy decides again."""
         self._pool.release_scale()
         return {"status": self._pool.status().get("scaling")}
 
     async def close(self) -> None:
-        """What is still leaving leaves with the pool."""
+        """Cancels removals in progress: the workers leave with the pool."""
         for task in list(self._leaving):
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
 
 def seconds(fields: BodyFields, name: str) -> float | None:
-    """A number of seconds of 0 or more, where it is given."""
+    """Seconds of 0 or more; None if absent."""
     value = fields.number(name, math.nan, 0.0)
     return None if math.isnan(value) else value
 
 
 def _why(fields: BodyFields) -> str:
     why = fields.text("why")
-    if len(why) > LONGEST_WHY or not why.isprintable():
-        raise fields.wrong("why", f"at most {LONGEST_WHY} printable characters")
+    if len(why) > MAX_WHY_CHARS or not why.isprintable():
+        raise fields.wrong("why", f"at most {MAX_WHY_CHARS} printable characters")
     return why
 
 
-def known(fields: BodyFields, *names: str) -> None:
-    """That nothing else was given."""
+def require_only(fields: BodyFields, *names: str) -> None:
+    """Refuses other fields."""
     for left in fields.rest:
-        raise fields.wrong(left, f"there is no such field; known: {', '.join(names)}")
+        raise fields.wrong(left, f"unknown field; known: {', '.join(names)}")

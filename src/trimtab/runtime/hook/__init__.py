@@ -1,1 +1,1 @@
-"""The HTTP hook: node maintenance and wanted workers, for callers outside."""
+"""HTTP hook: node drains and the number of wanted workers, for external callers."""

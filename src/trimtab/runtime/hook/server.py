@@ -1,9 +1,9 @@
-"""The HTTP hook: outside callers say that a node will go, and read how many workers are wanted.
+"""HTTP hook: external callers announce that a node will be terminated, and read how many workers are wanted.
 
-`POST /nodes/NODE/drain` is for whoever hears of a termination first (a spot notice, a cloud's webhook, a batch system);
-`GET /desired` and `GET /metrics` are for autoscalers. It decides nothing: it checks who asks and what, and calls the
-functions it was given. Whatever changes something needs the token, on loopback too; reading needs it elsewhere. A Host
-header that names another machine is refused, so that a page in somebody's browser cannot ask. No log has the token.
+`POST /nodes/NODE/drain` is for sources of termination notices (a spot notice, a cloud webhook, a batch system); `GET
+/desired` and `GET /metrics` are for autoscalers. It only authenticates and validates requests and calls the given
+functions. Changes require the token, also on loopback; reads require it elsewhere. A Host header of another name is
+refused, so that a web page in a browser on this machine cannot call it. The token must never be logged.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from trimtab.runtime.rayapi.draining import HeadNodeError, PastDeadlineError, Un
 log = logging.getLogger("trimtab.hook")
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-LARGEST_BODY = 4096
-LARGEST_HEAD = 16 * 1024
-LONGEST_CAUSE = 200
+MAX_BODY_BYTES = 4096
+MAX_HEAD_BYTES = 16 * 1024
+MAX_CAUSE_LENGTH = 200
 BODY_S = 10.0
 ANSWER_S = 30.0
 STOP_S = 5.0
 
 DrainCall = Callable[[str, float | None, str], Mapping[str, Any]]
-"""Drains (node, seconds from now or None, cause) and says what was done; raises a TrimtabError."""
+"""Drains (node, seconds from now or None, cause) and returns what was done; raises a TrimtabError."""
 
 
 @dataclass(frozen=True)
 class WantedNodes:
-    """How many worker nodes are wanted, and how many there are by state. `desired` None: nobody says."""
+    """Number of wanted worker nodes (None: unknown), and of nodes by state."""
 
     desired: int | None
     nodes: Mapping[str, int]
@@ -57,14 +57,14 @@ class WantedNodes:
 
 @dataclass(frozen=True)
 class DrainRequestBody:
-    """A body that was understood."""
+    """A parsed request body."""
 
     deadline_s: float | None
     cause: str
 
 
 class NodeHookServer:
-    """A server on a socket that listens already; `serve` blocks until `stop`, Ctrl-C or SIGTERM."""
+    """A server on a listening socket; `serve` blocks until `stop`, Ctrl-C or SIGTERM."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class NodeHookServer:
         self.host, self.port = listening.getsockname()[:2]
         self._open_reads = self.host in LOOPBACK
         self._names = LOOPBACK | {self.host, *(name.lower() for name in names)}
-        self._asked: Counter[str] = Counter()  # drains by status of their answer
+        self._drains: Counter[str] = Counter()  # drains by response status
         settings = uvicorn.Config(
             self._application(),
             lifespan="off",
@@ -91,31 +91,30 @@ class NodeHookServer:
             server_header=False,
             timeout_graceful_shutdown=int(STOP_S),
             limit_concurrency=64,
-            http=limited(BODY_S, LARGEST_HEAD),
+            http=limited(BODY_S, MAX_HEAD_BYTES),
             ws="none",
         )
         self._server = uvicorn.Server(settings)
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     def serve(self) -> None:
-        """Answer until stopped; requests under way are finished first."""
+        """Serve until stopped; requests in progress are finished."""
         self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Have `serve` return. From any thread."""
+        """Make `serve` return. Thread-safe."""
         self._server.should_exit = True
 
-    # ---- doors ----------------------------------------------------------------------------------------------
+    # ---- routes ---------------------------------------------------------------------------------------------
 
     def _application(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/nodes/{node}/drain", self._guarded(self._drained, changes=True), methods=["POST"]),
+                Route("/nodes/{node}/drain", self._guarded(self._post_drain, changes=True), methods=["POST"]),
                 Route("/desired", self._guarded(self._desired), methods=["GET"]),
                 Route("/metrics", self._guarded(self._metrics), methods=["GET"]),
             ],
@@ -125,13 +124,13 @@ class NodeHookServer:
     def _guarded(
         self, answer: Callable[[Request], Awaitable[Response]], *, changes: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
-        async def door(request: Request) -> Response:
+        async def guarded(request: Request) -> Response:
             self._check_host(request)
             if changes or not self._open_reads:
                 self._check_token(request)
             return await answer(request)
 
-        return door
+        return guarded
 
     def _check_host(self, request: Request) -> None:
         if host_name(request.headers.get("host", "")) not in self._names:
@@ -143,18 +142,18 @@ class NodeHookServer:
         if scheme.lower() != "bearer" or not right:
             raise HTTPException(401, "a token is needed: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
 
-    async def _drained(self, request: Request) -> Response:
+    async def _post_drain(self, request: Request) -> Response:
         node = request.path_params["node"]
         response: Response
         try:
-            asked = read_body(await _body(request, BODY_S))
-            done = await _within(lambda: self._drain(node, asked.deadline_s, asked.cause))
-            response = JSONResponse({"node": node, "deadline_s": asked.deadline_s, "cause": asked.cause, **done})
+            body = read_body(await _body(request, BODY_S))
+            done = await _within(lambda: self._drain(node, body.deadline_s, body.cause))
+            response = JSONResponse({"node": node, "deadline_s": body.deadline_s, "cause": body.cause, **done})
         except HTTPException as fault:
             response = await _refused(request, fault)
         except TrimtabError as fault:
             response = await _failed(request, fault)
-        self._asked[str(response.status_code)] += 1
+        self._drains[str(response.status_code)] += 1
         log.info("drain of %r: %s", node, response.status_code)
         return response
 
@@ -164,11 +163,11 @@ class NodeHookServer:
 
     async def _metrics(self, request: Request) -> Response:
         wanted = await _within(self._look)
-        return PlainTextResponse(metrics_text(wanted, self._asked), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(metrics_text(wanted, self._drains), media_type="text/plain; version=0.0.4")
 
 
 def read_body(body: bytes) -> DrainRequestBody:
-    """A drain's JSON, `{"deadline_s": 120, "cause": "spot"}`; both may be left out. Raises HTTPException 422."""
+    """Parse a drain request, `{"deadline_s": 120, "cause": "spot"}`, both optional. HTTPException 422 if invalid."""
     try:
         data = json.loads(body or b"{}")
     except (ValueError, RecursionError):
@@ -181,13 +180,12 @@ def read_body(body: bytes) -> DrainRequestBody:
             raise HTTPException(422, "deadline_s is a number of seconds from now, or null")
         if deadline_s <= 0:
             raise HTTPException(422, f"a deadline {deadline_s:g} s from now has passed already")
-    if not isinstance(cause, str) or not cause.isprintable() or not 0 < len(cause) <= LONGEST_CAUSE:
-        raise HTTPException(422, f"cause is a line of at most {LONGEST_CAUSE} characters")
+    if not isinstance(cause, str) or not cause.isprintable() or not 0 < len(cause) <= MAX_CAUSE_LENGTH:
+        raise HTTPException(422, f"cause is a line of at most {MAX_CAUSE_LENGTH} characters")
     return DrainRequestBody(None if deadline_s is None else float(deadline_s), cause)
 
 
-def metrics_text(wanted: WantedNodes, asked: Mapping[str, int]) -> str:
-    """What Prometheus reads."""
+def metrics_text(wanted: WantedNodes, drains: Mapping[str, int]) -> str:
     lines = []
     if wanted.desired is not None:
         lines += _metric("trimtab_desired_workers", "gauge", "Worker nodes that the run could use.")
@@ -195,7 +193,7 @@ def metrics_text(wanted: WantedNodes, asked: Mapping[str, int]) -> str:
     lines += _metric("trimtab_nodes", "gauge", "Nodes by state.")
     lines += [f'trimtab_nodes{{state="{state}"}} {count}' for state, count in sorted(wanted.nodes.items())]
     lines += _metric("trimtab_hook_drains_total", "counter", "Drains asked of the hook, by status of the answer.")
-    lines += [f'trimtab_hook_drains_total{{status="{status}"}} {count}' for status, count in sorted(asked.items())]
+    lines += [f'trimtab_hook_drains_total{{status="{status}"}} {count}' for status, count in sorted(drains.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -204,7 +202,7 @@ def _metric(name: str, kind: str, means: str) -> list[str]:
 
 
 async def _within(call: Callable[[], Any]) -> Any:
-    """A call that blocks, in a thread, with a deadline."""
+    """Run a blocking call in a thread, with a deadline."""
     try:
         return await asyncio.wait_for(run_in_threadpool(call), ANSWER_S)
     except asyncio.TimeoutError:
@@ -216,8 +214,8 @@ async def _body(request: Request, within_s: float) -> bytes:
         body = b""
         async for part in request.stream():
             body += part
-            if len(body) > LARGEST_BODY:
-                raise HTTPException(413, f"a body has at most {LARGEST_BODY} bytes")
+            if len(body) > MAX_BODY_BYTES:
+                raise HTTPException(413, f"a body has at most {MAX_BODY_BYTES} bytes")
         return body
 
     try:
@@ -241,7 +239,6 @@ async def _broken(request: Request, fault: Exception) -> Response:
 
 
 def status_of(fault: TrimtabError) -> int:
-    """The HTTP status of an error."""
     if isinstance(fault, UnknownNodeError):
         return 404
     if isinstance(fault, (HeadNodeError, InfeasibleError)):

@@ -1,1 +1,1 @@
-"""What every HTTP server here shares: listening, tokens, limits of heads."""
+"""Shared parts of the HTTP servers: listening, tokens, limits of request heads."""

@@ -1,8 +1,8 @@
-"""Limits of what a connection may cost before anything is known of its request: the size of a head, and its time.
+"""Limits on the size and the time of HTTP request heads.
 
-uvicorn's parser takes heads of any length and waits for their ends for ever. Here a head that is too large is refused
-(431) as soon as it is, and one that is not complete in time is refused (408), the first of a connection and each later
-one. The time of a body, and of an answer, is not counted here.
+uvicorn's parser accepts heads of any length and waits for them without limit. Here a head that is too large is refused
+(431) at once, and one that is incomplete after a time (408); both for every request of a connection. The time of bodies
+and responses is not limited here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def limited(head_s: float = HEAD_S, max_head_bytes: int = MAX_HEAD_BYTES) -> typ
 
     class Limited(HttpToolsProtocol):
         _in_body = False
-        _heads = 0  # that were complete
-        _head_bytes = 0  # of the one that is not, without the chunk that it began in
+        _heads = 0  # number of complete heads
+        _head_bytes = 0  # of the incomplete head, without its first chunk
         _head_timer: asyncio.TimerHandle | None = None
         _status = 400
 
@@ -36,7 +36,7 @@ def limited(head_s: float = HEAD_S, max_head_bytes: int = MAX_HEAD_BYTES) -> typ
             self._await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._head_is_there()
+            self._head_done()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -54,10 +54,10 @@ def limited(head_s: float = HEAD_S, max_head_bytes: int = MAX_HEAD_BYTES) -> typ
             self._heads += 1
             self._head_bytes = 0
             self._in_body = True
-            self._head_is_there()
+            self._head_done()
             if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > max_head_bytes:
                 self._status = 431
-                raise ValueError("the head is too large")  # the parser ends, and `send_400_response` answers
+                raise ValueError("the head is too large")  # ends the parser; `send_400_response` responds
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
@@ -69,24 +69,26 @@ def limited(head_s: float = HEAD_S, max_head_bytes: int = MAX_HEAD_BYTES) -> typ
 
         def _await_head(self) -> None:
             if self._head_timer is None:
-                self._head_timer = self.loop.call_later(head_s, self._too_late)
+                self._head_timer = self.loop.call_later(head_s, self._head_timeout)
 
-        def _head_is_there(self) -> None:
+        def _head_done(self) -> None:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
 
-        def _too_late(self) -> None:
+        def _head_timeout(self) -> None:
             self._head_timer = None
             if not self.transport.is_closing():
                 self._refuse(408)
 
         def _refuse(self, status: int) -> None:
-            line, said = _REFUSALS[status]
-            if self.cycle is None or self.cycle.response_complete:  # else an answer to an earlier request is under way
+            line, text = _REFUSALS[status]
+            if (
+                self.cycle is None or self.cycle.response_complete
+            ):  # else a response to an earlier request is in progress
                 self.transport.write(
                     b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-                    % (line, len(said), said)
+                    % (line, len(text), text)
                 )
             self.transport.close()
 

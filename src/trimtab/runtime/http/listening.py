@@ -1,4 +1,4 @@
-"""A socket to listen on, and a server that keeps to itself, for every door that trimtab opens."""
+"""Listening sockets and uvicorn servers for all of trimtab's HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s:/@,\[\]]+))(?::[0-9]{1,5})?")
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens, 0 being any port that is free; InputError where that cannot be."""
+    """A listening socket; port 0 takes any free one. InputError if that fails."""
     found: socket.socket | None = None
     try:
         family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
-        # With the protocol named: asyncio sends without delay only on sockets that say that they are TCP.
+        # IPPROTO_TCP explicitly: asyncio sets TCP_NODELAY only on such sockets.
         found = socket.socket(family, kind, socket.IPPROTO_TCP)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -43,7 +43,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def quiet_server(app: Any, *, http: type[asyncio.Protocol] | None = None, **settings: Any) -> uvicorn.Server:
-    """A server that logs nothing, says nothing of itself and takes no signal: whoever starts it stops it."""
+    """A server without logs, server header and signal handlers; its caller stops it."""
     import uvicorn
 
     from trimtab.runtime.http.head_limits import limited
@@ -70,17 +70,17 @@ def quiet_server(app: Any, *, http: type[asyncio.Protocol] | None = None, **sett
 
 
 def host_name(header: str) -> str:
-    """The name in a Host header, without its port; empty where it is none: nothing may stand after name or port."""
+    """Host name in a Host header, without the port; empty if malformed (nothing may follow name or port)."""
     found = _HOST.fullmatch(header.lower())
     return (found[1] or found[2]) if found else ""
 
 
 def allow_files(wanted: int) -> int:
-    """Raise this process's own limit of open files as far as it may go (most begin with 1,024); what it is then."""
+    """Raise the soft limit of open files towards `wanted` (usual default: 1,024); returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit

@@ -1,6 +1,6 @@
-"""The token of a door: the one in the environment, or one made for this run in a file that only its owner can read.
+"""Access tokens of HTTP endpoints: from the environment, or generated into a file that only its owner can read.
 
-The token itself is never printed or logged; where it is, is. A file that was made here goes with the run.
+The token must never be printed or logged, only its location. A generated file is deleted at the end of the run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trimtab.core.errors import InputError
 
 HOOK = "TRIMTAB_HOOK_TOKEN"
 DASHBOARD = "TRIMTAB_DASHBOARD_TOKEN"
-SHORTEST = 16
+MIN_LENGTH = 16
 _VARIABLE = re.compile(r"TRIMTAB_[A-Z]+_TOKEN")
 
 
 def checked(token: str, of: str, hint: str = "") -> str:
-    """The token, if nobody can guess it and it can stand in a header; InputError otherwise."""
-    if len(token) < SHORTEST or not token.isascii() or any(map(str.isspace, token)):
-        raise InputError(f"{of} must have {SHORTEST} characters or more, without spaces", hint=hint or None)
+    """The token, if it is long enough and valid in a header; InputError otherwise."""
+    if len(token) < MIN_LENGTH or not token.isascii() or any(map(str.isspace, token)):
+        raise InputError(f"{of} must have {MIN_LENGTH} characters or more, without spaces", hint=hint or None)
     return token
 
 
@@ -34,7 +34,7 @@ def checked(token: str, of: str, hint: str = "") -> str:
 def token(
     environment: Mapping[str, str], variable: str, path: Path | None, name: str, called: str = "the token"
 ) -> Iterator[tuple[str, str]]:
-    """The token, and a sentence on where it is. `name` tells the doors of one user on one machine apart."""
+    """The token, and a sentence on where it is. `name` distinguishes the endpoints of a user on a machine."""
     given = environment.get(variable)
     if given is not None:
         yield checked(given, variable, "without it one is made"), f"{called} is {variable}"
@@ -50,12 +50,12 @@ def token(
 
 
 def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for processes that run other software: no token of trimtab's in it."""
+    """The environment without trimtab's tokens, for processes of other software."""
     return {name: value for name, value in environment.items() if not _VARIABLE.fullmatch(name)}
 
 
 def own_folder() -> Path:
-    """A folder of this user's among the machine's temporary files; refused where it is somebody else's."""
+    """This user's folder in the temporary directory; InputError if others can write to it."""
     folder = Path(tempfile.gettempdir()) / f"trimtab-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -70,10 +70,10 @@ def own_folder() -> Path:
 
 
 def write_private(target: Path, text: str) -> None:
-    """A file that only its owner can read; whatever was there before is gone first."""
+    """Write a file that only its owner can read, replacing an old one."""
     try:
         with contextlib.suppress(FileNotFoundError):
-            target.unlink()  # of a door that was killed; made anew, so that no other's descriptor or mode is kept
+            target.unlink()  # of a killed server; created again, so that no old descriptor or mode is kept
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         with os.fdopen(os.open(target, flags, 0o600), "w", encoding="ascii") as file:
             file.write(text + "\n")

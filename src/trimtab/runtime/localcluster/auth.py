@@ -1,9 +1,9 @@
-"""Ray's token authentication: on for a node exactly when it is on for the cluster.
+"""Ray's token authentication: on for a node exactly if it is on for the cluster.
 
-Ray turns it on for a head by itself when a token lies about, but never for a worker or a driver, which then fail after
-twenty seconds; so every process gets the mode explicitly. A new cluster does as Ray would. For one of ours the
-environment of its head is read; any other is asked. Mode and token travel in environments only: they are not written
-down and the token is not printed.
+Ray turns it on for a head by itself if it finds a token, but never for a worker or a driver, which then fail after 20
+s; so every process gets the mode explicitly. A new cluster does as Ray would. For a cluster of trimtab the environment
+of its head is read; any other is probed. Mode and token are passed in environments only: they are never written down,
+and the token is not printed.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ _HOW_TO = "`ray get-auth-token --generate` makes a token; RAY_AUTH_MODE=disabled
 _PROBE_S = 10
 
 
-def for_new_cluster(outside: Mapping[str, str]) -> dict[str, str]:
-    """What the processes of a new cluster need: as Ray decides for a head, told to all."""
-    asked = outside.get(MODE)
-    mode = (asked or (ON if has_token(outside) else OFF)).lower()
-    if mode == ON and not has_token(outside):
+def new_cluster_auth(env: Mapping[str, str]) -> dict[str, str]:
+    """Environment for the processes of a new cluster: the mode that Ray would choose for a head."""
+    requested = env.get(MODE)
+    mode = (requested or (ON if has_token(env) else OFF)).lower()
+    if mode == ON and not has_token(env):
         raise InputError("RAY_AUTH_MODE is token, but there is no token", where="environment", hint=_HOW_TO)
-    return {MODE: mode, **_tokens(outside)}
+    return {MODE: mode, **_tokens(env)}
 
 
-def of_head(head: ProcessIdentity) -> dict[str, str]:
-    """What the head of a cluster of ours was started with; empty where that cannot be read."""
-    theirs = environment(head.pid) if head.lives else {}
-    return {MODE: theirs[MODE], **_tokens(theirs)} if MODE in theirs else {}
+def head_auth(head: ProcessIdentity) -> dict[str, str]:
+    """Mode and token that a head of trimtab was started with; empty if that cannot be read."""
+    head_env = environment(head.pid) if head.alive else {}
+    return {MODE: head_env[MODE], **_tokens(head_env)} if MODE in head_env else {}
 
 
-def of_cluster_at(address: str, outside: Mapping[str, str]) -> dict[str, str]:
-    """What a cluster of somebody else wants, by asking it: first without a token, then with."""
+def cluster_auth(address: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Mode and token that another cluster requires, by probing: first without a token, then with."""
     adopt({MODE: OFF})
-    if _accepted(address):
+    if _is_accepted(address):
         return {MODE: OFF}
-    if not has_token(outside):
+    if not has_token(env):
         raise UnreachableError(
-            f"the cluster at {address} wants a token, and there is none here",
+            f"the cluster at {address} requires a token, and there is none here",
             hint="put the cluster's token into ~/.ray/auth_token, or its path into RAY_AUTH_TOKEN_PATH",
         )
-    wanted = {MODE: ON, **_tokens(outside)}
+    wanted = {MODE: ON, **_tokens(env)}
     adopt(wanted)
-    if not _accepted(address):
+    if not _is_accepted(address):
         raise UnreachableError(
-            f"the cluster at {address} does not take the token that is here",
+            f"the cluster at {address} does not accept the token that is here",
             hint="the token is the one of the machine where its head was started",
         )
     return wanted
 
 
-def suit(address: str) -> None:
-    """Have this process speak to a cluster as that wants it; what the user has set stays where it works."""
-    if os.environ.get(MODE) and _accepted(address):
+def match_cluster(address: str) -> None:
+    """Set this process's mode to that of a cluster; what the user has set stays if it works."""
+    if os.environ.get(MODE) and _is_accepted(address):
         return
-    of_cluster_at(address, os.environ)
+    cluster_auth(address, os.environ)
 
 
 def adopt(wanted: Mapping[str, str]) -> None:
-    """Have this process speak to Ray so, also when it has imported Ray already."""
+    """Set this process's mode and token, also if Ray is imported already."""
     for name in (MODE, TOKEN, TOKEN_PATH):
         if name in wanted:
             os.environ[name] = wanted[name]
@@ -80,27 +80,27 @@ def adopt(wanted: Mapping[str, str]) -> None:
             AuthenticationTokenLoader.instance().reset_cache()
 
 
-def has_token(outside: Mapping[str, str]) -> bool:
+def has_token(env: Mapping[str, str]) -> bool:
     """Whether Ray would find a token."""
-    if outside.get(TOKEN):
+    if env.get(TOKEN):
         return True
-    if path := outside.get(TOKEN_PATH):
+    if path := env.get(TOKEN_PATH):
         return Path(path).is_file()
-    home = outside.get("HOME")
+    home = env.get("HOME")
     return (Path(home) if home else Path.home()).joinpath(".ray", "auth_token").is_file()
 
 
-def _tokens(outside: Mapping[str, str]) -> dict[str, str]:
-    return {name: outside[name] for name in (TOKEN, TOKEN_PATH) if outside.get(name)}
+def _tokens(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: env[name] for name in (TOKEN, TOKEN_PATH) if env.get(name)}
 
 
-def _accepted(address: str) -> bool:
-    """Whether the cluster answers us as we are; raises UnreachableError where it does not answer at all."""
+def _is_accepted(address: str) -> bool:
+    """Whether the cluster accepts this process's mode; UnreachableError if it does not answer."""
     from ray._raylet import GcsClient
     from ray.exceptions import AuthenticationError
 
     try:
-        with _no_words_from_ray():
+        with _silence_ray():
             GcsClient(address=address).get_all_node_info(timeout=_PROBE_S)
     except AuthenticationError:
         return False
@@ -114,8 +114,8 @@ def _accepted(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _no_words_from_ray() -> Iterator[None]:
-    """Ray's own lines about a refusal, written past Python, say less than we do."""
+def _silence_ray() -> Iterator[None]:
+    """Suppress Ray's own messages about a refusal, which bypass Python's stderr."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

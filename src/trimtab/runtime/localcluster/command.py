@@ -1,7 +1,7 @@
-"""How a node is started: the command line of `ray start` and the environment of all its processes.
+"""How a node is started: the command line of `ray start` and the environment of its processes.
 
-Sizes, ports and the node's GPUs are stated in full, so that nodes on one machine never meet in Ray's defaults. What a
-caller has set for Ray in the environment stays, except for what would point the node at another cluster.
+Sizes, ports and GPUs are stated in full, so that nodes on one machine never collide in Ray's defaults. The caller's Ray
+settings in the environment stay, except those that would point the node at another cluster.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from trimtab.runtime.localcluster.ledger import ClusterRecord, NodeRecord, NodeS
 from trimtab.runtime.procs.processes import MARK
 
 MEMORY_SHARE, STORE_SHARE = 0.7, 0.3  # of the machine's memory, for all nodes together; Ray gives as much to each
-LEAST_STORE = 80 * 2**20  # Ray refuses less
-# Ray then notices a killed node in about two seconds instead of fourteen.
+MIN_STORE = 80 * 2**20  # Ray refuses less
+# Ray notices a killed node in about 2 s instead of 14 s.
 QUICK_LOSS = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "300",
@@ -47,7 +47,7 @@ def ray_start(cluster: ClusterRecord, node: NodeRecord, ip: str | None = None) -
         "runtime-env-agent-port": ports.runtime_env,
         "metrics-export-port": ports.metrics,
         "node-ip-address": ip,
-        # One of its own: nodes that start at once in one directory choose the same names for their sockets.
+        # One per node: nodes that start at once in one directory choose the same socket names.
         "temp-dir": temp_dir(cluster, node),
     }
     if node.head:
@@ -65,32 +65,30 @@ def ray_start(cluster: ClusterRecord, node: NodeRecord, ip: str | None = None) -
 
 
 def temp_dir(cluster: ClusterRecord, node: NodeRecord) -> str:
-    """Where a node keeps Ray's session: sockets and logs."""
     return f"{cluster.temp_dir}/{node.slot}"
 
 
 def environment(
-    cluster: ClusterRecord, node: NodeRecord, auth: Mapping[str, str], outside: Mapping[str, str]
+    cluster: ClusterRecord, node: NodeRecord, auth: Mapping[str, str], env: Mapping[str, str]
 ) -> dict[str, str]:
-    """What every process of a node has around it."""
-    ours = {name: value for name, value in outside.items() if name not in _NOT_PASSED}
+    ours = {name: value for name, value in env.items() if name not in _NOT_PASSED}
     ours |= auth
     ours |= {
         MARK: node.mark,
         "CUDA_VISIBLE_DEVICES": ",".join(node.gpus),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # On SIGTERM Ray would drain for half a minute by itself; a node of ours is drained before it is told to go.
+        # On SIGTERM Ray would drain for half a minute; a node is drained before it is told to end.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
     ours.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ours.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers as nvidia-smi has them
+    ours.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers as in nvidia-smi
     return ours | (QUICK_LOSS if cluster.quick_loss else {})
 
 
 def with_shares(sizes: NodeSizes, nodes: int) -> NodeSizes:
-    """Sizes in full: what is not said is one node's share, where the machine has so many."""
+    """Sizes in full: what is not stated is one node's share of a machine with this many nodes."""
     machine, nodes = _memory(), max(1, nodes)
-    store = max(LEAST_STORE, int(min(STORE_SHARE * machine, 0.8 * _shared_memory()) / nodes))
+    store = max(MIN_STORE, int(min(STORE_SHARE * machine, 0.8 * _shared_memory()) / nodes))
     return dataclasses.replace(
         sizes,
         memory=sizes.memory or int(MEMORY_SHARE * machine / nodes),
@@ -99,7 +97,7 @@ def with_shares(sizes: NodeSizes, nodes: int) -> NodeSizes:
 
 
 def _memory() -> int:
-    """Bytes of this machine, or of the container it is."""
+    """Bytes of this machine, or of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -112,5 +110,5 @@ def _shared_memory() -> int:
     try:
         facts = os.statvfs("/dev/shm")
     except OSError:
-        return LEAST_STORE
+        return MIN_STORE
     return facts.f_bavail * facts.f_frsize

@@ -1,7 +1,7 @@
-"""Which GPUs this machine has to give: real ones, asked of NVIDIA's driver, or so many faked ones.
+"""GPUs of this machine for nodes: real ones, queried from NVIDIA's driver, or fake ones.
 
-CUDA_VISIBLE_DEVICES of the caller narrows them, as it does for every program. What is returned are the words that stand
-for a GPU in that variable. Nothing is said here about who uses them: the ledger knows what was given.
+CUDA_VISIBLE_DEVICES of the caller limits them. Ids are in the form of that variable. Their use is recorded in the
+ledger.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from pathlib import Path
 from trimtab.core.errors import InputError
 
 _ANSWER_S = 20.0
-MOST_FAKED = 32
+MAX_FAKE_GPUS = 32
 
 
 @dataclass(frozen=True)
 class LocalGpus:
-    """The GPUs that may be given to nodes, in order."""
+    """The GPUs that nodes may get, in order."""
 
     ids: tuple[str, ...]
     fake: bool = False
     kind: str = ""
 
     def named(self) -> str:
-        """For people: `4 GPUs (0-3)`."""
+        """`4 GPUs (0-3)`."""
         if not self.ids:
             return "no GPU"
         what = "faked GPU" if self.fake else "GPU"
-        return f"{len(self.ids)} {what}{'s' if len(self.ids) > 1 else ''} ({in_short(self.ids)})"
+        return f"{len(self.ids)} {what}{'s' if len(self.ids) > 1 else ''} ({ids_text(self.ids)})"
 
 
-def of_this_machine(fake: int | None) -> LocalGpus:
-    """The GPUs here, or `fake` faked ones."""
+def local_gpus(fake: int | None) -> LocalGpus:
+    """The GPUs here, or `fake` fake ones."""
     if fake is not None:
-        if not 0 <= fake <= MOST_FAKED:
+        if not 0 <= fake <= MAX_FAKE_GPUS:
             raise InputError(
-                f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MOST_FAKED}"
+                f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MAX_FAKE_GPUS}"
             )
-        return LocalGpus(tuple(str(one) for one in range(fake)), fake=True)
-    found = _asked() or _devices()
+        return LocalGpus(tuple(str(number) for number in range(fake)), fake=True)
+    found = _from_nvidia_smi() or _devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
@@ -51,17 +51,17 @@ def of_this_machine(fake: int | None) -> LocalGpus:
     return LocalGpus(tuple(word for word in named if not word.isdecimal() or word in found.ids), kind=found.kind)
 
 
-def in_short(ids: tuple[str, ...]) -> str:
-    """`0-3` for a run of numbers, else all of them."""
-    if len(ids) > 2 and all(one.isdecimal() for one in ids):
-        numbers = [int(one) for one in ids]
+def ids_text(ids: tuple[str, ...]) -> str:
+    """`0-3` for consecutive numbers, else all of them."""
+    if len(ids) > 2 and all(gpu.isdecimal() for gpu in ids):
+        numbers = [int(gpu) for gpu in ids]
         if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(ids)
 
 
-def users() -> dict[str, list[int]]:
-    """By index of a GPU, the processes that compute on it, as far as the driver says."""
+def gpu_processes() -> dict[str, list[int]]:
+    """Processes on each GPU by index, as far as the driver reports them."""
     apps = _query("--query-compute-apps=gpu_uuid,pid")
     if not apps:
         return {}
@@ -73,15 +73,15 @@ def users() -> dict[str, list[int]]:
     return found
 
 
-def _asked() -> LocalGpus | None:
+def _from_nvidia_smi() -> LocalGpus | None:
     rows = [row for row in _query("--query-gpu=index,name") if len(row) == 2 and row[0].isdecimal()]
     return LocalGpus(tuple(index for index, _ in rows), kind=rows[0][1]) if rows else None
 
 
 def _devices() -> LocalGpus:
-    """Without NVIDIA's command: the devices of the driver."""
-    found = [int(match[1]) for one in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", one.name))]
-    return LocalGpus(tuple(str(one) for one in sorted(found)))
+    """Without nvidia-smi: the driver's devices."""
+    found = [int(match[1]) for dev in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", dev.name))]
+    return LocalGpus(tuple(str(number) for number in sorted(found)))
 
 
 def _query(what: str) -> list[list[str]]:

@@ -1,9 +1,9 @@
 """What trimtab has started on this machine: clusters, nodes, their GPUs and ports; one file, changed under one lock.
 
-A GPU or a block of ports is given by writing a node into the ledger while the lock is held, before anything is started;
-so two who add at once cannot be given the same. What is written is believed only as long as a process stands behind it:
-whoever is starting the node, then its keeper, then whatever is left of its family. The lock is held for moments, never
-while something starts. Kept per user and machine, not per cluster: two clusters must not share a GPU either.
+A GPU or a block of ports is allocated by writing a node into the ledger under the lock, before anything is started, so
+two concurrent commands never get the same. A record is valid only while a process backs it: the one that starts the
+node, then its supervisor, then leftovers of its processes. The lock is held briefly, never while something starts. One
+ledger per user and machine, not per cluster: two clusters must not share a GPU either.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.procs.ports import NodePorts
 from trimtab.runtime.procs.processes import ProcessIdentity, family
 
-PLACE = "TRIMTAB_CLUSTER_DIR"
-LONGEST_PLACE = 30  # Ray's sockets lie below it, and the path of a socket has 107 letters
-REMEMBER_S = 3600.0  # nodes that ended are shown for so long
+DIRECTORY_ENV = "TRIMTAB_CLUSTER_DIR"
+MAX_LENGTH = 30  # Ray's sockets are below it, and a socket path has at most 107 characters
+KEEP_ENDED_S = 3600.0  # ended nodes are shown for this long
 _LOCK_S = 30.0
 
 
 class NodePhase(str, enum.Enum):
-    """Where a node of ours is."""
+    """Phase of a node."""
 
     starting = "starting"
     running = "running"
     ending = "ending"
-    ended = "ended"  # kept for a while, to say why
+    ended = "ended"  # kept for a while, to show the cause
 
 
 @dataclass(frozen=True)
 class NodeSizes:
-    """What each node of a cluster gets."""
+    """Resources of each node of a cluster."""
 
     gpus: int = 1
     cpus: int = 1
-    memory: int | None = None  # bytes; None: its share of the machine's
+    memory: int | None = None  # bytes; None: its share of the machine
     object_store: int | None = None  # bytes; None: its share
     units: int = 1  # of the resource `worker_unit`
 
@@ -61,30 +61,30 @@ class NodeRecord:
     fake: bool
     slot: int
     ports: NodePorts
-    adder: ProcessIdentity  # who is starting it
+    adder: ProcessIdentity  # the process that starts it
     log: str
     sizes: NodeSizes = field(default_factory=NodeSizes)
-    keeper: ProcessIdentity | None = None
+    supervisor: ProcessIdentity | None = None
     raylet: ProcessIdentity | None = None
     node_id: str = ""  # Ray's
     phase: NodePhase = NodePhase.starting
     since: float = 0.0  # epoch seconds, of the phase
-    deadline: float | None = None  # epoch seconds: it goes then
+    deadline: float | None = None  # epoch seconds: it ends then
     cause: str = ""  # of ending
 
     @property
-    def stands(self) -> bool:
-        """Whether somebody is behind what is written."""
+    def alive(self) -> bool:
+        """Whether a process backs the record."""
         if self.phase is NodePhase.ended:
             return False
-        if self.keeper is not None:
-            return self.keeper.lives
-        return self.adder.lives
+        if self.supervisor is not None:
+            return self.supervisor.alive
+        return self.adder.alive
 
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """A cluster that has nodes of ours."""
+    """A cluster with nodes on this machine."""
 
     address: str  # host:port of its head, as Ray knows it
     head_here: bool
@@ -96,46 +96,44 @@ class ClusterRecord:
     dashboard_port: int | None = None
     client_port: int | None = None
     quick_loss: bool = False
-    owner: ProcessIdentity | None = None  # the command it lives as long as; None: detached
+    owner: ProcessIdentity | None = None  # the command whose end ends it; None: detached
     started: float = 0.0
     nodes: tuple[NodeRecord, ...] = ()
 
     @property
     def head(self) -> NodeRecord | None:
-        """Its head, where that is one of ours."""
-        return next((one for one in self.nodes if one.head), None)
+        """Its head, if that is on this machine."""
+        return next((node for node in self.nodes if node.head), None)
 
     @property
-    def standing(self) -> tuple[NodeRecord, ...]:
-        """Nodes that are there or on their way."""
-        return tuple(one for one in self.nodes if one.stands)
+    def live_nodes(self) -> tuple[NodeRecord, ...]:
+        """Running and starting nodes."""
+        return tuple(node for node in self.nodes if node.alive)
 
     @property
-    def holding(self) -> tuple[NodeRecord, ...]:
-        """Nodes whose GPUs and ports are not free: also those of a dead one until what is left of it has been ended."""
-        return tuple(one for one in self.nodes if one.phase is not NodePhase.ended)
+    def allocated_nodes(self) -> tuple[NodeRecord, ...]:
+        """Nodes whose GPUs and ports are not free: also dead ones until their leftovers are ended."""
+        return tuple(node for node in self.nodes if node.phase is not NodePhase.ended)
 
     @property
     def port(self) -> int:
-        """Of its head."""
         return int(self.address.rpartition(":")[2])
 
 
 @dataclass
 class LedgerState:
-    """The ledger while the lock is held; what is changed here is written when it is let go."""
+    """The ledger while the lock is held; changes are written when it is released."""
 
     clusters: dict[str, ClusterRecord]
 
     def put(self, cluster: ClusterRecord, node: NodeRecord) -> ClusterRecord:
-        """Write a node down, in place of an earlier one of its name."""
-        others = [one for one in cluster.nodes if one.name != node.name or one.phase is not NodePhase.ended]
+        """Add a node, replacing an ended one of the same name."""
+        others = [other for other in cluster.nodes if other.name != node.name or other.phase is not NodePhase.ended]
         changed = dataclasses.replace(cluster, nodes=(*others, node))
         self.clusters[cluster.address] = changed
         return changed
 
     def find(self, mark: str) -> tuple[ClusterRecord, NodeRecord] | None:
-        """The node of a mark, and its cluster."""
         for cluster in self.clusters.values():
             for node in cluster.nodes:
                 if node.mark == mark:
@@ -143,32 +141,34 @@ class LedgerState:
         return None
 
     def gpus_given(self, *, fake: bool, address: str) -> dict[str, NodeRecord]:
-        """Who has which GPU. Real ones count whatever the cluster; faked ones are each cluster's own."""
+        """Which node has which GPU. Real ones count across clusters; fake ones belong to their cluster."""
         return {
             gpu: node
             for cluster in self.clusters.values()
-            for node in cluster.holding
+            for node in cluster.allocated_nodes
             if node.fake == fake and (not fake or cluster.address == address)
             for gpu in node.gpus
         }
 
     def ports_given(self) -> set[int]:
-        """Ports that nodes of all clusters have."""
-        return {port for one in self.clusters.values() for node in one.holding for port in node.ports.fixed}
+        """Ports of the nodes of all clusters."""
+        return {
+            port for cluster in self.clusters.values() for node in cluster.allocated_nodes for port in node.ports.fixed
+        }
 
 
 class Ledger:
     """The file and its lock."""
 
     def __init__(self, place: Path | None = None) -> None:
-        self.place = place or default_place()
+        self.place = place or default_directory()
         self._file = self.place / "ledger.json"
 
     def read(self) -> dict[str, ClusterRecord]:
-        """What is written, by address; it may be changing."""
+        """The clusters by address, without the lock."""
         try:
             data = json.loads(self._file.read_text())
-            return {one["address"]: decode(ClusterRecord, one) for one in data["clusters"]}
+            return {row["address"]: decode(ClusterRecord, row) for row in data["clusters"]}
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, TypeError) as fault:
@@ -179,7 +179,7 @@ class Ledger:
             ) from None
 
     def changed(self) -> int:
-        """A number that changes when what is written does."""
+        """A number that changes with the file."""
         try:
             return self._file.stat().st_mtime_ns
         except FileNotFoundError:
@@ -187,69 +187,68 @@ class Ledger:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[LedgerState]:
-        """Hold the lock; what is in the books afterwards is written. A fault leaves everything as it was."""
-        self._make_place()
+        """Hold the lock; the state is written on exit, unless an exception is raised."""
+        self._make_directory()
         descriptor = os.open(self.place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _take(descriptor, self.place)
+            _acquire(descriptor, self.place)
             before = self.read()
-            books = LedgerState(dict(before))
-            yield books
-            if books.clusters != before:
-                self._write(books.clusters)
+            state = LedgerState(dict(before))
+            yield state
+            if state.clusters != before:
+                self._write(state.clusters)
         finally:
             os.close(descriptor)
 
     def update(self, mark: str, **facts: object) -> NodeRecord | None:
-        """Change facts of one node; None where it is not in the books any more."""
-        with self.change() as books:
-            found = books.find(mark)
+        """Change fields of one node; None if it is not in the ledger any more."""
+        with self.change() as state:
+            found = state.find(mark)
             if found is None:
                 return None
             cluster, node = found
             changed = dataclasses.replace(node, **facts)  # type: ignore[arg-type]
-            nodes = tuple(changed if one.mark == mark else one for one in cluster.nodes)
-            books.clusters[cluster.address] = dataclasses.replace(cluster, nodes=nodes)
+            nodes = tuple(changed if other.mark == mark else other for other in cluster.nodes)
+            state.clusters[cluster.address] = dataclasses.replace(cluster, nodes=nodes)
             return changed
 
     def _write(self, clusters: dict[str, ClusterRecord]) -> None:
-        text = json.dumps({"clusters": [encode(one) for one in clusters.values()]}, indent=1)
+        text = json.dumps({"clusters": [encode(cluster) for cluster in clusters.values()]}, indent=1)
         fresh = self._file.with_suffix(f".{os.getpid()}")
         fresh.write_text(text)
         fresh.replace(self._file)
 
-    def _make_place(self) -> None:
+    def _make_directory(self) -> None:
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.place.stat().st_uid != os.getuid():
-            raise InputError(f"{self.place} belongs to another user", hint=f"{PLACE} names another directory")
+            raise InputError(f"{self.place} belongs to another user", hint=f"{DIRECTORY_ENV} names another directory")
 
 
-def default_place() -> Path:
-    """Where the ledger of this user and machine lies. Containers that share /tmp know processes by other numbers."""
-    named = os.environ.get(PLACE)
+def default_directory() -> Path:
+    """Ledger directory of this user and machine. Containers that share /tmp have other process ids."""
+    named = os.environ.get(DIRECTORY_ENV)
     if named:
-        if len(named) > LONGEST_PLACE:
+        if len(named) > MAX_LENGTH:
             raise InputError(
-                f"{PLACE} is longer than {LONGEST_PLACE} letters: Ray's sockets below it would have too long a path",
+                f"{DIRECTORY_ENV} is longer than {MAX_LENGTH} letters: the paths of Ray's sockets would be too long",
                 where="environment",
             )
         return Path(named)
     return Path(f"/tmp/trimtab-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino:x}")
 
 
-def left_over(node: NodeRecord) -> list[ProcessIdentity]:
-    """Processes of a node behind whose record nobody stands any more."""
-    return [] if node.stands else family(node.keeper, node.mark)
+def leftover_processes(node: NodeRecord) -> list[ProcessIdentity]:
+    """Processes of a node whose record is not alive any more."""
+    return [] if node.alive else family(node.supervisor, node.mark)
 
 
-def forget_old(node: NodeRecord, now: float) -> bool:
-    """Whether a node that ended need not be shown any more."""
-    return node.phase is NodePhase.ended and now - node.since > REMEMBER_S
+def is_expired(node: NodeRecord, now: float) -> bool:
+    return node.phase is NodePhase.ended and now - node.since > KEEP_ENDED_S
 
 
-def _take(descriptor: int, place: Path) -> None:
+def _acquire(descriptor: int, place: Path) -> None:
     deadline = time.monotonic() + _LOCK_S
-    while not _locked(descriptor):
+    while not _try_lock(descriptor):
         if time.monotonic() >= deadline:
             raise UnreachableError(
                 f"another trimtab has held the list of what runs here for {_LOCK_S:g} s", where=str(place / "lock")
@@ -257,7 +256,7 @@ def _take(descriptor: int, place: Path) -> None:
         time.sleep(0.01)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

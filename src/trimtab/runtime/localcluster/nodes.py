@@ -1,7 +1,7 @@
-"""Starts and ends nodes of this machine: a keeper for each, waits with deadlines, and nobody else's processes touched.
+"""Starts and ends nodes of this machine: a supervisor for each, every wait with a deadline.
 
-A node counts as started when Ray lists it alive. What was begun and did not come up, or was interrupted, is ended again
-before the caller hears of it. The command line calls this; the ledger knows what was given to whom.
+A node counts as started when Ray lists it alive. What did not come up, or was interrupted, is ended before the caller
+is told. No other processes are touched.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from trimtab.core.errors import UnreachableError
 from trimtab.runtime.localcluster import auth
 from trimtab.runtime.localcluster.command import environment, temp_dir
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
-from trimtab.runtime.localcluster.node_supervisor import IP, POLITE_S, last_words
+from trimtab.runtime.localcluster.node_supervisor import GRACE_S, IP, start_error
 from trimtab.runtime.localcluster.ray_status import RayNode, RayViewProcess, answers
 from trimtab.runtime.procs.processes import ProcessIdentity, gone, kill_family, send
 
 START_S = 120.0
-END_S = POLITE_S + 15.0
-LOOK_EVERY_S = 0.1
+END_S = GRACE_S + 15.0
+POLL_S = 0.1
 
 NodeListener = Callable[[NodeRecord], None]
 
 
 def own_address() -> str:
-    """The address by which others reach this machine; the loopback one where there is no network."""
+    """The address by which others reach this machine; loopback without a network."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-            trial.connect(("8.8.8.8", 53))  # sends nothing: the kernel only chooses the way
+            trial.connect(("8.8.8.8", 53))  # sends nothing: the kernel only chooses a route
             return str(trial.getsockname()[0])
     except OSError:
         return "127.0.0.1"
 
 
 def launch(ledger: Ledger, cluster: ClusterRecord, node: NodeRecord, wanted: Mapping[str, str], ip: str | None) -> None:
-    """Start the keeper of a node that is in the ledger."""
+    """Start the supervisor of a node that is in the ledger."""
     shutil.rmtree(temp_dir(cluster, node), ignore_errors=True)  # sessions of earlier runs
     around = environment(cluster, node, wanted, os.environ) | ({IP: ip} if ip else {})
     with open(node.log, "wb") as log:
@@ -56,7 +56,12 @@ def launch(ledger: Ledger, cluster: ClusterRecord, node: NodeRecord, wanted: Map
 
 
 def start_all(
-    ledger: Ledger, cluster: ClusterRecord, wanted: Mapping[str, str], ip: str, timeout_s: float, told: NodeListener
+    ledger: Ledger,
+    cluster: ClusterRecord,
+    wanted: Mapping[str, str],
+    ip: str,
+    timeout_s: float,
+    on_started: NodeListener,
 ) -> None:
     """Start the head and then its workers, several at a time; all or none."""
     head, *workers = cluster.nodes
@@ -65,11 +70,11 @@ def start_all(
         auth.adopt(wanted)
         launch(ledger, cluster, head, wanted, ip)
         _listening(ledger, cluster, head, deadline)
-        settle(ledger, cluster, [head], deadline, told)
-        for node in workers:  # they take turns by themselves
+        settle(ledger, cluster, [head], deadline, on_started)
+        for node in workers:  # start permits limit how many start at once
             launch(ledger, cluster, node, wanted, None)
         if workers:
-            settle(ledger, cluster, workers, deadline, told)
+            settle(ledger, cluster, workers, deadline, on_started)
     except BaseException:
         end(ledger, cluster, cluster.nodes, "it did not start")
         raise
@@ -83,7 +88,7 @@ def start_one(
     timeout_s: float,
     ip: str | None,
 ) -> NodeRecord:
-    """Start one more node; when this returns, Ray has it."""
+    """Start one more node; returns when Ray has it."""
     try:
         launch(ledger, cluster, node, wanted, ip)
         return settle(ledger, cluster, [node], time.monotonic() + timeout_s, lambda _: None)[0]
@@ -93,84 +98,84 @@ def start_one(
 
 
 def settle(
-    ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], deadline: float, told: NodeListener
+    ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], deadline: float, on_started: NodeListener
 ) -> list[NodeRecord]:
-    """Wait until Ray has all of them alive; raises UnreachableError where one ends or the time is up."""
+    """Wait until Ray lists all of them alive; UnreachableError if one ends or the time is up."""
     waiting = {node.mark: node for node in nodes}
     settled = []
     with RayViewProcess(cluster.address) as watch:
         while waiting:
-            there = {one.node_id for one in _seen(watch)}
+            listed = {node.node_id for node in _seen(watch)}
             now = _by_mark(ledger)
-            for mark, asked in list(waiting.items()):
+            for mark, requested in list(waiting.items()):
                 node = now.get(mark)
                 if node is None or node.phase in (NodePhase.ending, NodePhase.ended):
-                    why = node.cause if node else "it was struck from the ledger"
-                    raise UnreachableError(f"node {asked.name} did not start: {why}", where=asked.log)
-                if node.node_id and node.node_id in there:
+                    why = node.cause if node else "it was removed from the ledger"
+                    raise UnreachableError(f"node {requested.name} did not start: {why}", where=requested.log)
+                if node.node_id and node.node_id in listed:
                     running = ledger.update(mark, phase=NodePhase.running, since=time.time()) or node
                     settled.append(running)
-                    told(running)
+                    on_started(running)
                     del waiting[mark]
-            _in_time(cluster, deadline, waiting.values())
+            _check_deadline(cluster, deadline, waiting.values())
             if waiting:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_S)
     return settled
 
 
 def _seen(watch: RayViewProcess) -> list[RayNode]:
-    """Nodes that Ray has; none while it does not answer."""
+    """Nodes that Ray lists; none while it does not answer."""
     try:
-        return watch.nodes(wait_s=LOOK_EVERY_S)
+        return watch.nodes(wait_s=POLL_S)
     except UnreachableError:
         return []
 
 
 def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cause: str) -> list[NodeRecord]:
-    """End nodes, workers before the head, and wait until all their processes are gone; those of whom some are left."""
+    """End nodes, workers before the head, and wait until their processes are gone; returns those with leftovers."""
     left = []
-    for group in ([one for one in nodes if not one.head], [one for one in nodes if one.head]):
-        asked = []
-        for one in group:
-            node = _by_mark(ledger).get(one.mark)
+    for group in ([node for node in nodes if not node.head], [node for node in nodes if node.head]):
+        ending = []
+        for record in group:
+            node = _by_mark(ledger).get(record.mark)
             if node is None or node.phase is NodePhase.ended:
                 continue
             if node.phase is not NodePhase.ending:
                 node = ledger.update(node.mark, phase=NodePhase.ending, since=time.time(), cause=cause) or node
-            if node.keeper is not None:
-                send(node.keeper, signal.SIGTERM)
-            asked.append(node)
+            if node.supervisor is not None:
+                send(node.supervisor, signal.SIGTERM)
+            ending.append(node)
         deadline = time.monotonic() + END_S
-        for node in asked:
-            _keeper_gone(node.keeper, deadline)
-            if kill_family(None, node.mark):  # a keeper that is only just starting carries the mark, too
+        for node in ending:
+            _wait_supervisor_gone(node.supervisor, deadline)
+            if kill_family(None, node.mark):  # a supervisor that is only just starting carries the mark, too
                 left.append(node)
             ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause=cause)
     return left
 
 
 def wait_ended(ledger: Ledger, node: NodeRecord, timeout_s: float) -> bool:
-    """Wait until a node has ended by itself; whether it has."""
+    """Wait until a node has ended by itself; returns whether it has."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         now = _by_mark(ledger).get(node.mark)
-        if now is None or not now.stands:
+        if now is None or not now.alive:
             return True
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
     return False
 
 
 def auth_of(cluster: ClusterRecord) -> dict[str, str]:
-    """Mode and token of a cluster, adopted by this process: of its own head, or asked of it."""
+    """Mode and token of a cluster, adopted by this process: of its own head, or probed."""
     head = cluster.head
-    wanted = auth.of_head(head.keeper) if head is not None and head.keeper is not None else {}
+    wanted = auth.head_auth(head.supervisor) if head is not None and head.supervisor is not None else {}
     if not wanted:
         if not answers(cluster.address, 2.0):
             raise UnreachableError(
                 f"no Ray cluster answers at {cluster.address}",
                 hint="`trimtab cluster start` starts one; `ray status` on its head shows whether it runs",
             )
-        return auth.of_cluster_at(cluster.address, os.environ)
+        return auth.cluster_auth(cluster.address, os.environ)
     auth.adopt(wanted)
     return wanted
 
@@ -180,24 +185,24 @@ def _listening(ledger: Ledger, cluster: ClusterRecord, head: NodeRecord, deadlin
         node = _by_mark(ledger).get(head.mark)
         if node is None or node.phase in (NodePhase.ending, NodePhase.ended):
             raise UnreachableError(f"the head did not start: {node.cause if node else 'it is gone'}", where=head.log)
-        _in_time(cluster, deadline, [head])
+        _check_deadline(cluster, deadline, [head])
 
 
-def _in_time(cluster: ClusterRecord, deadline: float, waiting: Iterable[NodeRecord]) -> None:
+def _check_deadline(cluster: ClusterRecord, deadline: float, waiting: Iterable[NodeRecord]) -> None:
     nodes = list(waiting)
     if nodes and time.monotonic() >= deadline:
         raise UnreachableError(
-            f"node {nodes[0].name} did not come up in time: {last_words(nodes[0].log, temp_dir(cluster, nodes[0]))}",
+            f"node {nodes[0].name} did not come up in time: {start_error(nodes[0].log, temp_dir(cluster, nodes[0]))}",
             where=nodes[0].log,
             hint="--timeout waits longer; a machine that is busy starts Ray slowly",
         )
 
 
-def _keeper_gone(keeper: ProcessIdentity | None, deadline: float) -> None:
-    """Wait for a keeper to have ended its node and itself; kill one that does not."""
-    if keeper is not None and gone([keeper], max(0.0, deadline - time.monotonic())):
-        send(keeper, signal.SIGKILL)
-        gone([keeper], 5.0)
+def _wait_supervisor_gone(supervisor: ProcessIdentity | None, deadline: float) -> None:
+    """Wait until a supervisor has ended its node and itself; kill one that does not."""
+    if supervisor is not None and gone([supervisor], max(0.0, deadline - time.monotonic())):
+        send(supervisor, signal.SIGKILL)
+        gone([supervisor], 5.0)
 
 
 def _by_mark(ledger: Ledger) -> dict[str, NodeRecord]:

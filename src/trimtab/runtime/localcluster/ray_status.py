@@ -1,9 +1,8 @@
-"""What Ray says of a cluster's nodes: which are there, what is free on them, who holds the rest, which are going.
+"""Ray's view of a cluster's nodes: total and free resources, what holds the rest, which are draining.
 
-Reads Ray's tables without becoming a driver, so looking starts no job and changes nothing; only `drain` does. A cluster
-that vanishes takes the processes along that are looking at it, by Ray's own will and after a silent minute; so whoever
-goes on looking does it through a process of its own (`RayViewProcess`). Mode and token of the cluster have been adopted
-(`auth.adopt`) by whoever looks.
+Reads Ray's tables without becoming a driver, so it starts no job and changes nothing, except `drain`. When a cluster
+vanishes, Ray silently ends processes that query it after a minute, so continuous polling runs in a process of its own
+(`RayViewProcess`). Mode and token must have been adopted before (`auth.adopt`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FIRST_ANSWER_S = 30.0  # importing Ray takes a second or two, on a busy machine 
 
 @dataclass(frozen=True)
 class RayHolder:
-    """What holds something on a node: an actor or a placement group."""
+    """An actor or a placement group that holds resources of a node."""
 
     kind: str
     name: str
@@ -41,7 +40,7 @@ class RayHolder:
 
 @dataclass(frozen=True)
 class RayNode:
-    """A living node, in Ray's words."""
+    """A live node as Ray reports it."""
 
     node_id: str
     name: str
@@ -56,7 +55,7 @@ class RayNode:
 
 
 def answers(address: str, wait_s: float) -> bool:
-    """Whether something listens at the address, within the time."""
+    """Whether the address accepts connections, within the time."""
     deadline = time.monotonic() + wait_s
     while not _connects(address):
         if time.monotonic() >= deadline:
@@ -75,7 +74,7 @@ def _connects(address: str) -> bool:
 
 
 class _RayShim:
-    """What draining needs of the ray module, for a process that is no driver."""
+    """The parts of the ray module that draining needs, for a process that is no driver."""
 
     def __init__(self, state: Any, gcs: Any) -> None:
         self._private = SimpleNamespace(worker=SimpleNamespace(global_worker=SimpleNamespace(gcs_client=gcs)))
@@ -84,7 +83,7 @@ class _RayShim:
 
 
 class RayView:
-    """Looks at one cluster."""
+    """Queries one cluster."""
 
     def __init__(self, address: str) -> None:
         from ray._private.state import GlobalState
@@ -92,46 +91,46 @@ class RayView:
 
         if not answers(address, 0.0):
             raise UnreachableError(
-                f"no Ray cluster answers at {address}", hint="`trimtab cluster start` starts one; `ray status` looks"
+                f"no Ray cluster answers at {address}", hint="`trimtab cluster start` starts one; `ray status` checks"
             )
         self.address = address
-        self._gcs = self._asked(lambda: GcsClient(address=address))
+        self._gcs = self._call(lambda: GcsClient(address=address))
         self._state = GlobalState()
         self._state._initialize_global_state(
             GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
         )
 
     def nodes(self) -> list[RayNode]:
-        """All living nodes, the head first."""
-        rows = [one for one in self._asked(self._state.node_table) if one.get("Alive")]
-        free = self._asked(self._state.available_resources_per_node)
-        going = self._asked(lambda: self._gcs.get_draining_nodes(timeout=ANSWER_S))
+        """All live nodes, the head first."""
+        rows = [row for row in self._call(self._state.node_table) if row.get("Alive")]
+        free = self._call(self._state.available_resources_per_node)
+        going = self._call(lambda: self._gcs.get_draining_nodes(timeout=ANSWER_S))
         holders = self._holders()
         found = [
             RayNode(
-                node_id=one["NodeID"],
-                name=one.get("NodeName") or one["NodeID"][:12],
-                address=one["NodeManagerAddress"],
-                port=one["NodeManagerPort"],
-                head="node:__internal_head__" in one["Resources"],
-                total=_ours(one["Resources"]),
-                free=_ours(free.get(one["NodeID"], {})),
-                holders=tuple(holders.get(one["NodeID"], ())),
-                draining=one["NodeID"] in going,
-                deadline=(going.get(one["NodeID"]) or 0) / 1000 or None,
+                node_id=row["NodeID"],
+                name=row.get("NodeName") or row["NodeID"][:12],
+                address=row["NodeManagerAddress"],
+                port=row["NodeManagerPort"],
+                head="node:__internal_head__" in row["Resources"],
+                total=_ours(row["Resources"]),
+                free=_ours(free.get(row["NodeID"], {})),
+                holders=tuple(holders.get(row["NodeID"], ())),
+                draining=row["NodeID"] in going,
+                deadline=(going.get(row["NodeID"]) or 0) / 1000 or None,
             )
-            for one in rows
+            for row in rows
         ]
-        return sorted(found, key=lambda one: (not one.head, one.name, one.node_id))
+        return sorted(found, key=lambda node: (not node.head, node.name, node.node_id))
 
     def drain(self, node_id: str, deadline_s: float, cause: str) -> None:
-        """Have Ray put nothing new on a node, which goes in so many seconds."""
+        """Have Ray place nothing new on a node, which ends in `deadline_s`."""
         from trimtab.runtime.rayapi.draining import drain
 
         drain(_RayShim(self._state, self._gcs), node_id, deadline_s, cause)
 
     def found(self, word: str) -> str:
-        """The id of the node that a word stands for; raises InputError for the head and for an unknown one."""
+        """The id of the node that a word names; InputError for the head and for an unknown one."""
         from trimtab.runtime.rayapi.draining import found
 
         return found(_RayShim(self._state, self._gcs), word)
@@ -139,7 +138,7 @@ class RayView:
     def _holders(self) -> dict[str, list[RayHolder]]:
         """By node: actors that hold resources, and bundles of placement groups."""
         found: dict[str, list[RayHolder]] = {}
-        with contextlib.suppress(Exception):  # not to know who holds is no reason to show nothing
+        with contextlib.suppress(Exception):  # the nodes are shown even if their holders are unknown
             for actor in self._actors():
                 holds = _ours(actor.required_resources)
                 name = actor.name or actor.class_name or actor.actor_id.hex()[:12]
@@ -154,15 +153,15 @@ class RayView:
         return found
 
     def _actors(self) -> list[Any]:
-        """Living actors with what they asked for, which Ray's own tables leave out."""
+        """Live actors with their resource requests, which Ray's own tables leave out."""
         from ray.core.generated.gcs_pb2 import ActorTableData
 
         accessor = self._state._connect_and_get_accessor()
-        return [ActorTableData.FromString(one) for one in accessor.get_actor_table(None, "ALIVE")]
+        return [ActorTableData.FromString(row) for row in accessor.get_actor_table(None, "ALIVE")]
 
-    def _asked(self, ask: Any) -> Any:
+    def _call(self, query: Any) -> Any:
         try:
-            return ask()
+            return query()
         except Exception as fault:
             lines = str(fault).strip().splitlines()
             raise UnreachableError(
@@ -172,16 +171,16 @@ class RayView:
 
 
 class RayViewProcess:
-    """Has another process look again and again; every question to it has a deadline."""
+    """Polls a cluster in a child process; every read has a deadline."""
 
     def __init__(self, address: str, every_s: float = 0.2) -> None:
         self.address = address
         self._child = subprocess.Popen(
             [sys.executable, "-m", "trimtab.runtime.localcluster.ray_status", address, str(every_s)],
-            stdin=subprocess.PIPE,  # its end is the child's
+            stdin=subprocess.PIPE,  # closing it ends the child
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us
+            start_new_session=True,  # Ctrl-C is for the parent
         )
         self._news = threading.Condition()
         self._latest: list[RayNode] | str = "it has not answered yet"
@@ -196,13 +195,13 @@ class RayViewProcess:
         self.close()
 
     def nodes(self, wait_s: float = FIRST_ANSWER_S, stale_s: float = ANSWER_S) -> list[RayNode]:
-        """What it saw last, not older than `stale_s`; waits for it, and raises UnreachableError in the end."""
+        """The latest nodes, not older than `stale_s`; waits for them, UnreachableError in the end."""
         deadline = time.monotonic() + wait_s
         with self._news:
             while isinstance(self._latest, str) or time.monotonic() - self._at > stale_s:
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or not self.lives:
-                    why = self._latest if isinstance(self._latest, str) else "it has fallen silent"
+                if left_s <= 0 or not self.is_alive:
+                    why = self._latest if isinstance(self._latest, str) else "it stopped answering"
                     raise UnreachableError(
                         f"the Ray cluster at {self.address} does not answer: {why}",
                         hint="`trimtab cluster status` says what is left of it",
@@ -211,12 +210,10 @@ class RayViewProcess:
             return self._latest
 
     @property
-    def lives(self) -> bool:
-        """Whether the other process is there."""
+    def is_alive(self) -> bool:
         return self._child.poll() is None
 
     def close(self) -> None:
-        """Look no more."""
         self._child.kill()
         self._child.wait()
         self._reader.join(5)
@@ -227,15 +224,15 @@ class RayViewProcess:
     def _read(self) -> None:
         assert self._child.stdout is not None
         for line in self._child.stdout:
-            told = json.loads(line)
-            seen = told if isinstance(told, str) else [decode(RayNode, one) for one in told]
+            sample = json.loads(line)
+            seen = sample if isinstance(sample, str) else [decode(RayNode, row) for row in sample]
             with self._news:
                 self._latest, self._at = seen, time.monotonic()
                 self._news.notify_all()
 
 
 def _ours(amounts: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Without what Ray adds for itself."""
+    """Without the resources that Ray adds for itself."""
     names = {"CPU": "cpu", "GPU": "gpu"}
     kept = (
         (names.get(name, name), float(amount))
@@ -246,22 +243,22 @@ def _ours(amounts: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
 
 
 def main() -> None:
-    """Print what is seen, a line each time, until whoever asked is gone."""
+    """Print the nodes, one line each time, until the parent is gone."""
     address, every_s = sys.argv[1], float(sys.argv[2])
 
-    def leave() -> None:
+    def exit_with_parent() -> None:
         sys.stdin.buffer.read()
         os._exit(0)
 
-    threading.Thread(target=leave, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     view: RayView | None = None
     while True:
         try:
             view = view or RayView(address)
-            told: Any = [encode(one) for one in view.nodes()]
+            sample: Any = [encode(node) for node in view.nodes()]
         except UnreachableError as fault:
-            view, told = None, fault.what
-        print(json.dumps(told), flush=True)
+            view, sample = None, fault.what
+        print(json.dumps(sample), flush=True)
         time.sleep(every_s)
 
 

@@ -1,1 +1,1 @@
-"""A pipeline schedule, run as Ray actors."""
+"""Runs a pipeline schedule as Ray actors."""

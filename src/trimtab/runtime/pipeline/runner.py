@@ -1,9 +1,8 @@
-"""Runs a schedule: the blocks of a PyTorch model as a pipeline of Ray actors, one for each stage.
+"""Runs a schedule: the blocks of a PyTorch model as a pipeline of Ray actors, one per stage.
 
-Feeds microbatches in, collects the results in order, compares them with the model run whole in this process, and
-measures the time between results in the steady state against the schedule's bottleneck. It decides nothing about the
-schedule. It never waits without a deadline, and when it returns, raises or is interrupted, its actors are gone, and so
-is the Ray that it started.
+Feeds microbatches, collects the results in order, compares them with the model run whole in this process, and measures
+the steady-state period against the schedule's bottleneck. It decides nothing about the schedule. Every wait has a
+deadline; when it returns, raises or is interrupted, its actors are gone, and so is the Ray that it started.
 """
 
 from __future__ import annotations
@@ -19,30 +18,31 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.model.pipeline import PipelineStage, Schedule
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, StageTimes
-from trimtab.runtime.rayapi.connect import connected, heeded_interrupts, import_ray, node_of
+from trimtab.runtime.procs.interrupts import reliable_interrupts
+from trimtab.runtime.rayapi.connect import connected, import_ray, node_of
 
 if TYPE_CHECKING:
-    from trimtab.profile.layers import BlockChain
+    from trimtab.profile.block_chain import BlockChain
 
 OutputComparison = Literal["equal", "close", "different", "not compared"]
 
-# Calls between processes take a millisecond or two: emulated steps should be long against that.
+# Calls between processes take a millisecond or two: emulated steps should be much longer.
 EMULATED_BOTTLENECK_S = 0.1
 START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a stage was planned to take and took, for one microbatch."""
+    """Planned and measured times of a stage, for one microbatch."""
 
     host: str
     first: int
     last: int
     planned_compute_s: float
     planned_transfer_s: float
-    compute_s: float  # median, what its blocks really took; 0 where there are none
+    compute_s: float  # median, what its blocks really took; 0 without blocks
     starved_s: float  # in the whole run, waiting for input
-    blocked_s: float  # in the whole run, waiting for room behind it
+    blocked_s: float  # in the whole run, waiting for the next stage
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class PipelineRun:
 
     @property
     def predicted_throughput(self) -> float:
-        """Items a second that the plan promises; infinite where it says that nothing takes time."""
+        """Planned items per second; infinite if the plan says that nothing takes time."""
         return self.batch_size / self.predicted_period_s if self.predicted_period_s else float("inf")
 
     @property
     def measured_throughput(self) -> float:
-        """Items a second in the steady state."""
+        """Items per second in the steady state."""
         return self.batch_size / self.measured_period_s if self.measured_period_s else float("inf")
 
     @property
     def ratio(self) -> float:
-        """Measured against predicted throughput."""
+        """Measured over predicted throughput."""
         return self.predicted_period_s / self.measured_period_s if self.measured_period_s else float("inf")
 
 
@@ -94,10 +94,11 @@ def run_pipeline(
 ) -> PipelineRun:
     """Run a schedule and measure it.
 
-    `chain` and `make_input` come from `profile.layers`; without them only an emulation is possible, which then moves no
-    data. `stretch` slows emulated time down; by itself it makes the bottleneck last a tenth of a second at least, and
-    long enough for this machine to compute a microbatch meanwhile.
-    `devices` names the torch device of a host where it is not the CPU. `timeout_s` bounds every single wait.
+    `chain` and `make_input` come from `profile.block_chain`; without them only an emulation is possible, which then
+    moves no data. `stretch` slows emulated time down; by default the bottleneck lasts at
+    least 0.1 s, and long enough for this
+    machine to compute a microbatch meanwhile. `devices` names the torch device of a host that is not the CPU.
+    `timeout_s` bounds every single wait.
     """
     _check(schedule, chain, make_input, emulate, buffers_in, buffers_out, microbatches, stretch, threads, timeout_s)
     bottleneck = schedule.bottleneck_seconds
@@ -106,16 +107,16 @@ def run_pipeline(
     whole_s = 0.0
     packed: list[bytes | None] = [None] * len(schedule.stages)
     if chain is not None and make_input is not None:
-        # Before the model runs here: what a block keeps from a run must not go along.
+        # Before the model runs here: what a block keeps from a run must not be pickled along.
         packed = [_packed(chain, stage) for stage in schedule.stages]
         progress("running the model whole, for comparison")
         inputs, expected, whole_s = _whole(chain, make_input, min(3, microbatches), threads)
     if not emulate:
         stretch = 1.0
     elif stretch is None:
-        # All stages may have to share one core, and then a microbatch of the whole model has to fit into a step.
-        least = max(EMULATED_BOTTLENECK_S, 1.5 * whole_s)
-        stretch = max(1.0, least / bottleneck) if bottleneck else 1.0
+        # All stages may share one core; then a microbatch of the whole model has to fit into a step.
+        minimum = max(EMULATED_BOTTLENECK_S, 1.5 * whole_s)
+        stretch = max(1.0, minimum / bottleneck) if bottleneck else 1.0
     if timeout_s is None:
         timeout_s = max(60.0, 4 * stretch * schedule.latency_seconds, 10 * whole_s)
     common = StageSettings(
@@ -127,7 +128,7 @@ def run_pipeline(
         imports=chain.imports if chain is not None else "",
         python_path=(os.getcwd(), *(entry for entry in sys.path if entry)),
     )
-    with connected(address=address, cpus=len(schedule.stages) + 1) as ray, heeded_interrupts() as heed:
+    with connected(address=address, cpus=len(schedule.stages) + 1) as ray, reliable_interrupts() as heed:
         progress(f"starting {len(schedule.stages)} stages")
         actors: list[Any] = []
         try:
@@ -142,7 +143,7 @@ def run_pipeline(
             for actor in actors:
                 ray.kill(actor, no_restart=True)
     outcome, difference = _compared(results, expected)
-    # The first results come while the pipeline still fills and the blocks are still warming up.
+    # The first results come while the pipeline fills and the blocks warm up.
     skipped = min(len(schedule.stages), (microbatches - 1) // 3)
     period = (done_at[-1] - done_at[skipped]) / (microbatches - 1 - skipped) / stretch
     return PipelineRun(
@@ -199,15 +200,15 @@ def _check(
             "running needs the model and its input", hint="--factory file.py:factory --input 128,2048; or --emulate"
         )
     if chain is not None and make_input is None:
-        raise InputError("what does the model take?", hint="--input 128,2048, or --input package.module:make_input")
-    for what, value, least in (
+        raise InputError("the model's input is missing", hint="--input 128,2048, or --input package.module:make_input")
+    for what, value, minimum in (
         ("buffers in", buffers_in, 1),
         ("buffers out", buffers_out, 1),
         ("microbatches", microbatches, 2),
         ("threads", threads, 1),
     ):
-        if value < least:
-            raise InputError(f"a run needs {least} {what} or more, not {value}")
+        if value < minimum:
+            raise InputError(f"a run needs {minimum} {what} or more, not {value}")
     for word, number in (("stretch", stretch), ("timeout", timeout_s)):
         if number is not None and not 0 < number < float("inf"):
             raise InputError(f"the {word} is more than 0, not {number}")
@@ -216,22 +217,22 @@ def _check(
 def _whole(
     chain: BlockChain, make_input: Callable[[int], Any], count: int, threads: int
 ) -> tuple[list[Any], list[Any], float]:
-    """Some inputs as the first block takes them, what the whole chain makes of each, and the seconds that it takes."""
-    from trimtab.profile import layers
+    """Inputs as the first block takes them, the whole chain's result for each, and its seconds."""
+    from trimtab.profile import block_chain
 
-    torch = layers.import_torch()
+    torch = block_chain.import_torch()
     before = torch.get_num_threads()
-    # As many threads as a stage has: kernels split sums by threads, and sums in another order end in other bits.
+    # As many threads as a stage has: kernels split sums by threads, and another order of summation gives other bits.
     torch.set_num_threads(threads)
     try:
         made = [make_input(number) for number in range(count)]
         with torch.inference_mode():
-            begun = [chain.begin(one) for one in made]
+            begun = [chain.begin(item) for item in made]
         results: list[Any] = []
         seconds: list[float] = []
-        for one in made:
+        for item in made:
             began_at = time.perf_counter()
-            results.append(chain.run(one))
+            results.append(chain.run(item))
             seconds.append(time.perf_counter() - began_at)
         return begun, results, min(seconds)
     except (InputError, KeyboardInterrupt):
@@ -243,14 +244,14 @@ def _whole(
 
 
 def _settings(schedule: Schedule, index: int, planned: StageSettings, stretch: float | None) -> StageSettings:
-    """What one stage has to know; `stretch` is `None` where time is real."""
+    """Settings of one stage; `stretch` is None if time is real."""
     stage = schedule.stages[index]
     last = index == len(schedule.stages) - 1
     into = schedule.stages[index - 1].transfer_seconds if index else schedule.input_seconds
     own = replace(
         planned,
         name=f"stage {index + 1} ({stage.host})",
-        # The plan gives the first stage no buffers for input: one microbatch waits there at most.
+        # The plan gives the first stage no input buffers: at most one microbatch waits there.
         buffers_in=planned.buffers_in if index else 1,
     )
     if stretch is None:
@@ -324,7 +325,7 @@ def _drive(
         actor.run.remote(count, actors[index + 1] if index + 1 < len(actors) else None): index
         for index, actor in enumerate(actors)
     }
-    stored = [ray.put(one) for one in inputs]
+    stored = [ray.put(item) for item in inputs]
     times: dict[int, StageTimes] = {}
     results: list[Any] = []
     done_at: list[float] = []
@@ -334,8 +335,8 @@ def _drive(
     while running or len(results) < count:
         waiting = [*running, *(ref for ref in (feeding, giving) if ref is not None)]
         ready: list[Any] = []
-        stands_at = time.monotonic() + timeout_s
-        while not ready and time.monotonic() < stands_at:
+        deadline = time.monotonic() + timeout_s
+        while not ready and time.monotonic() < deadline:
             heed()
             ready, _ = ray.wait(waiting, num_returns=1, timeout=min(1.0, timeout_s))
         if not ready:
@@ -366,10 +367,12 @@ def _got(ray: Any, ref: Any, schedule: Schedule, index: int, running: Mapping[An
     try:
         return ray.get(ref)
     except Exception as fault:
-        _tell(ray, fault, schedule, index, running or {})
+        _raise_first_fault(ray, fault, schedule, index, running or {})
 
 
-def _tell(ray: Any, fault: Exception, schedule: Schedule, index: int, running: Mapping[Any, int]) -> NoReturn:
+def _raise_first_fault(
+    ray: Any, fault: Exception, schedule: Schedule, index: int, running: Mapping[Any, int]
+) -> NoReturn:
     """Raise the fault of the stage where it began: a stage that dies makes those before it fail, too."""
     faults = [(index, fault)]
     ended, _ = ray.wait(list(running), num_returns=len(running), timeout=1.5) if running else ([], [])
@@ -387,15 +390,15 @@ def _tell(ray: Any, fault: Exception, schedule: Schedule, index: int, running: M
     cause = getattr(first, "cause", None) or first
     host = schedule.stages[first_index].host
     if isinstance(cause, ray.exceptions.RayActorError):
-        told = "its process died"
+        reason = "its process died"
     elif isinstance(cause, StageError):
-        told = str(cause)
+        reason = str(cause)
     else:
         lines = str(cause).strip().splitlines() or [""]
-        told = f"{type(cause).__name__.removeprefix('RayTaskError')}: {lines[0]}"
+        reason = f"{type(cause).__name__.removeprefix('RayTaskError')}: {lines[0]}"
     late = isinstance(cause, StageError) and not cause.passed_on
     raise UnreachableError(
-        f"stage {first_index + 1} ({host}) failed: {told}",
+        f"stage {first_index + 1} ({host}) failed: {reason}",
         hint="--timeout allows a longer wait" if late else None,
     ) from None
 
@@ -409,28 +412,28 @@ def _fault_of(ray: Any, ref: Any) -> Exception | None:
 
 
 def _compared(results: Sequence[Any], expected: Sequence[Any]) -> tuple[OutputComparison, float]:
-    """Whether every result is what the whole model gave for the same input, and by how much they differ."""
+    """Whether every result equals that of the whole model, and the largest difference."""
     if not expected:
         return "not compared", 0.0
-    from trimtab.profile import layers
+    from trimtab.profile import block_chain
 
-    torch = layers.import_torch()
+    torch = block_chain.import_torch()
     worst: OutputComparison = "equal"
     largest = 0.0
     for number, result in enumerate(results):
-        wanted = list(layers.tensors_in(expected[number % len(expected)]))
-        found = list(layers.tensors_in(result))
+        wanted = list(block_chain.tensors_in(expected[number % len(expected)]))
+        found = list(block_chain.tensors_in(result))
         if len(wanted) != len(found):
             return "different", float("inf")
-        for one, other in zip(wanted, found, strict=True):
-            if one.shape != other.shape or one.dtype != other.dtype:
+        for reference, other in zip(wanted, found, strict=True):
+            if reference.shape != other.shape or reference.dtype != other.dtype:
                 return "different", float("inf")
-            if torch.equal(one.cpu(), other):
+            if torch.equal(reference.cpu(), other):
                 continue
-            one, other = one.cpu().double(), other.double()
-            largest = max(largest, float((one - other).abs().max()))
-            # As loose as the dtype of the result is coarse.
+            reference, other = reference.cpu().double(), other.double()
+            largest = max(largest, float((reference - other).abs().max()))
+            # Tolerance by the dtype of the result.
             coarse = torch.finfo(wanted[0].dtype).eps ** 0.5 if wanted[0].dtype.is_floating_point else 0.0
-            near = torch.allclose(one, other, rtol=coarse, atol=coarse * float(one.abs().max()))
+            near = torch.allclose(reference, other, rtol=coarse, atol=coarse * float(reference.abs().max()))
             worst = "close" if near and worst != "different" else "different"
     return worst, largest

@@ -1,11 +1,10 @@
 """One stage of a pipeline, as a Ray actor: takes a microbatch, runs its blocks, hands the result on.
 
-Three things go on at once, each in a thread of its own, as the planner assumes: receiving the next microbatches,
-computing one, sending finished ones. Slots bound them: `buffers_in` received microbatches wait beside the one that is
-computed, `buffers_out` results wait to be sent, and whoever finds no free slot waits, which is how a slow stage holds
-back those before it. Nothing here waits without a deadline. Under emulation a stage takes the planned times, and what
-it really computes is done inside them; a step is then due its planned time after the one before was due, so that the
-calls between processes, which the plan knows nothing of, do not add up. What is measured is the real clock, always.
+Receiving, computing and sending run concurrently, each in its own thread, as the planner assumes. Slots bound them:
+`buffers_in` received microbatches wait beside the one being computed, `buffers_out` results wait to be sent; without a
+free slot a thread waits, which is the backpressure of a slow stage. Every wait has a deadline. Under emulation a stage
+takes the planned times, and its real computation happens within them; a step is due its planned time after the previous
+one was due, so that calls between processes, which the plan ignores, do not add up. Measured times are always real.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-# Of a transfer that is emulated, this much may have gone by in the call that announced it.
+# Of an emulated transfer, this much may have passed in the call that announced it.
 CALL_GRACE_S = 0.02
 CALL_GRACE_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What a stage has to know. Seconds are `None` where time is real, and the planned ones under emulation."""
+    """Settings of a stage. Seconds are None if time is real, and the planned ones under emulation."""
 
     name: str
     buffers_in: int
@@ -44,11 +43,11 @@ class StageTimes:
 
     compute_s: tuple[float, ...]  # of every microbatch, what the blocks really took
     starved_s: float  # waiting for input, after the first
-    blocked_s: float  # waiting for room behind it
+    blocked_s: float  # waiting for the next stage
 
 
 class StageError(Exception):
-    """A stage cannot go on. `passed_on`: because of the stage behind it."""
+    """A stage cannot go on. `passed_on`: because of the next stage."""
 
     def __init__(self, what: str, passed_on: bool = False) -> None:
         super().__init__(what, passed_on)
@@ -60,40 +59,42 @@ class StageError(Exception):
 
 
 class StageActor:
-    """The actor. `load`, then `run` together with the `take`s of the stage before and the `give`s of the reader."""
+    """The actor: `load`, then `run`, concurrently with `take` by the previous stage and `give` by the reader."""
 
     def __init__(self, settings: StageSettings) -> None:
         self._settings = settings
         self._blocks: tuple[Any, ...] = ()
         self._inbox: queue.Queue[tuple[int, Any, float]] = queue.Queue()
         self._outbox: queue.Queue[tuple[int, Any, float]] = queue.Queue()
-        self._in_slots = threading.Semaphore(settings.buffers_in)  # taken before data come in, freed to be computed
-        self._out_slots = threading.Semaphore(settings.buffers_out)  # taken by a result, freed once it was received
+        self._in_slots = threading.Semaphore(
+            settings.buffers_in
+        )  # acquired before data is received, released when computing starts
+        self._out_slots = threading.Semaphore(settings.buffers_out)  # acquired by a result, released once received
         self._link_free_at = 0.0
         self._exit_free_at = 0.0
         self._sent = threading.Event()
         self._send_fault: Exception | None = None
 
     def load(self, blocks: bytes | None) -> str:
-        """Unpack the blocks onto the device; without blocks a stage passes on what it gets."""
+        """Unpack the blocks onto the device; without blocks a stage passes on its input."""
         if blocks is None:
             return self._settings.name
         import pickle
         import sys
 
         sys.path.extend(entry for entry in self._settings.python_path if entry not in sys.path)
-        from trimtab.profile import layers
+        from trimtab.profile import block_chain
 
-        torch = layers.import_torch()
+        torch = block_chain.import_torch()
         torch.set_num_threads(self._settings.threads)
         if self._settings.imports:
-            layers.load(self._settings.imports)  # so that classes of a file that is no package are found
-        place = layers.device_of(self._settings.device)
+            block_chain.load(self._settings.imports)  # so that classes of a file that is no package are found
+        place = block_chain.device_of(self._settings.device)
         self._blocks = tuple(block.to(place) for block in pickle.loads(blocks))
         return self._settings.name
 
     def take(self, number: int, box: list[Any]) -> int:
-        """Receive a microbatch; returns once it is here, which may take until there is room."""
+        """Receive a microbatch; returns once it is here, which waits for a free slot."""
         import ray
 
         if not self._in_slots.acquire(timeout=self._settings.timeout_s):
@@ -107,7 +108,7 @@ class StageActor:
         return number
 
     def run(self, count: int, following: Any) -> StageTimes:
-        """Compute so many microbatches and hand them to the stage behind, or keep them for `give`."""
+        """Compute `count` microbatches and send them to the next stage, or keep them for `give`."""
         if following is not None:
             threading.Thread(target=self._send_all, args=(count, following), daemon=True).start()
         settings = self._settings
@@ -139,7 +140,7 @@ class StageActor:
         return StageTimes(tuple(computed), starved, blocked)
 
     def give(self) -> tuple[int, Any, float]:
-        """The next result of the last stage: its number, the result, and when it was done on this stage's clock."""
+        """The next result of the last stage: number, result, and completion time by this stage's clock."""
         try:
             number, carried, done_at = self._outbox.get(timeout=self._settings.timeout_s)
         except queue.Empty:
@@ -153,16 +154,16 @@ class StageActor:
     def _compute(self, carried: Any) -> Any:
         if not self._blocks:
             return carried
-        from trimtab.profile import layers
+        from trimtab.profile import block_chain
 
-        torch = layers.import_torch()
-        place = layers.device_of(self._settings.device)
+        torch = block_chain.import_torch()
+        place = block_chain.device_of(self._settings.device)
         with torch.inference_mode():
-            carried = layers.on_device(carried, place)
+            carried = block_chain.on_device(carried, place)
             for block in self._blocks:
-                carried = layers.step(block, carried)
-            # Onto the host also where the device is a GPU: the object store is the host's memory.
-            return layers.on_device(carried, torch.device("cpu"))
+                carried = block_chain.step(block, carried)
+            # Onto the host also from a GPU: the object store is host memory.
+            return block_chain.on_device(carried, torch.device("cpu"))
 
     def _next_input(self, done: int) -> tuple[int, Any, float]:
         deadline = time.monotonic() + self._settings.timeout_s
@@ -191,7 +192,7 @@ class StageActor:
                 ray.get(following.take.remote(number, box), timeout=2 * self._settings.timeout_s)
                 self._out_slots.release()
         except queue.Empty:
-            pass  # the computing side tells why nothing came
+            pass  # the computing thread reports why nothing came
         except Exception as fault:
             self._send_fault = fault
         finally:
@@ -203,9 +204,9 @@ class StageActor:
 
 
 def _pass_time(seconds: float, ready_at: float, free_at: float) -> float:
-    """Let an emulated transfer of so many seconds go by; gives when it ended."""
+    """Let an emulated transfer take its time; returns its end."""
     grace = min(CALL_GRACE_S, CALL_GRACE_SHARE * seconds)
-    # It never starts before the one before has ended, so a link never carries more than it can.
+    # It never starts before the previous one has ended, so a link never exceeds its bandwidth.
     end = max(free_at, ready_at - grace) + seconds
     _sleep_until(end)
     return end

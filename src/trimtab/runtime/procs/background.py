@@ -1,9 +1,8 @@
-"""Supervised background work: loops and one-off jobs that run beside everything else.
+"""Supervised background work: loops and one-off jobs.
 
-A loop that raises is logged with its traceback, counted, and started again after a back-off that doubles; one that
-fails too often within a window is given up, and its owner is called so that what depended on it can be declared lost.
-What runs, what failed and why is plain data for `status`. Nothing that runs here may end without a trace: an exception
-is never swallowed, and cancelling (`close`, `Task.cancel`) is the only silent way out.
+A loop that raises is logged with its traceback, counted, and restarted after an exponential back-off; one that fails
+too often within a window is given up, and its owner is called back. Running and failed jobs are plain data for
+`status`. No job may end silently: exceptions are never swallowed, only cancelling (`close`, `Task.cancel`) is silent.
 
 Coroutines (`start`, `once`) belong to the event loop that starts them; `start_thread` is for code without one.
 """
@@ -21,14 +20,14 @@ from typing import Any, Literal
 
 log = logging.getLogger(__name__)
 
-MOST_ENDED = 50  # names of jobs that were given up; the latest are kept
+MAX_ENDED = 50  # jobs that were given up; the latest are kept
 WorkStatus = Literal["running", "backing off", "failed"]
 OnFailed = Callable[[str, Exception], None]
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often a loop may fail: more than `max_failures` within `window_s` is given up (None: never)."""
+    """Restart limit: more than `max_failures` within `window_s` and the loop is given up (None: never)."""
 
     max_failures: int | None = 20
     window_s: float = 600.0
@@ -36,11 +35,11 @@ class RestartPolicy:
     max_backoff_s: float = 30.0
 
     def delay_s(self, failures: int) -> float:
-        """Wait before the next start, after so many failures in the window."""
+        """Back-off after this many failures in the window."""
         return float(min(self.max_backoff_s, self.backoff_s * 2.0 ** min(failures - 1, 30)))
 
 
-NEVER_GIVE_UP = RestartPolicy(max_failures=None)  # for loops that nothing can do without
+NEVER_GIVE_UP = RestartPolicy(max_failures=None)  # for vital loops
 
 
 @dataclass
@@ -48,14 +47,14 @@ class _BackgroundJob:
     name: str
     policy: RestartPolicy
     on_failed: OnFailed | None
-    repeats: bool = True  # a loop, not a job that runs once
+    repeats: bool = True  # a loop, not a one-off job
     state: WorkStatus = "running"
     failures: int = 0  # since the start
     last_error: str = ""
     recent: deque[float] = field(default_factory=deque)  # times of failures within the window
 
     def failed(self, error: Exception, now: float) -> float | None:
-        """Count a failure. Returns the back-off before the next start, None when the job is given up."""
+        """Count a failure; returns the back-off, or None to give up."""
         self.failures += 1
         self.last_error = describe(error)
         self.recent.append(now)
@@ -69,7 +68,7 @@ class _BackgroundJob:
 
 
 class Background:
-    """The background work of one process or controller."""
+    """The background jobs of a process or controller."""
 
     def __init__(
         self, policy: RestartPolicy | None = None, clock: Callable[[], float] = time.monotonic, prefix: str = "trimtab"
@@ -78,8 +77,8 @@ class Background:
         self._clock = clock
         self._prefix = prefix
         self._lock = threading.Lock()
-        self._jobs: dict[int, _BackgroundJob] = {}  # running, and those that failed once: a clean end leaves no entry
-        self._ended_failures: dict[str, _BackgroundJob] = {}  # given up, by name: the latest of each
+        self._jobs: dict[int, _BackgroundJob] = {}  # running ones; a clean end leaves no entry
+        self._ended_failures: dict[str, _BackgroundJob] = {}  # by name: the latest of each
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = threading.Event()
 
@@ -93,19 +92,19 @@ class Background:
         policy: RestartPolicy | None = None,
         on_failed: OnFailed | None = None,
     ) -> asyncio.Task[None]:
-        """Run a loop; called again when it raises. It ends when it returns, is cancelled or fails too often."""
+        """Run a loop; restarted when it raises. Ends when it returns, is cancelled or fails too often."""
         return self._spawn(self._enter(name, policy, on_failed), work)
 
     def once(
         self, name: str, work: Coroutine[Any, Any, None], *, on_failed: OnFailed | None = None
     ) -> asyncio.Task[None]:
-        """Run a job that is not repeated; an exception is logged, counted and given to `on_failed`."""
+        """Run a one-off job; an exception is logged, counted and passed to `on_failed`."""
 
         async def run() -> None:
             await work
 
         task = self._spawn(self._enter(name, RestartPolicy(max_failures=0), on_failed, repeats=False), run)
-        task.add_done_callback(lambda _: work.close())  # where it was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it began
         return task
 
     def start_thread(
@@ -116,7 +115,7 @@ class Background:
         policy: RestartPolicy | None = None,
         on_failed: OnFailed | None = None,
     ) -> threading.Thread:
-        """Run a loop in a daemon thread of its own, supervised as by `start`. `stopping` tells it to end."""
+        """Run a loop in a daemon thread, supervised as by `start`. It must end when `stopping` is set."""
         job = self._enter(name, policy, on_failed)
         thread = threading.Thread(
             target=self._supervise_thread, args=(job, work), name=f"{self._prefix}-{name}", daemon=True
@@ -126,28 +125,28 @@ class Background:
 
     @property
     def stopping(self) -> threading.Event:
-        """Set by `stop`; threads look at it, and wait on it instead of sleeping."""
+        """Set by `stop`; threads wait on it instead of sleeping."""
         return self._stop
 
     # ---- ending ----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Tell threads to end, and cancel tasks (from their event loop's thread)."""
+        """Set `stopping`, and cancel tasks. Call from the event loop's thread."""
         self._stop.set()
         for task in list(self._tasks):
             task.cancel()
 
     async def close(self, within_s: float = 10.0) -> None:
-        """Cancel everything and wait until it has ended."""
+        """Stop, and wait for the tasks."""
         self.stop()
         tasks = self._tasks - {asyncio.current_task()}
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
 
-    # ---- looking ---------------------------------------------------------------------------------------------------
+    # ---- status ----------------------------------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, Any]]:
-        """One row for each loop, and for each job that was given up, as plain data."""
+        """A row for each loop and each job that was given up, as plain data."""
         with self._lock:
             jobs = [*(job for job in self._jobs.values() if job.repeats), *self._ended_failures.values()]
             return [
@@ -156,10 +155,10 @@ class Background:
             ]
 
     def unhealthy(self) -> list[str]:
-        """A sentence for each job that failed, running again or not."""
+        """A sentence for each job that has failed, restarted or not."""
         return [sentence(row) for row in self.status() if row["failures"]]
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------------------------
 
     def _enter(
         self, name: str, policy: RestartPolicy | None, on_failed: OnFailed | None, *, repeats: bool = True
@@ -176,14 +175,14 @@ class Background:
                 before = self._ended_failures.pop(job.name, None)
                 job.failures += before.failures if before else 0
                 self._ended_failures[job.name] = job
-                while len(self._ended_failures) > MOST_ENDED:
+                while len(self._ended_failures) > MAX_ENDED:
                     del self._ended_failures[next(iter(self._ended_failures))]
 
     def _spawn(self, job: _BackgroundJob, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._supervise(job, work), name=f"{self._prefix}-{job.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Not within the task: one that is cancelled before its first step runs no line of it.
+        # As a callback: a task that is cancelled before its first step runs no code.
         task.add_done_callback(lambda _: self._leave(job))
         return task
 
@@ -229,13 +228,19 @@ class Background:
 
 
 def describe(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none (a time-out, say)."""
+    """Type and first line of an exception's message; the type alone if it has none (a timeout)."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """First line of an exception's message, its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def sentence(row: Mapping[str, Any]) -> str:
-    """What `status` says of a job that failed."""
+    """A failed job, as a sentence."""
     times = "once" if row["failures"] == 1 else f"{row['failures']} times"
     state = "not started again" if row["state"] == "failed" else row["state"]
     return f"{row['name']} failed {times} and is {state}: {row['last_error']}"

@@ -1,7 +1,7 @@
-"""Ctrl-C and a run: once ends it after the iteration under way, twice at once; SIGTERM counts as Ctrl-C.
+"""Ctrl-C during a run: the first stops it after the current iteration, the second at once; SIGTERM counts as Ctrl-C.
 
-While Ray starts and ends it is only noted: an exception in the midst of Ray's calls leaves threads of Ray's behind that
-end the process with a fault of their own, and processes that nobody knows.
+While Ray starts and shuts down, signals are only recorded: an exception within Ray's calls leaves threads that crash
+the process, and orphaned processes.
 """
 
 from __future__ import annotations
@@ -12,39 +12,40 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interrupts:
-    """What was heard since the start of a run: held until `release`, and from then on raised once, never again."""
+    """Signals since the start of a run: held back until `release`, then raised once."""
 
     def __init__(self) -> None:
-        self._came = 0
+        self._count = 0
         self._is_held = True
 
     def check(self) -> None:
-        """Raise what came; for where nothing is half done."""
-        if self._came:
+        """Raise KeyboardInterrupt if a signal came. Call where nothing is half done."""
+        if self._count:
             raise KeyboardInterrupt
 
     def release(self) -> None:
-        """All is started: from now on it is raised where it comes."""
+        """Raise on arrival from now on."""
         self._is_held = False
         self.check()
 
-    def heard(self, number: int, frame: FrameType | None) -> None:
-        """A handler of signals."""
-        self._came += 1
-        if self._came == 1 and not self._is_held:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count == 1 and not self._is_held:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[Interrupts]:
-    """Within, Ctrl-C is held until `release` and raised once: what cleans up after it is not interrupted again."""
+def interrupts_deferred() -> Iterator[Interrupts]:
+    """Defer Ctrl-C until `release`, and raise it once: the cleanup after it is not interrupted again."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
-    before = {number: signal.signal(number, interrupts.heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupts.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupts
     finally:
@@ -53,26 +54,71 @@ def interrupts_held() -> Iterator[Interrupts]:
 
 
 @contextlib.contextmanager
-def interrupts_heard(stop: Callable[[str], None], is_ending: Callable[[], bool]) -> Iterator[None]:
-    """Within, the first one calls `stop`, and a second one raises KeyboardInterrupt unless the run ends already.
+def stop_on_interrupt(stop: Callable[[str], None], is_ending: Callable[[], bool]) -> Iterator[None]:
+    """Call `stop` on the first signal; raise KeyboardInterrupt on a second unless the run is ending.
 
-    Only the main thread hears signals: a run in another one is stopped by whoever started it.
+    Only the main thread gets signals: a run in another thread must be stopped by its caller.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    times = 0
+    count = 0
 
-    def heard(number: int, frame: FrameType | None) -> None:
-        nonlocal times
-        times += 1
-        if times > 1 and not is_ending():
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1 and not is_ending():
             raise KeyboardInterrupt
         stop("Ctrl-C" if number == signal.SIGINT else "it was asked to end (SIGTERM)")
 
-    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT, SIGTERM and SIGHUP during a cleanup that has its own deadlines."""
+    try:
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def reliable_interrupts() -> Iterator[Callable[[], None]]:
+    """Yields a check that raises a Ctrl-C which was swallowed; call it now and then.
+
+    Python swallows a KeyboardInterrupt that is raised in a destructor, and Ray's references have destructors.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # the application handles Ctrl-C itself
+        yield check
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

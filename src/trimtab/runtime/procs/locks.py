@@ -1,8 +1,7 @@
-"""A lock on a directory: one writer at a time, also where the directory is shared between machines.
+"""A lock on a directory: one writer at a time, also if several machines share the directory.
 
-`flock` where the file system has it, which ends with the process however it ends. Elsewhere a file made with O_EXCL
-that names its owner; one of this machine counts as left behind when its process is gone, one of another machine when it
-was not renewed for a minute.
+`flock` if the file system supports it, which ends with the process in any case. Otherwise a file created with O_EXCL
+that names its owner: stale if its process on this machine is gone, or if another machine has not renewed it for 60 s.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _NO_FLOCK = (errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS)
 
 
 class DirectoryLock:
-    """Held from construction until `release`; raises InputError where another holds it all through `wait_s`."""
+    """Held from construction until `release`; InputError if another process holds it during `wait_s`."""
 
-    renew_s = 5.0  # how often `renew` is to be called
+    renew_s = 5.0  # period of `renew`
 
     def __init__(self, directory: Path, owner: str, *, wait_s: float) -> None:
         self._path = directory / "lock"
@@ -47,14 +46,13 @@ class DirectoryLock:
             time.sleep(0.05)
 
     def renew(self) -> None:
-        """Say that the owner lives; needed only where there is no flock."""
+        """Renew the claim file; needed only without flock."""
         if self._claimed and time.monotonic() - self._renewed > self.renew_s:
             self._renewed = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self._claim)
 
     def release(self) -> None:
-        """Let others in."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -80,7 +78,7 @@ class DirectoryLock:
         except FileExistsError:
             if self._left_behind():
                 self._claim.unlink(missing_ok=True)
-            return False  # the next try makes it
+            return False  # the next try creates it
         os.write(descriptor, self._identity.encode())
         os.close(descriptor)
         self._claimed = True
@@ -105,7 +103,7 @@ class DirectoryLock:
 
 
 def born(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since boot; None where there is none."""
+    """Start time of a process of this machine in clock ticks since boot; None if it does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,9 +1,8 @@
-"""Which processes on this machine hold a GPU though Ray did not start them.
+"""Finds processes on this machine that use a GPU and were not started by Ray.
 
-Only looks, at NVIDIA's driver and at /proc, and only at this machine: of other machines' GPUs it knows nothing. Where
-the driver cannot be asked, or knows processes by other numbers than we do (containers), a file can say who is there,
-as JSON: `[{"gpu": 0, "pid": 4711, "used_bytes": 64e9, "of_bytes": 80e9}]`. TRIMTAB_GPU_PROCESSES names it. Called by
-`survey.py`.
+Reads NVIDIA's driver and /proc of this machine only. If the driver is not available, or has other pids (containers),
+the file named by TRIMTAB_GPU_PROCESSES is read instead: `[{"gpu": 0, "pid": 4711, "used_bytes": 64e9, "of_bytes":
+80e9}]`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU of this machine."""
+    """A process on a GPU of this machine."""
 
     gpu: int
     pid: int
@@ -37,36 +36,35 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Raylet:
-    """A node of the cluster on this machine: the process that is its heart, and the GPUs that it was given."""
+    """A raylet on this machine, and the GPUs it was given."""
 
     node: str
     pid: int
-    gpus: tuple[int, ...] | None  # of the machine, in Ray's order; None: all of them
+    gpus: tuple[int, ...] | None  # machine indices in Ray's order; None: all
 
 
-def foreign(nodes: Mapping[str, int]) -> tuple[NonRayGpuUser, ...]:
-    """Processes outside Ray on GPUs of this machine. `nodes`: the GPUs that each living node of the cluster has."""
+def find_non_ray_gpu_users(nodes: Mapping[str, int]) -> tuple[NonRayGpuUser, ...]:
+    """Processes outside Ray on GPUs of this machine. `nodes`: number of GPUs by alive node."""
     uses = gpu_uses()
     if not uses:
         return ()
-    raylets = [one for one in _raylets() if one.node in nodes]
+    raylets = [raylet for raylet in _raylets() if raylet.node in nodes]
     found = []
     for use in uses:
-        if _is_rays(use.pid, {one.pid for one in raylets}):
+        if _started_by_ray(use.pid, {raylet.pid for raylet in raylets}):
             continue
-        node, place = _whose(use.gpu, raylets, nodes)
-        found.append(NonRayGpuUser(node, use.gpu, use.pid, _command(use.pid), use.used_bytes, use.of_bytes, place))
+        node, index = _owner(use.gpu, raylets, nodes)
+        found.append(NonRayGpuUser(node, use.gpu, use.pid, _command(use.pid), use.used_bytes, use.of_bytes, index))
     return tuple(found)
 
 
 def gpu_uses() -> list[GpuProcess]:
-    """Who computes on which GPU here."""
     named = os.environ.get(FILE_VARIABLE)
     return _from_file(Path(named)) if named else _from_driver()
 
 
-def visible(pid: int) -> bool:
-    """Whether a process of that number can be seen from here."""
+def is_visible(pid: int) -> bool:
+    """Whether the pid can be seen from here."""
     return (PROC / str(pid)).exists()
 
 
@@ -74,8 +72,8 @@ def _from_file(path: Path) -> list[GpuProcess]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
         return [
-            GpuProcess(int(one["gpu"]), int(one["pid"]), int(one.get("used_bytes", 0)), int(one.get("of_bytes", 0)))
-            for one in listed
+            GpuProcess(int(row["gpu"]), int(row["pid"]), int(row.get("used_bytes", 0)), int(row.get("of_bytes", 0)))
+            for row in listed
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
         raise InputError(
@@ -96,25 +94,25 @@ def _from_driver() -> list[GpuProcess]:
         return []
     uses = []
     for index in range(devices.value):
-        device, count, memory = ctypes.c_void_p(), ctypes.c_uint(nvml.MOST_PROCESSES), _NvmlMemory()
-        listed = (nvml.NvmlProcess * nvml.MOST_PROCESSES)()
+        device, count, memory = ctypes.c_void_p(), ctypes.c_uint(nvml.MAX_PROCESSES), _NvmlMemory()
+        listed = (nvml.NvmlProcess * nvml.MAX_PROCESSES)()
         if driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or (
             driver.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), listed)
         ):
             continue
         whole = 0 if driver.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) else memory.total
-        for one in listed[: count.value]:
-            known = one.used_bytes <= whole  # "not available" is the greatest number there is
-            uses.append(GpuProcess(index, one.pid, one.used_bytes if known else 0, whole))
+        for process in listed[: count.value]:
+            known = process.used_bytes <= whole  # "not available" is the maximum integer
+            uses.append(GpuProcess(index, process.pid, process.used_bytes if known else 0, whole))
     return uses
 
 
-def _whose(gpu: int, raylets: Iterable[Raylet], nodes: Mapping[str, int]) -> tuple[str | None, int | None]:
-    """The node that has a GPU of this machine, and Ray's index for it there."""
-    for one in raylets:
-        gpus = one.gpus if one.gpus is not None else tuple(range(nodes[one.node]))
-        if gpu in gpus[: nodes[one.node]]:
-            return one.node, gpus.index(gpu)
+def _owner(gpu: int, raylets: Iterable[Raylet], nodes: Mapping[str, int]) -> tuple[str | None, int | None]:
+    """The node that has a GPU of this machine, and Ray's index of it there."""
+    for raylet in raylets:
+        gpus = raylet.gpus if raylet.gpus is not None else tuple(range(nodes[raylet.node]))
+        if gpu in gpus[: nodes[raylet.node]]:
+            return raylet.node, gpus.index(gpu)
     return None, None
 
 
@@ -127,12 +125,12 @@ def _raylets() -> list[Raylet]:
         if not words or Path(words[0]).name != "raylet":
             continue
         node = next((word.partition("=")[2] for word in words if word.startswith("--node_id=")), "")
-        found.append(Raylet(node, int(entry.name), _given(entry)))
+        found.append(Raylet(node, int(entry.name), _visible_gpus(entry)))
     return found
 
 
-def _given(process: Path) -> tuple[int, ...] | None:
-    """The GPUs that a process may use, where they are told by index."""
+def _visible_gpus(process: Path) -> tuple[int, ...] | None:
+    """GPU indices in a process's CUDA_VISIBLE_DEVICES; None if it is unset or not by index."""
     for word in _words(process / "environ"):
         name, _, value = word.partition("=")
         if name == "CUDA_VISIBLE_DEVICES":
@@ -141,8 +139,8 @@ def _given(process: Path) -> tuple[int, ...] | None:
     return None
 
 
-def _is_rays(pid: int, raylets: set[int]) -> bool:
-    """Whether Ray started a process, or one that started it. One that has left its parent still has the environment."""
+def _started_by_ray(pid: int, raylets: set[int]) -> bool:
+    """Whether a raylet is an ancestor of the process, by its environment or its parents."""
     for word in _words(PROC / str(pid) / "environ"):
         name, _, value = word.partition("=")
         if name == "RAY_RAYLET_PID" and value.isdecimal() and int(value) in raylets:

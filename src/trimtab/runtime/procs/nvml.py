@@ -1,7 +1,7 @@
-"""Which processes hold memory on the GPUs of this node, asked of NVIDIA's driver; none where there is no such driver.
+"""GPU processes and utilization of this node, from NVIDIA's driver; empty without a driver.
 
-Asked in-process, because starting `nvidia-smi` takes longer than stopping a task. Never raises: not to know is not to
-wait. In a container the driver may know processes by other numbers; then none of ours is ever listed.
+In-process, because starting `nvidia-smi` takes longer than stopping a task. Never raises. In a container the driver may
+report other pids; then none of ours is ever listed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import ctypes
 from functools import cache
 from typing import Any
 
-MOST_PROCESSES = 1024
+MAX_PROCESSES = 1024
 
 
 class NvmlProcess(ctypes.Structure):
-    """A process, as the driver lists it."""
+    """nvmlProcessInfo_t."""
 
     _fields_ = (
         ("pid", ctypes.c_uint),
@@ -24,8 +24,8 @@ class NvmlProcess(ctypes.Structure):
     )
 
 
-def users() -> set[int]:
-    """Processes that compute on any GPU here."""
+def gpu_pids() -> set[int]:
+    """Pids of processes on any GPU here."""
     library = driver()
     if library is None:
         return set()
@@ -34,18 +34,35 @@ def users() -> set[int]:
     if library.nvmlDeviceGetCount_v2(ctypes.byref(devices)):
         return set()
     for index in range(devices.value):
-        device, count = ctypes.c_void_p(), ctypes.c_uint(MOST_PROCESSES)
-        listed = (NvmlProcess * MOST_PROCESSES)()
+        device, count = ctypes.c_void_p(), ctypes.c_uint(MAX_PROCESSES)
+        listed = (NvmlProcess * MAX_PROCESSES)()
         if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0 and (
             library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), listed) == 0
         ):
-            found.update(one.pid for one in listed[: count.value])
+            found.update(process.pid for process in listed[: count.value])
     return found
+
+
+def local_gpu_utilization() -> tuple[float, ...]:
+    """Utilization of each GPU of this machine, 0 to 1; empty if unknown."""
+    library = driver()
+    count = ctypes.c_uint()
+    if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return ()
+    found = []
+    for index in range(count.value):
+        device, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # cores, memory
+        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or (
+            library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates))
+        ):
+            return ()
+        found.append(rates[0] / 100)
+    return tuple(found)
 
 
 @cache
 def driver() -> Any:
-    """NVIDIA's management library, ready to be asked; None where there is none."""
+    """The initialised NVML library; None without a driver."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         return None if library.nvmlInit_v2() else library

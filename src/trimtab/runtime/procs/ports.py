@@ -1,8 +1,8 @@
-"""Which ports a node gets, which are taken, and by whom.
+"""Ports of local Ray nodes: assigns free ones and names the process that holds a taken one.
 
-Every node has a block of its own, counted up from the first (6380): node manager, object manager, agents, metrics; and
-a range of its own for workers. A block of which any port is taken is passed over; a port that was asked for and is
-taken is an error that names it and, where that can be read, the process. Nothing is bound for longer than the look.
+Every node has its own block, counted up from the first (6380): node manager, object manager, agents, metrics; and its
+own range for workers. A block with a taken port is skipped; a requested port that is taken is an error that names it
+and, if readable, the process. No port stays bound here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from trimtab.runtime.procs.processes import command
 
 PORTS_PER_NODE = 8
 WORKER_PORTS_PER_NODE = 600
-LAST_WORKER_PORT = 32_767  # above, the kernel hands ports out to whoever connects
+LAST_WORKER_PORT = 32_767  # above are the kernel's ephemeral ports
 LAST_PORT = 65_535
-MOST_NODES = 32
+MAX_NODES = 32
 
 
 @dataclass(frozen=True)
 class NodePorts:
-    """What one node listens on."""
+    """Ports of a node."""
 
     node_manager: int
     object_manager: int
@@ -35,19 +35,18 @@ class NodePorts:
     agent_grpc: int
     runtime_env: int
     metrics: int
-    spare: int  # the head's client server, where the usual port is taken
+    spare: int  # for the head's client server, if the usual port is taken
     first_worker: int
     last_worker: int
 
     @property
     def fixed(self) -> tuple[int, ...]:
-        """All but the workers'."""
         agents = (self.agent_http, self.agent_grpc, self.runtime_env)
         return (self.node_manager, self.object_manager, *agents, self.metrics, self.spare)
 
 
 def block(slot: int, first: int, first_worker: int) -> NodePorts:
-    """The ports of the node in a slot: 0, 1, 2 ..."""
+    """Ports of the node in slot 0, 1, 2 ..."""
     start = first + slot * PORTS_PER_NODE
     workers = first_worker + slot * WORKER_PORTS_PER_NODE
     return NodePorts(
@@ -64,11 +63,11 @@ def block(slot: int, first: int, first_worker: int) -> NodePorts:
 
 
 def free_block(first: int, first_worker: int, held: Collection[int], avoid: Collection[int]) -> tuple[int, NodePorts]:
-    """The first slot that no node holds and all of whose ports are free. `avoid`: ports that are meant for others."""
+    """First slot that no node holds and whose ports are all free. `avoid`: ports meant for others."""
     for value, option in ((first, "--ports-from"), (first_worker, "--worker-ports-from")):
         if not 1024 <= value <= LAST_PORT:
             raise InputError(f"{value} cannot be a port", where=f"command line: {option}", hint=f"1024 to {LAST_PORT}")
-    for slot in range(MOST_NODES):
+    for slot in range(MAX_NODES):
         ports = block(slot, first, first_worker)
         if ports.last_worker > LAST_WORKER_PORT or ports.spare > LAST_PORT:
             break
@@ -81,7 +80,7 @@ def free_block(first: int, first_worker: int, held: Collection[int], avoid: Coll
 
 
 def is_free(port: int) -> bool:
-    """Whether one could listen there, on all addresses."""
+    """Whether the port is free on all addresses."""
     return _binds(socket.AF_INET, "0.0.0.0", port) and (not socket.has_ipv6 or _binds(socket.AF_INET6, "::", port))
 
 
@@ -93,32 +92,30 @@ def _binds(kind: socket.AddressFamily, address: str, port: int) -> bool:
                 trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             trial.bind((address, port))
     except OSError as fault:
-        # Where there is no IPv6, nothing can be taken there.
+        # Without IPv6, nothing can listen there.
         return kind == socket.AF_INET6 and fault.errno != errno.EADDRINUSE
     return True
 
 
-def need(port: int, what: str, option: str) -> None:
-    """Raise unless the port is free: which port, what for, who has it."""
+def require_free(port: int, what: str, option: str) -> None:
+    """InputError, naming the process, if the port is taken."""
     if not 1024 <= port <= LAST_PORT:
         raise InputError(f"{port} cannot be the port of {what}", where=f"command line: {option}", hint="1024 to 65535")
     if is_free(port):
         return
-    who = holder(port)
+    process = _holder(port)
     raise InputError(
-        f"port {port}, for {what}, is taken" + (f" by {who}" if who else ""),
+        f"port {port}, for {what}, is taken" + (f" by {process}" if process else ""),
         where=f"command line: {option}",
-        hint=f"end that process, or give another port: {option} {another(port)}",
+        hint=f"end that process, or give another port: {option} {_suggest(port)}",
     )
 
 
-def another(port: int) -> int:
-    """A free port near this one."""
-    return next((one for one in range(port + 1000, 65_000, 1000) if is_free(one)), port + 1)
+def _suggest(port: int) -> int:
+    return next((near for near in range(port + 1000, 65_000, 1000) if is_free(near)), port + 1)
 
 
-def holder(port: int) -> str | None:
-    """Who listens there, for people; None where that cannot be read."""
+def _holder(port: int) -> str | None:
     sockets = set(_listening(port))
     if not sockets:
         return None
@@ -131,7 +128,7 @@ def holder(port: int) -> str | None:
 
 
 def _name(words: list[str]) -> str:
-    """What a command line runs: Ray's parts by name, scripts by theirs."""
+    """Short name of a command line."""
     if not words:
         return ""
     if Path(words[0]).name == "gcs_server":

@@ -1,8 +1,8 @@
-"""Processes that trimtab started, told from all others: who they are, what belongs to them, and how they are ended.
+"""Identifies, finds and ends processes that trimtab started.
 
-A process is a number and a start time, for numbers are given anew. A family is what descends from a process, what is in
-its session, and what carries its mark in the environment; so nothing escapes by leaving its parent or its session.
-Nothing else is ever signalled: `ray stop`, names and patterns are not used here.
+A process is a pid and a start time, as pids are reused. A family is the descendants of a process, its session, and all
+processes with its mark in the environment, so that nothing escapes by leaving its parent or its session. Nothing else
+must ever be signalled: no `ray stop`, no names, no patterns.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-MARK = "TRIMTAB_NODE"  # in the environment of every process of a node; its value is the node's own
+MARK = "TRIMTAB_NODE"  # in the environment of every process of a node; the value identifies the node
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process, for certain: its number and when it started (seconds since boot)."""
+    """A process: pid and start time (seconds since boot)."""
 
     pid: int
     born: float
 
     @property
-    def lives(self) -> bool:
-        """Whether it is there; one of which only the exit status is left is not."""
+    def alive(self) -> bool:
+        """Whether it exists; a zombie does not."""
         found = _row(self.pid)
         return found is not None and found.born == self.born
 
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """A line of the table of processes."""
+    """A row of /proc."""
 
     parent: int
     session: int
@@ -44,12 +44,11 @@ class ProcessRow:
 
 
 def this() -> ProcessIdentity:
-    """The process that asks."""
     return process(os.getpid())
 
 
 def process(pid: int) -> ProcessIdentity:
-    """The process that has this number now; ProcessLookupError where there is none."""
+    """The process with this pid; ProcessLookupError if there is none."""
     found = _row(pid)
     if found is None:
         raise ProcessLookupError(pid)
@@ -57,71 +56,70 @@ def process(pid: int) -> ProcessIdentity:
 
 
 def table() -> dict[int, ProcessRow]:
-    """All living processes that can be seen from here."""
-    return {int(one): row for one in os.listdir("/proc") if one.isdecimal() and (row := _row(int(one)))}
+    """All visible processes but zombies."""
+    return {int(name): row for name in os.listdir("/proc") if name.isdecimal() and (row := _row(int(name)))}
 
 
-def below(*pids: int) -> list[ProcessIdentity]:
-    """All descendants of these processes."""
+def descendants(*pids: int) -> list[ProcessIdentity]:
     known = table()
-    return [ProcessIdentity(one, known[one].born) for one in sorted(_below(pids, known))]
+    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(_below(pids, known))]
 
 
 def family(root: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
-    """Whatever belongs to a node, without `root` itself, which may be gone already."""
+    """All processes of a node but `root`, which may be gone already."""
     known = table()
-    below: set[int] = set()
+    pids: set[int] = set()
     if root is not None:
-        if root.lives:
-            below = _below((root.pid,), known)
-        # A number is not given anew while it names a session, so this holds when the root is gone.
-        if root.lives or root.pid not in known:
-            below |= {pid for pid, row in known.items() if row.session == root.pid}
-    below |= {pid for pid in known if environment(pid).get(MARK) == mark}
+        if root.alive:
+            pids = _below((root.pid,), known)
+        # A pid is not reused while it is a session id, so this holds after the death of the root.
+        if root.alive or root.pid not in known:
+            pids |= {pid for pid, row in known.items() if row.session == root.pid}
+    pids |= {pid for pid in known if environment(pid).get(MARK) == mark}
     if root is not None:
-        below.discard(root.pid)
-    below.discard(os.getpid())
-    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(below)]
+        pids.discard(root.pid)
+    pids.discard(os.getpid())
+    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(pids)]
 
 
-def send(one: ProcessIdentity, number: signal.Signals) -> None:
-    """Signal this very process, if it is still there."""
+def send(process: ProcessIdentity, number: signal.Signals) -> None:
+    """Signal this process by pidfd, if it still exists."""
     try:
-        handle = os.pidfd_open(one.pid)
+        handle = os.pidfd_open(process.pid)
     except OSError:
         return
     try:
-        if one.lives:
+        if process.alive:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
     finally:
         os.close(handle)
 
 
-def gone(them: Iterable[ProcessIdentity], wait_s: float) -> list[ProcessIdentity]:
-    """Wait until they are gone; those that are not when the time is up."""
+def gone(processes: Iterable[ProcessIdentity], wait_s: float) -> list[ProcessIdentity]:
+    """Wait until they have exited; returns those that have not in time."""
     deadline = time.monotonic() + wait_s
-    left = [one for one in them if one.lives]
+    left = [process for process in processes if process.alive]
     while left and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY_S)
-        left = [one for one in left if one.lives]
+        time.sleep(_POLL_S)
+        left = [process for process in left if process.alive]
     return left
 
 
 def kill_family(root: ProcessIdentity | None, mark: str, wait_s: float = 10.0) -> list[ProcessIdentity]:
-    """Kill whatever belongs to a node, without the root; what is still there when the time is up."""
+    """Kill all processes of a node but the root; returns those left after `wait_s`."""
     deadline = time.monotonic() + wait_s
     while True:
         left = family(root, mark)
         if not left or time.monotonic() >= deadline:
             return left
-        for one in left:
-            send(one, signal.SIGKILL)
+        for process in left:
+            send(process, signal.SIGKILL)
         gone(left, 1.0)
 
 
 def environment(pid: int) -> dict[str, str]:
-    """What a process was started with; empty where that cannot be read."""
+    """Environment of a process; empty if unreadable."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -131,7 +129,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def command(pid: int) -> list[str]:
-    """A process's command line; empty where that cannot be read."""
+    """Command line of a process; empty if unreadable."""
     try:
         return [os.fsdecode(part) for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if part]
     except OSError:
@@ -142,7 +140,7 @@ def _below(pids: Iterable[int], known: dict[int, ProcessRow]) -> set[int]:
     found: set[int] = set()
     level = set(pids)
     while level:
-        level = {one for one, row in known.items() if row.parent in level} - found
+        level = {pid for pid, row in known.items() if row.parent in level} - found
         found |= level
     return found
 

@@ -1,1 +1,1 @@
-"""Starting and finding Ray, and every use of its private parts."""
+"""Starting and finding Ray, and all uses of its private API."""

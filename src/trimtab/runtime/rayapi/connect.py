@@ -1,33 +1,31 @@
-"""The Ray cluster that something runs on: the one of this process, one at an address, or one started for the purpose.
+"""Connects to Ray: the cluster of this process, one at an address, or a new local one.
 
-What is started here is ended here, also after a fault or Ctrl-C; a cluster that was there before is left as it was.
+A Ray that was started here is shut down here, also after an exception or Ctrl-C; an existing cluster is left running.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.runtime.procs.background import first_line
 
 
 @contextmanager
 def connected(*, address: str | None = None, cpus: int = 2) -> Iterator[Any]:
-    """The ray module, connected: to `address`, or to a local Ray of so many logical CPUs that lives as long as this."""
+    """The connected ray module: at `address`, or a local Ray of `cpus` logical CPUs for the duration of the context."""
     ray = import_ray()
     if ray.is_initialized():
         yield ray
         return
     if address:
         answers(address)
-    # Set before Ray starts its processes; what the user has set stays.
+    # Before Ray starts its processes; values of the user stay.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     settings: dict[str, Any] = {"address": address} if address else {"address": "local", "num_cpus": cpus}
@@ -39,7 +37,7 @@ def connected(*, address: str | None = None, cpus: int = 2) -> Iterator[Any]:
         ray.shutdown()
         where = f"at {address}" if address else "on this machine"
         raise UnreachableError(
-            f"no Ray {where}: {str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__}",
+            f"no Ray {where}: {first_line(fault)}",
             hint="`ray status` shows whether a cluster runs; without an address one is started here",
         ) from None
     except BaseException:
@@ -51,38 +49,8 @@ def connected(*, address: str | None = None, cpus: int = 2) -> Iterator[Any]:
         ray.shutdown()
 
 
-@contextmanager
-def heeded_interrupts() -> Iterator[Callable[[], None]]:
-    """Within, Ctrl-C is never lost; what is given is to be called now and then, and raises it if it was.
-
-    Python swallows a KeyboardInterrupt that comes while a destructor runs, and Ray's references have destructors.
-    """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-
-    def heed() -> None:
-        if came:
-            raise KeyboardInterrupt
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        came.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody has other ideas of Ctrl-C
-        yield heed
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield heed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def answers(address: str) -> None:
-    """Raise unless something listens at the address: where nothing does, Ray ends the whole process."""
+    """UnreachableError if nothing listens at the address: Ray itself would end the whole process."""
     if address in ("auto", "local"):
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -98,7 +66,7 @@ def answers(address: str) -> None:
 
 
 def import_ray() -> Any:
-    """The ray module, or an error that says how to get it."""
+    """The ray module; InputError with the install command if it is missing."""
     try:
         import ray
     except ImportError:
@@ -109,7 +77,7 @@ def import_ray() -> Any:
 
 
 def node_of(ray: Any, host: str) -> str | None:
-    """The id of the living node with this name or address, if there is one."""
+    """Id of the alive node with this name or address, if any."""
     for node in ray.nodes():
         known = (node.get("NodeName"), node.get("NodeManagerHostname"), node.get("NodeManagerAddress"))
         if node.get("Alive") and host in known:

@@ -1,8 +1,8 @@
-"""Tells Ray that a node will go, and asks which nodes will.
+"""Drains nodes in Ray, and lists draining nodes.
 
-Thin, and stricter than Ray: Ray accepts a drain of a node that it does not know and of the head, whose raylet then ends
-and takes the cluster with it, so both are refused here, as is a deadline in the past. Ray ends a drained node by itself
-once nothing is left on it; when the deadline passes it does nothing, and it knows no way back.
+Stricter than Ray, which accepts a drain of an unknown node and of the head, whose raylet then exits and takes the
+cluster with it: both are refused here, as is a deadline in the past. Ray ends a drained node once it is idle; it does
+nothing when the deadline passes, and a drain cannot be undone.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.runtime.procs.background import first_line
 
 ANSWER_S = 5.0
-SHORTEST_ID = 4  # of the beginning of a node's id
-HEAD = "node:__internal_head__"  # the resource by which Ray marks its head
+MIN_ID_PREFIX = 4  # characters
+HEAD = "node:__internal_head__"  # resource that marks the head node
 
 
 class DrainReason(enum.IntEnum):
-    """Why, in Ray's numbers."""
+    """Ray's drain reasons."""
 
-    idle = 1  # refused by Ray while anything is on the node: a task, an actor, a bundle
+    idle = 1  # refused by Ray unless the node is idle
     preemption = 2  # never refused
 
 
 class PastDeadlineError(InputError):
-    """The deadline of a drain does not lie ahead."""
+    """The deadline of a drain has passed."""
 
 
 class UnknownNodeError(InputError):
-    """There is no such node, or several."""
+    """No node matches, or several do."""
 
 
 class HeadNodeError(InputError):
-    """The head cannot be drained: the cluster lives in it."""
+    """The head node cannot be drained: the cluster ends with it."""
 
 
 def drain(
@@ -46,10 +47,10 @@ def drain(
     cause: str,
     reason: DrainReason = DrainReason.preemption,
 ) -> None:
-    """Have Ray put nothing new on a node, which will go in `deadline_s` from now (None: whenever it is empty).
+    """Drain a node that will be removed `deadline_s` from now (None: when it is idle).
 
-    A second drain replaces the deadline of the first. Raises InputError for an unknown node, the head or a deadline
-    that has passed, InfeasibleError where Ray refuses, UnreachableError where it does not answer.
+    A second drain replaces the deadline. InputError for an unknown node, the head or a past deadline; InfeasibleError
+    if Ray refuses; UnreachableError if it does not answer.
     """
     checked_deadline(deadline_s)
     found(ray, node_id)
@@ -60,30 +61,30 @@ def drain(
 
 
 def draining(ray: Any) -> dict[str, float | None]:
-    """Ids of nodes that will go, with their deadlines in epoch seconds (None: no deadline). Those gone are not here."""
+    """Draining nodes with their deadlines in epoch seconds (None: no deadline), without removed ones."""
     seen: Mapping[str, int] = _ask(ray, "get_draining_nodes", timeout=ANSWER_S)
     return {node: deadline_ms / 1000 if deadline_ms else None for node, deadline_ms in seen.items()}
 
 
 def found(ray: Any, node: str) -> str:
-    """The id of the living node with this id, beginning of an id, name or address; the head is refused."""
+    """Id of the alive node with this id, id prefix, name or address; HeadNodeError for the head."""
     wanted = node.strip().lower()
-    alive = [one for one in ray.nodes() if one.get("Alive")]
-    matches = [one for one in alive if wanted in _names(one)]
-    if not matches and len(wanted) >= SHORTEST_ID:
-        matches = [one for one in alive if str(one["NodeID"]).startswith(wanted)]
+    alive = [info for info in ray.nodes() if info.get("Alive")]
+    matches = [info for info in alive if wanted in _names(info)]
+    if not matches and len(wanted) >= MIN_ID_PREFIX:
+        matches = [info for info in alive if str(info["NodeID"]).startswith(wanted)]
     if not matches:
         raise UnknownNodeError(f"there is no node {node}", hint="`trimtab cluster status` shows nodes and their names")
     if len(matches) > 1:
-        several = ", ".join(sorted(one["NodeID"][:12] for one in matches))
-        raise UnknownNodeError(f"several nodes are called {node}: {several}", hint="give the beginning of one's id")
+        several = ", ".join(sorted(info["NodeID"][:12] for info in matches))
+        raise UnknownNodeError(f"several nodes are called {node}: {several}", hint="give an id prefix")
     if HEAD in matches[0].get("Resources", {}):
         raise HeadNodeError(f"{node} is the head: without it there is no cluster", hint="stop the cluster instead")
     return str(matches[0]["NodeID"])
 
 
 def checked_deadline(deadline_s: float | None) -> None:
-    """Raise InputError unless it lies ahead."""
+    """PastDeadlineError unless it is in the future."""
     if deadline_s is not None and (not math.isfinite(deadline_s) or deadline_s <= 0):
         raise PastDeadlineError(f"a deadline {deadline_s:g} s from now has passed already", hint="seconds, more than 0")
 
@@ -94,14 +95,13 @@ def _names(node: Mapping[str, Any]) -> list[str]:
 
 
 def _ask(ray: Any, method: str, *arguments: Any, timeout: float) -> Any:
-    """A call of the cluster's control store; Ray has no public one for draining."""
+    """Call the GCS client; Ray has no public API for draining."""
     if not ray.is_initialized():
         raise UnreachableError("Ray is gone: this process has left it", hint="connect again")
     try:
         return getattr(ray._private.worker.global_worker.gcs_client, method)(*arguments, timeout=timeout)
     except Exception as fault:
-        said = str(fault).strip().splitlines()
         raise UnreachableError(
-            f"Ray does not answer: {said[0] if said else type(fault).__name__}",
+            f"Ray does not answer: {first_line(fault)}",
             hint="`ray status` shows whether it runs",
         ) from None

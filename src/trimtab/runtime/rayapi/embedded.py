@@ -1,8 +1,8 @@
-"""The Ray that a job runs on: one of its own on this machine, or a cluster that is there and has room for it.
+"""The Ray cluster of a job: a local one started for it, or an existing one with enough GPUs.
 
-A Ray of its own has the nodes of the job's cluster section, each with so many logical GPUs: nothing but numbers, so any
-job can be tried on any machine. Every process of it ends with it, also after Ctrl-C, and when this process is killed;
-what else this process has started is never touched. A cluster that was there before is left as it was.
+A local one has the nodes of the job's cluster section, with logical GPUs only, so that any job can be tried on any
+machine. All its processes end with it, also after Ctrl-C and when this process is killed; other children of this
+process are never touched. An existing cluster is left running.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.controller.rpc import NAMESPACE
 from trimtab.runtime.procs import processes
-from trimtab.runtime.procs.interrupts import interrupts_held
+from trimtab.runtime.procs.interrupts import interrupts_deferred, signals_ignored
 from trimtab.runtime.rayapi.connect import import_ray
 
-MOST_NODES = 8  # of a Ray on one machine: each has processes of its own
-CPUS_EACH = 4  # logical ones of a node, where the job does not state them
-LEAST_STORE_BYTES, MOST_STORE_BYTES = 100 * 2**20, 2 * 2**30  # of a node's object store
-GONE_S = 15.0  # for processes that are to end
-ALL_OF_THEM = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MAX_NODES = 8  # on one machine; each has its own processes
+CPUS_EACH = 4  # logical CPUs of a node, if the job states none
+MIN_STORE_BYTES, MAX_STORE_BYTES = 100 * 2**20, 2 * 2**30  # of a node's object store
+GONE_S = 15.0  # for processes to exit
 
 
 class EmbeddedRay:
-    """A Ray on this machine, from `with` to its end; this process is connected to it."""
+    """A local multi-node Ray as a context manager; this process is connected to it."""
 
     def __init__(self, cluster: Cluster, check: Callable[[], None] = lambda: None) -> None:
         """`check` is called between the steps of the start, and may raise."""
-        if len(cluster.nodes) > MOST_NODES:
+        if len(cluster.nodes) > MAX_NODES:
             raise InfeasibleError(
-                f"the job has {len(cluster.nodes)} nodes, and a Ray on this machine has {MOST_NODES} at the most",
+                f"the job has {len(cluster.nodes)} nodes, and a Ray on this machine has {MAX_NODES} at the most",
                 where="cluster.nodes",
                 hint="state fewer nodes with more GPUs each; or --local; or --address of a cluster",
             )
@@ -55,8 +54,8 @@ class EmbeddedRay:
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Nodes here have few CPUs, and Ray ends idle workers beyond that number: each one that is needed again costs a
-        # second. A busy machine may take longer to start a node than Ray's half a minute.
+        # Ray ends idle workers beyond the number of CPUs, which are few here, and starting one takes a second. On a
+        # busy machine the start of a node may take longer than Ray's default of 30 s.
         os.environ.setdefault("RAY_num_workers_soft_limit", "24")
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         with _quiet():
@@ -73,9 +72,9 @@ class EmbeddedRay:
                 self._cluster.wait_for_nodes(timeout=60)
                 self._check()
             except BaseException as fault:
-                with deaf():
+                with signals_ignored():
                     self._end()
-                self._check()  # whoever wants it to end need not hear why it could not start
+                self._check()  # an interrupt takes precedence over the error
                 if not isinstance(fault, Exception) or isinstance(fault, InputError):
                     raise
                 lines = str(fault).strip().splitlines() or [type(fault).__name__]
@@ -83,19 +82,19 @@ class EmbeddedRay:
                     f"no Ray could be started on this machine: {lines[0][:200]}",
                     hint="--local runs the job without Ray",
                 ) from fault
-        hush()
-        self._look()
+        mute_ray_messages()
+        self._record_processes()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with deaf():
+        with signals_ignored():
             self._end()
 
     def add(self, node: Node) -> None:
-        """Another node joins."""
-        # Ray sets handlers for signals with a node, which only the main thread may; the others do without them.
+        """Add a node."""
+        # Ray sets signal handlers with a node, which only the main thread may do.
         self._cluster._shutdown_at_exit = threading.current_thread() is threading.main_thread()
-        before = set(processes.below(os.getpid()))
+        before = set(processes.descendants(os.getpid()))
         try:
             with _quiet():
                 self._started[node.name] = self._cluster.add_node(
@@ -107,76 +106,75 @@ class EmbeddedRay:
                     include_dashboard=False,
                 )
         except BaseException:
-            self._seen.update(set(processes.below(os.getpid())) - before)  # half of a node, which nobody else knows of
+            self._seen.update(set(processes.descendants(os.getpid())) - before)  # of a partly started node
             raise
 
     def node_id(self, name: str) -> str:
-        """What Ray calls a node."""
         return str(self._started[name].node_id)
 
     def kill(self, name: str) -> None:
-        """Lose a node as a machine is lost: all its processes at once. Not the first one, which is the head."""
-        self._look()
+        """Kill all processes of a node at once. Not the first node, which is the head."""
+        self._record_processes()
         node = self._started.pop(name)
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
         for raylet in raylets:
-            for pid in (raylet, *(one.pid for one in processes.below(raylet))):
+            for pid in (raylet, *(process.pid for process in processes.descendants(raylet))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         with _quiet():
             self._cluster.remove_node(node, allow_graceful=False)
 
     def remove(self, name: str) -> None:
-        """A node goes in order. Not the first one, which is the head."""
-        self._look()
+        """Remove a node gracefully. Not the first node, which is the head."""
+        self._record_processes()
         node = self._started.pop(name)
         with _quiet():
             self._cluster.remove_node(node, allow_graceful=True)
 
-    def _look(self) -> None:
-        """Remember the processes of all nodes, and whatever these have started."""
+    def _record_processes(self) -> None:
+        """Record the processes of all nodes, and their descendants."""
         pids = [
-            one.process.pid
+            info.process.pid
             for node in list(self._started.values())
-            for some in node.all_processes.values()
-            for one in some
+            for infos in node.all_processes.values()
+            for info in infos
         ]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 self._seen.add(processes.process(pid))
-        self._seen.update(processes.below(*pids))
+        self._seen.update(processes.descendants(*pids))
 
     def _end(self) -> None:
-        """End it, and whatever came of it."""
-        self._look()
+        """Shut Ray down, and kill what is left of it."""
+        self._record_processes()
         with _quiet():
             with contextlib.suppress(Exception):
                 self._ray.shutdown()
             with contextlib.suppress(Exception):
                 self._cluster.shutdown()
-        for one in processes.gone(self._seen, GONE_S):
-            processes.send(one, signal.SIGKILL)
+        for process in processes.gone(self._seen, GONE_S):
+            processes.send(process, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def session_for(cluster: Cluster, address: str | None) -> Iterator[tuple[Session, str]]:
-    """A session on the Ray that a job runs on, and a sentence on which one that is.
+    """A session on the Ray cluster of a job, and a sentence on which one it is.
 
-    The one at an address, or named by RAY_ADDRESS, must have what the job asks for. Without one ("local" is none), and
-    where this process is not connected to any, a Ray of the job's own is started, and ends with this.
+    A cluster at `address` or RAY_ADDRESS must have the GPUs of the job. Otherwise ("local" counts as no address),
+    unless this process is connected to a Ray, a local one is started, and ends with this context.
     """
     address = address or os.environ.get("RAY_ADDRESS") or None
     if address == "local":
         address = None
-    with interrupts_held() as interrupts:
+    with interrupts_deferred() as interrupts:
         if address is not None or import_ray().is_initialized():
             session = connect(address)
             try:
                 interrupts.release()
-                check_room(cluster)
+                check_cluster_gpus(cluster)
                 yield session, session.how
             finally:
-                with deaf():
+                with signals_ignored():
                     session.close()
             return
         with EmbeddedRay(cluster, interrupts.check):
@@ -186,28 +184,28 @@ def session_for(cluster: Cluster, address: str | None) -> Iterator[tuple[Session
                 nodes = len(cluster.nodes)
                 yield session, f"a Ray of its own here: {cluster.gpus} logical GPUs on {nodes} node{'s' * (nodes != 1)}"
             finally:
-                with deaf():
+                with signals_ignored():
                     session.shutdown(timeout=30.0)
 
 
-def check_room(cluster: Cluster) -> None:
-    """Raise InfeasibleError where the Ray of this process has less than the job's cluster section states."""
-    there = sorted(
+def check_cluster_gpus(cluster: Cluster) -> None:
+    """InfeasibleError if the connected Ray has less than the job's cluster section states."""
+    present = sorted(
         (float(node["Resources"].get("GPU", 0.0)) for node in import_ray().nodes() if node["Alive"]),
         reverse=True,
     )
-    asked = sorted((node.gpus for node in cluster.nodes), reverse=True)
-    has = f"Ray has {sum(there):g} on {len(there)} node{'s' * (len(there) != 1)}"
-    if cluster.gpus > sum(there):
+    wanted = sorted((node.gpus for node in cluster.nodes), reverse=True)
+    has = f"Ray has {sum(present):g} on {len(present)} node{'s' * (len(present) != 1)}"
+    if cluster.gpus > sum(present):
         raise InfeasibleError(
             f"the job asks for {cluster.gpus} GPUs, and {has}",
             where="cluster",
             hint="state what there is in the job's cluster section, or add nodes",
         )
-    for one, gpus in zip([*there, *([0.0] * len(asked))], asked, strict=False):
-        if gpus > one:
+    for has_gpus, gpus in zip([*present, *([0.0] * len(wanted))], wanted, strict=False):
+        if gpus > has_gpus:
             raise InfeasibleError(
-                f"the job asks for {_nodes_text(asked)} GPUs, and {has}: {_nodes_text(there)}",
+                f"the job asks for {_nodes_text(wanted)} GPUs, and {has}: {_nodes_text(present)}",
                 where="cluster.nodes",
                 hint="state the nodes as they are in the job's cluster section",
             )
@@ -218,34 +216,19 @@ def _nodes_text(gpus: list[Any]) -> str:
     return f"nodes of {shown}{' ...' * (len(gpus) > 8)}"
 
 
-@contextlib.contextmanager
-def deaf() -> Iterator[None]:
-    """Ctrl-C does not cut the cleaning up short, which has deadlines of its own."""
-    try:
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in ALL_OF_THEM}
-    except ValueError:  # only the main thread hears signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _store_bytes(nodes: int) -> int:
-    """Of each node's object store: pages are taken when they are used, and a third of the memory is left in peace."""
+    """Object store size per node: all together use at most a third of the free shared memory."""
     try:
         room = os.statvfs("/dev/shm")
     except OSError:
-        return LEAST_STORE_BYTES
+        return MIN_STORE_BYTES
     share = room.f_bavail * room.f_frsize // (3 * max(1, nodes))
-    return min(MOST_STORE_BYTES, max(LEAST_STORE_BYTES, share))
+    return min(MAX_STORE_BYTES, max(MIN_STORE_BYTES, share))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What Ray notes while it starts and ends is not part of what a run says."""
+    """Suppress Ray's log and stdout while it starts and stops."""
     log = logging.getLogger("ray")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -256,8 +239,8 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def hush() -> None:
-    """Ray prints a paragraph for every process that ends by a signal; a run says by itself whom it has lost."""
+def mute_ray_messages() -> None:
+    """Suppress Ray's message for every process that ends by a signal; the run reports lost ones itself."""
     from ray._private import worker
 
     if hasattr(worker, "print_to_stdstream"):

@@ -1,8 +1,7 @@
-"""Ray's own records of groups, actors, tasks and requests, told in the words of `machines/diagnose/snapshot.py`.
+"""Translates Ray's GCS records of placement groups, actors, tasks and requests to `machines/diagnose/snapshot.py`.
 
-Only translates: asks nobody and decides nothing. Numbers of states are those of Ray's records (`gcs.proto`). Ray tells
-each amount that belongs to a placement group under names of its own, for the group and for the bundle; those names end
-here. Called by `snapshot.py`.
+Only translates. State numbers are those of `gcs.proto`. Ray reports every resource of a placement group under extra
+names for the group and the bundle, which are resolved here. Called by `gcs_snapshot`.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from trimtab.machines.diagnose.snapshot import (
 )
 from trimtab.model.pool import PlacementStrategy
 
-MOST_SHAPES = 100  # Ray tells no more of them
-SETTLED_S = 3.0  # Ray's lists agree with each other after so long
+MAX_SHAPES = 100  # maximum that Ray reports
+SETTLED_S = 3.0  # until Ray's tables agree with each other
 OUR_NAMES = {"CPU": "cpu", "GPU": "gpu"}
 HEAD = "node:__internal_head__"
 IN_GROUP = re.compile(r"^(?P<name>.+)_group_(?:(?P<bundle>\d+)_)?(?P<group>[0-9a-f]{36})$")
-PENDING, DONE = (2, 3, 4), (11, 12)  # states of tasks: wait for a place; have ended
-RUNNING, BLOCKED = (5, 8, 9, 10), (9, 10)  # run; run, but wait for others, and give their CPUs back meanwhile
+PENDING, DONE = (2, 3, 4), (11, 12)  # task states: pending scheduling; ended
+RUNNING, BLOCKED = (5, 8, 9, 10), (9, 10)  # task states: running; blocked in ray.get, with CPUs released
 
 
 # ---- amounts and labels ---------------------------------------------------------------------------------------------
 
 
 def amounts(ray_amounts: Mapping[str, float]) -> Resources:
-    """Ray's amounts in our words, without what belongs to placement groups."""
+    """Ray resources by trimtab names, without those of placement groups."""
     return _resources({_our_name(name): value for name, value in ray_amounts.items() if not _hidden(name)})
 
 
@@ -60,7 +59,7 @@ def _resources(plain: Mapping[str, float]) -> Resources:
 
 @dataclass(frozen=True)
 class ResourceNeeds:
-    """What something asks, and of whom: of nodes, or of one placement group."""
+    """Requested resources: of nodes, or of a placement group."""
 
     amounts: Resources
     group: str | None = None
@@ -68,60 +67,62 @@ class ResourceNeeds:
 
     @classmethod
     def of(cls, ray_amounts: Mapping[str, float]) -> ResourceNeeds:
-        """From Ray's amounts."""
         parts = [(match, value) for name, value in ray_amounts.items() if (match := IN_GROUP.match(name))]
         if not parts:
             return cls(amounts(ray_amounts))
-        # Each amount is told twice, for the group and for its bundle; what is called "bundle" only marks the place.
+        # Each resource is listed twice, for the group and for its bundle; "bundle" is a marker resource.
         plain = {_our_name(m["name"]): value for m, value in parts if m["name"] != "bundle"}
         bundles = {int(m["bundle"]) for m, _ in parts if m["bundle"] is not None}
         return cls(_resources(plain), parts[0][0]["group"], bundles.pop() if len(bundles) == 1 else None)
 
 
 def _selector(key: str, text: str) -> LabelSelector:
-    """As Ray writes it: `a`, `!a`, `in(a,b)`, `!in(a,b)`."""
+    """Parse a selector: `a`, `!a`, `in(a,b)`, `!in(a,b)`."""
     negated, text = text.startswith("!"), text.removeprefix("!")
     if text.startswith("in(") and text.endswith(")"):
         return LabelSelector(key, tuple(part.strip() for part in text[3:-1].split(",")), negated)
     return LabelSelector(key, (text,), negated)
 
 
-def _selectors(told: Mapping[str, str]) -> LabelSelectors:
-    return tuple(sorted((_selector(key, text) for key, text in told.items()), key=str))
+def _selectors(labels: Mapping[str, str]) -> LabelSelectors:
+    return tuple(sorted((_selector(key, text) for key, text in labels.items()), key=str))
 
 
-def _constraints(told: Any) -> LabelSelectors:
-    """The same from Ray's records."""
-    found = (LabelSelector(one.label_key, tuple(one.label_values), one.operator == 2) for one in told.label_constraints)
+def _constraints(record: Any) -> LabelSelectors:
+    """Selectors from a protobuf record."""
+    found = (
+        LabelSelector(constraint.label_key, tuple(constraint.label_values), constraint.operator == 2)
+        for constraint in record.label_constraints
+    )
     return tuple(sorted(found, key=str))
 
 
 def _labels(actor: Any) -> tuple[LabelSelectors, ...]:
-    """The conditions of an actor, and those it falls back to."""
+    """Label selectors of an actor, and its fallbacks."""
     if not actor.label_selector:
         return ()
     return (
         _selectors(actor.label_selector),
-        *(_constraints(one.label_selector) for one in actor.fallback_strategy.options),
+        *(_constraints(option.label_selector) for option in actor.fallback_strategy.options),
     )
 
 
 def _hex(id: bytes) -> str | None:
-    """An id as text; None where Ray means none."""
+    """An id as hex; None for a nil id."""
     return None if not id or id == b"\xff" * len(id) else id.hex()
 
 
 def among(some: Resources, known: Resources) -> Resources:
-    """Of some amounts, those of resources that are known."""
+    """The part of `some` whose resources are in `known`."""
     return Resources(tuple((name, units) for name, units in some if known.get(name)))
 
 
-# ---- who holds ------------------------------------------------------------------------------------------------------
+# ---- holders --------------------------------------------------------------------------------------------------------
 
 
 def group_holders(group: Any, living: set[str]) -> list[ResourceHolder]:
-    """What a placement group holds, node by node."""
-    if group.state not in (2, 4):  # created, or created again in part
+    """What a placement group holds, by node."""
+    if group.state not in (2, 4):  # CREATED, RESCHEDULING
         return []
     held: dict[str, list[Resources]] = {}
     for bundle in group.bundles:
@@ -136,7 +137,7 @@ def group_holders(group: Any, living: set[str]) -> list[ResourceHolder]:
 
 
 def bundles_free(states: Iterable[Any]) -> dict[tuple[str, int], Resources]:
-    """What is unused of each bundle, by group and number."""
+    """Unused part of each bundle, by group and bundle index."""
     free: dict[tuple[str, int], dict[str, float]] = {}
     for state in states:
         for name, value in state.available_resources.items():
@@ -146,30 +147,30 @@ def bundles_free(states: Iterable[Any]) -> dict[tuple[str, int], Resources]:
     return {key: _resources(each) for key, each in free.items()}
 
 
-def seen_group(group: Any, free: Mapping[tuple[str, int], Resources]) -> PlacementGroupSnapshot:
-    """A placement group that stands."""
+def group_snapshot(group: Any, free: Mapping[tuple[str, int], Resources]) -> PlacementGroupSnapshot:
+    """A placement group that is created."""
     id = group.placement_group_id.hex()
     return PlacementGroupSnapshot(
         id=id,
         name=group.name,
-        bundles=tuple(amounts(one.unit_resources) for one in group.bundles),
-        free=tuple(free.get((id, one.bundle_id.bundle_index), NOTHING) for one in group.bundles),
-        nodes=tuple(_hex(one.node_id) for one in group.bundles),
+        bundles=tuple(amounts(bundle.unit_resources) for bundle in group.bundles),
+        free=tuple(free.get((id, bundle.bundle_id.bundle_index), NOTHING) for bundle in group.bundles),
+        nodes=tuple(_hex(bundle.node_id) for bundle in group.bundles),
         job=group.creator_job_id.hex(),
     )
 
 
 def actor_holders(actor: Any, living: set[str]) -> list[ResourceHolder]:
-    """What an actor holds, where it has a process."""
+    """What an actor holds, if it has a process."""
     node = _hex(actor.address.node_id)
     if not _has_process(actor) or node not in living:
         return []
     held: dict[str, float] = {}
     gpus: set[int] = set()
     for entry in actor.resource_mapping:
-        held[entry.name] = sum(one.quantity for one in entry.resource_ids)
+        held[entry.name] = sum(resource.quantity for resource in entry.resource_ids)
         if entry.name == "GPU" or entry.name.startswith("GPU_group_"):
-            gpus.update(one.index for one in entry.resource_ids if one.quantity > 0)
+            gpus.update(resource.index for resource in entry.resource_ids if resource.quantity > 0)
     if not held and actor.state != 2:
         held = dict(actor.required_resources)
     needs = ResourceNeeds.of(held)
@@ -196,21 +197,21 @@ def _has_process(actor: Any) -> bool:
     return actor.state == 2 or (actor.state in (1, 3) and _hex(actor.address.worker_id) is not None)
 
 
-# ---- who waits ------------------------------------------------------------------------------------------------------
+# ---- pending --------------------------------------------------------------------------------------------------------
 
 
 def group_waiting(group: Any) -> PendingWorkload | None:
-    """A placement group that has no place, or lost a part of it."""
-    if group.state not in (0, 1, 4):  # pending, prepared, to be placed again
+    """A placement group that is not placed, or not completely."""
+    if group.state not in (0, 1, 4):  # PENDING, PREPARED, RESCHEDULING
         return None
     again = group.state == 4
     requests = tuple(
         ResourceRequest(
-            amounts(one.unit_resources),
-            (_selectors(one.label_selector),) if one.label_selector else (),
-            _hex(one.node_id) if again else None,
+            amounts(bundle.unit_resources),
+            (_selectors(bundle.label_selector),) if bundle.label_selector else (),
+            _hex(bundle.node_id) if again else None,
         )
-        for one in group.bundles
+        for bundle in group.bundles
     )
     return PendingWorkload(
         id=group.placement_group_id.hex(),
@@ -234,35 +235,37 @@ def actors_waiting(
     totals: Mapping[str, Resources],
     now: float,
 ) -> list[PendingWorkload]:
-    """Actors that do not run.
+    """Actors that are not running.
 
-    `began`: when each was asked for, by id; `requests`: what waits for room, by shape; `totals`: what each node has.
+    `began`: submission times by id; `requests`: pending requests by shape; `totals`: resources of each node.
     """
-    waiting = [_actor_waiting(one, began.get(one.actor_id.hex())) for one in actors if one.state in (0, 1, 3)]
+    waiting = [_actor_waiting(actor, began.get(actor.actor_id.hex())) for actor in actors if actor.state in (0, 1, 3)]
     left = Counter(requests)
     marked = []
-    for one in sorted(waiting, key=lambda one: -(one.since or now)):  # the oldest are the first to leave the queue
-        shape = DemandShape(ResourceNeeds(one.requests[0].amounts, one.group, one.bundle), one.requests[0].labels)
-        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not PendingStage.resources
-        if one.stage is PendingStage.resources:
+    for actor in sorted(waiting, key=lambda actor: -(actor.since or now)):  # the oldest leave the queue first
+        shape = DemandShape(
+            ResourceNeeds(actor.requests[0].amounts, actor.group, actor.bundle), actor.requests[0].labels
+        )
+        queued = left[shape] > 0 or len(requests) >= MAX_SHAPES or actor.stage is not PendingStage.resources
+        if actor.stage is PendingStage.resources:
             left[shape] -= 1
-        bound = not queued and _bound(one, totals, now)
-        marked.append(replace(one, queued=queued, pinned=one.node if bound else None))
+        bound = not queued and _bound(actor, totals, now)
+        marked.append(replace(actor, queued=queued, pinned=actor.node if bound else None))
     return marked[::-1]
 
 
-def _bound(one: PendingWorkload, totals: Mapping[str, Resources], now: float) -> bool:
-    """Whether it may run on one node alone, the one that was asked for it.
+def _bound(actor: PendingWorkload, totals: Mapping[str, Resources], now: float) -> bool:
+    """Whether it can only run on one node (NodeAffinity).
 
-    Ray does not say so, but it does not count such an actor among what waits for room anywhere either; and where that
-    node is too small for it, Ray gives it up. It does not count those either that have their room already.
+    Ray does not report this, but neither counts such an actor among pending requests, and abandons it if that node is
+    too small. Actors that are already placed are not counted either.
     """
-    settled = one.since is not None and now - one.since >= SETTLED_S
+    settled = actor.since is not None and now - actor.since >= SETTLED_S
     return (
         settled
-        and one.group is None
-        and one.node is not None
-        and one.requests[0].amounts.within(totals.get(one.node, NOTHING))
+        and actor.group is None
+        and actor.node is not None
+        and actor.requests[0].amounts.within(totals.get(actor.node, NOTHING))
     )
 
 
@@ -291,29 +294,29 @@ def _actor_waiting(actor: Any, began: float | None) -> PendingWorkload:
 
 @dataclass(frozen=True)
 class DemandShape:
-    """What Ray tells of requests that wait: amounts and labels, and how many there are of them."""
+    """Resources and labels of pending requests, which Ray counts by shape."""
 
     needs: ResourceNeeds
     labels: tuple[LabelSelectors, ...] = ()
 
 
-def requests_by_shape(told: Iterable[Any]) -> Counter[DemandShape]:
-    """How many requests wait for room, by what they ask."""
+def requests_by_shape(demands: Iterable[Any]) -> Counter[DemandShape]:
+    """Number of pending requests by shape."""
     shapes: Counter[DemandShape] = Counter()
-    for one in told:
-        conditions = tuple(_constraints(each) for each in one.request.label_selectors if each.label_constraints)
-        shapes[DemandShape(ResourceNeeds.of(one.request.resources_bundle), conditions)] += one.count
+    for demand in demands:
+        conditions = tuple(_constraints(each) for each in demand.request.label_selectors if each.label_constraints)
+        shapes[DemandShape(ResourceNeeds.of(demand.request.resources_bundle), conditions)] += demand.count
     return shapes
 
 
 @dataclass(frozen=True)
 class RayTaskRecord:
-    """What Ray remembers of one attempt of a task."""
+    """Ray's record of a task attempt."""
 
     id: str
     name: str
     job: str
-    actor: str | None  # it is the making of that actor
+    actor: str | None  # if this is its creation task
     needs: ResourceNeeds
     labels: tuple[LabelSelectors, ...]
     waits: bool
@@ -323,13 +326,12 @@ class RayTaskRecord:
 
     @classmethod
     def of(cls, event: Any) -> RayTaskRecord:
-        """From Ray's events."""
         info, states = event.task_info, event.state_updates.state_ts_ns
-        making = info.type == 1  # of an actor
-        ended = any(one in states for one in DONE)
-        running = not ended and any(one in states for one in RUNNING)
-        asked = min((at for one, at in states.items() if one in (1, *PENDING)), default=0)
-        last = max(states.items(), key=lambda one: one[1], default=(0, 0))[0]
+        making = info.type == 1  # ACTOR_CREATION_TASK
+        ended = any(state in states for state in DONE)
+        running = not ended and any(state in states for state in RUNNING)
+        submitted = min((at for state, at in states.items() if state in (1, *PENDING)), default=0)
+        last = max(states.items(), key=lambda item: item[1], default=(0, 0))[0]
         return cls(
             id=event.task_id.hex(),
             name=info.func_or_class_name or info.name,
@@ -340,11 +342,11 @@ class RayTaskRecord:
             waits=info.type == 0 and not ended and not running and 2 in states,
             runs_on=_hex(event.state_updates.node_id) if running and info.type == 0 else None,
             blocked=last in BLOCKED,
-            since=asked / 1e9 or None,
+            since=submitted / 1e9 or None,
         )
 
     def holders(self, living: set[str]) -> list[ResourceHolder]:
-        """What it holds while it runs. Actors are counted as such."""
+        """Resources held while it runs; actors are counted separately."""
         held = self.needs.amounts
         if self.blocked:
             held = Resources(tuple((name, units) for name, units in held if name != "cpu"))
@@ -369,12 +371,15 @@ class RayTaskRecord:
 def tasks_waiting(
     tasks: Iterable[RayTaskRecord], requests: Counter[DemandShape], others: Iterable[PendingWorkload], now: float
 ) -> list[PendingWorkload]:
-    """Requests that are not actors': by name as far as Ray remembers tasks of that shape, the rest by number."""
+    """Pending requests of tasks: by name if Ray has records of that shape, the rest by number."""
     left = Counter(requests)
-    for one in others:
-        if one.kind is WorkloadKind.actor and one.stage is PendingStage.resources and one.queued:
+    for workload in others:
+        if workload.kind is WorkloadKind.actor and workload.stage is PendingStage.resources and workload.queued:
             left[
-                DemandShape(ResourceNeeds(one.requests[0].amounts, one.group, one.bundle), one.requests[0].labels)
+                DemandShape(
+                    ResourceNeeds(workload.requests[0].amounts, workload.group, workload.bundle),
+                    workload.requests[0].labels,
+                )
             ] -= 1
     alike: dict[tuple[DemandShape, str, str], list[RayTaskRecord]] = {}
     for task in tasks:
@@ -385,10 +390,10 @@ def tasks_waiting(
         if shape in requests:
             number = min(len(each), max(0, left[shape]))
             left[shape] -= number
-        else:  # for one node alone, or Ray's lists do not agree yet
-            number = sum(1 for one in each if one.since and now - one.since > SETTLED_S)
+        else:  # bound to a node, or Ray's tables do not agree yet
+            number = sum(1 for task in each if task.since and now - task.since > SETTLED_S)
         if number:
-            since = min((one.since for one in each if one.since), default=None)
+            since = min((task.since for task in each if task.since), default=None)
             waiting.append(_task_waiting(each[0].id, name, shape, job, number, since))
     for shape, number in left.items():
         if number > 0 and (shape.needs.amounts or shape.labels):
@@ -414,16 +419,16 @@ def _task_waiting(
     )
 
 
-# ---- the rest -------------------------------------------------------------------------------------------------------
+# ---- others ---------------------------------------------------------------------------------------------------------
 
 
-def job(told: Any) -> RayJob:
-    """Whoever submits."""
-    return RayJob(told.job_id.hex(), told.entrypoint, told.driver_pid, told.driver_ip_address, told.is_dead)
+def job(record: Any) -> RayJob:
+    """A Ray job."""
+    return RayJob(record.job_id.hex(), record.entrypoint, record.driver_pid, record.driver_ip_address, record.is_dead)
 
 
 def given_up(actor: Any) -> AbandonedWorkload | None:
-    """An actor that Ray does not try to place any more."""
+    """An actor that Ray has stopped trying to place."""
     if actor.state != 4 or not actor.death_cause.HasField("actor_unschedulable_context"):
         return None
     why = actor.death_cause.actor_unschedulable_context.error_message
@@ -432,5 +437,5 @@ def given_up(actor: Any) -> AbandonedWorkload | None:
 
 
 def _stem(name: str) -> str:
-    """Groups whose names differ by a number alone belong together."""
+    """Name without a trailing number: such groups are counted as alike."""
     return name.rstrip("0123456789").rstrip("-_:. ")

@@ -1,9 +1,9 @@
-"""One look at any Ray cluster, as the facts that `machines/diagnose/why.py` judges.
+"""Reads a snapshot of any Ray cluster for `machines/diagnose/why.py`.
 
-Asks the cluster's control store directly, so it works on any Ray (no dashboard, nothing of trimtab's running there) and
-changes nothing: it joins as no job, starts no process and takes no room. Where Ray has no public call, the one that its
-own tools use is called; what an older or newer Ray does not answer is said in the survey's faults, not raised. What
-Ray's records mean is known to `records.py`.
+Reads the GCS directly, so it works on any Ray (without a dashboard or trimtab running there) and changes nothing: it
+registers no job, starts no process and takes no resources. Without a public API, the calls of Ray's own tools are used;
+what another Ray version does not answer is listed in the snapshot's faults, not raised. `gcs_records` interprets the
+records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from trimtab.machines.diagnose.snapshot import (
     named,
 )
 from trimtab.runtime.localcluster import auth
-from trimtab.runtime.procs.non_ray_gpu_users import foreign, visible
+from trimtab.runtime.procs.background import first_line
+from trimtab.runtime.procs.non_ray_gpu_users import find_non_ray_gpu_users, is_visible
 from trimtab.runtime.rayapi.connect import answers, import_ray
 from trimtab.runtime.rayapi.gcs_records import (
     HEAD,
@@ -41,58 +42,59 @@ from trimtab.runtime.rayapi.gcs_records import (
     bundles_free,
     given_up,
     group_holders,
+    group_snapshot,
     group_waiting,
     job,
     requests_by_shape,
-    seen_group,
     tasks_waiting,
 )
 
 ANSWER_S = 10.0
 GREETING_S = 5.0
-RECENT_S = 600.0  # what Ray gave up longer ago is not told any more
+RECENT_S = 600.0  # older abandoned actors are left out
 START_HINT = "`trimtab cluster start` starts one here; --address names one (host:6379)"
 Answer = TypeVar("Answer")
 
 
-# ---- finding it -----------------------------------------------------------------------------------------------------
+# ---- address --------------------------------------------------------------------------------------------------------
 
 
 def find(address: str | None) -> str:
-    """Where the cluster's control store listens: as given, else of this process, RAY_ADDRESS, this machine."""
+    """GCS address: as given, else of this process, RAY_ADDRESS, or this machine."""
     if address not in (None, "auto"):
         return _checked(str(address))
     ray = sys.modules.get("ray")
     if address is None and ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
-    passed = ""
+    skipped = ""
     by_environment = os.environ.get("RAY_ADDRESS", "")
     if address is None and by_environment not in ("", "auto", "local"):
         try:
             return _checked(by_environment)
         except TrimtabError as fault:
-            passed = f" (RAY_ADDRESS: {fault.what})"
+            skipped = f" (RAY_ADDRESS: {fault.what})"
     import_ray()
-    from ray._private.services import find_gcs_addresses  # what Ray's "auto" asks
+    from ray._private.services import find_gcs_addresses  # what Ray's "auto" uses
 
-    there = sorted(find_gcs_addresses())
-    if not there:
-        raise UnreachableError(f"no Ray cluster runs on this machine{passed}", hint=START_HINT)
-    if len(there) > 1:
+    addresses = sorted(find_gcs_addresses())
+    if not addresses:
+        raise UnreachableError(f"no Ray cluster runs on this machine{skipped}", hint=START_HINT)
+    if len(addresses) > 1:
         raise UnreachableError(
-            f"several Ray clusters run on this machine: {', '.join(there)}{passed}", hint="--address names one of them"
+            f"several Ray clusters run on this machine: {', '.join(addresses)}{skipped}",
+            hint="--address names one of them",
         )
-    return str(there[0])
+    return str(addresses[0])
 
 
 def _checked(address: str) -> str:
     if address.startswith("ray://"):
         raise InputError(
-            f"{address} is for Ray's client, which cannot look at everything",
-            hint="give the address of the head node's control store, host:6379",
+            f"{address} is for Ray's client, which cannot read the GCS",
+            hint="give the GCS address of the head node, host:6379",
         )
     if address == "local":
-        raise InputError("a local Ray would be a new one, with nothing to look at", hint=START_HINT)
+        raise InputError("a local Ray would be a new, empty one", hint=START_HINT)
     try:
         answers(address)
     except UnreachableError as fault:
@@ -101,31 +103,31 @@ def _checked(address: str) -> str:
     return address
 
 
-def _greets(address: str) -> None:
-    """Raise unless a Ray listens there: with anything else Ray's own client waits for most of a minute."""
+def _check_is_ray(address: str) -> None:
+    """UnreachableError unless a Ray listens there: for another server Ray's client waits for most of a minute."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=GREETING_S) as link:
-            link.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")  # HTTP/2's opening words
-            heard = link.recv(9)
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=GREETING_S) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")  # HTTP/2 connection preface
+            frame = connection.recv(9)
     except OSError as fault:
         raise UnreachableError(f"nothing answers at {address}: {fault.strerror or fault}", hint=START_HINT) from None
-    if len(heard) < 4 or heard[3] != 4:  # its settings come first
+    if len(frame) < 4 or frame[3] != 4:  # the first frame of a server is SETTINGS
         raise UnreachableError(f"what listens at {address} is no Ray cluster", hint=START_HINT)
 
 
-# ---- looking --------------------------------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 class GcsReader:
-    """A connection to a cluster's control store, for one look or several."""
+    """A connection to a cluster's GCS."""
 
     def __init__(self, address: str) -> None:
         import_ray()
-        _greets(address)
-        auth.suit(address)
+        _check_is_ray(address)
+        auth.match_cluster(address)
         self.address = address
         from ray._raylet import GcsClient, GcsClientOptions, GlobalStateAccessor
 
@@ -140,8 +142,8 @@ class GcsReader:
             raise _unreachable(address, fault) from None
 
     def look(self) -> GcsSnapshot:
-        """The cluster as it is now. Raises UnreachableError where it is gone."""
-        _greets(self.address)  # Ray's client ends the whole process where the cluster went away
+        """Read the cluster. UnreachableError if it is gone."""
+        _check_is_ray(self.address)  # Ray's client would end the whole process if the cluster is gone
         try:
             return self._look()
         except TrimtabError:
@@ -157,134 +159,139 @@ class GcsReader:
         status = autoscaler_pb2.GetClusterStatusReply.FromString(self._store.get_cluster_status(ANSWER_S))
         state = status.cluster_resource_state
         nodes = self._nodes(state.node_states)
-        living = {one.id for one in nodes}
-        jobs = tuple(job(gcs_pb2.JobTableData.FromString(one)) for one in self._tables.get_job_table())
-        groups = [gcs_pb2.PlacementGroupTableData.FromString(one) for one in self._tables.get_placement_group_table()]
-        actors = [gcs_pb2.ActorTableData.FromString(one) for one in self._tables.get_actor_table(None, None)]
+        living = {node.id for node in nodes}
+        jobs = tuple(job(gcs_pb2.JobTableData.FromString(record)) for record in self._tables.get_job_table())
+        groups = [
+            gcs_pb2.PlacementGroupTableData.FromString(record) for record in self._tables.get_placement_group_table()
+        ]
+        actors = [gcs_pb2.ActorTableData.FromString(record) for record in self._tables.get_actor_table(None, None)]
         none: list[Any] = []
-        events = _tried(faults, "when tasks began to wait", none, self._task_events)
-        ended = {one.id for one in jobs if one.ended}
-        tasks = [one for one in map(RayTaskRecord.of, events) if one.job not in ended]
+        events = _optional(faults, "when tasks began to wait", none, self._task_events)
+        ended = {job.id for job in jobs if job.ended}
+        tasks = [task for task in map(RayTaskRecord.of, events) if task.job not in ended]
         requests = requests_by_shape(state.pending_resource_requests)
-        holders = [one for each in groups for one in group_holders(each, living)]
-        nodes = _less(nodes, holders)
-        holders += [one for each in actors for one in actor_holders(each, living)]
-        holders += [one for each in tasks for one in each.holders(living)]
-        began = {one.actor: one.since for one in tasks if one.actor and one.since is not None}
+        holders = [holder for each in groups for holder in group_holders(each, living)]
+        nodes = _minus_bundles(nodes, holders)
+        holders += [holder for each in actors for holder in actor_holders(each, living)]
+        holders += [holder for each in tasks for holder in each.holders(living)]
+        began = {task.actor: task.since for task in tasks if task.actor and task.since is not None}
         free = bundles_free(state.node_states)
-        waiting = [one for one in map(group_waiting, groups) if one is not None]
-        waiting += actors_waiting(actors, began, requests, {one.id: one.total for one in nodes}, now)
+        waiting = [workload for workload in map(group_waiting, groups) if workload is not None]
+        waiting += actors_waiting(actors, began, requests, {node.id: node.total for node in nodes}, now)
         waiting += tasks_waiting(tasks, requests, waiting, now)
         return GcsSnapshot(
             at=now,
             nodes=nodes,
             waiting=tuple(waiting),
             holders=tuple(holders),
-            groups=tuple(seen_group(one, free) for one in groups if one.state == 2),
+            groups=tuple(group_snapshot(group, free) for group in groups if group.state == 2),
             jobs=jobs,
-            non_ray_gpu_users=_tried(
-                faults, "who holds the GPUs of this machine", (), lambda: _foreign(nodes, holders)
+            non_ray_gpu_users=_optional(
+                faults, "which processes use the GPUs of this machine", (), lambda: _non_ray_gpu_users(nodes, holders)
             ),
-            node_types=_tried(faults, "what the autoscaler can add", (), lambda: self._kinds(status)),
-            abandoned=tuple(one for one in map(given_up, actors) if one and one.at and now - one.at < RECENT_S),
+            node_types=_optional(faults, "what the autoscaler can add", (), lambda: self._kinds(status)),
+            abandoned=tuple(
+                actor for actor in map(given_up, actors) if actor and actor.at and now - actor.at < RECENT_S
+            ),
             address=self.address,
             faults=tuple(faults),
         )
 
     def _nodes(self, states: Iterable[Any]) -> tuple[NodeSnapshot, ...]:
-        free = {one.node_id.hex(): one.available_resources for one in states}
+        free = {state.node_id.hex(): state.available_resources for state in states}
         drains: Mapping[str, int] = self._tables.get_draining_nodes()
         nodes = []
-        for one in self._tables.get_node_table():
-            if not one["Alive"]:
+        for info in self._tables.get_node_table():
+            if not info["Alive"]:
                 continue
-            id, whole = str(one["NodeID"]), amounts(one["Resources"])
-            given = str(one.get("NodeName") or "")
-            address = str(one["NodeManagerAddress"])
+            id, whole = str(info["NodeID"]), amounts(info["Resources"])
+            given = str(info.get("NodeName") or "")
+            address = str(info["NodeManagerAddress"])
             drain = DrainNotice(drains[id] / 1000 if drains[id] else None) if id in drains else None
             nodes.append(
                 NodeSnapshot(
                     id=id,
                     name="" if given == address else given,
                     total=whole,
-                    # A node that joined a moment ago has not told yet what is free.
+                    # A node that just joined has not reported its free resources yet.
                     free=among(amounts(free[id]), whole) if id in free else whole,
-                    labels=tuple(sorted((str(key), str(value)) for key, value in (one.get("Labels") or {}).items())),
+                    labels=tuple(sorted((str(key), str(value)) for key, value in (info.get("Labels") or {}).items())),
                     address=address,
-                    head=HEAD in one["Resources"],
+                    head=HEAD in info["Resources"],
                     drain=drain,
                 )
             )
-        return named(sorted(nodes, key=lambda one: (not one.head, one.id)))
+        return named(sorted(nodes, key=lambda node: (not node.head, node.id)))
 
     def _task_events(self) -> list[Any]:
         from ray.core.generated import gcs_pb2
 
-        return [gcs_pb2.TaskEvents.FromString(one) for one in self._tables.get_task_events()]
+        return [gcs_pb2.TaskEvents.FromString(record) for record in self._tables.get_task_events()]
 
     def _kinds(self, status: Any) -> tuple[NodeType, ...]:
-        """Kinds of nodes of the autoscaler, where the cluster has one that tells."""
+        """Node types of the autoscaler, if the cluster has one."""
+        from ray import _raylet
         from ray.core.generated import autoscaler_pb2
 
-        from ray import _raylet
-
-        told = self._tables.get_internal_kv(
+        config = self._tables.get_internal_kv(
             _raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(), _raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode()
         )
-        if not told:
+        if not config:
             return ()
-        coming = Counter(one.ray_node_type_name for one in status.autoscaling_state.pending_instances)
+        coming = Counter(instance.ray_node_type_name for instance in status.autoscaling_state.pending_instances)
         for request in status.autoscaling_state.pending_instance_requests:
             coming[request.ray_node_type_name] += request.count
-        there = Counter(one.ray_node_type_name for one in status.cluster_resource_state.node_states)
+        present = Counter(state.ray_node_type_name for state in status.cluster_resource_state.node_states)
         return tuple(
             NodeType(
-                name=one.name,
-                total=amounts(one.resources),
-                more=None if one.max_count < 0 else max(0, one.max_count - there[one.name] - coming[one.name]),
-                coming=coming[one.name],
+                name=type_.name,
+                total=amounts(type_.resources),
+                more=None
+                if type_.max_count < 0
+                else max(0, type_.max_count - present[type_.name] - coming[type_.name]),
+                coming=coming[type_.name],
             )
-            for one in autoscaler_pb2.ClusterConfig.FromString(told).node_group_configs
+            for type_ in autoscaler_pb2.ClusterConfig.FromString(config).node_group_configs
         )
 
 
-def _less(nodes: tuple[NodeSnapshot, ...], groups: list[ResourceHolder]) -> tuple[NodeSnapshot, ...]:
-    """Nodes tell what is free a moment after the control store has given bundles away there."""
+def _minus_bundles(nodes: tuple[NodeSnapshot, ...], groups: list[ResourceHolder]) -> tuple[NodeSnapshot, ...]:
+    """Free resources minus placed bundles: nodes report them with a delay."""
     held: dict[str, list[Resources]] = {}
-    for one in groups:
-        held.setdefault(one.node, []).append(one.amounts)
+    for holder in groups:
+        held.setdefault(holder.node, []).append(holder.amounts)
     return tuple(
-        replace(one, free=one.free.minus(one.free.minus(one.total.minus(total(held.get(one.id, [])))))) for one in nodes
+        replace(node, free=node.free.minus(node.free.minus(node.total.minus(total(held.get(node.id, []))))))
+        for node in nodes
     )
 
 
-def _tried(faults: list[str], what: str, otherwise: Answer, ask: Callable[[], Answer]) -> Answer:
-    """What can be done without: where it cannot be had, that is noted."""
+def _optional(faults: list[str], what: str, otherwise: Answer, ask: Callable[[], Answer]) -> Answer:
+    """Read an optional part; a failure is added to `faults`."""
     try:
         return ask()
     except TrimtabError:
         raise
     except Exception as fault:
-        said = str(fault).strip().splitlines()
-        faults.append(f"not known is {what}: {said[0] if said else type(fault).__name__}")
+        faults.append(f"not known is {what}: {first_line(fault)}")
         return otherwise
 
 
 def _unreachable(address: str, fault: Exception) -> UnreachableError:
-    said = str(fault).strip().strip("'\"")
-    if "AuthToken" in said or "nauthenticated" in said:
+    text = str(fault).strip().strip("'\"")
+    if "AuthToken" in text or "nauthenticated" in text:
         return UnreachableError(
             f"the Ray at {address} wants a token, and does not take ours",
             hint="set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
         )
-    first = said.splitlines()[0].partition(". ")[0] if said else type(fault).__name__
+    first = text.splitlines()[0].partition(". ")[0] if text else type(fault).__name__
     return UnreachableError(
         f"the Ray at {address} does not answer: {first}", hint="`ray status` on its head node shows whether it runs"
     )
 
 
-def _foreign(nodes: Iterable[NodeSnapshot], holders: Iterable[ResourceHolder]) -> tuple[NonRayGpuUser, ...]:
-    found = foreign({one.id: one.total.get("gpu") // GRAIN for one in nodes})
-    # A process that cannot be seen from here (another container) may be Ray's own: not told where Ray has GPUs in use.
-    in_use = {one.node for one in holders if one.gpus or one.amounts.get("gpu")}
-    return tuple(one for one in found if visible(one.pid) or one.node not in in_use)
+def _non_ray_gpu_users(nodes: Iterable[NodeSnapshot], holders: Iterable[ResourceHolder]) -> tuple[NonRayGpuUser, ...]:
+    found = find_non_ray_gpu_users({node.id: node.total.get("gpu") // GRAIN for node in nodes})
+    # A process in another container may belong to Ray: left out if Ray uses GPUs of that node.
+    in_use = {holder.node for holder in holders if holder.gpus or holder.amounts.get("gpu")}
+    return tuple(user for user in found if is_visible(user.pid) or user.node not in in_use)

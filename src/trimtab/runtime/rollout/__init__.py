@@ -1,3 +1,1 @@
-"""Rollout for real: the machine of `trimtab.machines.rollout.machine` driven with engines, clients, weights and a
-clock.
-"""
+"""Runs the rollout machine (`trimtab.machines.rollout.machine`) with engines, clients, weights and a clock."""

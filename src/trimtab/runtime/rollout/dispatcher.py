@@ -1,8 +1,8 @@
-"""Requests on their way: each attempt is a stream from one engine, and ends in exactly one piece of news.
+"""Sends requests to engines: each attempt is a stream from one engine and ends in exactly one event.
 
-What must never happen: an attempt whose end is not told (its worker would count as busy for ever, and its memory could
-never be released); tokens of an attempt that is not the current one in an answer; an answer that runs on past a stop
-string because it was cut in the middle of it.
+What must never happen: an attempt whose end is not reported (its worker would count as busy for ever, and its memory
+could never be released); tokens of a superseded attempt in an answer; an answer that continues past a stop string
+because it was interrupted in the middle of it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, End
 from trimtab.runtime.engines.engine import Engine, EngineError, EngineGoneError, FinishReason, StreamDelta
-from trimtab.runtime.engines.texts import texts_of
+from trimtab.runtime.engines.tokenizer import tokenizer_of
 from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore
 from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
 
 
 class Dispatcher:
-    """Sends, cuts and answers."""
+    """Sends, aborts and answers requests."""
 
     def __init__(self, core: RolloutCore) -> None:
         self._core = core
@@ -32,229 +32,234 @@ class Dispatcher:
             e.RefuseRequest: self._refuse,
         }
 
-    # ---- out -------------------------------------------------------------------------------------------------------
+    # ---- instructions ----------------------------------------------------------------------------------------------
 
     def _send(self, send: e.SendRequest) -> None:
         core = self._core
-        asked = core.asked[send.request]
-        asked.begin(send.attempt, send.worker, send.resumed)
+        pending = core.pending[send.request]
+        pending.begin(send.attempt, send.worker, send.resumed)
         if send.attempt > 1:
             core.counters["moved" if send.resumed else "restarted"] += 1
-        attempt = RequestAttempt(asked, send.attempt, send.worker, f"{send.request}@{send.attempt}", version=None)
+        attempt = RequestAttempt(pending, send.attempt, send.worker, f"{send.request}@{send.attempt}", version=None)
         core.attempts[send.request, send.attempt] = attempt
-        attempt.task = core.spawn(self._fly(attempt, send), f"attempt-{attempt.order}")
+        attempt.task = core.spawn(self._run_attempt(attempt, send), f"attempt-{attempt.engine_request_id}")
 
     def _abort(self, abort: e.AbortAttempt) -> None:
         attempt = self._core.attempts.get((abort.request, abort.attempt))
-        if attempt is None:  # it has ended, and that is being told or was before its worker was lost
-            self._core.soon(e.AbortDone(abort.request, abort.attempt, 0))
+        if attempt is None:  # it has ended, and its event is under way or preceded the loss of its worker
+            self._core.handle_event_soon(e.AbortDone(abort.request, abort.attempt, 0))
             return
-        attempt.cut = True
-        self._core.spawn(self._cut(attempt, abort.deadline), f"cut-{attempt.order}")
+        attempt.aborting = True
+        self._core.spawn(self._abort_attempt(attempt, abort.deadline), f"abort-{attempt.engine_request_id}")
 
     def _answer(self, answer: e.AnswerRequest) -> None:
         core = self._core
         core.counters[f"answered_{answer.end.value}"] += 1
-        asked = core.asked.get(answer.request)
-        if asked is None:
+        pending = core.pending.get(answer.request)
+        if pending is None:
             return
         if answer.end is End.failed:
-            self._note_failed(answer, asked)
-        if not (asked.spec.key and self._wanted_by_others(answer)):
-            del core.asked[answer.request]
-        if asked.spec.key:
-            self._keyed(answer, asked)
-        asked.answer(answer.end, answer.spans, answer.reason)
+            self._note_failed(answer, pending)
+        if not (pending.spec.key and self._has_other_waiters(answer)):
+            del core.pending[answer.request]
+        if pending.spec.key:
+            self._keep_answer(answer, pending)
+        pending.answer(answer.end, answer.spans, answer.reason)
 
-    def _note_failed(self, answer: e.AnswerRequest, asked: PendingRequest) -> None:
+    def _note_failed(self, answer: e.AnswerRequest, pending: PendingRequest) -> None:
         view = self._core.machine.request(answer.request)
         self._core.failed.append(
             {
                 "at": self._core.clock(),
                 "request": answer.request,
-                "class": asked.spec.class_,
-                "worker": asked.worker,
+                "class": pending.spec.class_,
+                "worker": pending.worker,
                 "code": answer.reason.code.value,
                 "sentence": answer.reason.sentence,
                 "breaks": 0 if view is None else view.breaks,
             }
         )
 
-    def _wanted_by_others(self, answer: e.AnswerRequest) -> bool:
-        """Whether only this client has left, and others who gave the same key still wait for it."""
+    def _has_other_waiters(self, answer: e.AnswerRequest) -> bool:
+        """Whether only this client left, and others with the same key still wait."""
         view = None if answer.of else self._core.machine.request(answer.request)
         return view is not None and view.state not in ANSWERED
 
-    def _keyed(self, answer: e.AnswerRequest, asked: PendingRequest) -> None:
-        """Answers of requests with a key are kept, for whoever asks with it again."""
-        kept = self._core.kept
+    def _keep_answer(self, answer: e.AnswerRequest, pending: PendingRequest) -> None:
+        """Answers of requests with a key are kept for later requests with the same key."""
+        keyed_answers = self._core.keyed_answers
         if not answer.of:
-            kept[answer.request] = asked
-            while len(kept) > self._core.machine.rules.answers_kept:
-                del kept[next(iter(kept))]
-        elif (first := kept.get(answer.of) or self._core.asked.get(answer.of)) is not None:
-            copied(first, asked)
+            keyed_answers[answer.request] = pending
+            while len(keyed_answers) > self._core.machine.rules.answers_kept:
+                del keyed_answers[next(iter(keyed_answers))]
+        elif (first := keyed_answers.get(answer.of) or self._core.pending.get(answer.of)) is not None:
+            copy_answer(first, pending)
 
     def _refuse(self, refuse: e.RefuseRequest) -> None:
         self._core.counters["refused"] += 1
-        asked = self._core.asked.pop(refuse.request, None)
-        if asked is not None:
-            asked.refuse(refuse.reason, refuse.retry_after_s)
+        pending = self._core.pending.pop(refuse.request, None)
+        if pending is not None:
+            pending.refuse(refuse.reason, refuse.retry_after_s)
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
 
-    async def _fly(self, attempt: RequestAttempt, send: e.SendRequest) -> None:
-        news: e.RolloutEvent
+    async def _run_attempt(self, attempt: RequestAttempt, send: e.SendRequest) -> None:
+        event: e.RolloutEvent
         try:
-            news = await self._stream(attempt, send)
+            event = await self._stream(attempt, send)
         except asyncio.CancelledError:
-            # By a cut that the engine did not confirm in time, or because all is closing.
-            news = e.AbortDone(send.request, send.attempt, self._made(attempt))
-            if not attempt.cut:
+            # By an abort that the engine did not confirm in time, or because the pool stops.
+            event = e.AbortDone(send.request, send.attempt, self._tokens_made(attempt))
+            if not attempt.aborting:
                 self._core.attempts.pop((send.request, send.attempt), None)
                 raise
         except EngineError as error:
-            news = self._broke(attempt, error.what, gone=isinstance(error, EngineGoneError) and error.reached)
-        except (InputError, InfeasibleError) as error:  # it would be refused everywhere
-            news = e.AttemptFailed(send.request, send.attempt, self._made(attempt), str(error), fatal=True)
+            event = self._attempt_failed(attempt, error.what, gone=isinstance(error, EngineGoneError) and error.reached)
+        except (InputError, InfeasibleError) as error:  # every engine would refuse it
+            event = e.AttemptFailed(send.request, send.attempt, self._tokens_made(attempt), str(error), fatal=True)
         except Exception as error:
-            news = self._broke(attempt, f"{type(error).__name__}: {error}")
-            self._core.warn(send.worker, f"{attempt.order}: {error!r}")
+            event = self._attempt_failed(attempt, f"{type(error).__name__}: {error}")
+            self._core.warn(send.worker, f"{attempt.engine_request_id}: {error!r}")
         self._core.attempts.pop((send.request, send.attempt), None)
-        self._core.tell(news)
+        self._core.handle_event(event)
 
     async def _stream(self, attempt: RequestAttempt, send: e.SendRequest) -> e.RolloutEvent:
-        engine, asked = self._engine(send.worker), attempt.asked
-        order = asked.params.order(
-            attempt.order, (*asked.prompt, *asked.ids), send.max_tokens, min(send.min_tokens, send.max_tokens)
+        engine, pending = self._engine(send.worker), attempt.pending
+        engine_request_id = pending.params.engine_request(
+            attempt.engine_request_id,
+            (*pending.prompt, *pending.ids),
+            send.max_tokens,
+            min(send.min_tokens, send.max_tokens),
         )
-        across = await self._across(attempt, engine)
-        if across is not None and (stopped := across.before()) is not None:
-            await self._stop_across(attempt, across, stopped, engine)
+        buffer = await self._stop_buffer(attempt, engine)
+        if buffer is not None and (stopped := buffer.before()) is not None:
+            await self._finish_at_stop(attempt, buffer, stopped, engine)
             return e.AttemptFinished(send.request, send.attempt, 0, End.stop)
         finish = None
-        async with contextlib.aclosing(engine.generate(order)) as pieces:
+        async with contextlib.aclosing(engine.generate(engine_request_id)) as pieces:
             async for piece in pieces:
                 self._require_current(attempt)
                 finish = piece.finish or finish
-                if across is None:
+                if buffer is None:
                     self._take(attempt, piece)
                 else:
                     attempt.silent = True
-                    stopped = across.hold(piece)
+                    stopped = buffer.hold(piece)
                     if stopped is not None:
-                        await self._stop_across(attempt, across, stopped, engine)
-                        return e.AttemptFinished(send.request, send.attempt, asked.made, End.stop)
-                    if across.open and finish is None:
+                        await self._finish_at_stop(attempt, buffer, stopped, engine)
+                        return e.AttemptFinished(send.request, send.attempt, pending.made, End.stop)
+                    if buffer.open and finish is None:
                         continue
-                    for held in across.held:
-                        self._take(attempt, held)
-                    across, attempt.silent = None, False
-                self._core.tokens_came(attempt)
+                    for held_piece in buffer.held:
+                        self._take(attempt, held_piece)
+                    buffer, attempt.silent = None, False
+                self._core.report_tokens(attempt)
         return self._ended(attempt, finish)
 
     def _require_current(self, attempt: RequestAttempt) -> None:
-        """Nothing of an attempt that the machine has given up gets into the answer, which another one writes by now."""
-        if attempt.asked.attempt != attempt.number:
-            raise EngineError("it was given up", engine=attempt.worker)
+        """Tokens of a superseded attempt must not reach the answer."""
+        if attempt.pending.attempt != attempt.number:
+            raise EngineError("the attempt was superseded", engine=attempt.worker)
 
     def _take(self, attempt: RequestAttempt, piece: StreamDelta) -> None:
         if piece.version is not None:
-            attempt.version = number_of(piece.version)
-        attempt.asked.take(piece)
-        if piece.missing:  # at once: an answer that has a gap must never be carried on from
-            self._core.tell(
-                e.TokensStreamed(attempt.asked.spec.id, attempt.number, attempt.asked.made, None, restart=True)
+            attempt.version = version_number(piece.version)
+        attempt.pending.take(piece)
+        if piece.missing:  # at once: an answer with a gap must never be resumed
+            self._core.handle_event(
+                e.TokensStreamed(attempt.pending.spec.id, attempt.number, attempt.pending.made, None, restart=True)
             )
 
     def _ended(self, attempt: RequestAttempt, finish: FinishReason | None) -> e.RolloutEvent:
-        name, number, made = attempt.asked.spec.id, attempt.number, self._made(attempt)
+        name, number, made = attempt.pending.spec.id, attempt.number, self._tokens_made(attempt)
         if finish in (FinishReason.stop, FinishReason.length, FinishReason.full):
             end = End.stop if finish is FinishReason.stop else End.length
             return e.AttemptFinished(name, number, made, end, attempt.version)
         if finish is FinishReason.aborted_elsewhere:
             return e.AbortedExternally(name, number, made)
-        if attempt.cut:
+        if attempt.aborting:
             return e.AbortDone(name, number, made)
-        return self._broke(attempt, "it was aborted here" if finish else "its stream ended without a finish")
+        return self._attempt_failed(
+            attempt, "it was aborted by this adapter" if finish else "its stream ended without a finish"
+        )
 
-    def _broke(self, attempt: RequestAttempt, why: str, *, gone: bool = False) -> e.RolloutEvent:
-        name, made = attempt.asked.spec.id, self._made(attempt)
-        if attempt.cut:
+    def _attempt_failed(self, attempt: RequestAttempt, why: str, *, gone: bool = False) -> e.RolloutEvent:
+        name, made = attempt.pending.spec.id, self._tokens_made(attempt)
+        if attempt.aborting:
             return e.AbortDone(name, attempt.number, made)
         return e.AttemptFailed(name, attempt.number, made, why, engine_died=gone)
 
-    def _made(self, attempt: RequestAttempt) -> int:
-        return attempt.asked.made if attempt.asked.attempt == attempt.number else 0
+    def _tokens_made(self, attempt: RequestAttempt) -> int:
+        return attempt.pending.made if attempt.pending.attempt == attempt.number else 0
 
     def _engine(self, worker: str) -> Engine:
-        hand = self._core.hands.get(worker)
-        if hand is None or hand.engine is None:
+        handle = self._core.handles.get(worker)
+        if handle is None or handle.engine is None:
             raise EngineError("it has no engine", engine=worker)
-        return hand.engine
+        return handle.engine
 
-    async def _cut(self, attempt: RequestAttempt, deadline: float) -> None:
-        """Ask the engine to end it; where that takes too long, the stream is closed from here."""
+    async def _abort_attempt(self, attempt: RequestAttempt, deadline: float) -> None:
+        """Aborts at the engine; closes the stream if that takes too long."""
         task = attempt.task
         assert task is not None
-        hand = self._core.hands.get(attempt.worker)
+        handle = self._core.handles.get(attempt.worker)
         left_s = max(0.0, 0.8 * (deadline - self._core.clock()))
-        if hand is not None and hand.engine is not None:
-            with contextlib.suppress(TrimtabError, asyncio.TimeoutError, OSError):  # its stream is closed below
-                await asyncio.wait_for(hand.engine.abort([attempt.order]), left_s / 2)
+        if handle is not None and handle.engine is not None:
+            with contextlib.suppress(TrimtabError, asyncio.TimeoutError, OSError):  # the stream is closed below
+                await asyncio.wait_for(handle.engine.abort([attempt.engine_request_id]), left_s / 2)
         await asyncio.wait({task}, timeout=left_s / 2)
         if not task.done():
             task.cancel()
 
-    # ---- stop strings across a cut -----------------------------------------------------------------------------------
+    # ---- stop strings across an interruption -------------------------------------------------------------------------
 
-    async def _across(self, attempt: RequestAttempt, engine: Engine) -> StopStringBuffer | None:
-        """What the answer reads so far, where it goes on from a cut; engines hold text back that a cut then loses."""
-        asked = attempt.asked
-        if not asked.base:
+    async def _stop_buffer(self, attempt: RequestAttempt, engine: Engine) -> StopStringBuffer | None:
+        """Text so far of a resumed answer: engines hold back text, which an abort loses."""
+        pending = attempt.pending
+        if not pending.base:
             return None
-        texts = texts_of(engine)
-        if texts is not None:
+        tokenizer = tokenizer_of(engine)
+        if tokenizer is not None:
             try:
-                before = await texts.detokenize(tuple(asked.ids))
+                before = await tokenizer.detokenize(tuple(pending.ids))
             except EngineError:
-                if asked.params.stop:
+                if pending.params.stop:
                     raise
             else:
                 self._require_current(attempt)
-                asked.before = before
-                asked.give_rest()
-        return StopStringBuffer(asked.before, asked.params.stop) if asked.params.stop else None
+                pending.before = before
+                pending.send_held_text()
+        return StopStringBuffer(pending.before, pending.params.stop) if pending.params.stop else None
 
-    async def _stop_across(
-        self, attempt: RequestAttempt, across: StopStringBuffer, stopped: StopMatch, engine: Engine
+    async def _finish_at_stop(
+        self, attempt: RequestAttempt, buffer: StopStringBuffer, stopped: StopMatch, engine: Engine
     ) -> None:
-        """The answer ends with the token that completed the stop string, as it would have without the cut."""
-        asked = attempt.asked
-        ids = (*asked.ids, *(one for held in across.held for one in held.token_ids))
-        last, texts = len(ids), texts_of(engine)
-        while texts is not None and last > 1:
-            if stopped.word not in (await texts.detokenize(ids[: last - 1]))[stopped.begins :]:
+        """Ends the answer with the token that completed the stop string, as without the interruption."""
+        pending = attempt.pending
+        ids = (*pending.ids, *(token for held in buffer.held for token in held.token_ids))
+        last, tokenizer = len(ids), tokenizer_of(engine)
+        while tokenizer is not None and last > 1:
+            if stopped.word not in (await tokenizer.detokenize(ids[: last - 1]))[stopped.begins :]:
                 break
             last -= 1
         self._require_current(attempt)
-        for held in across.held:
-            asked.take(held)
-        asked.cut(last, asked.before[: stopped.begins], stopped.word)
+        for held in buffer.held:
+            pending.take(held)
+        pending.truncate(last, pending.before[: stopped.begins], stopped.word)
 
 
-def copied(first: PendingRequest, to: PendingRequest) -> None:
-    """The answer of a request to another that has the same key."""
+def copy_answer(first: PendingRequest, to: PendingRequest) -> None:
+    """Copies an answer to another request with the same key."""
     tokens = len(first.ids)
     to.ids = list(first.ids)
-    # The first may have been asked without them: each token has a place all the same.
+    # The first may have been requested without them: every token still has an entry.
     to.logprobs = list(first.logprobs) if len(first.logprobs) == tokens else [None] * tokens
     to.best = list(first.best) if len(first.best) == tokens else [()] * tokens
     to.before, to.texts, to.missing, to.stopped_by = first.text, [], first.missing, first.stopped_by
     to.workers, to.moves, to.restarts = list(first.workers), first.moves, first.restarts
-    to.give_all()
+    to.send_all()
 
 
-def number_of(version: str | None) -> int | None:
-    """The trainer's number of a version that an engine reports; None where it is none."""
+def version_number(version: str | None) -> int | None:
+    """Number of a version reported by an engine; None if it is no number."""
     return int(version) if version is not None and version.isdecimal() else None

@@ -1,8 +1,8 @@
-"""The journal of a rollout pool: every event on disk, for a look afterwards; begun anew when it has grown long.
+"""Journal of a rollout pool: every event on disk, for later analysis.
 
-What stood in it before is read beside the event loop, only to be sure that it is a rollout pool's, and not kept. While
-it is written, a snapshot takes the place of what came before once there are many events: at a quiet moment, because the
-machine's whole state is written down between two events, or at the latest at ten times as many.
+Existing content is read in a thread, only to check that it belongs to a rollout pool, and then replaced. After many
+events a snapshot replaces them: while few requests are open, because the whole state is written between two events, or
+at the latest after ten times as many events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOK_S = 5.0
 
 
 class RolloutJournal:
-    """Of one pool that runs."""
+    """Journal of a running pool."""
 
     def __init__(self, core: RolloutCore, journal: Journal) -> None:
         self._core, self._journal = core, journal
@@ -28,32 +28,29 @@ class RolloutJournal:
 
     @classmethod
     async def begin(cls, core: RolloutCore, directory: Path) -> RolloutJournal:
-        """Open it, and write down all that happens from now on."""
-
         def opened() -> Journal:
             journal = Journal(directory, kinds=ROLLOUT_EVENTS, owner="rollout pool")
-            journal.take_found()
+            journal.take_contents()
             return journal
 
         made = cls(core, await asyncio.to_thread(opened))
         made._snapshot()
-        core.listeners.append(made._write_down)
-        core.background.start("journal", made._look_after)
+        core.listeners.append(made._append)
+        core.background.start("journal", made._compact_loop)
         return made
 
     def close(self) -> None:
-        """All of it is on disk afterwards."""
-        self._core.listeners.remove(self._write_down)
+        self._core.listeners.remove(self._append)
         self._journal.close()
 
-    def _write_down(self, what: Any, now: float) -> None:
+    def _append(self, what: Any, now: float) -> None:
         if type(what).__name__ in ROLLOUT_EVENTS:
             self._journal.append(now, what)
 
     def _snapshot(self) -> None:
         self._journal.snapshot(self._core.clock(), self._core.machine.dump())
 
-    async def _look_after(self) -> None:
+    async def _compact_loop(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             events = self._journal.since_snapshot

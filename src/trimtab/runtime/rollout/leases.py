@@ -1,8 +1,8 @@
-"""A place on an engine for a caller that talks to it by itself: a URL now, and a word when it is wanted back.
+"""Leases: a worker's URL for callers that talk to engines directly, until released or revoked.
 
-To the machine a lease is a request like any other, only that nobody hears its tokens: it counts as load, it is routed
-by the same rules, and a drain waits for it. When its worker goes, the lease is revoked: the holder is told and has
-until the cut's deadline to let go. It is never moved: only its holder knows what was asked.
+To the machine a lease is a request without token events: it counts as load, it is routed by the same rules, and a drain
+waits for it. When its worker leaves, the lease is revoked, and the holder has until the abort deadline to release it. A
+lease is never moved: only its holder knows the request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Lease:
     _attempt: int = 0
 
     async def release(self, tokens: int = 0) -> None:
-        """It is not used any more; so many tokens were made. Twice is harmless."""
+        """Releases the worker after this number of tokens. Idempotent."""
         if self._leases is not None:
             self._leases.release(self, tokens)
 
@@ -46,14 +46,14 @@ class Lease:
 
 
 class EngineLeases:
-    """Leases that are held or waited for. It stands before the flights: what is no lease of its goes on to them."""
+    """Held and pending leases. Instructions for other requests are passed on to the dispatcher."""
 
     def __init__(self, core: RolloutCore) -> None:
         self._core = core
         self._waiting: dict[str, asyncio.Future[Lease]] = {}
         self._held: dict[str, Lease] = {}
-        # Leases are requests to the machine, so what it says of requests comes by here first.
-        self._flights = {
+        # Leases are requests to the machine, so its instructions come here first.
+        self._dispatch = {
             kind: core.handlers[kind] for kind in (e.SendRequest, e.AbortAttempt, e.AnswerRequest, e.RefuseRequest)
         }
         core.handlers |= {
@@ -64,12 +64,12 @@ class EngineLeases:
         }
 
     async def acquire(self, spec: RequestSpec, wait_s: float) -> Lease:
-        """Wait for a worker."""
+        """Waits for a worker."""
         core = self._core
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[spec.id] = granted
         try:
-            core.tell(e.RequestArrived(spec))
+            core.handle_event(e.RequestArrived(spec))
             done, _ = await asyncio.wait({granted}, timeout=wait_s)
             if done:
                 return granted.result()
@@ -79,44 +79,42 @@ class EngineLeases:
         except BaseException:
             if self._held.pop(spec.id, None) is None and not granted.done():
                 granted.cancel()
-            core.tell(e.RequestCancelled(spec.id, "its caller waits no longer"))
+            core.handle_event(e.RequestCancelled(spec.id, "its caller stopped waiting"))
             raise
         finally:
             self._waiting.pop(spec.id, None)
 
     def is_lease(self, request: str) -> bool:
-        """Whether a request of the machine's is a lease, held or waited for."""
+        """Whether a request of the machine is a lease."""
         return request in self._waiting or request in self._held
 
     def release(self, lease: Lease, tokens: int) -> None:
-        """Its place is free."""
         if self._held.pop(lease.id, None) is not None:
-            self._core.tell(e.AttemptFinished(lease.id, lease._attempt, tokens))
+            self._core.handle_event(e.AttemptFinished(lease.id, lease._attempt, tokens))
 
     def revoke(self, name: str, why: str) -> None:
-        """Its holder is told."""
         lease = self._held.get(name)
         if lease is not None and not lease.revoked.is_set():
             lease.why = why
             lease.revoked.set()
 
-    # ---- what the machine says -------------------------------------------------------------------------------------
+    # ---- instructions ----------------------------------------------------------------------------------------------
 
     def _send(self, send: e.SendRequest) -> None:
-        if send.request in self._held:  # its worker was lost, and it is never moved
+        if send.request in self._held:  # its worker was lost; leases are never moved
             self.revoke(send.request, send.reason.sentence)
             del self._held[send.request]
-            self._core.soon(e.RequestCancelled(send.request, "its worker was lost"))
+            self._core.handle_event_soon(e.RequestCancelled(send.request, "its worker was lost"))
             return
         granted = self._waiting.get(send.request)
         if granted is None:
-            self._flights[e.SendRequest](send)
+            self._dispatch[e.SendRequest](send)
             return
-        hand = self._core.hands.get(send.worker)
-        lease = Lease(send.request, "" if hand is None else hand.url, send.worker, send.version)
+        handle = self._core.handles.get(send.worker)
+        lease = Lease(send.request, "" if handle is None else handle.url, send.worker, send.version)
         lease._leases, lease._attempt = self, send.attempt
-        if granted.done():  # its caller has just gone
-            self._core.soon(e.AttemptFinished(send.request, send.attempt, 0))
+        if granted.done():  # its caller has just left
+            self._core.handle_event_soon(e.AttemptFinished(send.request, send.attempt, 0))
             return
         self._held[send.request] = lease
         granted.set_result(lease)
@@ -124,33 +122,33 @@ class EngineLeases:
     def _abort(self, abort: e.AbortAttempt) -> None:
         lease = self._held.get(abort.request)
         if lease is None:
-            self._flights[e.AbortAttempt](abort)
+            self._dispatch[e.AbortAttempt](abort)
             return
         self.revoke(abort.request, abort.reason.sentence)
-        self._core.spawn(self._let_go(lease, abort), f"lease-{lease.id}")
+        self._core.spawn(self._await_release(lease, abort), f"lease-{lease.id}")
 
-    async def _let_go(self, lease: Lease, abort: e.AbortAttempt) -> None:
-        """Until its holder has let go, or the cut must be told as done. An engine that is busy refuses to sleep."""
+    async def _await_release(self, lease: Lease, abort: e.AbortAttempt) -> None:
+        """Waits for the release until the abort deadline. A busy engine refuses to sleep."""
         core = self._core
         left_s = max(0.0, 0.9 * (abort.deadline - core.clock()))
         await core.until(lambda: lease.id not in self._held, left_s)
         if self._held.pop(lease.id, None) is not None:
             core.warn(lease.worker, f"lease {lease.id} was revoked and not released: {lease.why}")
-            core.tell(e.RequestCancelled(lease.id, lease.why))
-            core.tell(e.AbortDone(lease.id, abort.attempt, 0))
+            core.handle_event(e.RequestCancelled(lease.id, lease.why))
+            core.handle_event(e.AbortDone(lease.id, abort.attempt, 0))
 
     def _answer(self, answer: e.AnswerRequest) -> None:
         waiting = self._waiting.get(answer.request)
         if waiting is None and answer.request not in self._held:
-            self._flights[e.AnswerRequest](answer)
+            self._dispatch[e.AnswerRequest](answer)
             return
-        self.revoke(answer.request, answer.reason.sentence)  # its place is taken until it is released
+        self.revoke(answer.request, answer.reason.sentence)  # its worker stays occupied until the release
         if waiting is not None and not waiting.done():
             waiting.set_exception(UnreachableError(answer.reason.sentence))
 
     def _refuse(self, refuse: e.RefuseRequest) -> None:
         waiting = self._waiting.get(refuse.request)
         if waiting is None:
-            self._flights[e.RefuseRequest](refuse)
+            self._dispatch[e.RefuseRequest](refuse)
         elif not waiting.done():
             waiting.set_exception(RefusedError(refuse.reason, refuse.retry_after_s))

@@ -1,11 +1,10 @@
-"""The machine with its clock: events go in here one after another, instructions come out to whoever carries them out.
+"""Event loop of the rollout machine: passes events in and instructions to their handlers.
 
-One event loop, one core. `tell` is the only way to the machine; it never waits and is never entered twice, because
-whoever carries an instruction out begins a task or calls back later. An instruction that raises drops neither those
-after it nor the timer: it is logged and counted, and ends in the event that says so. News of tokens is many times more
-frequent than anything else, so it is gathered: the machine hears of an attempt's tokens at once when they are the
-first, and at most every `TOLD_EVERY_S` after that; before any other event it is brought up to date, so that nothing is
-decided on old counts.
+One event loop, one core. `handle_event` is the only entry to the machine; it never waits and is never reentered,
+because handlers start a task or call back later. A handler that raises drops neither later instructions nor the timer:
+the error is logged, counted and reported as an event. Token reports are far more frequent than other events, so they
+are batched: the first tokens of an attempt are reported at once, later ones at most every `TOKEN_REPORT_S`, and all of
+them before any other event, so that no decision uses old counts.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from trimtab.runtime.rollout.pending_request import PendingRequest
 
 log = logging.getLogger("trimtab.rollout")
 
-TOLD_EVERY_S = 0.25
-LEAST_WAIT_S = 0.001
+TOKEN_REPORT_S = 0.25
+MIN_WAIT_S = 0.001
 WARNINGS_KEPT = 100
 FAILED_KEPT = 20
-TICK_AGAIN_S, TICK_AGAIN_MAX_S = 0.1, 30.0  # after a tick that failed
+TICK_RETRY_S, TICK_RETRY_MAX_S = 0.1, 30.0  # after a failed tick
 
 T = TypeVar("T")
 Listener = Callable[[Any, float], None]
@@ -42,49 +41,50 @@ Listener = Callable[[Any, float], None]
 
 @dataclass
 class WorkerHandle:
-    """What is known of a worker here, beside what the machine knows: how it is reached."""
+    """How a worker is reached; its state is in the machine."""
 
     spec: WorkerSpec
     engine: Engine | None = None  # None: not started
     url: str = ""
-    addresses: frozenset[tuple[str, int]] = frozenset()  # what `url` leads to, where it was attached
+    addresses: frozenset[tuple[str, int]] = frozenset()  # of `url`, if it was attached
     launcher: Launcher | None = None
     node: str = ""
-    note: str = ""  # what is odd about it
+    note: str = ""  # warning shown in status
     state: EngineState | None = None  # as last seen
     load: EngineLoad | None = None
-    slept: Reason | None = None  # what became of its memory when it was last put to sleep
+    slept: Reason | None = None  # memory released by the last sleep
     boots: int = 0
-    unwell_since: float | None = None
-    resume_after_refit: bool = False  # it woke without weights, and its gate is shut until it has them
-    watch: asyncio.Task[None] | None = None
+    unhealthy_since: float | None = None
+    resume_after_refit: bool = False  # it woke without weights; its gate is closed until a refit
+    health_task: asyncio.Task[None] | None = None
 
 
 @dataclass
 class RequestAttempt:
-    """One attempt that runs."""
+    """A running attempt."""
 
-    asked: PendingRequest
+    pending: PendingRequest
     number: int
     worker: str
-    order: str  # its id at the engine
-    told: int = 0
-    told_at: float = 0.0
+    engine_request_id: str
+    reported: int = 0
+    reported_at: float = 0.0
     version: int | None = None
-    cut: bool = False  # an end was asked for
-    silent: bool = False  # nothing is told before it has ended
+    aborting: bool = False
+    silent: bool = False  # no token reports until it has ended
     task: asyncio.Task[None] | None = None
 
 
 @dataclass
 class RolloutCore:
-    """The machine, and everything that its instructions are about."""
+    """The machine and everything that its instructions refer to."""
 
     machine: RolloutMachine
     clock: Callable[[], float] = time.monotonic
-    hands: dict[str, WorkerHandle] = field(default_factory=dict)
-    asked: dict[str, PendingRequest] = field(default_factory=dict)
-    kept: dict[str, PendingRequest] = field(default_factory=dict)  # answers of requests that had a key
+    handles: dict[str, WorkerHandle] = field(default_factory=dict)
+    pending: dict[str, PendingRequest] = field(default_factory=dict)
+    # Kept for requests with the same key.
+    keyed_answers: dict[str, PendingRequest] = field(default_factory=dict)
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
@@ -95,46 +95,48 @@ class RolloutCore:
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
     background: Background = field(default_factory=lambda: Background(prefix="rollout"))
-    a_token: int = 1  # one that the engines know, for probes
+    probe_token: int = 1  # a token id that the engines know
     closing: bool = False
 
     def __post_init__(self) -> None:
-        self._untold: dict[tuple[str, int], RequestAttempt] = {}
+        self._unreported: dict[tuple[str, int], RequestAttempt] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
-        self._news: list[asyncio.Future[None]] = []
-        self._telling = False
-        self._ticks_failed = 0  # one after another
+        self._waiters: list[asyncio.Future[None]] = []
+        self._handling = False
+        self._ticks_failed = 0  # consecutive
 
     # ---- events and instructions -----------------------------------------------------------------------------------
 
-    def tell(self, event: e.RolloutEvent) -> None:
-        """The machine hears of it, and what it says is carried out. Raises as the machine does, nothing changed."""
-        if self._untold and type(event) is not e.TokensStreamed:
-            self._tell_tokens()
+    def handle_event(self, event: e.RolloutEvent) -> None:
+        """Passes an event to the machine and executes its instructions. Raises, with nothing changed, as the machine
+        does.
+        """
+        if self._unreported and type(event) is not e.TokensStreamed:
+            self._report_all()
         self._handle(event)
 
     def _handle(self, event: e.RolloutEvent) -> None:
-        assert not self._telling, "the machine is told one thing after another"
-        self._telling = True
+        assert not self._handling, "handle_event is not reentrant"
+        self._handling = True
         try:
             now = self.clock()
             instructions = self.machine.handle(event, now)
-            self._listened(event, now)
+            self._notify_listeners(event, now)
             for instruction in instructions:
-                self._listened(instruction, now)
+                self._notify_listeners(instruction, now)
                 try:
                     self.handlers[type(instruction)](instruction)
                 except Exception as error:
-                    self._not_done(instruction, error)
+                    self._instruction_failed(instruction, error)
         finally:
-            self._telling = False
+            self._handling = False
             self._arm()
-        if self._news:
-            self.stir()
+        if self._waiters:
+            self.wake_waiters()
 
-    def _listened(self, what: Any, now: float) -> None:
+    def _notify_listeners(self, what: Any, now: float) -> None:
         for listener in self.listeners:
             try:
                 listener(what, now)
@@ -144,64 +146,64 @@ class RolloutCore:
                     self.warn("", f"a listener failed: {describe(error)}")
                 self.counters["listeners_failed"] += 1
 
-    def _not_done(self, instruction: Any, error: Exception) -> None:
-        """An instruction raised: what waits for its outcome gets one. A cut has a deadline in the machine."""
-        why = f"{type(instruction).__name__} could not be carried out: {describe(error)}"
+    def _instruction_failed(self, instruction: Any, error: Exception) -> None:
+        """Reports an outcome for an instruction that raised. Aborts have a deadline in the machine."""
+        why = f"{type(instruction).__name__} failed: {describe(error)}"
         log.error("%s", why, exc_info=error)
         self.counters["instructions_failed"] += 1
         self.warn(getattr(instruction, "worker", ""), why)
         if isinstance(instruction, e.WorkerAction):
-            self.soon(e.ActionFailed(instruction.worker, instruction.attempt, why))
+            self.handle_event_soon(e.ActionFailed(instruction.worker, instruction.attempt, why))
         elif isinstance(instruction, e.SendRequest):
             self.attempts.pop((instruction.request, instruction.attempt), None)
-            self.soon(e.AttemptFailed(instruction.request, instruction.attempt, 0, why))
+            self.handle_event_soon(e.AttemptFailed(instruction.request, instruction.attempt, 0, why))
         elif isinstance(instruction, (e.AnswerRequest, e.RefuseRequest)):
             self.fail_client(instruction.request, why)
 
     def fail_client(self, request: str, why: str) -> None:
-        """Answer a client with a failure, where it still waits."""
-        asked = self.asked.pop(request, None)
-        if asked is not None:
-            asked.answer(End.failed, (), Reason(ReasonCode.faulty, why))
+        """Answers a waiting client with a failure."""
+        pending = self.pending.pop(request, None)
+        if pending is not None:
+            pending.answer(End.failed, (), Reason(ReasonCode.faulty, why))
 
-    def stir(self) -> None:
-        """Whoever waits for something looks again."""
-        news, self._news = self._news, []
-        for one in news:
-            if not one.done():
-                one.set_result(None)
+    def wake_waiters(self) -> None:
+        """Makes all `until` calls check again."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
-    def soon(self, event: e.RolloutEvent) -> None:
-        """Tell it once the current event is through."""
-        asyncio.get_running_loop().call_soon(self._told_later, event)
+    def handle_event_soon(self, event: e.RolloutEvent) -> None:
+        """After the current event."""
+        asyncio.get_running_loop().call_soon(self._handle_later, event)
 
-    def _told_later(self, event: e.RolloutEvent) -> None:
+    def _handle_later(self, event: e.RolloutEvent) -> None:
         if not self.closing:
-            self.tell(event)
+            self.handle_event(event)
 
-    def tokens_came(self, attempt: RequestAttempt) -> None:
-        """An attempt made tokens; told at once or soon."""
+    def report_tokens(self, attempt: RequestAttempt) -> None:
+        """Reports new tokens of an attempt, now or with the next batch."""
         if attempt.silent:
             return
         now = self.clock()
-        if attempt.told and now - attempt.told_at < TOLD_EVERY_S:
-            self._untold[attempt.asked.spec.id, attempt.number] = attempt
+        if attempt.reported and now - attempt.reported_at < TOKEN_REPORT_S:
+            self._unreported[attempt.pending.spec.id, attempt.number] = attempt
             return
-        self._untold.pop((attempt.asked.spec.id, attempt.number), None)
-        self._tell_of(attempt, now)
+        self._unreported.pop((attempt.pending.spec.id, attempt.number), None)
+        self._report(attempt, now)
 
-    def _tell_of(self, attempt: RequestAttempt, now: float) -> None:
-        made = attempt.asked.made
-        if made > attempt.told:
-            attempt.told, attempt.told_at = made, now
-            self._handle(e.TokensStreamed(attempt.asked.spec.id, attempt.number, made, attempt.version))
+    def _report(self, attempt: RequestAttempt, now: float) -> None:
+        made = attempt.pending.made
+        if made > attempt.reported:
+            attempt.reported, attempt.reported_at = made, now
+            self._handle(e.TokensStreamed(attempt.pending.spec.id, attempt.number, made, attempt.version))
 
-    def _tell_tokens(self) -> None:
-        untold, self._untold = self._untold, {}
+    def _report_all(self) -> None:
+        untold, self._unreported = self._unreported, {}
         now = self.clock()
         for attempt in untold.values():
-            if attempt.asked.attempt == attempt.number:
-                self._tell_of(attempt, now)
+            if attempt.pending.attempt == attempt.number:
+                self._report(attempt, now)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -214,7 +216,7 @@ class RolloutCore:
             self._timer = None
         self._timer_at = due
         if due is not None and not self.closing:
-            wait_s = max(due - self.clock(), LEAST_WAIT_S)
+            wait_s = max(due - self.clock(), MIN_WAIT_S)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
 
     def _tick(self) -> None:
@@ -222,42 +224,42 @@ class RolloutCore:
         if self.closing:
             return
         try:
-            self.tell(e.RolloutTick())
+            self.handle_event(e.RolloutTick())
         except Exception:
             log.exception("a tick of the rollout pool failed")
             self.counters["ticks_failed"] += 1
-            again_s = min(TICK_AGAIN_MAX_S, TICK_AGAIN_S * 2.0 ** min(self._ticks_failed, 20))
+            retry_s = min(TICK_RETRY_MAX_S, TICK_RETRY_S * 2.0 ** min(self._ticks_failed, 20))
             self._ticks_failed += 1
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(again_s, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(retry_s, self._tick)
         else:
             self._ticks_failed = 0
 
-    async def until(self, true: Callable[[], bool], within_s: float | None) -> bool:
-        """Wait until it is so, looking whenever something happened. Whether it came to be."""
+    async def until(self, condition: Callable[[], bool], within_s: float | None) -> bool:
+        """Waits until the condition holds, checking after every event; False on timeout."""
         end = None if within_s is None else self.clock() + within_s
-        while not true():
+        while not condition():
             left_s = None if end is None else end - self.clock()
             if left_s is not None and left_s <= 0:
                 return False
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._news.append(future)
+            self._waiters.append(future)
             await asyncio.wait({future}, timeout=left_s)
         return True
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
-    def spawn_for(self, deed: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Do something beside for somebody who waits for what comes of it."""
-        task = asyncio.get_running_loop().create_task(deed, name=f"rollout-{name}")
+    def spawn_for(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Starts a task whose caller awaits the result."""
+        task = asyncio.get_running_loop().create_task(work, name=f"rollout-{name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def spawn(self, deed: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Do something beside; what it raises is an error of ours, and said."""
-        task = asyncio.get_running_loop().create_task(deed, name=f"rollout-{name}")
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Starts a task; its errors are logged and counted."""
+        task = asyncio.get_running_loop().create_task(work, name=f"rollout-{name}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -270,31 +272,30 @@ class RolloutCore:
             self.warn("", f"{task.get_name()} failed: {error!r}")
 
     async def end_tasks(self) -> None:
-        """Cancel what is still being done, and see it end."""
         self.closing = True
         if self._timer is not None:
             self._timer.cancel()
         current = asyncio.current_task()
-        tasks = [one for one in self._tasks if one is not current]
-        for one in tasks:
-            one.cancel()
+        tasks = [task for task in self._tasks if task is not current]
+        for task in tasks:
+            task.cancel()
         await self.background.close()
         if tasks:
             await asyncio.wait(tasks, timeout=10.0)
 
-    # ---- words -----------------------------------------------------------------------------------------------------
+    # ---- warnings and lookups --------------------------------------------------------------------------------------
 
     def warn(self, worker: str, sentence: str, code: ReasonCode | None = None) -> None:
-        """Somebody should know."""
+        """Records a warning for `status` and logs it."""
         self.warnings.append((self.clock(), worker, sentence, code))
         log.warning("%s%s", f"{worker}: " if worker else "", sentence)
 
-    def hand(self, worker: str) -> WorkerHandle:
-        """What is known of a worker; an error where there is none."""
-        found = self.hands.get(worker)
+    def worker_handle(self, worker: str) -> WorkerHandle:
+        """Raises an InputError for an unknown worker."""
+        found = self.handles.get(worker)
         if found is None:
-            near = nearest(worker, self.hands)
-            known = ", ".join(list(self.hands)[:8]) or "none"
+            near = nearest(worker, self.handles)
+            known = ", ".join(list(self.handles)[:8]) or "none"
             raise InputError(
                 f"there is no worker {worker}", hint=f"did you mean {near}?" if near else f"workers: {known}"
             )

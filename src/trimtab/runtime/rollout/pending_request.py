@@ -1,10 +1,10 @@
-"""One request as its client sees it: the prompt, what there is of the answer, and whoever waits for it.
+"""State of a request at its client: the prompt, the answer so far, and the waiting future.
 
-Every attempt appends to the same answer. When an attempt is cut, the next one goes on from as many tokens as the
-machine says (`resume_from`), and what came beyond them is thrown away: two attempts never write to one answer, because
-news of an attempt that is not the current one is refused. A client that streams sees each token once; when an answer
-begins again after some of it was given out, that is told, or, where the client cannot be told, the tokens must be the
-same again.
+All attempts append to the same answer. After an interruption the next attempt continues from the number of tokens that
+the machine names (`resumed`), and tokens beyond that are discarded. Two attempts never write to the same answer,
+because tokens of superseded attempts are refused. A streaming client sees each token once; when an answer restarts
+after some of it was sent, the client gets a chunk with `restarted`, or, where that is impossible, the tokens must come
+out the same.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class PendingRequest:
     params: SamplingParams
     index: int
     answered: asyncio.Future[Sample]
-    chunks: asyncio.Queue[Chunk] | None = None  # where somebody streams
+    chunks: asyncio.Queue[Chunk] | None = None  # set for streaming clients
     attempt: int = 0
     worker: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     best: list[TopLogprobs] = field(default_factory=list)
-    base: int = 0  # tokens that stood when this attempt began
+    base: int = 0  # tokens kept when this attempt began
     before: str = ""  # their text
-    texts: list[tuple[int, str]] = field(default_factory=list)  # of this attempt, with the tokens that stood by then
-    given: str = ""  # text that a streaming client has
+    texts: list[tuple[int, str]] = field(default_factory=list)  # of this attempt: (number of tokens by then, text)
+    sent_text: str = ""  # text sent to a streaming client
     missing: int = 0
     stopped_by: str | int | None = None
     workers: list[str] = field(default_factory=list)
@@ -45,21 +45,20 @@ class PendingRequest:
 
     @property
     def text(self) -> str:
-        """Of the whole answer so far."""
         return self.before + "".join(text for _, text in self.texts)
 
     @property
     def made(self) -> int:
-        """Tokens of this attempt, also those that nobody can name."""
+        """Tokens of this attempt, including unidentified ones."""
         return len(self.ids) - self.base + self.missing
 
     def begin(self, attempt: int, worker: str, resumed: int) -> None:
-        """Another attempt, from so many tokens."""
+        """Starts an attempt that continues from `resumed` tokens."""
         if self.attempt and resumed:
             self.moves += 1
         elif self.attempt and self.ids:
             self.restarts += 1
-        taken_back = len(self.ids) > resumed or self.missing > 0
+        discarded = len(self.ids) > resumed or self.missing > 0
         kept = "".join(text for tokens, text in self.texts if tokens <= resumed)
         self.before = self.before + kept if resumed >= self.base else ""
         self.texts = []
@@ -67,13 +66,12 @@ class PendingRequest:
         self.attempt, self.worker, self.base, self.missing = attempt, worker, resumed, 0
         if not self.workers or self.workers[-1] != worker:
             self.workers.append(worker)
-        if taken_back and self.chunks is not None:
-            self._give(Chunk(self.index, restarted=True))
-            self.given = ""
-            self.give_all()  # what stands is given out anew
+        if discarded and self.chunks is not None:
+            self._send_chunk(Chunk(self.index, restarted=True))
+            self.sent_text = ""
+            self.send_all()  # send what was kept again
 
     def take(self, piece: StreamDelta) -> None:
-        """More of it."""
         self.ids += piece.token_ids
         if piece.logprobs is not None:
             self.logprobs += piece.logprobs
@@ -85,32 +83,32 @@ class PendingRequest:
         if piece.stopped_by is not None:
             self.stopped_by = piece.stopped_by
         if self.chunks is not None and (piece.token_ids or piece.text):
-            self.given += piece.text or ""
-            self._give(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
+            self.sent_text += piece.text or ""
+            self._send_chunk(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
 
-    def give_all(self) -> None:
-        """All that there is, to a client that streams and has none of it."""
+    def send_all(self) -> None:
+        """Sends everything so far to a streaming client that has nothing yet."""
         if self.chunks is not None and (self.ids or self.before):
-            self.given = self.text
+            self.sent_text = self.text
             logprobs = tuple(self.logprobs) if self.params.logprobs is not None else None
             best = tuple(self.best) if self.params.logprobs else None
-            self._give(Chunk(self.index, tuple(self.ids), logprobs, best, self.given))
+            self._send_chunk(Chunk(self.index, tuple(self.ids), logprobs, best, self.sent_text))
 
-    def give_rest(self) -> None:
-        """Text that an engine held back when it was cut is given out now, where it goes on from what was given."""
-        if self.chunks is not None and self.before.startswith(self.given):
-            rest = self.before[len(self.given) :].rstrip("\ufffd")
+    def send_held_text(self) -> None:
+        """Sends text that an engine held back when it was aborted, if it continues the sent text."""
+        if self.chunks is not None and self.before.startswith(self.sent_text):
+            rest = self.before[len(self.sent_text) :].rstrip("\ufffd")
             if rest:
-                self.given += rest
-                self._give(Chunk(self.index, text=rest))
+                self.sent_text += rest
+                self._send_chunk(Chunk(self.index, text=rest))
 
-    def cut(self, tokens: int, text: str, stopped_by: str) -> None:
-        """It had ended before: a stop string lay across a cut, and was seen late."""
+    def truncate(self, tokens: int, text: str, stopped_by: str) -> None:
+        """Ends the answer at a stop string that was found late, across an interruption."""
         del self.ids[tokens:], self.logprobs[tokens:], self.best[tokens:]
         self.before, self.texts, self.stopped_by = text, [], stopped_by
 
     def answer(self, end: End, spans: tuple[Span, ...], reason: Reason) -> None:
-        """To its client, once."""
+        """Answers the client, once."""
         if self.answered.done():
             return
         sample = Sample(
@@ -128,15 +126,14 @@ class PendingRequest:
             self.stopped_by,
             self.missing,
         )
-        self._give(Chunk(self.index, sample=sample))
+        self._send_chunk(Chunk(self.index, sample=sample))
         self.answered.set_result(sample)
 
-    def _give(self, chunk: Chunk) -> None:
-        """To a client that streams; nothing comes after the answer, though its engine may not be cut off yet."""
+    def _send_chunk(self, chunk: Chunk) -> None:
+        """Nothing is sent after the answer, though the engine may still be generating."""
         if self.chunks is not None and not self.answered.done():
             self.chunks.put_nowait(chunk)
 
     def refuse(self, reason: Reason, retry_after_s: float) -> None:
-        """It was not accepted."""
         if not self.answered.done():
             self.answered.set_exception(RefusedError(reason, retry_after_s))

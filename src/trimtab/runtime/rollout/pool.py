@@ -1,11 +1,11 @@
-"""A pool of rollout engines: prompts in, answers out, and the right number of engines at work.
+"""A pool of rollout engines: prompts in, answers out, and elastic scaling of the engines.
 
     async with RolloutPool() as pool:
         await pool.attach("http://127.0.0.1:8000")
         answers = await pool.generate(prompts, SamplingParams(max_tokens=512, n=8))
 
-Who serves what, who drains, wakes and starts, and that every request is answered exactly once, is decided by
-`trimtab.machines.rollout.machine`; here it meets engines and clients. One pool belongs to one event loop.
+Routing, draining, waking, starting, and that every request is answered exactly once, are decided by
+`trimtab.machines.rollout.machine`; this class connects it to engines and clients. A pool belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trimtab.runtime.engines.engine import Engine, EngineDeadlines
 from trimtab.runtime.engines.engine import EngineCapability as Offers
 from trimtab.runtime.engines.wire import addresses, open_session
 from trimtab.runtime.procs.background import Background
-from trimtab.runtime.rollout.dispatcher import Dispatcher, number_of
+from trimtab.runtime.rollout.dispatcher import Dispatcher, version_number
 from trimtab.runtime.rollout.health import EngineHealthChecker
 from trimtab.runtime.rollout.journal import RolloutJournal
 from trimtab.runtime.rollout.launch.launcher import Launcher
@@ -54,7 +54,7 @@ from trimtab.runtime.rollout.worker_actions import WorkerActions
 
 
 class RolloutPool(RequestApi):
-    """Engines and requests. Use it as an async context manager, or `start` and `stop` it."""
+    """Engines and requests. Use it as an async context manager, or call `start` and `stop`."""
 
     def __init__(
         self,
@@ -71,21 +71,21 @@ class RolloutPool(RequestApi):
         core = RolloutCore(RolloutMachine(rules, elastic))
         Dispatcher(core)
         super().__init__(core, EngineLeases(core))
-        self._deeds = WorkerActions(core, gpus_of)
-        self._deeds.on_engine = self._has_engine
+        self._actions = WorkerActions(core, gpus_of)
+        self._actions.on_engine = self._has_engine
         self._refits = RefitWaiters(core)
-        self._watch = EngineHealthChecker(core, look_s)
-        self._reconciler = RolloutReconciler(core, reconcile_s, self._deeds.is_doing, self._leases.is_lease)
-        core.handlers |= {e.AnnounceScaleStep: lambda told: None, e.Warn: self._warned}
+        self._health = EngineHealthChecker(core, look_s)
+        self._reconciler = RolloutReconciler(core, reconcile_s, self._actions.is_busy, self._leases.is_lease)
+        core.handlers |= {e.AnnounceScaleStep: lambda step: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
         self._journal: RolloutJournal | None = None
         self._session: aiohttp.ClientSession | None = None
 
-    # ---- life --------------------------------------------------------------------------------------------------------
+    # ---- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin. Engines are attached or added afterwards."""
+        """Engines are attached or added afterwards."""
         if self._running:
             return
         self._session = open_session()
@@ -94,24 +94,26 @@ class RolloutPool(RequestApi):
         self._running = True
         self._core.closing = False
         self.background.start("reconcile", self._reconciler.run)
-        self._core.tell(e.RolloutTick())
+        self._core.handle_event(e.RolloutTick())
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """End: what runs has so long to finish, then it is cancelled; engines that were started here are stopped."""
+        """Running requests may finish for `drain_s`, then are cancelled; engines started by the pool are stopped."""
         if not self._running:
             return
         core = self._core
         if drain_s > 0:
             await core.until(lambda: not core.machine.requests(), drain_s)
-        for name in list(core.asked):
-            core.tell(e.RequestCancelled(name, "the pool stops"))
+        for name in list(core.pending):
+            core.handle_event(e.RequestCancelled(name, "the pool stops"))
         await core.until(lambda: not core.attempts, core.machine.rules.abort_s)
         self._running = False
         await core.end_tasks()
-        launchers = {id(one.launcher): one.launcher for one in core.hands.values() if one.launcher is not None}
-        for hand in core.hands.values():
-            if hand.engine is not None:
-                await hand.engine.close()
+        launchers = {
+            id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher is not None
+        }
+        for handle in core.handles.values():
+            if handle.engine is not None:
+                await handle.engine.close()
         for launcher in launchers.values():
             await launcher.close()
         if self._session is not None:
@@ -140,36 +142,36 @@ class RolloutPool(RequestApi):
         size: int = 1,
         node: str = "",
     ) -> str:
-        """Use an engine that somebody else runs; what kind it is, is found out. Its name is given back.
+        """Attaches a running engine, whose kind is detected. Returns the worker's name.
 
-        `version` says which weights it has. Left out, it is what the engine reports, or, where it reports none and
-        nobody has trained yet, what engines are started with.
+        `version` is the version of its weights. Default: what the engine reports or, if it reports none and there was
+        no refit yet, the version that engines are started with.
         """
         self._require_running()
         assert self._session is not None
         name = name or url.partition("://")[2].rstrip("/") or url
-        if name in self._core.hands:
+        if name in self._core.handles:
             raise InputError(f"there is a worker {name} already", hint="remove it first, or give this one another name")
-        there = await addresses(url)
-        self._require_new(url, there)
+        found_at = await addresses(url)
+        self._require_new(url, found_at)
         engine, dialect = await attach_engine(name, url, self._session, self._deadlines)
-        self._require_new(url, there)  # others may have attached it meanwhile
+        self._require_new(url, found_at)  # it may have been attached meanwhile
         spec = WorkerSpec(
             name,
             limit=limit,
             size=size,
-            can_sleep=Offers.sleep in engine.verbs,
-            can_pause=Offers.pause in engine.verbs,
+            can_sleep=Offers.sleep in engine.capabilities,
+            can_pause=Offers.pause in engine.capabilities,
             node=node,
         )
-        return await self.add_engine(engine, spec, version=version, url=url, note=dialect.note, addresses=there)
+        return await self.add_engine(engine, spec, version=version, url=url, note=dialect.note, addresses=found_at)
 
-    def worker_at(self, there: frozenset[tuple[str, int]]) -> str | None:
-        """The worker that was attached by a URL that leads to one of these addresses (`engines.wire.addresses`)."""
-        return next((name for name, hand in self._core.hands.items() if hand.addresses & there), None)
+    def worker_at(self, found_at: frozenset[tuple[str, int]]) -> str | None:
+        """The worker attached by a URL that leads to any of these addresses (`engines.wire.addresses`)."""
+        return next((name for name, handle in self._core.handles.items() if handle.addresses & found_at), None)
 
-    def _require_new(self, url: str, there: frozenset[tuple[str, int]]) -> None:
-        known = self.worker_at(there)
+    def _require_new(self, url: str, found_at: frozenset[tuple[str, int]]) -> None:
+        known = self.worker_at(found_at)
         if known is not None:
             raise InputError(f"{url} is worker {known} already", hint="remove it first")
 
@@ -183,50 +185,50 @@ class RolloutPool(RequestApi):
         note: str = "",
         addresses: frozenset[tuple[str, int]] = frozenset(),
     ) -> str:
-        """Use an engine by its adapter, whatever it is."""
+        """Adds an engine by its adapter."""
         self._require_running()
-        if spec.id in self._core.hands:
+        if spec.id in self._core.handles:
             raise InputError(f"there is a worker {spec.id} already", hint="remove it first")
         state = await engine.ready()
         if version is None:
-            version = number_of(state.version)
+            version = version_number(state.version)
         if version is None and self.version == self._core.machine.rules.version:
             version = self.version
-        hand = self._core.hands[spec.id] = WorkerHandle(
+        handle = self._core.handles[spec.id] = WorkerHandle(
             spec, engine, url, addresses, node=spec.node, note=note, state=state
         )
-        hand.boots = state.boots
+        handle.boots = state.boots
         try:
-            self._core.tell(e.WorkerAdded(spec, up=True, version=version))
+            self._core.handle_event(e.WorkerAdded(spec, up=True, version=version))
         except BaseException:
-            del self._core.hands[spec.id]
+            del self._core.handles[spec.id]
             raise
         if note:
             self._core.warn(spec.id, note)
         if state.paused and not state.asleep:
-            self._core.tell(e.PausedExternally(spec.id))
+            self._core.handle_event(e.PausedExternally(spec.id))
         if state.asleep:
-            self._core.tell(e.WorkerSlept(spec.id, keeps_weights=False))
-        self._watch.begin(spec.id)
+            self._core.handle_event(e.WorkerSlept(spec.id, keeps_weights=False))
+        self._health.begin(spec.id)
         return spec.id
 
     def add_startable(self, spec: WorkerSpec, launcher: Launcher) -> str:
-        """A worker whose engine is started when it is needed, and stopped when it is not."""
+        """Adds a worker whose engine is started and stopped on demand."""
         self._require_running()
         if not spec.startable:
             raise InputError(f"worker {spec.id} is not startable", hint="WorkerSpec(..., startable=True)")
-        if spec.id in self._core.hands:
+        if spec.id in self._core.handles:
             raise InputError(f"there is a worker {spec.id} already", hint="remove it first")
-        self._core.hands[spec.id] = WorkerHandle(spec, launcher=launcher, node=spec.node)
-        self._core.tell(e.WorkerAdded(spec))
-        self._watch.begin(spec.id)
+        self._core.handles[spec.id] = WorkerHandle(spec, launcher=launcher, node=spec.node)
+        self._core.handle_event(e.WorkerAdded(spec))
+        self._health.begin(spec.id)
         return spec.id
 
     async def remove(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
-        """It goes for good: routed off, drained or cut, put to sleep, stopped. Returns when it is gone."""
+        """Removes a worker: drain or abort, sleep, stop. Returns when it is gone."""
         core = self._core
-        core.hand(worker)
-        core.tell(e.WorkerRemoved(worker, deadline_s, why))
+        core.worker_handle(worker)
+        core.handle_event(e.WorkerRemoved(worker, deadline_s, why))
         rules = core.machine.rules
         allowed_s = (rules.drain_s if deadline_s is None else deadline_s) + rules.abort_s + rules.sleep_s + rules.stop_s
         gone = await core.until(lambda: core.machine.worker(worker) is None, allowed_s)
@@ -237,59 +239,60 @@ class RolloutPool(RequestApi):
         await self._forget(worker)
 
     async def _forget(self, worker: str) -> None:
-        hand = self._core.hands.pop(worker, None)
-        if hand is None:
+        handle = self._core.handles.pop(worker, None)
+        if handle is None:
             return
-        if hand.watch is not None:
-            hand.watch.cancel()
-        if hand.engine is not None:
-            await hand.engine.close()
+        if handle.health_task is not None:
+            handle.health_task.cancel()
+        if handle.engine is not None:
+            await handle.engine.close()
 
     def drain(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
-        """It serves nothing new until `resume`; what it has goes elsewhere after so long. Refused if too few are left.
+        """Routes nothing new to it until `resume`; its requests move after `deadline_s` (default: the rules'
+        `drain_s`).
 
-        Left out, the deadline is the rules' `drain_s`.
+        Refused if too few workers would be left.
         """
         core = self._core
-        core.hand(worker)
+        core.worker_handle(worker)
         wait_s = core.machine.rules.drain_s + core.machine.rules.abort_s if deadline_s is None else deadline_s
-        core.tell(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", full_notice=True))
+        core.handle_event(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", full_notice=True))
 
     def take(self, worker: str, deadline_s: float, why: str, *, forced: bool = False) -> None:
-        """It is given to others after so long at the latest, until `resume`; `forced`: whatever that leaves."""
-        self._core.hand(worker)
-        self._core.tell(e.WorkerReclaimed(worker, self._core.clock() + deadline_s, why, forced))
+        """Reclaims a worker within `deadline_s`, until `resume`; `forced`: even if too few are left."""
+        self._core.worker_handle(worker)
+        self._core.handle_event(e.WorkerReclaimed(worker, self._core.clock() + deadline_s, why, forced))
 
     def resume(self, worker: str) -> None:
-        """It may be used again."""
-        self._core.hand(worker)
-        self._core.tell(e.WorkerReturned(worker))
+        """The worker may be used again."""
+        self._core.worker_handle(worker)
+        self._core.handle_event(e.WorkerReturned(worker))
 
     def died(self, worker: str, why: str) -> None:
-        """Its process has ended, for certain."""
-        if worker in self._core.hands:
-            self._core.tell(e.WorkerDied(worker, why))
+        """Its process has ended."""
+        if worker in self._core.handles:
+            self._core.handle_event(e.WorkerDied(worker, why))
 
     def vouch(self, worker: str, version: int | None = None) -> None:
-        """It has these weights (left out: the trainer's), says whoever knows: the way back after a restart."""
-        self._core.hand(worker)
-        self._core.tell(e.RefitConfirmed(worker, self.version if version is None else version))
+        """Confirms which weights a worker has (default: the trainer's), for example after a restart."""
+        self._core.worker_handle(worker)
+        self._core.handle_event(e.RefitConfirmed(worker, self.version if version is None else version))
 
     def scale(self, workers: int, for_s: float | None = None, why: str = "") -> None:
-        """So many are wanted, until `release_scale` or for so long. Wins over the policy."""
-        self._core.tell(e.ScaleRequested(workers, None if for_s is None else self._core.clock() + for_s, why))
+        """Sets the number of workers, until `release_scale` or for `for_s`. Overrides the policy."""
+        self._core.handle_event(e.ScaleRequested(workers, None if for_s is None else self._core.clock() + for_s, why))
 
     def release_scale(self) -> None:
-        """The policy decides again."""
-        self._core.tell(e.ScaleReleased())
+        """Returns control to the policy."""
+        self._core.handle_event(e.ScaleReleased())
 
-    def set_range(self, least: int, most: int) -> None:
-        """The plan's range is another."""
-        self._core.tell(e.WorkerRangeSet(least, most))
+    def set_range(self, min_workers: int, max_workers: int) -> None:
+        """Changes the range of the number of workers."""
+        self._core.handle_event(e.WorkerRangeSet(min_workers, max_workers))
 
     def takers(self, takers: tuple[Taker, ...]) -> None:
-        """Who could use a freed worker now, and has not got it."""
-        self._core.tell(e.DemandSeen(takers))
+        """Reports the tasks that wait for a freed worker."""
+        self._core.handle_event(e.DemandSeen(takers))
 
     # ---- weights and readiness ---------------------------------------------------------------------------------------
 
@@ -301,22 +304,22 @@ class RolloutPool(RequestApi):
         in_flight: InFlight | str = InFlight.keep,
         wait_s: float = 600.0,
     ) -> RefitSession:
-        """New weights: `async with pool.refit(version) as refit: await refit.load(path)`. See `RefitSession`."""
+        """Starts a weight update: `async with pool.refit(version) as refit: await refit.load(path)`."""
         self._require_running()
         return RefitSession(
-            self._refits, self._deeds, version, _choice(RefitWay, way), _choice(InFlight, in_flight), wait_s
+            self._refits, self._actions, version, _choice(RefitWay, way), _choice(InFlight, in_flight), wait_s
         )
 
     def hold(
         self, workers: int, *, name: str = "hold", for_s: float | None = None, wait_s: float = 600.0
     ) -> AbstractAsyncContextManager[None]:
-        """So many serve within the block, before a validation, say: `async with pool.hold(8): ...`."""
+        """Keeps this number of workers active within the block, for example for a validation."""
         return self._hold(workers, name, for_s, wait_s)
 
     @asynccontextmanager
     async def _hold(self, workers: int, name: str, for_s: float | None, wait_s: float) -> AsyncIterator[None]:
         core = self._core
-        core.tell(e.HoldRequested(name, workers, None if for_s is None else core.clock() + for_s))
+        core.handle_event(e.HoldRequested(name, workers, None if for_s is None else core.clock() + for_s))
         try:
             if not await core.until(lambda: self._count(WorkerState.active) >= workers, wait_s):
                 raise UnreachableError(
@@ -326,46 +329,45 @@ class RolloutPool(RequestApi):
             yield
         finally:
             if self._running:
-                core.tell(e.HoldReleased(name))
+                core.handle_event(e.HoldReleased(name))
 
     def _count(self, state: WorkerState) -> int:
-        return sum(one.state is state for one in self._core.machine.workers())
+        return sum(worker.state is state for worker in self._core.machine.workers())
 
     @property
     def version(self) -> int:
-        """Of the trainer's weights."""
+        """Version of the trainer's weights."""
         return self._core.machine.version
 
     @property
     def weights(self) -> dict[int, str]:
-        """Where versions lie, as `refit.load` has said; engines that start later read them there."""
+        """Paths of versions, from `refit.load`; engines that start later read them there."""
         return self._core.weights
 
     def membership(self) -> Membership:
-        """Who takes part in the open refit, or would in the next one."""
+        """Members of the open refit, or of the next."""
         return self._core.machine.membership()
 
-    # ---- questions ---------------------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------------------
 
     def workers(self) -> tuple[WorkerView, ...]:
-        """All of them."""
         return self._core.machine.workers()
 
     def engine(self, worker: str) -> Engine | None:
-        """Its adapter; None where it is not started."""
-        return self._core.hand(worker).engine
+        """Adapter of a worker; None if it is not started."""
+        return self._core.worker_handle(worker).engine
 
     def url(self, worker: str) -> str:
-        """Its address; empty where it has none."""
-        return self._core.hand(worker).url
+        """Address of a worker; empty if it has none."""
+        return self._core.worker_handle(worker).url
 
     @property
     def steps(self) -> tuple[ScaleStep, ...]:
-        """The last changes of the number of workers."""
+        """Recent changes of the number of workers."""
         return self._core.machine.steps
 
     def story(self, name: str) -> tuple[StoryEntry, ...]:
-        """What became of a worker or a request, and why."""
+        """History of a worker or request, with reasons."""
         return self._core.machine.story(name)
 
     def metrics(self) -> dict[str, float]:
@@ -379,29 +381,29 @@ class RolloutPool(RequestApi):
 
     @property
     def background(self) -> Background:
-        """What runs beside, and what of it failed."""
+        """Background loops and their failures."""
         return self._core.background
 
     def status(self) -> dict[str, Any]:
-        """All that people ask about, as plain data."""
+        """Status as JSON-compatible data."""
         return status(self._core, self.elastic)
 
     def warn(self, sentence: str, worker: str = "", code: ReasonCode | None = None) -> None:
-        """Put a warning beside those of the pool, where `status` shows them."""
+        """Adds a warning to `status`."""
         self._core.warn(worker, sentence, code)
 
     def add_listener(self, listener: Listener) -> None:
-        """Call it with every event and instruction, and the time."""
+        """Calls it with every event and instruction, and the time."""
         self._core.listeners.append(listener)
 
     async def until(self, true: Callable[[], bool], within_s: float | None = 60.0) -> bool:
-        """Wait until it is so, looking whenever something happened here. Whether it came to be."""
+        """Waits until the condition holds, checking after every event; False on timeout."""
         return await self._core.until(true, within_s)
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+    # ---- internals ---------------------------------------------------------------------------------------------------
 
     def _has_engine(self, worker: str) -> None:
-        self._watch.begin(worker)
+        self._health.begin(worker)
 
     def _warned(self, warn: e.Warn) -> None:
         self._core.warn(warn.worker, warn.reason.sentence, warn.reason.code)
@@ -410,4 +412,4 @@ class RolloutPool(RequestApi):
 def _choice(kind: Any, given: Any) -> Any:
     with contextlib.suppress(ValueError):
         return kind(given)
-    raise InputError(f"{given!r} is none of {', '.join(one.value for one in kind)}")
+    raise InputError(f"{given!r} is none of {', '.join(member.value for member in kind)}")

@@ -1,9 +1,9 @@
-"""Now and then the machine is held against what is really being done.
+"""Compares the machine's state with the running tasks at intervals.
 
-What the machine waits for and no task does would be waited for until a deadline, or for ever: an attempt that was
-never begun, an act without a task, a client whose request the machine does not know. Each is failed with that reason,
-and the machine decides what comes of it. It is failed only when two looks in a row have seen it, because between an
-instruction and its task, and between the end of a task and its event, both are right.
+Something that the machine waits for and no task executes would be awaited until a deadline, or for ever: an attempt
+that was never started, an action without a task, a client whose request the machine does not know. Each is failed with
+that reason, and the machine decides how to go on. It is failed only if two checks in a row find it, because a task may
+start or end just between an instruction and its event.
 """
 
 from __future__ import annotations
@@ -15,33 +15,31 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, RequestState
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 
-WHY = "it was asked for, and nothing carries it out"
+WHY = "it was instructed, but no task executes it"
 
 
 class RolloutReconciler:
-    """Of one pool. `is_doing`: whether something is being done to a worker; `is_lease`: of no flight, but a holder."""
+    """Reconciles one pool. `is_busy`: a worker has a running action; `is_lease`: the request has no attempt."""
 
     def __init__(
-        self, core: RolloutCore, every_s: float, is_doing: Callable[[str], bool], is_lease: Callable[[str], bool]
+        self, core: RolloutCore, every_s: float, is_busy: Callable[[str], bool], is_lease: Callable[[str], bool]
     ) -> None:
         self._core, self._every_s = core, every_s
-        self._is_doing, self._is_lease = is_doing, is_lease
-        self._acts: dict[str, e.WorkerAction] = {}
+        self._is_doing, self._is_lease = is_busy, is_lease
+        self._actions: dict[str, e.WorkerAction] = {}
         self._seen: set[Hashable] = set()
         core.listeners.append(self._listen)
 
     def _listen(self, what: object, now: float) -> None:
         if isinstance(what, e.WorkerAction):
-            self._acts[what.worker] = what
+            self._actions[what.worker] = what
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
-            self.look()
+            self.check()
 
-    def look(self) -> None:
-        """Once."""
+    def check(self) -> None:
         missing = self._missing()
         again = [outcome for key, outcome in missing.items() if key in self._seen]
         self._seen = set(missing)
@@ -53,25 +51,27 @@ class RolloutReconciler:
         core, found = self._core, dict[Hashable, Callable[[], None]]()
         for request in core.machine.requests():
             name, attempt = request.request, request.attempt
-            flies = (name, attempt) in core.attempts
-            if flies or self._is_lease(name):
+            running = (name, attempt) in core.attempts
+            if running or self._is_lease(name):
                 continue
             if request.state in (RequestState.sent, RequestState.streaming):
-                found[name, attempt] = self._telling(e.AttemptFailed(name, attempt, 0, WHY))
+                found[name, attempt] = self._report(e.AttemptFailed(name, attempt, 0, WHY))
             elif request.state is RequestState.moving:
-                found[name, attempt] = self._telling(e.AbortDone(name, attempt, 0))
+                found[name, attempt] = self._report(e.AbortDone(name, attempt, 0))
         for worker in core.machine.workers():
-            act = self._acts.get(worker.worker)
-            if act is not None and worker.doing is act.verb and not self._is_doing(act.worker):
-                found[act.worker, act.attempt, act.verb] = self._telling(e.ActionFailed(act.worker, act.attempt, WHY))
-        for name, asked in core.asked.items():
+            action = self._actions.get(worker.worker)
+            if action is not None and worker.doing is action.verb and not self._is_doing(action.worker):
+                found[action.worker, action.attempt, action.verb] = self._report(
+                    e.ActionFailed(action.worker, action.attempt, WHY)
+                )
+        for name, pending in core.pending.items():
             view = core.machine.request(name)
-            if not asked.answered.done() and (view is None or view.state in ANSWERED):
-                found[name] = self._failing(name)
+            if not pending.answered.done() and (view is None or view.state in ANSWERED):
+                found[name] = self._fail_client(name)
         return found
 
-    def _telling(self, event: e.RolloutEvent) -> Callable[[], None]:
-        return lambda: self._core.tell(event)
+    def _report(self, event: e.RolloutEvent) -> Callable[[], None]:
+        return lambda: self._core.handle_event(event)
 
-    def _failing(self, request: str) -> Callable[[], None]:
+    def _fail_client(self, request: str) -> Callable[[], None]:
         return lambda: self._core.fail_client(request, "its answer was lost")

@@ -1,13 +1,13 @@
-"""A weight update as the trainer sees it: who takes part, when to send, who has it afterwards.
+"""Weight updates for the trainer: membership, when to send, and the outcome.
 
     async with pool.refit(version=7) as refit:
-        await refit.load("/weights/7")          # every engine reads them for itself
+        await refit.load("/weights/7")          # every engine reads them itself
     async with pool.refit(version=8, way="collective") as refit:
-        trainer.send(refit.engines)             # by a way of its own; offsets and sizes are frozen until the end
+        trainer.send(refit.engines)             # sent by the trainer; offsets and sizes are frozen until the end
 
-Leaving the block ends the refit. Whoever was neither confirmed nor failed by then is asked which version it has; if the
-block is left by an exception, nobody is believed to have the weights who was not confirmed before. An engine that has
-not got them is out of service, and the others go on.
+Leaving the block ends the refit. Engines that were neither confirmed nor failed must then report the version; after
+an exception, unconfirmed engines count as failed. An engine without the new weights is out of service; the others go
+on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
 from trimtab.runtime.rollout.machine_loop import RolloutCore
-from trimtab.runtime.rollout.worker_actions import WorkerActions, resumed
+from trimtab.runtime.rollout.worker_actions import WorkerActions, resume_after_update
 
 
 @dataclass(frozen=True)
 class RefitEngine:
-    """One engine in a refit: ranks offset .. offset + size - 1 of the collective are its."""
+    """An engine in a refit, with ranks offset .. offset + size - 1 of the collective."""
 
     worker: str
     url: str
@@ -36,7 +36,7 @@ class RefitEngine:
 
 
 class RefitWaiters:
-    """Tells whoever waits that a refit may begin, or is over."""
+    """Futures for the start and the end of refits."""
 
     def __init__(self, core: RolloutCore) -> None:
         self.core = core
@@ -56,12 +56,12 @@ class RefitWaiters:
 
 
 class RefitSession:
-    """One refit, from begin to end."""
+    """A refit, from begin to end."""
 
     def __init__(
         self,
         refits: RefitWaiters,
-        deeds: WorkerActions,
+        actions: WorkerActions,
         version: int,
         way: RefitWay,
         in_flight: InFlight,
@@ -70,70 +70,70 @@ class RefitSession:
         self.version = version
         self.way = way
         self.outcome: e.RefitOver | None = None
-        """Who has the new weights and who has not; known when the block is left."""
-        self._refits, self._deeds, self._core = refits, deeds, refits.core
+        """Workers with and without the new weights; set when the block is left."""
+        self._refits, self._actions, self._core = refits, actions, refits.core
         self._in_flight, self._wait_s = in_flight, wait_s
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._membership: Membership | None = None
 
-    # ---- what the trainer asks ---------------------------------------------------------------------------------------
+    # ---- for the trainer ---------------------------------------------------------------------------------------------
 
     @property
     def membership(self) -> Membership:
-        """Who takes part; frozen until the refit is over."""
+        """Members; frozen until the refit is over."""
         if self._membership is None:
             raise InputError("the refit has not begun", hint="async with pool.refit(version) as refit: ...")
         return self._membership
 
     @property
     def engines(self) -> tuple[RefitEngine, ...]:
-        """The members with their addresses and ranks."""
-        hands = self._core.hands
+        """Members with their addresses and ranks."""
+        handles = self._core.handles
         return tuple(
             RefitEngine(
-                one.worker,
-                hands[one.worker].url if one.worker in hands else "",
-                one.offset,
-                one.size,
-                hands[one.worker].engine if one.worker in hands else None,
+                member.worker,
+                handles[member.worker].url if member.worker in handles else "",
+                member.offset,
+                member.size,
+                handles[member.worker].engine if member.worker in handles else None,
             )
-            for one in self.membership.members
+            for member in self.membership.members
         )
 
     async def load(self, path: str) -> None:
-        """Every engine reads the weights from disk, side by side. One that fails is out of service, the others not."""
+        """All engines read the weights from disk, in parallel. An engine that fails is out of service."""
         self._core.weights[self.version] = str(path)
-        self._core.stir()
+        self._core.wake_waiters()
         if self._core.machine.rules.ownership.refit is Owner.trimtab:
-            return  # the machine has it done, one after the other where it says so, and is awaited at the end
-        await asyncio.gather(*(self._load(one.worker) for one in self.membership.members))
+            return  # the machine does it, maybe in sequence, and is awaited at the end
+        await asyncio.gather(*(self._load(member.worker) for member in self.membership.members))
 
     def confirm(self, worker: str) -> None:
-        """This engine has the new weights, for certain."""
-        self._told.add(worker)
-        self._core.tell(e.RefitConfirmed(worker, self.version, self.membership.epoch))
+        """This engine has the new weights."""
+        self._reported.add(worker)
+        self._core.handle_event(e.RefitConfirmed(worker, self.version, self.membership.epoch))
 
     def fail(self, worker: str, why: str) -> None:
-        """This engine has not got them."""
-        self._told.add(worker)
-        self._core.tell(e.RefitFailed(worker, self.version, why))
+        """This engine does not have the new weights."""
+        self._reported.add(worker)
+        self._core.handle_event(e.RefitFailed(worker, self.version, why))
 
-    # ---- from begin to end -------------------------------------------------------------------------------------------
+    # ---- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> RefitSession:
         loop, version = asyncio.get_running_loop(), self.version
         if version in self._refits.over:
-            raise InputError(f"a refit to version {version} is open", hint="one at a time")
+            raise InputError(f"a refit to version {version} is open", hint="wait for its end")
         ready: asyncio.Future[e.RefitReady] = loop.create_future()
         self._refits.ready[version], self._refits.over[version] = ready, loop.create_future()
         try:
-            self._core.tell(e.RefitBegun(version, self.way, self._in_flight))
+            self._core.handle_event(e.RefitBegun(version, self.way, self._in_flight))
             done, _ = await asyncio.wait({ready}, timeout=self._wait_s)
             if not done:
-                self._core.tell(e.RefitEnded(version))
+                self._core.handle_event(e.RefitEnded(version))
                 raise UnreachableError(
-                    f"the engines were not quiet after {self._wait_s:g} s, so version {version} was not sent",
-                    hint="see `trimtab rollout status` for what they do",
+                    f"the engines were still busy after {self._wait_s:g} s, so version {version} was not sent",
+                    hint="see `trimtab rollout status`",
                 )
         except BaseException:
             self._forget()
@@ -148,39 +148,39 @@ class RefitSession:
         try:
             if self._core.machine.rules.ownership.refit is Owner.trainer:
                 await self._settle(error)
-                self._core.tell(e.RefitEnded(self.version))
+                self._core.handle_event(e.RefitEnded(self.version))
             elif error is not None:
-                self._core.tell(e.RefitEnded(self.version))
+                self._core.handle_event(e.RefitEnded(self.version))
             done, _ = await asyncio.wait({over}, timeout=self._core.machine.rules.refit_s)
             if done:
                 self.outcome = over.result()
         finally:
             self._forget()
         if error is None and self.outcome is not None and self.membership.members and not self.outcome.current:
-            one = self._core.machine.worker(self.outcome.failed[0])
-            why = "" if one is None else f"; {one.worker}: {one.reason.sentence}"
+            worker = self._core.machine.worker(self.outcome.failed[0])
+            why = "" if worker is None else f"; {worker.worker}: {worker.reason.sentence}"
             raise InfeasibleError(
                 f"no engine has version {self.version}: {self.outcome.reason.sentence}{why}",
                 hint="begin the refit again; until then nothing is served",
             )
 
     async def _settle(self, error: BaseException | None) -> None:
-        left = [one.worker for one in self.membership.members if one.worker not in self._told]
+        left = [member.worker for member in self.membership.members if member.worker not in self._reported]
         if error is not None:
             for worker in left:
                 self.fail(worker, f"the trainer's refit broke off: {error!r}")
         elif self.way is RefitWay.disk:
             for worker in left:
-                self.fail(worker, "nobody loaded the weights here")
+                self.fail(worker, "the weights were not loaded: call refit.load(path)")
         else:
-            await asyncio.gather(*(self._ask(worker) for worker in left))
+            await asyncio.gather(*(self._confirm_version(worker) for worker in left))
 
     async def _load(self, worker: str) -> None:
-        hand = self._core.hands.get(worker)
-        if hand is None or hand.engine is None:
-            return  # it is gone, which the machine knows
+        handle = self._core.handles.get(worker)
+        if handle is None or handle.engine is None:
+            return  # it is gone, as the machine knows
         try:
-            await asyncio.wait_for(self._deeds.load(hand, worker, self.version), self._core.machine.rules.refit_s)
+            await asyncio.wait_for(self._actions.load(handle, worker, self.version), self._core.machine.rules.refit_s)
         except asyncio.TimeoutError:
             self.fail(worker, f"it has not loaded them in {self._core.machine.rules.refit_s:g} s")
         except (TrimtabError, OSError) as error:
@@ -188,14 +188,14 @@ class RefitSession:
         else:
             self.confirm(worker)
 
-    async def _ask(self, worker: str) -> None:
-        """The trainer sent them by its own way; the engine says which version it has, where it can."""
-        hand = self._core.hands.get(worker)
-        if hand is None or hand.engine is None:
+    async def _confirm_version(self, worker: str) -> None:
+        """The trainer sent the weights itself; checks the version that the engine reports, if it does."""
+        handle = self._core.handles.get(worker)
+        if handle is None or handle.engine is None:
             return
         try:
-            await hand.engine.refitted(str(self.version))
-            await resumed(hand)
+            await handle.engine.refitted(str(self.version))
+            await resume_after_update(handle)
         except (TrimtabError, OSError) as error:
             self.fail(worker, getattr(error, "what", None) or str(error))
         else:

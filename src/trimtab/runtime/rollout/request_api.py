@@ -1,8 +1,7 @@
-"""Asking a pool: prompts in, answers out, whole or as they come, and leases for those who ask engines themselves.
+"""Request API of a pool: whole answers, streams, and leases.
 
-Every request that is asked here ends in exactly one answer, refusal or cancellation; a caller that goes away cancels
-what it asked. A client that streams sees each token once, and learns when an answer began again, or never sees that it
-did.
+Every request ends in exactly one answer, refusal or cancellation; a caller that leaves cancels its requests. A
+streaming client sees each token once, and either learns that an answer was restarted or never sees it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Literal
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
-from trimtab.runtime.engines.texts import texts_of
+from trimtab.runtime.engines.tokenizer import tokenizer_of
 from trimtab.runtime.rollout.leases import EngineLeases, Lease
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.rollout.pending_request import PendingRequest
@@ -25,7 +24,7 @@ NO_PARAMS = SamplingParams()
 
 
 class RequestApi:
-    """The half of a pool that clients see."""
+    """Client half of a pool."""
 
     def __init__(self, core: RolloutCore, leases: EngineLeases) -> None:
         self._core = core
@@ -50,62 +49,66 @@ class RequestApi:
         keys: Sequence[str] | None = None,
         deadline_s: float | None = None,
     ) -> list[Completion]:
-        """Answers to all prompts, in their order. A sample that failed says so itself; a full queue is waited for.
+        """Answers all prompts, in order. Failed samples report it themselves; a full queue is waited for.
 
-        `groups` names prompts that begin alike (each prompt is its own otherwise, which its n samples share).
-        `spans` False: no answer is made by two versions of the weights. `keys`: the same key gets the same answer.
+        `groups` names prompts with a common prefix (default: each prompt its own, shared by its n samples). `spans`
+        False: an answer comes from a single version of the weights. `keys`: the same key gets the same answer.
         """
         self._require_running()
         for name, given in (("groups", groups), ("keys", keys)):
             if given is not None and len(given) != len(prompts):
-                raise InputError(f"{len(given)} {name} for {len(prompts)} prompts", hint=f"one of {name} for each")
+                raise InputError(
+                    f"{len(given)} {name} for {len(prompts)} prompts", hint=f"give {name} of the same length"
+                )
         ids = [checked_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
         call = next(self._numbers)
         rows: list[list[asyncio.Future[Sample]]] = []
-        asked: list[PendingRequest] = []
+        pending: list[PendingRequest] = []
         try:
             for at, prompt in enumerate(ids):
                 group = groups[at] if groups is not None else f"p{call}.{at}"
                 rows.append([])
                 for index in range(params.n):
                     key = "" if keys is None else (keys[at] if params.n == 1 else f"{keys[at]}/{index}")
-                    how = (class_, group, version, at_least, spans, key, deadline_s)
-                    one = self._ask(prompt, params, index, None, *how)
-                    asked.append(one)
-                    rows[-1].append(one.answered if not one.answered.done() else self._again_later(one, how))
-            return [Completion(tuple([await one for one in row])) for row in rows]
+                    options = (class_, group, version, at_least, spans, key, deadline_s)
+                    request = self._submit(prompt, params, index, None, *options)
+                    pending.append(request)
+                    rows[-1].append(
+                        request.answered if not request.answered.done() else self._retry_if_refused(request, options)
+                    )
+            return [Completion(tuple([await future for future in row])) for row in rows]
         except BaseException:
-            for one in asked:
-                self.cancel(one.spec.id)
+            for request in pending:
+                self.cancel(request.spec.id)
             for future in (future for row in rows for future in row):
                 future.cancel()
             raise
 
-    def _again_later(self, refused: PendingRequest, how: tuple[Any, ...]) -> asyncio.Future[Sample]:
-        """Its answer, also where there was no room for it yet; none is made for one that was answered at once."""
+    def _retry_if_refused(self, refused: PendingRequest, options: tuple[Any, ...]) -> asyncio.Future[Sample]:
+        """The answer; a refused request is retried in a task."""
         if refused.answered.exception() is None:
             return refused.answered
-        return self._core.spawn_for(self._ask_patiently(refused, how), f"patience-{refused.spec.id}")
+        return self._core.spawn_for(self._retry_until_accepted(refused, options), f"retry-{refused.spec.id}")
 
-    async def _ask_patiently(self, first: PendingRequest, how: tuple[Any, ...]) -> Sample:
-        """Ask again whenever there may be room, until its deadline."""
-        core, asked = self._core, first
-        class_ = next(one for one in core.machine.rules.classes if one.name == how[0])
-        allowed_s = how[-1] if how[-1] is not None else class_.deadline_s
+    async def _retry_until_accepted(self, first: PendingRequest, options: tuple[Any, ...]) -> Sample:
+        """Submits again after each refusal, until the deadline."""
+        core, pending = self._core, first
+        class_ = next(known for known in core.machine.rules.classes if known.name == options[0])
+        allowed_s = options[-1] if options[-1] is not None else class_.deadline_s
         until = None if allowed_s is None else core.clock() + allowed_s
         while True:
             try:
-                return await asked.answered
+                return await pending.answered
             except RefusedError as refused:
                 left_s = None if until is None else until - core.clock()
                 if left_s is not None and left_s <= refused.retry_after_s:
-                    return Sample(asked.spec.id, (), End.failed, refused.reason)
+                    return Sample(pending.spec.id, (), End.failed, refused.reason)
                 await asyncio.sleep(refused.retry_after_s)
             except asyncio.CancelledError:
-                self.cancel(asked.spec.id)
+                self.cancel(pending.spec.id)
                 raise
             left_s = None if until is None else max(0.0, until - core.clock())
-            asked = self._ask(asked.prompt, asked.params, asked.index, None, *(*how[:-1], left_s))
+            pending = self._submit(pending.prompt, pending.params, pending.index, None, *(*options[:-1], left_s))
 
     async def stream(
         self,
@@ -121,29 +124,29 @@ class RequestApi:
         deadline_s: float | None = None,
         restarts: Literal["tell", "hold"] = "tell",
     ) -> AsyncGenerator[Chunk, None]:
-        """What comes of one prompt's samples, as it comes. Closing the generator cancels them.
+        """Streams the samples of one prompt. Closing the generator cancels them.
 
-        Raises RefusedError or InputError before the first chunk. `restarts="hold"` is for clients that cannot take a
-        token back: what may begin again from the prompt comes only when it is whole.
+        Raises RefusedError or InputError before the first chunk. `restarts="hold"` is for clients that cannot take
+        tokens back: an answer that may restart from the prompt is sent only when it is complete.
         """
         self._require_running()
         ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
-        asked: list[PendingRequest] = []
+        pending: list[PendingRequest] = []
         try:
-            how = (class_, group, version, at_least, spans, key, deadline_s)
-            asked += self._ask_all(ids, params, range(params.n), chunks, *how)
-            gate = _RestartGate(asked) if restarts == "hold" else None
-            left = len(asked)
+            options = (class_, group, version, at_least, spans, key, deadline_s)
+            pending += self._submit_all(ids, params, range(params.n), chunks, *options)
+            gate = _RestartGate(pending) if restarts == "hold" else None
+            left = len(pending)
             while left:
-                for chunk in joined([await chunks.get(), *_waiting(chunks)]):
+                for chunk in merge_chunks([await chunks.get(), *_queued(chunks)]):
                     for each in gate.passes(chunk) if gate is not None else (chunk,):
                         left -= each.sample is not None
                         yield each
         finally:
-            for one in asked:
-                self.cancel(one.spec.id)
+            for request in pending:
+                self.cancel(request.spec.id)
 
-    def ask(
+    def submit(
         self,
         prompt: Sequence[int],
         params: SamplingParams = NO_PARAMS,
@@ -157,15 +160,15 @@ class RequestApi:
         deadline_s: float | None = None,
         samples: Sequence[int] | None = None,
     ) -> list[PendingRequest]:
-        """Ask without waiting: `await one.answered` for each of the n samples, `cancel(one.spec.id)` ends it.
+        """Submits without waiting: await `answered` of each sample; `cancel(request.spec.id)` ends it.
 
-        Raises RefusedError, with none of them asked, where the queue is full. `samples`: only these of the n.
+        Raises RefusedError, with none submitted, if the queue is full. `samples`: only these of the n.
         """
         self._require_running()
         ids, which = checked_prompt(prompt, "prompt"), range(params.n) if samples is None else samples
-        return self._ask_all(ids, params, which, None, class_, group, version, at_least, spans, key, deadline_s)
+        return self._submit_all(ids, params, which, None, class_, group, version, at_least, spans, key, deadline_s)
 
-    def _ask_all(
+    def _submit_all(
         self,
         prompt: tuple[int, ...],
         params: SamplingParams,
@@ -180,21 +183,23 @@ class RequestApi:
         deadline_s: float | None,
     ) -> list[PendingRequest]:
         group = group or (f"p{next(self._numbers)}" if params.n > 1 else "")
-        asked: list[PendingRequest] = []
+        pending: list[PendingRequest] = []
         try:
             for index in samples:
                 own = key if params.n == 1 or not key else f"{key}/{index}"
-                one = self._ask(prompt, params, index, chunks, class_, group, version, at_least, spans, own, deadline_s)
-                asked.append(one)
-                if one.answered.done():
-                    one.answered.result()  # raises where it was refused
+                request = self._submit(
+                    prompt, params, index, chunks, class_, group, version, at_least, spans, own, deadline_s
+                )
+                pending.append(request)
+                if request.answered.done():
+                    request.answered.result()  # raises if it was refused
         except BaseException:
-            for one in asked:
-                self.cancel(one.spec.id)
+            for request in pending:
+                self.cancel(request.spec.id)
             raise
-        return asked
+        return pending
 
-    def _ask(
+    def _submit(
         self,
         prompt: tuple[int, ...],
         params: SamplingParams,
@@ -218,30 +223,30 @@ class RequestApi:
             group,
             version,
             at_least,
-            own.may_resume(reads_text=not own.stop or self._reads_text()),
+            own.may_resume(reads_text=not own.stop or self._have_tokenizers()),
             spans,
             key,
             None if deadline_s is None else core.clock() + deadline_s,
         )
         answered: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        asked = core.asked[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks)
-        core.a_token = prompt[0]
+        pending = core.pending[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks)
+        core.probe_token = prompt[0]
         try:
-            core.tell(e.RequestArrived(spec))
+            core.handle_event(e.RequestArrived(spec))
         except BaseException:
-            core.asked.pop(spec.id, None)
+            core.pending.pop(spec.id, None)
             raise
-        return asked
+        return pending
 
-    def _reads_text(self) -> bool:
-        """Whether every engine could say what tokens read."""
-        engines = [one.engine for one in self._core.hands.values() if one.engine is not None]
-        return all(texts_of(engine) is not None for engine in engines)
+    def _have_tokenizers(self) -> bool:
+        """Whether every engine can detokenize."""
+        engines = [handle.engine for handle in self._core.handles.values() if handle.engine is not None]
+        return all(tokenizer_of(engine) is not None for engine in engines)
 
     def cancel(self, request: str) -> None:
-        """It is not wanted any more; harmless where it is answered."""
-        if request in self._core.asked and self._running:
-            self._core.tell(e.RequestCancelled(request))
+        """Harmless after the answer."""
+        if request in self._core.pending and self._running:
+            self._core.handle_event(e.RequestCancelled(request))
 
     async def acquire(
         self,
@@ -255,7 +260,7 @@ class RequestApi:
         for_s: float = 600.0,
         wait_s: float = 60.0,
     ) -> Lease:
-        """A place on an engine for a caller that talks to it by itself; about so many tokens, for so long at most."""
+        """Leases an engine to a caller that talks to it directly, for at most `for_s`."""
         self._require_running()
         spec = RequestSpec(
             f"l{next(self._numbers)}",
@@ -272,46 +277,47 @@ class RequestApi:
         return await self._leases.acquire(spec, wait_s)
 
 
-def _waiting(chunks: asyncio.Queue[Chunk]) -> list[Chunk]:
-    """What lies in the queue already."""
+def _queued(chunks: asyncio.Queue[Chunk]) -> list[Chunk]:
     return [chunks.get_nowait() for _ in range(chunks.qsize())]
 
 
-def joined(chunks: list[Chunk]) -> list[Chunk]:
-    """Neighbours of one sample in one piece: a reader who was busy gets what came meanwhile at once."""
+def merge_chunks(chunks: list[Chunk]) -> list[Chunk]:
+    """Merges adjacent chunks of the same sample, for readers that fell behind."""
     out = chunks[:1]
-    for one in chunks[1:]:
+    for chunk in chunks[1:]:
         last = out[-1]
-        if one.index != last.index or one.restarted or last.restarted or last.sample is not None:
-            out.append(one)
+        if chunk.index != last.index or chunk.restarted or last.restarted or last.sample is not None:
+            out.append(chunk)
             continue
         out[-1] = Chunk(
-            one.index,
-            last.token_ids + one.token_ids,
-            one.logprobs if last.logprobs is None else last.logprobs + (one.logprobs or ()),
-            one.best if last.best is None else last.best + (one.best or ()),
-            last.text + one.text,
-            sample=one.sample,
+            chunk.index,
+            last.token_ids + chunk.token_ids,
+            chunk.logprobs if last.logprobs is None else last.logprobs + (chunk.logprobs or ()),
+            chunk.best if last.best is None else last.best + (chunk.best or ()),
+            last.text + chunk.text,
+            sample=chunk.sample,
         )
     return out
 
 
 class _RestartGate:
-    """Keeps back what may be taken back: chunks of requests that would begin again from the prompt.
+    """Holds back chunks that may be retracted: those of requests that would restart from the prompt.
 
-    A request that may resume is passed on as it comes. Should it begin again all the same (its tokens could not be
-    named), what comes anew must be what was given out, token by token; else the client is told the truth by an error.
+    Chunks of resumable requests pass at once. If such a request restarts all the same (because of unidentified
+    tokens), its tokens must repeat those already sent; otherwise the stream ends with an error.
     """
 
-    def __init__(self, asked: Sequence[PendingRequest]) -> None:
+    def __init__(self, pending: Sequence[PendingRequest]) -> None:
         self._held: dict[int, list[Chunk]] = {
-            one.index: [] for one in asked if not (one.spec.resumable and one.spec.spans and one.spec.version is None)
+            request.index: []
+            for request in pending
+            if not (request.spec.resumable and request.spec.spans and request.spec.version is None)
         }
-        self._given: dict[int, list[int]] = {one.index: [] for one in asked}
-        self._repeat: dict[int, int] = {}  # tokens that were given out and come again
+        self._given: dict[int, list[int]] = {request.index: [] for request in pending}
+        self._repeat: dict[int, int] = {}  # sent tokens that were repeated so far
 
     def passes(self, chunk: Chunk) -> tuple[Chunk, ...]:
-        """What the client sees now."""
+        """Chunks that the client sees now."""
         index = chunk.index
         if index in self._held:
             held = self._held[index]
@@ -336,8 +342,8 @@ class _RestartGate:
         known = given[at : at + len(chunk.token_ids)]
         if list(chunk.token_ids[: len(known)]) != known:
             raise UnreachableError(
-                "the answer began again and came out otherwise, after some of it was given out",
-                hint="ask again; with log-probabilities it can be carried on instead",
+                "the answer was restarted and differs from what was already sent",
+                hint="retry; with log-probabilities an answer can be resumed instead",
             )
         self._repeat[chunk.index] = at + len(known)
         new = chunk.token_ids[len(known) :]

@@ -1,7 +1,7 @@
-"""What a client asks of rollout, and what it gets: token ids in, token ids out.
+"""Parameters and results of generation: token ids in, token ids out.
 
-An answer is one sample: its tokens with their log-probabilities, how it ended and why, which workers made it, and
-which version of the weights made which run of its tokens. Nothing here acts.
+An answer is a sample: tokens with log-probabilities, how and why it ended, the workers that generated it, and the
+version of the weights for each run of tokens. Data types only.
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ from trimtab.runtime.engines.engine import GenerateRequest, TopLogprobs
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate."""
+    """Sampling parameters."""
 
     max_tokens: int = 1024
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
-    n: int = 1  # samples of each prompt
+    n: int = 1  # samples per prompt
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
-    seed: int | None = None  # of the first sample; the others count on from it
-    logprobs: int | None = None  # None: none; 0: of the chosen tokens; n: also of the n best at each place
-    extra: Mapping[str, Any] = field(default_factory=dict)  # handed to the engine as it is
-    resume: bool | None = None  # whether a cut answer may go on from its tokens; None: where that changes nothing
+    seed: int | None = None  # of the first sample; the next ones add 1 each
+    logprobs: int | None = None  # None: off; 0: of the chosen tokens; n: also of the top n at each position
+    extra: Mapping[str, Any] = field(default_factory=dict)  # passed to the engine unchanged
+    resume: bool | None = None  # an interrupted answer may continue from its tokens; None: if that changes nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             raise InputError(f"stop is the string {self.stop!r}", hint=f"a tuple of strings: ({self.stop!r},)")
         if self.n < 1:
             raise InputError(f"n is {self.n}", hint="samples of each prompt, at least 1")
-        self.order("params", (0,), self.max_tokens, self.min_tokens)  # refused here rather than at the engine
+        self.engine_request("params", (0,), self.max_tokens, self.min_tokens)  # validates
 
     def may_resume(self, *, reads_text: bool) -> bool:
-        """Whether prompt plus partial answer gives what the whole would have been.
+        """Whether prompt plus partial answer continues as an uninterrupted answer would.
 
-        A seed counts from the beginning of a call, and penalties, grammars and the like, which come in `extra`, look
-        at the answer alone. A stop string may lie across the cut: then somebody has to be able to read the tokens.
+        A seed counts from the start of a call, and penalties, grammars and other fields of `extra` see the answer
+        alone. A stop string may span the interruption: then the tokens must be detokenized.
         """
         if self.resume is not None:
             return self.resume
-        drawn_anew = self.seed is not None and self.temperature > 0
-        return not drawn_anew and not self.extra and (reads_text or not self.stop)
+        reseeded = self.seed is not None and self.temperature > 0
+        return not reseeded and not self.extra and (reads_text or not self.stop)
 
     def sample(self, index: int) -> SamplingParams:
-        """The parameters of one of the n samples."""
+        """Parameters of one of the n samples."""
         if self.n == 1 or self.seed is None:
             return self
         return replace(self, seed=self.seed + index)
 
-    def order(self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int) -> GenerateRequest:
-        """What an engine is asked for."""
+    def engine_request(
+        self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int
+    ) -> GenerateRequest:
         return GenerateRequest(
             name,
             token_ids,
@@ -77,25 +78,24 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer. `ok`: the model ended it, or it has all tokens that were asked; else `reason` says why not."""
+    """One answer. `ok`: it ended with a stop or at max_tokens; otherwise `reason` says why not."""
 
     request: str
     token_ids: tuple[int, ...]
     end: End
     reason: Reason
-    logprobs: tuple[float | None, ...] | None = None  # where asked; None in places that the engine hid
-    best: tuple[TopLogprobs, ...] | None = None  # where asked
-    text: str = ""  # as the engines wrote it; empty where they write none
-    spans: tuple[Span, ...] = ()  # which version of the weights made which run of tokens
-    workers: tuple[str, ...] = ()  # that made it, in order
-    moves: int = 0  # cuts after which it went on with what it had
-    restarts: int = 0  # cuts after which it began again
-    stopped_by: str | int | None = None  # stop string or id, where known
-    missing: int = 0  # tokens that were generated and that nobody can name
+    logprobs: tuple[float | None, ...] | None = None  # if requested; None: not reported by the engine
+    best: tuple[TopLogprobs, ...] | None = None  # if requested
+    text: str = ""  # as written by the engines; empty if they write none
+    spans: tuple[Span, ...] = ()  # version of the weights for each run of tokens
+    workers: tuple[str, ...] = ()  # that generated it, in order
+    moves: int = 0  # interruptions after which it continued
+    restarts: int = 0  # interruptions after which it restarted
+    stopped_by: str | int | None = None  # stop string or id, if known
+    missing: int = 0  # generated tokens whose ids are unknown
 
     @property
     def ok(self) -> bool:
-        """Whether this is a whole answer."""
         return self.end in (End.stop, End.length)
 
 
@@ -107,34 +107,33 @@ class Completion:
 
     @property
     def ok(self) -> bool:
-        """Whether all of them are whole."""
-        return all(one.ok for one in self.samples)
+        return all(sample.ok for sample in self.samples)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What came of one sample since its last chunk."""
+    """What a sample gained since its previous chunk."""
 
     index: int  # 0 .. n - 1
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float | None, ...] | None = None
     best: tuple[TopLogprobs, ...] | None = None
     text: str = ""
-    restarted: bool = False  # it began again: forget all chunks of this index that came before
-    sample: Sample | None = None  # the whole of it, with its last chunk
+    restarted: bool = False  # discard all previous chunks of this index
+    sample: Sample | None = None  # with the last chunk
 
 
 class RefusedError(UnreachableError):
-    """Not accepted: too many wait already. The same may be asked again after `retry_after_s`."""
+    """The queue is full. Retry after `retry_after_s`."""
 
     def __init__(self, reason: Reason, retry_after_s: float) -> None:
-        super().__init__(reason.sentence, hint=f"ask again in {retry_after_s:.3g} s, or raise the class's queue_limit")
+        super().__init__(reason.sentence, hint=f"retry in {retry_after_s:.3g} s, or raise the class's queue_limit")
         self.reason = reason
         self.retry_after_s = retry_after_s
 
 
 def checked_prompt(prompt: Sequence[int], where: str) -> tuple[int, ...]:
-    """Token ids, or a clear error."""
+    """Token ids, or an InputError."""
     if isinstance(prompt, str):
         raise InputError("the prompt is text; the pool takes token ids", where=where, hint="the gateway takes text")
     try:
@@ -146,8 +145,8 @@ def checked_prompt(prompt: Sequence[int], where: str) -> tuple[int, ...]:
     if set(map(type, ids)) == {int} and min(ids) >= 0:
         return ids
     checked = []
-    for one in ids:  # numpy's and the like
-        if isinstance(one, bool | float | str) or not hasattr(one, "__index__") or one < 0:
-            raise InputError(f"{one!r} is no token id", where=where, hint="whole numbers, 0 or more")
-        checked.append(int(one))
+    for token in ids:  # numpy integers
+        if isinstance(token, bool | float | str) or not hasattr(token, "__index__") or token < 0:
+            raise InputError(f"{token!r} is no token id", where=where, hint="whole numbers, 0 or more")
+        checked.append(int(token))
     return tuple(checked)

@@ -1,4 +1,4 @@
-"""What a rollout pool looks like, as plain data for commands, pages and checks."""
+"""Status of a rollout pool as JSON-compatible data."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ STEPS_SHOWN = 20
 
 
 def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
-    """All that people ask about."""
     machine, now = core.machine, core.clock()
     rules = machine.rules
     sample = machine.sample(now)
     return {
         "now": time.time(),
         "version": machine.version,
-        "workers": [_worker(core, one, now) for one in machine.workers()],
+        "workers": [_worker(core, view, now) for view in machine.workers()],
         "queue": _queue(core, now),
         "requests": {
-            state.value: sum(one.state is state for one in machine.requests())
+            state.value: sum(request.state is state for request in machine.requests())
             for state in (RequestState.queued, RequestState.sent, RequestState.streaming, RequestState.moving)
         },
-        "steps": [{**encode(one), "ago_s": now - one.at} for one in machine.steps[-STEPS_SHOWN:]],
+        "steps": [{**encode(step), "ago_s": now - step.at} for step in machine.steps[-STEPS_SHOWN:]],
         "scaling": machine.scaling(),
         "range": {"least": sample.min_workers, "most": sample.max_workers},
         "load": {
             "queued": sample.queued, "running": sample.running, "draining": sample.draining, "fresh": sample.fresh,
             "capacity": sample.capacity,
         },
-        "takers": [asdict(one) for one in sample.takers],
+        "takers": [asdict(taker) for taker in sample.takers],
         "costs": asdict(sample.costs),
         "refit": machine.open_refit(),
         "failed": [
-            {**{key: value for key, value in one.items() if key != "at"}, "ago_s": now - one["at"]}
-            for one in core.failed
+            {**{key: value for key, value in row.items() if key != "at"}, "ago_s": now - row["at"]}
+            for row in core.failed
         ],
         "membership": encode(machine.membership()),
         "metrics": machine.metrics(),
         "counters": dict(core.counters),
         "warnings": [
-            {"ago_s": now - at, "worker": who, "sentence": said, "code": None if code is None else code.value}
-            for at, who, said, code in core.warnings
+            {"ago_s": now - at, "worker": worker, "sentence": sentence, "code": None if code is None else code.value}
+            for at, worker, sentence, code in core.warnings
         ],
         "background": _background(core),
         "rules": encode(rules),
@@ -61,20 +60,22 @@ def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
 
 
 def _background(core: RolloutCore) -> list[dict[str, Any]]:
-    """What runs beside: the pool's, and that of whatever starts engines for it."""
-    launchers = {id(one.launcher): one.launcher for one in core.hands.values() if one.launcher is not None}
-    beside = [core.background, *(one.background for one in launchers.values() if hasattr(one, "background"))]
-    return [row for one in beside for row in one.status()]
+    """Background loops of the pool and of its launchers."""
+    launchers = {
+        id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher is not None
+    }
+    backgrounds = [core.background, *(each.background for each in launchers.values() if hasattr(each, "background"))]
+    return [row for background in backgrounds for row in background.status()]
 
 
 def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
-    hand = core.hands.get(view.worker)
-    engine = None if hand is None else hand.engine
-    seen = None if hand is None else hand.state
-    load = None if hand is None else hand.load
+    handle = core.handles.get(view.worker)
+    engine = None if handle is None else handle.engine
+    seen = None if handle is None else handle.state
+    load = None if handle is None else handle.load
     return {
         "name": view.worker,
-        "url": "" if hand is None else hand.url,
+        "url": "" if handle is None else handle.url,
         "kind": "" if engine is None else engine.kind,
         "dialect": "" if seen is None else seen.dialect,
         "state": view.state.value,
@@ -87,8 +88,8 @@ def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
         "limit": view.spec.limit,
         "size": view.spec.size,
         "served": view.served,
-        "node": "" if hand is None else hand.node,
-        "note": "" if hand is None else hand.note,
+        "node": "" if handle is None else handle.node,
+        "note": "" if handle is None else handle.note,
         "release": None if engine is None else getattr(engine, "release", ReleaseSupport.tried).value,
         "startable": view.spec.startable,
         "can_sleep": view.spec.can_sleep,
@@ -97,10 +98,10 @@ def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
         "asleep": view.asleep,
         "taken": view.taken,
         "outside": view.outside,
-        "memory": None if hand is None or hand.slept is None else _reason(hand.slept),
+        "memory": None if handle is None or handle.slept is None else _reason(handle.slept),
         "doing": None if view.doing is None else view.doing.value,
         "deadline_s": None if view.deadline is None else view.deadline - now,
-        "unwell": None if hand is None or hand.unwell_since is None or seen is None else seen.why,
+        "unwell": None if handle is None or handle.unhealthy_since is None or seen is None else seen.why,
         "load": None
         if load is None
         else {
@@ -111,13 +112,13 @@ def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
 
 
 def _queue(core: RolloutCore, now: float) -> list[dict[str, Any]]:
-    """What waits, by class."""
+    """Queued requests by class."""
     found: dict[str, dict[str, Any]] = {
-        one.name: {
-            "class": one.name, "priority": one.priority, "limit": one.queue_limit, "waiting": 0, "oldest_s": 0.0,
-            "reason": None,
+        class_.name: {
+            "class": class_.name, "priority": class_.priority, "limit": class_.queue_limit, "waiting": 0,
+            "oldest_s": 0.0, "reason": None,
         }
-        for one in core.machine.rules.classes
+        for class_ in core.machine.rules.classes
     }  # fmt: skip
     for request in core.machine.requests():
         if request.state is RequestState.queued:

@@ -1,1 +1,1 @@
-"""Runs a job by its plan: the components, the order of their work, what it costs, and the folder it leaves."""
+"""Runs a job by its plan: components, order of their work, measured costs, run folder."""

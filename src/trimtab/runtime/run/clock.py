@@ -1,7 +1,7 @@
-"""The time of a run: the machine's, or one that passes only when somebody sleeps.
+"""Clocks of a run: wall time, or virtual time that passes only by `sleep`.
 
-Emulated components sleep by a clock, and runs measure by the same one; under a virtual clock a run of hours takes
-milliseconds and is the same each time.
+Emulated components sleep by the run's clock and runs measure by it; under a virtual clock a run of hours takes
+milliseconds and is reproducible.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds from some beginning, and how to let them pass."""
+    """Monotonic seconds, and a way to let them pass."""
 
-    def now(self) -> float:
-        """Seconds since some moment in the past; never goes back."""
+    def now(self) -> float: ...
 
-    def sleep(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+    def sleep(self, seconds: float) -> None: ...
 
 
 class WallClock:
-    """The machine's own time."""
+    """The machine's monotonic clock."""
 
     def now(self) -> float:
-        """Seconds of the monotonic clock."""
         return time.perf_counter()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep."""
         if seconds > 0:
             time.sleep(seconds)
 
@@ -40,9 +36,7 @@ class VirtualClock:
         self._now = now
 
     def now(self) -> float:
-        """Seconds slept so far."""
         return self._now
 
     def sleep(self, seconds: float) -> None:
-        """Be so many seconds later."""
         self._now += max(0.0, seconds)

@@ -1,7 +1,7 @@
-"""What a run hears of its cluster while it trains: nodes that join, drain or are lost, its quota, and its pool's tasks.
+"""Cluster events for a run: nodes that join, drain or are lost, quota changes, and the tasks of its pool.
 
-One thread asks the controller, again and again with deadlines, and tells whoever runs the job; it decides nothing. A
-controller that cannot be reached for a while is asked again: the run goes on without news until then.
+One thread polls the controller with deadlines and calls back; it decides nothing. While the controller is unreachable
+it retries, and the run goes on without updates.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from trimtab.runtime.procs.background import Background, RestartPolicy
 
 log = logging.getLogger("trimtab")
 
-ASK_S = 0.5  # a question waits so long for news
-PAUSE_S = 0.2  # between two questions: turns of components are news as well, many in a second
-AGAIN_S = 1.0  # after one that was not answered
+LONG_POLL_S = 0.5  # long poll
+POLL_PAUSE_S = 0.2  # between two polls: turns of components are updates too, many in a second
+RETRY_S = 1.0  # after a failed poll
 
 
 @dataclass(frozen=True)
 class RunNodes:
-    """The nodes of a run now. `ids` are Ray's, by the names that plans use."""
+    """The current nodes of a run. `ids` are Ray's node ids by the names that plans use."""
 
     cluster: Cluster
     leaving: tuple[str, ...]
-    deadline: float | None  # in the seconds of the controller's clock
+    deadline: float | None  # by the controller's clock
     ids: dict[str, str]
 
 
 class NodeSelection:
-    """Which nodes a run uses: those that it asked for, and with `grow` those that join later."""
+    """Which nodes a run uses: the requested ones, and with `grow` those that join later."""
 
-    def __init__(self, asked: Cluster, grow: bool = True) -> None:
-        self._asked = asked
+    def __init__(self, requested: Cluster, grow: bool = True) -> None:
+        self._requested = requested
         self._grow = grow
-        self._known: dict[str, Node] = {}  # by Ray's id, those that the run uses or has used
-        self._ignored: set[str] = set()  # there from the beginning, and more than was asked for
+        self._known: dict[str, Node] = {}  # by Ray's id: nodes that the run uses or has used
+        self._ignored: set[str] = set()  # present at the start and not requested
 
     def first(self, views: Sequence[NodeView]) -> RunNodes:
-        """The nodes to begin with. Raises InfeasibleError where there is less than the job asks for."""
-        there = [view for view in views if view.state is NodeState.ready]
-        left = list(there)
-        for wanted in self._asked.nodes:
-            fits = [view for view in left if _gpus(view) >= wanted.gpus and _alike(view.facts.kind, wanted.gpu)]
+        """The initial nodes. Raises InfeasibleError if the cluster has less than the job requests."""
+        present = [view for view in views if view.state is NodeState.ready]
+        left = list(present)
+        for wanted in self._requested.nodes:
+            fits = [view for view in left if _gpus(view) >= wanted.gpus and _kind_matches(view.facts.kind, wanted.gpu)]
             if not fits:
-                have = ", ".join(f"{_gpus(view)}" for view in there) or "none"
+                have = ", ".join(f"{_gpus(view)}" for view in present) or "none"
                 what = f"{wanted.gpus} GPUs{' of ' + wanted.gpu if wanted.gpu else ''}"
                 raise InfeasibleError(
-                    f"the job asks for {len(self._asked.nodes)} nodes, and no node is left that has {what}",
+                    f"the job asks for {len(self._requested.nodes)} nodes, and no node is left that has {what}",
                     where="cluster",
                     hint=f"GPUs of its nodes: {have}; ask for less, or add nodes",
                 )
@@ -68,23 +68,23 @@ class NodeSelection:
         return self.now(views)
 
     def now(self, views: Sequence[NodeView], gpus: float | None = None) -> RunNodes:
-        """The nodes there are now, of `gpus` GPUs at most."""
-        alike = self._asked.nodes[0] if self._asked.nodes else Node("", 0)
-        there = []
+        """The current nodes, limited to `gpus` GPUs."""
+        template = self._requested.nodes[0] if self._requested.nodes else Node("", 0)
+        present = []
         for view in views:
             usable = view.state in (NodeState.ready, NodeState.draining, NodeState.suspect)
             if self._is_new(view):
-                kind = view.facts.kind if view.facts.kind in self._asked.kinds else alike.gpu
+                kind = view.facts.kind if view.facts.kind in self._requested.kinds else template.gpu
                 name = _name(view, self._known)
-                self._known[view.node] = replace(alike, name=name, gpus=_gpus(view), gpu=kind)
+                self._known[view.node] = replace(template, name=name, gpus=_gpus(view), gpu=kind)
             if view.node in self._known and usable:
-                there.append(view)
+                present.append(view)
         order = list(self._known)
-        there.sort(key=lambda view: order.index(view.node))
-        leaving = [view for view in there if view.state is NodeState.draining]
+        present.sort(key=lambda view: order.index(view.node))
+        leaving = [view for view in present if view.state is NodeState.draining]
         deadlines = [view.deadline for view in leaving if view.deadline is not None]
         nodes, left = [], float("inf") if gpus is None else gpus
-        for view in there:
+        for view in present:
             node = self._known[view.node]
             some = int(min(node.gpus, left))
             left -= some
@@ -93,16 +93,16 @@ class NodeSelection:
             Cluster(tuple(nodes)),
             tuple(self._known[view.node].name for view in leaving),
             min(deadlines, default=None),
-            {self._known[view.node].name: view.node for view in there},
+            {self._known[view.node].name: view.node for view in present},
         )
 
     def _is_new(self, view: NodeView) -> bool:
-        mine = view.node in self._known or view.node in self._ignored
-        return self._grow and not mine and view.state is NodeState.ready and _gpus(view) > 0
+        known = view.node in self._known or view.node in self._ignored
+        return self._grow and not known and view.state is NodeState.ready and _gpus(view) > 0
 
 
 class ClusterListener:
-    """Asks the controller for news of a pool and its cluster until closed; whoever is told is told in its thread."""
+    """Polls the controller for a pool and its cluster until closed; callbacks run in its thread."""
 
     def __init__(
         self,
@@ -117,48 +117,47 @@ class ClusterListener:
         self._pool = pool
         self._nodes = nodes
         self._seen = first
-        self.own_gpus = float(first.cluster.gpus)
-        """What the run let its pool use: less than that is somebody else's doing."""
+        self.own_gpus = float(first.cluster.gpus)  # the run's own quota: a lower one was set by others
         self._on_cluster = on_cluster
         self._on_task = on_task
         self._tasks: dict[str, tuple[TaskState, int]] = {}
-        self.background = Background(RestartPolicy(max_failures=None, backoff_s=AGAIN_S))
+        self.background = Background(RestartPolicy(max_failures=None, backoff_s=RETRY_S))
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """From now on."""
+    def start(self) -> None:
         self._thread = self.background.start_thread("run-news", self._listen)
 
     def close(self) -> None:
-        """No more."""
         self.background.stop()
         if self._thread is not None:
-            self._thread.join(timeout=ASK_S + 5.0)
+            self._thread.join(timeout=LONG_POLL_S + 5.0)
 
     def _listen(self) -> None:
-        """Ask until closed. What is not told to its end, since something raised, is told again."""
-        closed, version, unheard = self.background.stopping, -1, ""
+        """Poll until closed. An update whose callback raised is delivered again."""
+        closed, version, last_error = self.background.stopping, -1, ""
         while not closed.is_set():
             try:
-                told: ClientUpdate = self._session.ask("news", self._tasks, version, ASK_S, timeout_s=ASK_S + 10.0)
-                own = self.own_gpus  # read before it is asked: the run raises its quota first, and then says so
+                update: ClientUpdate = self._session.ask(
+                    "news", self._tasks, version, LONG_POLL_S, timeout_s=LONG_POLL_S + 10.0
+                )
+                own = self.own_gpus  # read before the quota: the run raises its quota first and then this
                 quota = self._session.ask("pool", self._pool).quota.floats().get("gpu", 0.0)
                 tasks = self._session.tasks(self._pool)
-            except UnreachableError as fault:  # the controller starts again, or Ray was shut down under us
-                if fault.what != unheard:
-                    unheard = fault.what
-                    log.warning("no news of the cluster: %s; asking again", unheard)
-                closed.wait(AGAIN_S)
+            except UnreachableError as fault:  # the controller restarts, or Ray was shut down
+                if fault.what != last_error:
+                    last_error = fault.what
+                    log.warning("no updates of the cluster: %s; retrying", last_error)
+                closed.wait(RETRY_S)
                 continue
-            if unheard:
-                log.info("news of the cluster again")
-            version, unheard = told.version, ""
-            self._take(self._nodes.now(told.nodes, None if quota >= own else quota))
+            if last_error:
+                log.info("updates of the cluster again")
+            version, last_error = update.version, ""
+            self._on_node_change(self._nodes.now(update.nodes, None if quota >= own else quota))
             for task in tasks:
-                self._heard(task)
-            closed.wait(PAUSE_S)
+                self._on_snapshot(task)
+            closed.wait(POLL_PAUSE_S)
 
-    def _take(self, seen: RunNodes) -> None:
+    def _on_node_change(self, seen: RunNodes) -> None:
         before = self._seen
         if (before.cluster, before.leaving, before.deadline) == (seen.cluster, seen.leaving, seen.deadline):
             self._seen = seen
@@ -175,23 +174,23 @@ class ClusterListener:
         self._on_cluster(seen, why)
         self._seen = seen
 
-    def _heard(self, task: TaskSnapshot) -> None:
-        stand = task.state, task.attempt
-        if self._tasks.get(task.id) == stand:
+    def _on_snapshot(self, task: TaskSnapshot) -> None:
+        key = task.state, task.attempt
+        if self._tasks.get(task.id) == key:
             return
         if task.state in ENDED and task.id not in self._tasks:
-            return  # of before our time
+            return  # ended before the run began
         self._on_task(task)
-        self._tasks[task.id] = stand
+        self._tasks[task.id] = key
 
 
 def first_nodes(session: Session, within_s: float = 30.0) -> tuple[NodeView, ...]:
-    """The nodes that are there, once the controller has seen them."""
+    """The nodes, once the controller has seen one that is ready."""
     end = time.monotonic() + within_s
     while True:
-        told: ClientUpdate = session.ask("news", {}, -1, 0.0)
-        if any(view.state is NodeState.ready for view in told.nodes) or time.monotonic() >= end:
-            return told.nodes
+        update: ClientUpdate = session.ask("news", {}, -1, 0.0)
+        if any(view.state is NodeState.ready for view in update.nodes) or time.monotonic() >= end:
+            return update.nodes
         time.sleep(0.1)
 
 
@@ -199,9 +198,9 @@ def _gpus(view: NodeView) -> int:
     return int(view.facts.total.floats().get("gpu", 0.0))
 
 
-def _alike(there: str, wanted: str) -> bool:
-    """A job that names no kind takes any, and a node that does not say what it has may be it."""
-    return ANY_KIND in (there, wanted) or there == wanted
+def _kind_matches(present: str, wanted: str) -> bool:
+    """A job that names no kind takes any; a node that reports no kind matches any."""
+    return ANY_KIND in (present, wanted) or present == wanted
 
 
 def _name(view: NodeView, known: dict[str, Node]) -> str:

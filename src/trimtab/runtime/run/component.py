@@ -1,8 +1,8 @@
-"""What a component is to a run: a class with `step`, made from the job file's `use: package.module:Class`.
+"""A component of a run: a class with `step`, named in the job file by `use: package.module:Class`.
 
-A component is anybody's code. It is checked before it is made (module, class, arguments, a `step` that takes a batch),
-and what it gives is checked before it is passed on; whatever it does wrong becomes one `ComponentError` that names it.
-Nothing here knows where a component runs: the same calls are made in this process and on a cluster.
+Components are user code. A class is checked before it is instantiated (module, class, arguments, a `step` that takes a
+batch) and its output before it is passed on; every violation becomes a `ComponentError` that names the component.
+Nothing here depends on where a component runs: the same calls are made in this process and on a cluster.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -19,19 +20,18 @@ from typing import IO, Any, Literal, Protocol, cast
 
 from trimtab.core.errors import InputError, UnreachableError, nearest
 
-FOLDERS_ABOVE = 4
-"""A module that Python does not find is looked for beside the job file, and in so many folders above it."""
+MAX_PARENT_FOLDERS = 4  # searched above the job file for a module that Python does not find
 
 FaultKind = Literal["raised", "hung", "wrong type", "unhealthy", "died"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a component is and what it was given. `devices` are GPU numbers of its machine, `gpus` how many it has.
+    """Where a component runs and with what. `devices` are GPU numbers of its node, `gpus` is their count.
 
-    `iteration` is the first one that it will see; `folder` is the run's, for files of its own. A component that brings
-    its own workers finds the names of the run's `pool` and of its controller (`session`) where they may have slots of
-    their own (`on_slots`); otherwise they live where it lives. `near` is the folder of the job file.
+    `iteration` is the first that it will run; `folder` is the run's, for its own files; `near` is the job file's
+    folder. A component that brings its own workers gets the run's `pool` and controller (`session`) if the workers may
+    have slots of their own (`on_slots`); otherwise they run in its own process or as its children.
     """
 
     component: str
@@ -51,8 +51,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Batch:
-    """One unit of work. `data` is what the one component before it gave, a dict by name where there are several, and
-    the run's input (None where it has none) for a component that comes after nobody.
+    """One unit of work. `data` is the output of the component before it, a dict by name if there are several, and the
+    run's input (None without one) for a component without predecessors.
     """
 
     iteration: int
@@ -63,73 +63,68 @@ class Batch:
 
 @dataclass(frozen=True)
 class Result:
-    """What a step may return instead of plain data, where it has figures to show as well."""
+    """What a step may return instead of plain data to report metrics too."""
 
     data: Any = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class RunComponent(Protocol):
-    """What has to be there. Anything of `OptionalMethods` may be there too."""
+    """The required interface. Any method of `OptionalMethods` may be present too."""
 
     def step(self, batch: Batch) -> Any:
-        """One batch in, what becomes of it out: plain data, or a `Result`."""
+        """Process a batch; returns plain data or a `Result`."""
 
 
 class OptionalMethods(Protocol):
-    """What a component may have besides; a run calls what it finds.
+    """Optional methods; a run calls those that exist.
 
-    `offload` and `onload` leave GPUs to others and come back to them; `sync` may come while it is off them. `save`
-    writes all it needs into an empty folder, `load` takes it back; they are called between two of its iterations.
+    `offload` releases the GPUs and `onload` takes them back; `sync` may be called while offloaded. `save` writes the
+    full state into an empty folder, `load` restores it; both are called between two iterations of the component.
     """
 
-    def offload(self) -> None:
-        """Leave the GPUs to others."""
+    def offload(self) -> None: ...
 
-    def onload(self) -> None:
-        """Come back to the GPUs."""
+    def onload(self) -> None: ...
 
-    def save(self, path: Path) -> None:
-        """Write all that is needed to go on from here."""
+    def save(self, path: Path) -> None: ...
 
-    def load(self, path: Path) -> None:
-        """Go on from what was saved."""
+    def load(self, path: Path) -> None: ...
 
     def weights(self) -> Any:
-        """What others need to work with the weights it has now."""
+        """The current weights, in the form that `sync` of the target takes."""
 
     def sync(self, weights: Any, version: int) -> None:
-        """Work with these weights from now on: those after iteration `version`."""
+        """Use these weights from now on: those after iteration `version`."""
 
     def health(self) -> bool | str:
-        """True where all is well; otherwise what is wrong."""
+        """True if healthy; otherwise what is wrong."""
 
-    def close(self) -> None:
-        """The run is over."""
+    def close(self) -> None: ...
 
     def resize(self, gpus: int) -> None:
-        """Go on with so many GPUs, with nothing lost. Only for one that brings its own workers."""
+        """Go on with this many GPUs without losing work. Only for a component that brings its own workers."""
 
-    def span(self, least: int, most: int) -> None:
-        """Between so many GPUs and so many are its own to use as its load has it."""
+    def span(self, min_gpus: int, max_gpus: int) -> None:
+        """The component may use this range of GPUs as its load requires."""
 
 
 class ComponentError(UnreachableError):
-    """A component did what it may not: the run ends, or goes on without it."""
+    """A component violated its interface: the run ends, or goes on without it."""
 
     def __init__(
-        self, component: str, wrong: FaultKind, what: str, *, where: str | None = None, hint: str = ""
+        self, component: str, fault_kind: FaultKind, what: str, *, where: str | None = None, hint: str = ""
     ) -> None:
         super().__init__(what, where=where, hint=hint or None)
         self.component = component
-        self.wrong = wrong
+        self.fault_kind = fault_kind
 
 
 def make_component(use: str, settings: Mapping[str, Any], place: Place, near: Path | None = None) -> RunComponent:
-    """The component of a `use`, made with its settings and its place.
+    """Instantiate the class that `use` names with its settings and its place.
 
-    InputError where module or class are not there, the arguments do not fit, or it has no `step`; ComponentError where
-    its constructor raises.
+    InputError if module or class are missing, the arguments do not fit or there is no `step`; ComponentError if the
+    constructor raises.
     """
     where = f"workflow.components.{place.component}.use"
     kind = find_class(use, near, where)
@@ -138,13 +133,13 @@ def make_component(use: str, settings: Mapping[str, Any], place: Place, near: Pa
         made = kind(**settings, place=place)
     except Exception as error:
         raise ComponentError(
-            place.component, "raised", f"{place.component} could not be made: {said(error)}", where=origin(error)
+            place.component, "raised", f"{place.component} could not be made: {error_text(error)}", where=origin(error)
         ) from error
     return cast(RunComponent, made)
 
 
 def find_class(use: str, near: Path | None = None, where: str = "use") -> Callable[..., Any]:
-    """What a `package.module:Class` names. `near` is a folder to look in when Python does not find the module."""
+    """The class that `package.module:Class` names. `near` is a folder to search if Python does not find the module."""
     module_name, colon, name = use.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
         raise InputError(f"{use!r} names no class", where=where, hint="write package.module:Class")
@@ -166,41 +161,43 @@ def _module(name: str, near: Path | None, where: str) -> types.ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            folder = _folder_with(name.partition(".")[0], near) if near is not None and _is_of(error, name) else None
+            folder = (
+                _folder_with(name.partition(".")[0], near) if near is not None and _is_the_module(error, name) else None
+            )
             if folder is None or str(folder) in sys.path:
                 raise
             sys.path.append(str(folder))
             importlib.invalidate_caches()
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not _is_of(error, name):
+        if not _is_the_module(error, name):
             hint = f"pip install {error.name}"
             raise InputError(f"{name} needs {error.name}, which is not installed", where=where, hint=hint) from None
-        looked = f" and above {near}" if near is not None else ""
+        searched = f" and above {near}" if near is not None else ""
         raise InputError(
             f"there is no module {error.name}",
             where=where,
-            hint=f"looked where Python looks{looked}; start from the folder that holds it, or set PYTHONPATH",
+            hint=f"looked where Python looks{searched}; start from the folder that holds it, or set PYTHONPATH",
         ) from None
     except Exception as error:
-        raise InputError(f"{name} cannot be imported: {said(error)}", where=origin(error) or where) from error
+        raise InputError(f"{name} cannot be imported: {error_text(error)}", where=origin(error) or where) from error
 
 
-def _is_of(error: ModuleNotFoundError, name: str) -> bool:
-    """Whether it is the module itself that was not found, or a package it is in, and not something that it imports."""
+def _is_the_module(error: ModuleNotFoundError, name: str) -> bool:
+    """Whether the module itself or a parent package is missing, not something that it imports."""
     return error.name is not None and (name == error.name or name.startswith(f"{error.name}."))
 
 
 def _folder_with(module: str, near: Path) -> Path | None:
     start = near.resolve()
-    for folder in (start, *start.parents)[: FOLDERS_ABOVE + 1]:
+    for folder in (start, *start.parents)[: MAX_PARENT_FOLDERS + 1]:
         if (folder / f"{module}.py").is_file() or (folder / module).is_dir():
             return folder
     return None
 
 
 def check_class(kind: Callable[..., Any], use: str, settings: Mapping[str, Any], where: str) -> None:
-    """Raise InputError where a class cannot be made with these settings, or could not work if it were."""
+    """Raise InputError if a class cannot be instantiated with these settings or lacks a usable `step`."""
     step = getattr(kind, "step", None)
     if inspect.isclass(kind):
         if step is None or not callable(step):
@@ -211,7 +208,7 @@ def check_class(kind: Callable[..., Any], use: str, settings: Mapping[str, Any],
             raise InputError(f"the step of {use} is asynchronous or a generator", where=where, hint="return the result")
     try:
         signature = inspect.signature(kind)
-    except (TypeError, ValueError):  # some classes of C say nothing of themselves
+    except (TypeError, ValueError):  # some C classes have no signature
         return
     if "place" in settings:
         raise InputError(
@@ -239,8 +236,8 @@ def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-_CANNOT_PASS: tuple[tuple[type, str], ...] = (
-    (types.CoroutineType, "a coroutine that nobody awaits"),
+_REFUSED_TYPES: tuple[tuple[type, str], ...] = (
+    (types.CoroutineType, "a coroutine that is never awaited"),
     (types.GeneratorType, "a generator: make a list of it"),
     (types.FunctionType, "a function"),
     (types.ModuleType, "a module"),
@@ -250,10 +247,10 @@ _CANNOT_PASS: tuple[tuple[type, str], ...] = (
 
 
 def checked(output: Any, component: str = "component", *, wanted_by: tuple[str, ...] = ()) -> Result:
-    """What a step returned, as a Result; ComponentError where it may not be passed on.
+    """The output of a step as a Result; ComponentError if it cannot be passed on.
 
-    Anything that is data may: numbers, texts, arrays, containers of them, objects. What lives in one process only may
-    not (generators, coroutines, functions, classes, open files), nor nothing at all where somebody waits for it.
+    Any data may be passed: numbers, texts, arrays, containers of them, objects. Refused are objects bound to a process
+    (generators, coroutines, functions, classes, open files), and None if another component needs the output.
     """
     result = output if isinstance(output, Result) else Result(output)
     if result.data is None and wanted_by:
@@ -274,11 +271,11 @@ def checked(output: Any, component: str = "component", *, wanted_by: tuple[str, 
             )
     if not isinstance(result.metrics, Mapping):
         raise ComponentError(component, "wrong type", f"the metrics of {component} are no mapping of names to numbers")
-    return Result(result.data, {str(n): _figure(component, n, value) for n, value in result.metrics.items()})
+    return Result(result.data, {str(n): _metric_value(component, n, value) for n, value in result.metrics.items()})
 
 
 def _parts(data: Any) -> Iterator[tuple[str, Any]]:
-    """The data, and what stands directly in it: a list of ten thousand arrays is not walked through."""
+    """The data and its direct elements only: a list of ten thousand arrays is not walked."""
     yield "", data
     if isinstance(data, Mapping):
         for key, value in data.items():
@@ -289,7 +286,7 @@ def _parts(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _refused(part: Any) -> str | None:
-    for kind, name in _CANNOT_PASS:
+    for kind, name in _REFUSED_TYPES:
         if isinstance(part, kind):
             return name
     if hasattr(part, "fileno") and hasattr(part, "close"):
@@ -299,7 +296,7 @@ def _refused(part: Any) -> str | None:
     return None
 
 
-def _figure(component: str, name: str, value: Any) -> float:
+def _metric_value(component: str, name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -308,19 +305,19 @@ def _figure(component: str, name: str, value: Any) -> float:
         ) from None
 
 
-def figure_for_json(value: float) -> float | None:
-    """A number as JSON can hold it: what is not finite becomes null."""
+def finite_or_none(value: float) -> float | None:
+    """A number for JSON: null if it is not finite."""
     return value if math.isfinite(value) else None
 
 
-def said(error: BaseException) -> str:
-    """An error of somebody's code in one line."""
+def error_text(error: BaseException) -> str:
+    """An error of user code in one line."""
     text = str(error).strip().split("\n")[0][:300]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def origin(error: BaseException) -> str | None:
-    """The file and line of somebody's code that an error comes from: the innermost one that is not a library's."""
+    """File and line in user code that an error comes from: the innermost frame outside of libraries."""
     found = None
     trace = error.__traceback__
     while trace is not None:
@@ -329,3 +326,9 @@ def origin(error: BaseException) -> str | None:
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
+
+
+def visible_devices() -> tuple[int, ...]:
+    """GPU numbers in CUDA_VISIBLE_DEVICES."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return tuple(int(device) for device in shown.split(",") if device.strip().isdecimal())

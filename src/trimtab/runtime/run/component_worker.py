@@ -1,13 +1,12 @@
-"""A component in a process of the cluster: what is made there, called there, and measured there.
+"""A component in a worker process of the cluster: created, called and timed there.
 
-It lives in a host of a pool. Data goes from seat to seat through Ray's object store: whoever drives the run passes on
-references to what a step gave, and never opens them. What is small rides with the calls, as Ray has it; references
-inside of other values would cost more than the calls do, since each is lent and given back on its own. Times are taken
-here, where the work is done, once its inputs are there. Whatever a component does wrong comes back as a
-`ComponentFault`, never as an exception of its own: those need not survive a journey between processes.
+It runs in a warm worker process of a pool. Data goes from worker to worker through Ray's object store: the run's driver
+passes references to step outputs and never fetches them. Small data travels with the calls, as Ray inlines it;
+references nested in other values would cost more than the calls, since each is borrowed and released on its own. Times
+are taken here, once the inputs are local. A component's failure comes back as a `ComponentFault`, never as its own
+exception, which may not survive pickling.
 
-`park` and `unpark` are the pool's words for giving up and taking the GPUs that components share: they become the
-component's `offload` and `onload`.
+`park` and `unpark`, the pool's calls for releasing and taking shared GPUs, become `offload` and `onload`.
 """
 
 from __future__ import annotations
@@ -27,37 +26,38 @@ from trimtab.runtime.run.component import (
     Place,
     RunComponent,
     checked,
+    error_text,
     make_component,
     origin,
-    said,
+    visible_devices,
 )
 from trimtab.runtime.run.emulated import OPTIONAL, EmulatedComponent, PacedComponent
 
 
 @dataclass(frozen=True)
 class ComponentStartSpec:
-    """What is to be made: a class with its settings (`use`), or one that is emulated."""
+    """What to create: a class with its settings (`use`), or an emulated component (`use` is None)."""
 
     place: Place
     use: str | None
     settings: Mapping[str, Any]
     near: Path | None = None
     wanted_by: tuple[str, ...] = ()
-    pace: Mapping[str, Any] | None = None  # what an emulated one would take, where somebody's code is made to last
+    pace: Mapping[str, Any] | None = None  # emulated times for paced user code
 
 
 @dataclass(frozen=True)
 class ComponentFault:
-    """What a component did wrong."""
+    """A failure of a component."""
 
-    wrong: FaultKind
+    fault_kind: FaultKind
     what: str
     where: str | None = None
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """What came of a call: seconds of its own, and a small plain value; data that flows goes beside it."""
+    """Result of a call: its seconds and a small plain value; data is returned beside it."""
 
     took_s: float = 0.0
     value: Any = None
@@ -66,29 +66,29 @@ class CallResult:
 
 
 class ComponentWorker:
-    """One member of a component."""
+    """One worker of a component."""
 
-    def __init__(self, order: ComponentStartSpec) -> None:
+    def __init__(self, spec: ComponentStartSpec) -> None:
         rank, world = int(os.environ.get("TRIMTAB_RANK", 0)), int(os.environ.get("TRIMTAB_WORLD_SIZE", 1))
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        devices = tuple(int(one) for one in shown.split(",") if one.strip().isdecimal()) or order.place.devices
-        self._place = replace(order.place, rank=rank, world=world, devices=devices)
-        self._order = order
+        devices = visible_devices() or spec.place.devices
+        self._place = replace(spec.place, rank=rank, world=world, devices=devices)
+        self._spec = spec
         self._component: RunComponent | None = None
         self._fault: ComponentFault | None = None
         self._fault = self._guarded("make", self._make).fault
 
     def has(self) -> CallResult:
-        """Which of the methods that a component need not have it has."""
         if self._fault is not None:
             return CallResult(fault=self._fault)
-        found = tuple(one for one in OPTIONAL if callable(getattr(self._component, one, None)))
+        found = tuple(method for method in OPTIONAL if callable(getattr(self._component, method, None)))
         return CallResult(value=found)
 
     def step(
         self, iteration: int, index: int, of: int, parents: tuple[str, ...], *inputs: Any, plain: Any = None
     ) -> tuple[CallResult, Any]:
-        """One batch, and what becomes of it; `inputs` are those of its `parents`, `plain` is for one that has none."""
+        """Run a batch; returns the result and the data. `inputs` are those of `parents`, `plain` is for a root
+        component.
+        """
         data: Any = plain
         if parents:
             data = dict(zip(parents, inputs, strict=True)) if len(parents) > 1 else inputs[0]
@@ -96,7 +96,7 @@ class ComponentWorker:
         leads = self._place.rank == 0
         given: Any = None
 
-        def stepped() -> CallResult:
+        def run_step() -> CallResult:
             nonlocal given
             assert self._component is not None
             if self._place.emulated and not leads:
@@ -104,23 +104,22 @@ class ComponentWorker:
             began_s = time.perf_counter()
             output = self._component.step(batch)
             took_s = time.perf_counter() - began_s
-            result = checked(output, self._place.component, wanted_by=self._order.wanted_by if leads else ())
-            given = result.data if leads and self._order.wanted_by else None
+            result = checked(output, self._place.component, wanted_by=self._spec.wanted_by if leads else ())
+            given = result.data if leads and self._spec.wanted_by else None
             return CallResult(took_s, metrics=result.metrics)
 
-        return self._guarded("step", stepped), given
+        return self._guarded("step", run_step), given
 
     def weights(self) -> tuple[CallResult, Any]:
-        """The weights that it has now, beside what getting them took."""
+        """The current weights, beside the time it took to get them."""
         done = self.do("weights")
         return replace(done, value=None), done.value
 
     def sync(self, weights: Any, version: int) -> CallResult:
-        """Work with these weights."""
         return self.do("sync", weights, version)
 
     def do(self, method: str, *arguments: Any) -> CallResult:
-        """Any other call that has no data to pass on."""
+        """Any call that has no data to pass on."""
 
         def done() -> CallResult:
             began = time.perf_counter()
@@ -130,36 +129,31 @@ class ComponentWorker:
         return self._guarded(method, done)
 
     def resize(self, gpus: int, pace: Mapping[str, Any] | None) -> CallResult:
-        """Go on with so many GPUs."""
         if pace is not None and isinstance(self._component, PacedComponent):
             self._component.pace(**pace)
         return self.do("resize", gpus)
 
     def save_to(self, folder: str) -> CallResult:
-        """Write its state into a folder of its rank."""
         target = Path(folder) if self._place.world == 1 else Path(folder) / f"rank-{self._place.rank}"
         target.mkdir(parents=True, exist_ok=True)
         return self.do("save", target)
 
     def load_from(self, folder: str) -> CallResult:
-        """Read the state of its rank; that of rank 0 where there were fewer."""
+        """Restore the state of this rank; that of rank 0 if there were fewer ranks."""
         target = Path(folder) / f"rank-{self._place.rank}"
         if not target.is_dir():
             target = Path(folder) / "rank-0"
         return self.do("load", target if target.is_dir() else Path(folder))
 
-    # ---- what the pool calls -----------------------------------------------------------------------------------------
+    # ---- called by the pool --------------------------------------------------------------------------------------
 
     def park(self) -> None:
-        """Leave the GPUs to whoever shares them."""
         self._switch("offload")
 
     def unpark(self) -> None:
-        """Come back to them."""
         self._switch("onload")
 
     def cancel(self) -> None:
-        """The process ends: so does the component, if it can say so."""
         if callable(getattr(self._component, "close", None)):
             self._guarded("close", lambda: CallResult(value=self._component.close()))  # type: ignore[union-attr]
 
@@ -167,16 +161,14 @@ class ComponentWorker:
         if callable(getattr(self._component, method, None)):
             getattr(self._component, method)()
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
-
     def _make(self) -> CallResult:
-        order = self._order
-        if order.use is None:
-            self._component = EmulatedComponent(**order.settings, place=self._place, clock=WallClock())
+        spec = self._spec
+        if spec.use is None:
+            self._component = EmulatedComponent(**spec.settings, place=self._place, clock=WallClock())
         else:
-            self._component = make_component(order.use, order.settings, self._place, order.near)
-            if order.pace is not None:
-                self._component = PacedComponent(self._component, place=self._place, **order.pace)
+            self._component = make_component(spec.use, spec.settings, self._place, spec.near)
+            if spec.pace is not None:
+                self._component = PacedComponent(self._component, place=self._place, **spec.pace)
         return CallResult()
 
     def _guarded(self, method: str, call: Callable[[], CallResult]) -> CallResult:
@@ -186,8 +178,8 @@ class ComponentWorker:
         try:
             return call()
         except ComponentError as error:
-            return CallResult(fault=ComponentFault(error.wrong, error.what, error.where))
+            return CallResult(fault=ComponentFault(error.fault_kind, error.what, error.where))
         except Exception as error:
             return CallResult(
-                fault=ComponentFault("raised", f"the {method} of {name} raised {said(error)}", origin(error))
+                fault=ComponentFault("raised", f"the {method} of {name} raised {error_text(error)}", origin(error))
             )

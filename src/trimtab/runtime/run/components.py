@@ -1,12 +1,14 @@
-"""The components of a run in this process: made, called with a deadline, measured, and closed.
+"""The components of a run in this process: created, called with a deadline, timed, closed.
 
-Every call ends in a time or in a ComponentError that says whose fault it is. What a component does not have (`offload`,
-`save` ...) is not called. A component that hung is never called again, also not to be closed.
+Every call ends in a time or in a ComponentError. Optional methods that a component lacks (`offload`, `save` ...) are
+not called. A component that hung is never called again, not even `close`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,11 +25,10 @@ from trimtab.runtime.run.component import (
     Result,
     RunComponent,
     checked,
+    error_text,
     make_component,
     origin,
-    said,
 )
-from trimtab.runtime.run.deadline_calls import DeadlineCaller, DeadlineError
 from trimtab.runtime.run.emulated import EmulatedComponent, PacedComponent, emulated_settings
 from trimtab.runtime.run.job import RunJob
 
@@ -35,7 +36,7 @@ CLOSE_LIMIT_S = 10.0
 
 
 class ComponentLostError(UnreachableError):
-    """A component's process is gone; what it had since it was saved is lost."""
+    """A component's process is gone; its work since the last checkpoint is lost."""
 
     def __init__(self, component: str, what: str) -> None:
         super().__init__(what)
@@ -43,59 +44,116 @@ class ComponentLostError(UnreachableError):
 
 
 class ComponentSet(Protocol):
-    """All components of a run, wherever they are. Times are seconds; ComponentError says who did what it may not."""
+    """All components of a run, wherever they are. Times are seconds; a failure is a ComponentError."""
 
     def make(self, workflow: Workflow, placed_plan: PlacedPlan, iteration: int) -> None:
-        """Make all components, and have those that share GPUs leave them."""
+        """Create all components; those that share GPUs are offloaded."""
 
     def drop(self, names: Sequence[str] | None = None) -> None:
-        """End these components, or all. Never raises for a component's sake."""
+        """End these components, or all. Ignores errors of the components."""
 
     def place(self, workflow: Workflow, placed_plan: PlacedPlan, names: Sequence[str], iteration: int) -> None:
-        """Make these components anew where a plan has them."""
+        """Create these components anew where a plan places them."""
 
     def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
-        """Have a component that can go on with the GPUs that a plan gives it."""
+        """Give a resizable component the GPU count of a plan."""
 
     def settle(self, plan: Plan, loaded: frozenset[str]) -> None:
-        """Have those that share GPUs off them and all others on theirs; `loaded` are on theirs now."""
+        """Offload components that share GPUs, onload all others; `loaded` are on their GPUs now."""
 
     def has(self, name: str, method: str) -> bool:
-        """Whether a component can do something that it need not be able to."""
+        """Whether a component has an optional method."""
 
-    def step(self, name: str, batch: Batch) -> tuple[Result, float]:
-        """One batch, and the seconds it took."""
+    def step(self, name: str, batch: Batch) -> tuple[Result, float]: ...
 
-    def offload(self, name: str) -> float:
-        """Have a component leave its GPUs."""
+    def offload(self, name: str) -> float: ...
 
-    def onload(self, name: str) -> float:
-        """Have a component come back to its GPUs."""
+    def onload(self, name: str) -> float: ...
 
-    def weights(self, source: str) -> tuple[Any, float]:
-        """The weights that a component has now."""
+    def weights(self, source: str) -> tuple[Any, float]: ...
 
-    def sync(self, target: str, weights: Any, version: int) -> float:
-        """Give weights to a component."""
+    def sync(self, target: str, weights: Any, version: int) -> float: ...
 
-    def save(self, name: str, folder: Path) -> float:
-        """Have a component write its state."""
+    def save(self, name: str, folder: Path) -> float: ...
 
-    def load(self, name: str, folder: Path) -> None:
-        """Have a component read its state."""
+    def load(self, name: str, folder: Path) -> None: ...
 
     def check_health(self, names: Sequence[str]) -> None:
-        """Raise where one of these says that it is not well."""
+        """Raise ComponentError if one of these is unhealthy."""
 
-    def span(self, name: str, least: int, most: int) -> None:
-        """Tell a component that brings its own workers how many GPUs are its own to use."""
+    def span(self, name: str, min_gpus: int, max_gpus: int) -> None:
+        """Tell a component that brings its own workers its range of GPUs."""
 
-    def close(self) -> None:
-        """The run is over. Never raises for a component's sake."""
+    def close(self) -> None: ...
+
+
+class DeadlineError(Exception):
+    """A call did not return in time."""
+
+
+class _Call:
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.done = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def make(self) -> None:
+        try:
+            self.value = self.function(*self.arguments)
+        except BaseException as error:  # also SystemExit: user code must not end the run's process
+            self.error = error
+        finally:
+            self.done.set()
+
+
+class DeadlineCaller:
+    """Makes calls into user code one at a time, in one thread, each with a deadline; Ctrl-C interrupts the wait.
+
+    A call that hangs cannot be ended from outside: its thread is left behind as a daemon, and no further call is made.
+    """
+
+    def __init__(self, name: str = "trimtab-run") -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.stuck = False  # a call did not return
+
+    def call(self, function: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
+        """Call the function; raises what it raises, or DeadlineError."""
+        if self.stuck:
+            raise DeadlineError("an earlier call has not returned")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        call = _Call(function, arguments)
+        self._calls.put(call)
+        try:
+            in_time = call.done.wait(limit_s)
+        except BaseException:  # Ctrl-C: the call may never return
+            self.stuck = not call.done.is_set()
+            raise
+        if not in_time:
+            self.stuck = True
+            raise DeadlineError(f"not over after {limit_s:g} s")
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """Waits a moment for a call that is stuck, so that the process does not end in the middle of it."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join(wait_s)
+            self._thread = None
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.make()
 
 
 class LocalComponents:
-    """All components of a run, each with its place in the plan."""
+    """All components of a run in this process."""
 
     def __init__(self, run: RunJob, clock: Clock, folder: Path | None) -> None:
         self._run = run
@@ -103,20 +161,18 @@ class LocalComponents:
         self._folder = folder
         self._caller = DeadlineCaller()
         self._made: dict[str, RunComponent] = {}
-        self._children = {
+        self._consumers = {
             name: tuple(c.name for c in run.job.workflow.components if name in c.after)
             for name in run.job.workflow.names
         }
 
     def make(self, workflow: Workflow, placed_plan: PlacedPlan, iteration: int) -> None:
-        """Make all components, and have those that share GPUs leave them."""
         for component in workflow.in_order():
             self._make(workflow, placed_plan.plan, component.name, iteration)
             if self._shares(placed_plan.plan, component.name):
                 self.offload(component.name)
 
     def drop(self, names: Sequence[str] | None = None) -> None:
-        """End these components, or all; says nothing of what goes wrong with somebody who is to go anyway."""
         for name in list(self._made) if names is None else names:
             if name in self._made and not self._caller.stuck and self.has(name, "close"):
                 with contextlib.suppress(ComponentError):
@@ -124,20 +180,18 @@ class LocalComponents:
             self._made.pop(name, None)
 
     def place(self, workflow: Workflow, placed_plan: PlacedPlan, names: Sequence[str], iteration: int) -> None:
-        """Make these components anew where a plan has them; they are on their GPUs then."""
+        """Create these components anew; they are onloaded then."""
         for component in workflow.in_order():
             if component.name in names:
                 self._make(workflow, placed_plan.plan, component.name, iteration)
 
     def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
-        """Have a component that can go on with the GPUs that a plan gives it."""
         component = self._made[name]
         if isinstance(component, PacedComponent):
             component.pace(**self._emulated(workflow, plan, name))
         self._timed(name, "resize", len(plan.placed(name).gpus))
 
     def settle(self, plan: Plan, loaded: frozenset[str]) -> None:
-        """Have those that share GPUs off them and all others on theirs; `loaded` are on theirs now."""
         for name in self._made:
             if self._shares(plan, name):
                 if name in loaded:
@@ -146,54 +200,43 @@ class LocalComponents:
                 self.onload(name)
 
     def has(self, name: str, method: str) -> bool:
-        """Whether a component can do something that it need not be able to."""
         return callable(getattr(self._made[name], method, None))
 
     def step(self, name: str, batch: Batch) -> tuple[Result, float]:
-        """One batch, and the seconds it took."""
         output, took_s = self._timed(name, "step", batch)
-        return checked(output, name, wanted_by=self._children[name]), took_s
+        return checked(output, name, wanted_by=self._consumers[name]), took_s
 
     def offload(self, name: str) -> float:
-        """Have a component leave its GPUs; gives the seconds."""
         return self._timed(name, "offload")[1] if self.has(name, "offload") else 0.0
 
     def onload(self, name: str) -> float:
-        """Have a component come back to its GPUs; gives the seconds."""
         return self._timed(name, "onload")[1] if self.has(name, "onload") else 0.0
 
     def weights(self, source: str) -> tuple[Any, float]:
-        """The weights that a component has now, and the seconds it took to get them."""
         return self._timed(source, "weights") if self.has(source, "weights") else (None, 0.0)
 
     def sync(self, target: str, weights: Any, version: int) -> float:
-        """Give weights to a component; gives the seconds."""
         return self._timed(target, "sync", weights, version)[1] if self.has(target, "sync") else 0.0
 
     def save(self, name: str, folder: Path) -> float:
-        """Have a component write its state; gives the seconds."""
         return self._timed(name, "save", folder)[1]
 
     def load(self, name: str, folder: Path) -> None:
-        """Have a component read its state."""
         self._timed(name, "load", folder)
 
-    def span(self, name: str, least: int, most: int) -> None:
-        """Tell a component that brings its own workers how many GPUs are its own to use."""
+    def span(self, name: str, min_gpus: int, max_gpus: int) -> None:
         if self.has(name, "span"):
-            self._timed(name, "span", least, most)
+            self._timed(name, "span", min_gpus, max_gpus)
 
     def check_health(self, names: Sequence[str]) -> None:
-        """Raise ComponentError where one of these says that it is not well."""
         for name in names:
             if self.has(name, "health"):
                 answer, _ = self._timed(name, "health")
                 if answer is not True:
-                    why = answer if isinstance(answer, str) else "it says so"
-                    raise ComponentError(name, "unhealthy", f"{name} is not well: {why}")
+                    why = answer if isinstance(answer, str) else "health() did not return True"
+                    raise ComponentError(name, "unhealthy", f"{name} is unhealthy: {why}")
 
     def close(self) -> None:
-        """Close all that can be; says nothing of what goes wrong, since the run is over."""
         for name in self._made:
             if not self._caller.stuck and self.has(name, "close"):
                 with contextlib.suppress(Exception):
@@ -262,8 +305,8 @@ class LocalComponents:
             if method == "make":
                 raise
             raise ComponentError(
-                name, "raised", f"the {method} of {name} raised {said(error)}", where=origin(error)
+                name, "raised", f"the {method} of {name} raised {error_text(error)}", where=origin(error)
             ) from error
         except BaseException as error:  # SystemExit and the like
-            what = f"the {method} of {name} wanted to end the process: {said(error)}"
+            what = f"the {method} of {name} tried to exit the process: {error_text(error)}"
             raise ComponentError(name, "raised", what) from error

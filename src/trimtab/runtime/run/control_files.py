@@ -1,11 +1,11 @@
-"""What is asked of a run from outside, by files in its folder: a dashboard of another process has no other way to it.
+"""Control files of a run: requests of other processes, such as a dashboard, left as files in the run folder.
 
-    asks/run/                 for the run: whether its plan is still right
-    asks/workers-COMPONENT/   for a component that brings its own workers: drain one, or have it serve again
+    asks/run/                 for the run: re-evaluate the plan
+    asks/workers-COMPONENT/   for a component that brings its own workers: drain or resume one
 
-An ask is a file that is there whole or not at all, and is gone before anything is done about it: so nothing is done
-twice, and nothing half. The run looks when an act or an iteration ends, a component a few times a second. What was left
-over when a run ended is nobody's wish any more, and is thrown away when the next one begins.
+A request is a file that is written atomically and removed before it is acted upon, so nothing is done twice or by half.
+The run polls when an action or an iteration ends, a component a few times a second. Requests left over from an ended
+run are deleted when the next one begins.
 """
 
 from __future__ import annotations
@@ -26,58 +26,57 @@ from trimtab.formats.files import replace
 from trimtab.runtime.procs.locks import born
 from trimtab.runtime.run.folder import LOCK
 
-ASKS = "asks"
+REQUESTS = "asks"
 RUN = "run"
-MOST_BYTES = 4_096  # of an ask
-MOST_WAITING = 64  # that nobody has taken yet
+MAX_BYTES = 4_096  # of a request
+MAX_WAITING = 64  # requests not taken yet
 
 
-def of_workers(component: str) -> str:
-    """Whom to ask about a component's workers."""
+def workers_queue(component: str) -> str:
+    """Name of the queue for a component's workers."""
     if "/" in component:
         raise InputError(f"there is no component {component}")
     return f"workers-{component}"
 
 
-def ask(folder: Path, whom: str, facts: Mapping[str, Any]) -> None:
-    """Leave an ask. InputError where it cannot be written, UnreachableError where nobody is there to take it."""
-    if lives(folder) is False:
-        raise UnreachableError("the run has ended, or was killed: there is nobody to ask")
-    place = folder / ASKS / whom
+def send_request(folder: Path, queue: str, facts: Mapping[str, Any]) -> None:
+    """Leave a request. InputError if it cannot be written, UnreachableError if the run has ended."""
+    if is_running(folder) is False:
+        raise UnreachableError("the run has ended, or was killed, and takes no requests")
+    directory = folder / REQUESTS / queue
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        if len(_waiting(place)) >= MOST_WAITING:
-            raise UnreachableError(f"{MOST_WAITING} asks wait already, and nobody takes them")
-        replace(place / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json", json.dumps(facts) + "\n")
+        directory.mkdir(parents=True, exist_ok=True)
+        if len(_waiting(directory)) >= MAX_WAITING:
+            raise UnreachableError(f"{MAX_WAITING} requests wait already, and the run takes none")
+        replace(directory / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json", json.dumps(facts) + "\n")
     except OSError as fault:
-        raise InputError(f"it cannot be asked: {fault.strerror or fault}", where=str(place)) from None
+        raise InputError(f"the request cannot be written: {fault.strerror or fault}", where=str(directory)) from None
 
 
-def taken(folder: Path, whom: str) -> list[dict[str, Any]]:
-    """What is asked, oldest first; it is not there any more. What cannot be understood is an ask for nothing: {}."""
+def take_requests(folder: Path, queue: str) -> list[dict[str, Any]]:
+    """Pending requests, oldest first, removed from the queue. One that cannot be parsed is {}."""
     found: list[dict[str, Any]] = []
-    place = folder / ASKS / whom
-    for name in _waiting(place):
+    directory = folder / REQUESTS / queue
+    for name in _waiting(directory):
         try:
-            with open(place / name, "rb") as file:
-                data = file.read(MOST_BYTES)
-            os.unlink(place / name)
-        except OSError:  # somebody else has it, or it could not be removed: then it is not done either
+            with open(directory / name, "rb") as file:
+                data = file.read(MAX_BYTES)
+            os.unlink(directory / name)
+        except OSError:  # taken by another process, or not removable: then it is not acted upon either
             continue
-        asked: Any = None
+        request: Any = None
         with contextlib.suppress(ValueError, RecursionError):
-            asked = json.loads(data)
-        found.append(asked if isinstance(asked, dict) else {})
+            request = json.loads(data)
+        found.append(request if isinstance(request, dict) else {})
     return found
 
 
-def forget(folder: Path) -> None:
-    """Throw away whatever is asked."""
-    shutil.rmtree(folder / ASKS, ignore_errors=True)
+def clear_requests(folder: Path) -> None:
+    shutil.rmtree(folder / REQUESTS, ignore_errors=True)
 
 
-def lives(folder: Path) -> bool | None:
-    """Whether the process that last ran here is there; None where nobody knows, as of one on another machine."""
+def is_running(folder: Path) -> bool | None:
+    """Whether the process that last ran here is alive; None if unknown, as for one on another machine."""
     try:
         held = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         return bool(born(int(held["pid"])) == held["born"]) if held["host"] == socket.gethostname() else None
@@ -85,8 +84,8 @@ def lives(folder: Path) -> bool | None:
         return None
 
 
-def _waiting(place: Path) -> list[str]:
+def _waiting(directory: Path) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(place) if name.endswith(".json") and not name.startswith("."))
+        return sorted(name for name in os.listdir(directory) if name.endswith(".json") and not name.startswith("."))
     except OSError:
         return []

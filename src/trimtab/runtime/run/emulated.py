@@ -1,12 +1,11 @@
-"""Components that do nothing but take time: the profiled time on the GPUs they were given, with stated disturbances.
+"""Emulated components: they only take time, as profiled on their GPUs, with stated disturbances.
 
-They let plans for many GPUs be tried on one machine, with real queues and real order. What a step takes is decided by
-seed, component, iteration and batch alone, never by when or where it runs: the same job gives the same times again, a
-run that is resumed or moved goes on in the same story, and more GPUs change the level but not the luck.
+Plans for many GPUs can be tried on one machine, with real queues and real order. The time of a step depends only on
+seed, component, iteration and batch, never on when or where it runs: a job is reproducible, and a run that is resumed
+or moved continues the same series.
 
-`PacedComponent` joins the two worlds: somebody's code does its work, and then waits until it has taken as long as the
-emulated component would. What it computes is never touched, and work that takes longer than that takes as long as it
-takes.
+`PacedComponent` runs user code and then waits until the step has taken as long as the emulated one would. Its output is
+unchanged; work that takes longer than that is not shortened.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from trimtab.plan.placement.order import batch_seconds
 from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import Batch, OptionalMethods, Place, Result, RunComponent
 
-_Given = TypeVar("_Given")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Disturbance:
     """How real times differ from profiled ones.
 
-    `noise` is the spread from iteration to iteration, `step_noise` that from batch to batch: standard deviations of the
-    logarithm, with a mean of 1. `factors` are measured ones instead of `noise`: one drawn for each iteration, or with
-    `in_order` one after another, and from the first again.
-    A share `tail_share` of the batches takes `tail_factor` times as long: that does raise the mean.
-    From iteration `drift_from` on the level moves evenly to `drift_to` times what it was, over `drift_over` iterations.
+    `noise` is the spread between iterations, `step_noise` between batches: standard deviations of the logarithm, with a
+    mean of 1. `factors` are measured ones instead of `noise`: drawn at random per iteration, or with `in_order` cycled
+    through. A share `tail_share` of the batches takes `tail_factor` times as long, which raises the mean. From
+    iteration `drift_from` on the level moves linearly to `drift_to` over `drift_over` iterations.
     """
 
     noise: float = 0.0
@@ -70,31 +68,31 @@ class Disturbance:
             raise InputError("state either noise or factors, not both", where=where)
 
     def level(self, iteration: int) -> float:
-        """What the drift makes of an iteration: 1 before it begins."""
+        """Drift factor of an iteration: 1 before the drift begins."""
         passed = (iteration - self.drift_from) / self.drift_over
         return 1.0 + (self.drift_to - 1.0) * min(1.0, max(0.0, passed))
 
     def of_iteration(self, seed: int, component: str, iteration: int) -> float:
-        """The factor of all batches of an iteration, drift included."""
-        luck = _luck(seed, component, iteration, 0)
+        """Factor of all batches of an iteration, drift included."""
+        rng = _rng(seed, component, iteration, 0)
         factor = 1.0
         if self.factors:
-            drawn = iteration - 1 if self.in_order else int(luck.integers(len(self.factors)))
+            drawn = iteration - 1 if self.in_order else int(rng.integers(len(self.factors)))
             factor = self.factors[drawn % len(self.factors)]
         elif self.noise:
-            factor = float(np.exp(luck.normal(-(self.noise**2) / 2, self.noise)))
+            factor = float(np.exp(rng.normal(-(self.noise**2) / 2, self.noise)))
         return factor * self.level(iteration)
 
     def of_batch(self, seed: int, component: str, iteration: int, index: int) -> float:
-        """The factor of one batch beside that of its iteration."""
+        """Factor of a batch besides that of its iteration."""
         if not self.step_noise and not self.tail_share:
             return 1.0
-        luck = _luck(seed, component, iteration, index + 1)
-        factor = float(np.exp(luck.normal(-(self.step_noise**2) / 2, self.step_noise))) if self.step_noise else 1.0
-        return factor * (self.tail_factor if luck.random() < self.tail_share else 1.0)
+        rng = _rng(seed, component, iteration, index + 1)
+        factor = float(np.exp(rng.normal(-(self.step_noise**2) / 2, self.step_noise))) if self.step_noise else 1.0
+        return factor * (self.tail_factor if rng.random() < self.tail_share else 1.0)
 
 
-def _luck(seed: int, component: str, iteration: int, index: int) -> np.random.Generator:
+def _rng(seed: int, component: str, iteration: int, index: int) -> np.random.Generator:
     return np.random.default_rng([seed & 0x7FFFFFFF, zlib.crc32(component.encode()), iteration, index])
 
 
@@ -102,7 +100,7 @@ UNDISTURBED = Disturbance()
 
 
 class EmulatedComponent:
-    """Takes the time that a component takes on the GPUs of its place, and passes a few numbers on."""
+    """Takes as long as a component does on its GPUs."""
 
     def __init__(
         self,
@@ -116,7 +114,7 @@ class EmulatedComponent:
     ) -> None:
         self.place = place
         self.version: int | None = None
-        self.iteration = place.iteration - 1  # the last one of which it has ended all batches
+        self.iteration = place.iteration - 1  # the last iteration of which all batches have ended
         self._batch_s = batch_s
         self.switch_s = switch_s
         self.sync_s = sync_s
@@ -125,45 +123,40 @@ class EmulatedComponent:
         self._overslept_s = 0.0
 
     def step(self, batch: Batch) -> Result:
-        """Take the time of this batch."""
         took_s = self.seconds(batch.iteration, batch.index)
-        self.pass_s(took_s)
+        self.sleep_for(took_s)
         if batch.index == batch.of - 1:
             self.iteration = batch.iteration
         return Result({"component": self.place.component, "iteration": batch.iteration, "index": batch.index})
 
     def seconds(self, iteration: int, index: int) -> float:
-        """What a batch takes."""
         seed, name = self.place.seed, self.place.component
         factor = self._disturbance.of_iteration(seed, name, iteration)
         return self._batch_s[index] * factor * self._disturbance.of_batch(seed, name, iteration, index)
 
     def onload(self) -> None:
-        """Take the switch time, that of leaving included: the profile states both as one."""
-        self.pass_s(self.switch_s)
+        """Take the switch time; the profile states offload and onload as one."""
+        self.sleep_for(self.switch_s)
 
     def offload(self) -> None:
-        """Leave at once."""
+        """Takes no time."""
 
     def weights(self) -> dict[str, int]:
-        """Take the time of a weight sync; whoever receives it goes on with its own work meanwhile."""
-        self.pass_s(self.sync_s)
+        """Take the time of a weight sync; the target keeps working meanwhile."""
+        self.sleep_for(self.sync_s)
         return {"iteration": self.iteration}
 
     def sync(self, weights: Any, version: int) -> None:
-        """Have them at once."""
         self.version = version
 
     def save(self, path: Path) -> None:
-        """The iteration it is at."""
         (path / "iteration").write_text(str(self.iteration), encoding="utf-8")
 
     def load(self, path: Path) -> None:
-        """Go on from there."""
         self.iteration = int((path / "iteration").read_text(encoding="utf-8"))
 
-    def pass_s(self, seconds: float) -> None:
-        """Sleep, and sleep less the next time by what a crowded machine made of it, so that levels stay true."""
+    def sleep_for(self, seconds: float) -> None:
+        """Sleep, less what earlier sleeps overran on a busy machine, so that the mean stays right."""
         began = self._clock.now()
         self._clock.sleep(max(0.0, seconds - self._overslept_s))
         took_s = self._clock.now() - began
@@ -171,20 +164,19 @@ class EmulatedComponent:
 
 
 OPTIONAL = tuple(name for name in vars(OptionalMethods) if not name.startswith("_"))
-"""The methods that a component may have."""
 
 
 class PacedComponent:
-    """Somebody's component whose steps, switches and weight syncs last as long as the emulated ones would.
+    """User code whose steps, switches and weight syncs are stretched to emulated times.
 
-    It has the optional methods that the component has, and no others; `onload` also where a switch takes time.
+    It has the optional methods of the wrapped component only; `onload` also if a switch takes time.
     """
 
     def __init__(self, component: RunComponent, *, place: Place, clock: Clock | None = None, **settings: Any) -> None:
         self.component = component
         self._place = place
         self._clock: Clock = clock if clock is not None else WallClock()
-        self._left_s = 0.0  # what leaving the GPUs took the last time: the next switch holds it
+        self._offload_s = 0.0  # seconds of the last offload: part of the next switch
         self.pace(**settings)
         for name in ("brings_workers", *OPTIONAL):
             if hasattr(component, name):
@@ -197,35 +189,34 @@ class PacedComponent:
             setattr(self, "onload", self._onload)  # noqa: B010
 
     def pace(self, **settings: Any) -> None:
-        """Last as long as these settings say from now on: for one that goes on with other GPUs."""
+        """Set the emulated times, also after a resize."""
         self._emulated = EmulatedComponent(**settings, place=self._place, clock=self._clock)
 
     def step(self, batch: Batch) -> Any:
-        """Its step, and what is left of the time of this batch."""
         seconds = self._emulated.seconds(batch.iteration, batch.index)
-        return self._lasting(seconds, lambda: self.component.step(batch))
+        return self._padded(seconds, lambda: self.component.step(batch))
 
     def _onload(self) -> None:
         onload = getattr(self.component, "onload", None)
-        seconds = max(0.0, self._emulated.switch_s - self._left_s)
-        self._left_s = 0.0
-        self._lasting(seconds, onload if callable(onload) else lambda: None)
+        seconds = max(0.0, self._emulated.switch_s - self._offload_s)
+        self._offload_s = 0.0
+        self._padded(seconds, onload if callable(onload) else lambda: None)
 
     def _offload(self) -> None:
         began = self._clock.now()
         self.component.offload()  # type: ignore[attr-defined]
-        self._left_s = self._clock.now() - began
+        self._offload_s = self._clock.now() - began
 
     def _weights(self) -> Any:
-        return self._lasting(self._emulated.sync_s, self.component.weights)  # type: ignore[attr-defined]
+        return self._padded(self._emulated.sync_s, self.component.weights)  # type: ignore[attr-defined]
 
-    def _lasting(self, seconds: float, work: Callable[[], _Given]) -> _Given:
-        """Do the work, and let the rest of its time pass."""
+    def _padded(self, seconds: float, work: Callable[[], _T]) -> _T:
+        """Do the work and sleep for the rest of its time."""
         began = self._clock.now()
         given = work()
         left_s = seconds - (self._clock.now() - began)
         if left_s > 0:
-            self._emulated.pass_s(left_s)
+            self._emulated.sleep_for(left_s)
         return given
 
 
@@ -237,11 +228,10 @@ def emulated_settings(
     curve: Mapping[int, float] | None = None,
     disturbance: Disturbance = UNDISTURBED,
 ) -> dict[str, Any]:
-    """What `EmulatedComponent` needs to stand for a component of a plan, as settings that travel to any process.
+    """Picklable settings of an `EmulatedComponent` that stands for a component of a plan.
 
-    Times are those of its profile, whatever the plan was made with: costs that have drifted drift here by themselves. A
-    `curve` of points {gpus: seconds} takes the place of the profile: what the component truly takes, where that is not
-    what the planner was told.
+    Times are those of the profile, whatever costs the plan was made with. A `curve` of points {gpus: seconds} replaces
+    the profile: what the component really takes, where that differs from what the planner knows.
     """
     component, placed = workflow.component(name), plan.placed(name)
     kind = next((group.kind for group in plan.groups if name in group.components), "")
@@ -259,7 +249,6 @@ def emulated_settings(
 
 
 def curve_points(curve: Mapping[int, float], name: str) -> Points:
-    """Checked points of a curve, ascending."""
     points = tuple(sorted(curve.items()))
     if not points or any(gpus < 1 or not seconds >= 0 for gpus, seconds in points):
         raise InputError(

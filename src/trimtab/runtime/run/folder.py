@@ -1,15 +1,15 @@
-"""The folder of a run: what happened (`events.jsonl`), where it stands (`summary.json`), and states to go on from.
+"""The run folder: event log (`events.jsonl`), `summary.json`, and checkpoints to resume from.
 
     lock              one run at a time
-    job.yaml          what it was asked to do
-    events.jsonl      one line for each thing that happened, appended
-    summary.json      the run in figures; replaced whole
-    saved.json        which state counts; replaced whole, after that state is
+    job.yaml          the job
+    events.jsonl      one line per event, append-only
+    summary.json      figures of the run; replaced atomically
+    saved.json        which checkpoint counts; replaced after that checkpoint is complete
     state/00000020/   what the components saved after iteration 20, a folder for each
 
-A run killed at any moment finds a whole state here or none. Iterations after the saved one are void: they are run again
-and counted once. A disk that takes no more events does not stop a run; what could not be written is tried again with
-the next event, and the summary says so.
+A run killed at any moment leaves a complete checkpoint or none. Iterations after the checkpoint are void: they are run
+again and counted once. A full disk does not stop a run; unwritten events are retried with the next one, and the summary
+reports it.
 """
 
 from __future__ import annotations
@@ -35,44 +35,45 @@ from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.runtime.procs.locks import DirectoryLock
 
 FORMAT = "trimtab-run"
-VERSION = 1
+VERSION = 2  # the only one that is read
 EVENTS, SUMMARY, SAVED, STATES, JOB = "events.jsonl", "summary.json", "saved.json", "state", "job.yaml"
 LOCK = "lock"
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """What a folder tells of a run: each iteration once, and the last one that there is a state of (0: none)."""
+    """A run as read from its folder: each iteration once; `saved` is the last checkpoint (0: none)."""
 
     iterations: tuple[Iteration, ...] = ()
     metrics: Mapping[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
     saved: int = 0
     sync_s: Mapping[int, float] = field(default_factory=dict)
-    planned: bool = False  # whether its costs had been measured and planned with
-    plans: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # facts of the plan of each iteration
-    unclear: tuple[int, ...] = ()  # lines that could not be understood, and are left out
+    planned: bool = False  # its costs were measured and planned with
+    plans: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # plan facts by iteration
+    unclear: tuple[int, ...] = ()  # numbers of lines that could not be parsed and are skipped
 
     @property
     def left_out(self) -> str:
-        """A sentence on lines that could not be understood; empty where there are none."""
+        """A note on skipped lines; empty without any."""
         many = f"{len(self.unclear)} lines, the first of them {self.unclear[0]}," if len(self.unclear) > 1 else ""
         which = many or f"line {self.unclear[0]}" if self.unclear else ""
         return f"{which} of {EVENTS} could not be understood and is left out" if which else ""
 
 
 class RunFolder:
-    """A folder that a run writes; held with a lock until `close`."""
+    """A run folder being written; locked until `close`."""
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self.fault: str | None = None  # why events could not be written, as long as that is so
+        self.fault: str | None = None  # why events cannot be written, while that is so
         self._unwritten: list[str] = []
         self._descriptor: int | None = None
         there = (path / EVENTS).exists()
         if there and not resume:
-            raise _taken(path)
+            raise _already_used(path)
         if resume and not there:
             raise _no_run(path)
+        _check_version(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
@@ -83,14 +84,13 @@ class RunFolder:
             raise InputError(f"cannot write here: {fault.strerror or fault}", where=str(path)) from None
         self._drop_unfinished()
 
-    def tell(self, event: str, **facts: Any) -> None:
-        """Append an event."""
+    def append_event(self, event: str, **facts: Any) -> None:
         line = json.dumps({"event": event, "at": round(time.time(), 3), **facts}, allow_nan=False)
         self._unwritten.append(line + "\n")
         self._flush()
 
-    def keep_job(self, text: str | None) -> None:
-        """Keep what the run was asked to do, to go on from here without the file. Never raises for the disk's sake."""
+    def write_job(self, text: str | None) -> None:
+        """Keep the job, to resume without the job file. Never raises on a disk error."""
         if text is None:
             return
         try:
@@ -99,14 +99,14 @@ class RunFolder:
             self.fault = f"job.yaml cannot be written: {fault.strerror or fault}"
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
-        """Replace the summary. Never raises for the disk's sake."""
+        """Replace the summary. Never raises on a disk error."""
         text = json.dumps({"format": FORMAT, "version": VERSION, **summary}, indent=1, allow_nan=False) + "\n"
         try:
             replace(self.path / SUMMARY, text)
         except OSError as fault:
             self.fault = f"summary.json cannot be written: {fault.strerror or fault}"
 
-    def state_being_saved(self, iteration: int, component: str) -> Path:
+    def new_state_folder(self, iteration: int, component: str) -> Path:
         """An empty folder for a component's state after an iteration. Raises OSError."""
         folder = self.path / STATES / f"{iteration:08d}.part" / component
         if folder.exists():
@@ -114,13 +114,13 @@ class RunFolder:
         folder.mkdir(parents=True)
         return folder
 
-    def state_is_whole(self, iteration: int) -> None:
-        """All components have saved: this state counts from now on, and older ones go. Raises OSError."""
+    def commit_state(self, iteration: int) -> None:
+        """Make this checkpoint the one that counts and delete older ones. Raises OSError."""
         folder = self.path / STATES / f"{iteration:08d}"
-        if folder.exists():  # of a run that went on from before it: not this story
+        if folder.exists():  # of an earlier run that was resumed from before it
             shutil.rmtree(folder)
         part = folder.with_name(f"{folder.name}.part")
-        part.mkdir(parents=True, exist_ok=True)  # where nobody has anything to save
+        part.mkdir(parents=True, exist_ok=True)  # where no component has anything to save
         os.rename(part, folder)
         replace(self.path / SAVED, json.dumps({"iteration": iteration, "folder": f"{STATES}/{folder.name}"}) + "\n")
         for other in (self.path / STATES).iterdir():
@@ -128,17 +128,15 @@ class RunFolder:
                 shutil.rmtree(other, ignore_errors=True)
 
     def state(self, iteration: int, component: str) -> Path | None:
-        """Where a component's state after an iteration is, if it saved one."""
+        """The folder of a component's state after an iteration, if it saved one."""
         folder = self.path / STATES / f"{iteration:08d}" / component
         return folder if folder.is_dir() else None
 
-    def is_written(self) -> bool:
-        """Whether all events are; tries again where they are not."""
+    def all_written(self) -> bool:
         self._flush()
         return not self._unwritten
 
     def close(self) -> None:
-        """Let others in."""
         self._flush()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -146,7 +144,7 @@ class RunFolder:
         self._lock.release()
 
     def _flush(self) -> None:
-        """Hand over what is not written yet; what the disk refuses stays."""
+        """Write pending events; what the disk refuses stays pending."""
         if self._descriptor is None:
             return
         while self._unwritten:
@@ -172,12 +170,12 @@ class RunFolder:
 
 
 def new_folder(base: Path, name: str) -> Path:
-    """A folder of its own for a run, made now: `runs/NAME-1`, or the next number that nobody has. InputError."""
+    """Create a folder for a run: `runs/NAME-1`, or the next free number. Raises InputError."""
     kept = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60] or "job"
     try:
         base.mkdir(parents=True, exist_ok=True)
-        taken = [one.name.rpartition("-")[2] for one in base.glob(f"{glob.escape(kept)}-*")]
-        number = max((int(one) for one in taken if one.isdecimal() and len(one) < 10), default=0)
+        taken = [path.name.rpartition("-")[2] for path in base.glob(f"{glob.escape(kept)}-*")]
+        number = max((int(suffix) for suffix in taken if suffix.isdecimal() and len(suffix) < 10), default=0)
         while True:
             number += 1
             with contextlib.suppress(FileExistsError):  # another run may take the same number at the same time
@@ -188,7 +186,7 @@ def new_folder(base: Path, name: str) -> Path:
 
 
 def discard_unused(path: Path) -> None:
-    """Remove the folder of a run that never began: there is nothing in it but a lock, and no event."""
+    """Remove the folder of a run that never began: it holds no event."""
     with contextlib.suppress(OSError):
         if (path / EVENTS).exists() and (path / EVENTS).stat().st_size:
             return
@@ -198,16 +196,31 @@ def discard_unused(path: Path) -> None:
 
 
 def check_free(path: Path, *, resume: bool) -> None:
-    """Raise InputError where a run cannot have this folder; what is there stays as it is."""
+    """Raise InputError if a run cannot use this folder; changes nothing."""
     if not resume and (path / EVENTS).exists():
-        raise _taken(path)
+        raise _already_used(path)
     if resume and not (path / EVENTS).exists():
         raise _no_run(path)
+    _check_version(path)
     if (path / EVENTS).exists():
         _lock(path).release()
 
 
-def _taken(path: Path) -> InputError:
+def _check_version(path: Path) -> None:
+    """InputError if the summary is of another version."""
+    try:
+        summary = plain.loads((path / SUMMARY).read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(summary, dict) and summary.get("format") == FORMAT and summary.get("version") != VERSION:
+        raise InputError(
+            f"this run has format {summary.get('version')}, and {VERSION} is the only one that is read here",
+            where=str(path),
+            hint="use the version of trimtab that wrote it, or begin a new run in another folder",
+        )
+
+
+def _already_used(path: Path) -> InputError:
     return InputError(
         "there is a run in this folder already",
         where=str(path),
@@ -230,7 +243,7 @@ def _lock(path: Path) -> DirectoryLock:
 
 
 def _cut_torn_line(descriptor: int) -> None:
-    """A line that a crash left half-written goes."""
+    """Cut a line that a crash left half-written."""
     size = os.lseek(descriptor, 0, os.SEEK_END)
     at = max(0, size - 2**22)
     tail = os.pread(descriptor, size - at, at)
@@ -239,7 +252,8 @@ def _cut_torn_line(descriptor: int) -> None:
 
 
 def read_run(path: Path) -> PastRun:
-    """What the folder of a run tells; changes nothing. InputError where it is none, or no line of it is understood."""
+    """Read a run folder; changes nothing. InputError if it is none, or none of its lines can be parsed."""
+    _check_version(path)
     try:
         lines = (path / EVENTS).read_bytes().split(b"\n")[:-1]
         saved = 0
@@ -263,7 +277,7 @@ def read_run(path: Path) -> PastRun:
 
 
 def read_saved(path: Path) -> tuple[int, str | None]:
-    """The last iteration that a folder has a state of (0: none), and what its summary says could not be written."""
+    """The iteration of the checkpoint (0: none), and the write fault that the summary reports."""
     saved, fault = 0, None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         saved = int(plain.loads((path / SAVED).read_bytes())["iteration"])
@@ -274,7 +288,7 @@ def read_saved(path: Path) -> tuple[int, str | None]:
 
 @dataclass
 class _EventReader:
-    """The events of a run, one after another: what is run again takes the place of what was before."""
+    """Folds events in order: an iteration that is run again replaces the earlier one."""
 
     iterations: dict[int, Iteration] = field(default_factory=dict)
     metrics: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
@@ -294,13 +308,12 @@ class _EventReader:
             self.plans[iteration.number] = self.plan
         elif kind == "resumed":
             after = decode(int, event["after"])
-            self.iterations = {number: one for number, one in self.iterations.items() if number <= after}
-            self.metrics = {number: one for number, one in self.metrics.items() if number <= after}
+            self.iterations = {number: iteration for number, iteration in self.iterations.items() if number <= after}
+            self.metrics = {number: figures for number, figures in self.metrics.items() if number <= after}
         elif kind == "plan":
             self.plan = check_plan(event)
             self.planned = self.planned or event.get("why") == "measured"
 
 
 def iteration_facts(iteration: Iteration) -> Any:
-    """An iteration as it stands in an event."""
     return encode(iteration)

@@ -1,7 +1,7 @@
-"""Does the acts of one plan with a crew, and keeps the books of them: what flows, what was measured, who has saved.
+"""Runs the actions of one plan on its components and tracks outputs, measurements and checkpoints.
 
-Calls of components are apart from the books. So whoever drives a run may perform acts one after another, or side by
-side in threads; the order (`plan/placement/order.py`) sees to it that no component has two at a time.
+Component calls are made outside the lock, so actions may run one after another or side by side in threads; the order
+(`plan/placement/order.py`) never gives a component two at a time.
 """
 
 from __future__ import annotations
@@ -23,102 +23,101 @@ _Key = tuple[str, int, int]  # component, iteration, batch
 
 
 class IterationRunner:
-    """Iterations `first` to `last` under one plan, begun at `now_s` of the run's timeline."""
+    """Iterations `first` to `last` under one plan, from `now_s` on the run's timeline."""
 
     def __init__(
         self,
-        crew: ComponentSet,
+        components: ComponentSet,
         workflow: Workflow,
         plan: Plan,
-        saving: Checkpointer,
+        checkpointer: Checkpointer,
         *,
         first: int,
         last: int,
         now_s: float = 0.0,
         inputs: Inputs | None = None,
     ) -> None:
-        self.crew = crew
+        self.components = components
         self.plan = plan
         self.order = ExecutionOrder(workflow, plan, first=first, last=last)
-        self.measuring = RunMeasurements(workflow, plan, first, now_s)
-        self.lock = threading.RLock()
-        """Of all that is not a call of a component: order, measuring, and what is private here."""
+        self.measurements = RunMeasurements(workflow, plan, first, now_s)
+        self.lock = threading.RLock()  # guards everything but component calls
         self._workflow = workflow
-        self._saving = saving
+        self._checkpointer = checkpointer
         self._inputs = inputs
-        self._takers = {
+        self._consumers = {
             c.name: sum(c.name in other.after for other in workflow.components) for c in workflow.components
         }
-        self._flowing: dict[_Key, tuple[Any, int]] = {}  # outputs, each with how many have not taken it yet
-        self._held: tuple[Any, int] | None = None  # weights that wait until their receiver is between two iterations
+        self._outputs: dict[_Key, tuple[Any, int]] = {}  # with the number of consumers that have not taken it
+        self._held_weights: tuple[Any, int] | None = None  # weights held until their target is between two iterations
 
-    def perform(self, act: PlanAction, now_s: float) -> float:
-        """Do an act that begins now; gives the seconds that it takes on the timeline. Saving is not among them."""
-        if isinstance(act, GpuTurn):
-            took_s = self._turn(act)
-        elif isinstance(act, WeightSyncStep):
-            took_s = self._sync(act)
+    def perform(self, action: PlanAction, now_s: float) -> float:
+        """Run an action that begins now; returns its seconds on the timeline, without those for saving."""
+        if isinstance(action, GpuTurn):
+            took_s = self._turn(action)
+        elif isinstance(action, WeightSyncStep):
+            took_s = self._sync(action)
         else:
-            took_s = self._step(act, now_s)
+            took_s = self._step(action, now_s)
         with self.lock:
-            self.measuring.add(act, now_s, took_s)
+            self.measurements.add(action, now_s, took_s)
         if (
-            isinstance(act, BatchStep)
-            and act.batch == self._workflow.batches - 1
-            and self._saving.is_due(act.iteration)
+            isinstance(action, BatchStep)
+            and action.batch == self._workflow.batches - 1
+            and self._checkpointer.is_due(action.iteration)
         ):
-            self._saving.save(self.crew, act.component, act.iteration)
+            self._checkpointer.save(self.components, action.component, action.iteration)
         return took_s
 
-    def _step(self, act: BatchStep, now_s: float) -> float:
+    def _step(self, action: BatchStep, now_s: float) -> float:
         with self.lock:
-            data = self._data(act)
-            held = self._held if act.batch == 0 and self._is_target(act.component) else None
-            if held is not None:
-                self._held = None
-        held_s = self.crew.sync(act.component, *held) if held is not None else 0.0
-        batch = Batch(act.iteration, act.batch, self._workflow.batches, data)
-        result, took_s = self.crew.step(act.component, batch)
+            data = self._data(action)
+            held_weights = self._held_weights if action.batch == 0 and self._is_target(action.component) else None
+            if held_weights is not None:
+                self._held_weights = None
+        held_s = self.components.sync(action.component, *held_weights) if held_weights is not None else 0.0
+        batch = Batch(action.iteration, action.batch, self._workflow.batches, data)
+        result, took_s = self.components.step(action.component, batch)
         with self.lock:
-            if self._takers[act.component]:
-                key = act.component, act.iteration, act.batch
-                self._flowing[key] = result.data, self._takers[act.component]
-            self.measuring.step(act, now_s + held_s, took_s, result.metrics)
+            if self._consumers[action.component]:
+                key = action.component, action.iteration, action.batch
+                self._outputs[key] = result.data, self._consumers[action.component]
+            self.measurements.step(action, now_s + held_s, took_s, result.metrics)
         return held_s + took_s
 
-    def _data(self, act: BatchStep) -> Any:
-        """What a batch is made of; data that nobody else waits for are let go."""
-        after = self._workflow.component(act.component).after
+    def _data(self, action: BatchStep) -> Any:
+        """The input of a batch; outputs that all consumers have taken are dropped."""
+        after = self._workflow.component(action.component).after
         if not after:
-            return self._inputs(act.iteration, act.batch) if self._inputs is not None else None
+            return self._inputs(action.iteration, action.batch) if self._inputs is not None else None
         found = {}
         for parent in after:
-            key = parent, act.iteration, act.batch
-            found[parent], left = self._flowing[key]
+            key = parent, action.iteration, action.batch
+            found[parent], left = self._outputs[key]
             if left == 1:
-                del self._flowing[key]
+                del self._outputs[key]
             else:
-                self._flowing[key] = found[parent], left - 1
+                self._outputs[key] = found[parent], left - 1
         return found if len(after) > 1 else found[after[0]]
 
-    def _turn(self, act: GpuTurn) -> float:
-        left = [(name, self.crew.offload(name)) for name in act.offload]
-        onload_s = self.crew.onload(act.component)
+    def _turn(self, action: GpuTurn) -> float:
+        left = [(name, self.components.offload(name)) for name in action.offload]
+        onload_s = self.components.onload(action.component)
         with self.lock:
             for name, offload_s in left:
-                self.measuring.offloaded(name, act, offload_s)
-            self.measuring.onloaded(act, onload_s)
+                self.measurements.offloaded(name, action, offload_s)
+            self.measurements.onloaded(action, onload_s)
         return sum(offload_s for _, offload_s in left) + onload_s
 
-    def _sync(self, act: WeightSyncStep) -> float:
-        """Weights go at once, or, where their receiver is in the midst of an iteration, when that is over."""
-        weights, took_s = self.crew.weights(act.source)
+    def _sync(self, action: WeightSyncStep) -> float:
+        """Send weights at once or, while the target is inside an iteration, when that ends."""
+        weights, took_s = self.components.weights(action.source)
         with self.lock:
-            self._held = weights, act.iteration
-            if not self.order.is_between(act.target):
+            self._held_weights = weights, action.iteration
+            if not self.order.is_between(action.target):
                 return took_s
-            self._held = None
-        return took_s + self.crew.sync(act.target, weights, act.iteration)
+            self._held_weights = None
+        return took_s + self.components.sync(action.target, weights, action.iteration)
 
     def _is_target(self, name: str) -> bool:
         return self._workflow.weight_sync is not None and self._workflow.weight_sync.target == name

@@ -1,4 +1,4 @@
-"""A job to run: what the planner needs of it, and beside that which code each component is and how long it goes on."""
+"""A job to run: the planner's job, the code of each component, and the length of the run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.run.emulated import UNDISTURBED, Disturbance
 
-UNMEASURED_S = 1.0
-"""Stands for a time that is not known yet, so that components can be placed for measuring."""
+UNMEASURED_S = 1.0  # placeholder for unknown costs, so that components can be placed for measuring
 
 
 @dataclass(frozen=True)
 class ComponentCode:
-    """Which code a component is: a class with its settings, or (`use` is None) one that is emulated.
+    """The code of a component: a class with its settings, or (`use` is None) emulated.
 
-    With `paced` the code is real and its steps are made to last as long as emulated ones would.
+    With `paced` the code is real and its steps are stretched to emulated times.
     """
 
     use: str | None = None
@@ -38,10 +37,10 @@ class ComponentCode:
 
 @dataclass(frozen=True)
 class RunJob:
-    """A job with all that running it takes. `unmeasured` are components whose costs are not stated.
+    """A job with everything needed to run it. `unmeasured` are components without stated costs.
 
-    `near` is the folder of the job file, where modules are looked for that Python does not find. A step, or any other
-    call of a component, that takes longer than `step_limit_s` counts as hung.
+    `near` is the job file's folder, searched for modules that Python does not find. A component call that takes longer
+    than `step_limit_s` counts as hung.
     """
 
     job: PlacementJob
@@ -56,13 +55,13 @@ class RunJob:
     name: str = "job"
     rules: ReplanRules = field(default_factory=ReplanRules)
     priority: float = 8.0
-    text: str | None = None  # the job as a job file says it: kept in the run's folder
+    text: str | None = None  # the job as a job file, kept in the run folder
 
     def __post_init__(self) -> None:
         check_workflow(self.job.workflow)
-        for key, least in (("iterations", 1), ("save_every", 1), ("profile_iterations", 2)):
-            if getattr(self, key) < least:
-                raise InputError(f"{key} is a whole number of {least} or more", where=f"{self.name}: run.{key}")
+        for key, minimum in (("iterations", 1), ("save_every", 1), ("profile_iterations", 2)):
+            if getattr(self, key) < minimum:
+                raise InputError(f"{key} is a whole number of {minimum} or more", where=f"{self.name}: run.{key}")
         if not self.step_limit_s > 0:
             raise InputError("step_limit_s is more than 0", where=f"{self.name}: run.step_limit_s")
         for component in self.job.workflow.names:
@@ -70,7 +69,7 @@ class RunJob:
             part = self.parts.get(component)
             if part is None:
                 raise InputError(
-                    f"which code {component} is is not stated",
+                    f"{component} has neither use nor emulate",
                     where=where,
                     hint="add use: package.module:Class, or emulate: true",
                 )
@@ -79,7 +78,7 @@ class RunJob:
 
 
 def shared_plan(job: PlacementJob) -> Plan:
-    """All components on the same GPUs, as many of one kind as they can use: how costs are measured without waiting."""
+    """All components on the same GPUs, as many of one kind as they can use: for measuring costs without waiting."""
     space = PlanSpace(job)
     for kind in space.budgets:
         grouping = space.grouping((tuple(space.on_gpu),), (kind,))
@@ -98,14 +97,16 @@ def shared_plan(job: PlacementJob) -> Plan:
 def with_costs(
     workflow: Workflow, iterations: Sequence[Iteration], names: frozenset[str], syncs_s: Sequence[float] = ()
 ) -> Workflow:
-    """The workflow with the measured costs of some components: medians, at the GPU count they ran on.
+    """The workflow with measured costs of some components: medians, at the GPU count they ran on.
 
-    Switches and the weight sync have measured times only where none are stated.
+    Switch and weight-sync times are the measured ones only where none are stated.
     """
     costs: dict[str, list[tuple[int, float, float]]] = {}
     for iteration in iterations:
-        for one in iteration.components:
-            costs.setdefault(one.component, []).append((one.gpus, one.busy_s, one.offload_s + one.onload_s))
+        for timing in iteration.components:
+            costs.setdefault(timing.component, []).append(
+                (timing.gpus, timing.busy_s, timing.offload_s + timing.onload_s)
+            )
 
     def measured(component: Component) -> Component:
         if component.name not in names or component.name not in costs:

@@ -1,14 +1,14 @@
-"""Job files to run: trimtab's own form, with the code of each component and the length of the run.
+"""Job files to run: trimtab's own format, with the code of each component and the length of the run.
 
     workflow:
       components:
         rollout:
           use: package.module:Class      # or emulate: true, or emulate: {seconds: {8: 20.0}, noise: 0.07, ...}
-          settings: {temperature: 1.0}   # what the class is made with, beside its place
+          settings: {temperature: 1.0}   # constructor arguments, beside its place
     run: {iterations: 60, seed: 0, save_every: 10, step_limit_s: 600}
 
-With both `use` and `emulate` the code is real and its steps last as long as emulated ones. Costs may be missing: they
-are measured then. Everything else is read, and refused, by `formats/job.py` and `formats/run_section.py`.
+With both `use` and `emulate` the code is real and its steps last as long as emulated ones. Missing costs are measured.
+Everything else is read and checked by `formats/job.py` and `formats/run_section.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trimtab.runtime.run.job import UNMEASURED_S, ComponentCode, RunJob
 
 PART_KEYS = ("use", "settings", "emulate")
 EMULATE_KEYS = ("seconds", "noise", "step_noise", "factors", "tail", "drift")
-DEEPEST = 50  # levels of a file that is kept
+MAX_DEPTH = 50  # nesting levels
 
 
 def load_run(path: Path, **overrides: Any) -> RunJob:
@@ -39,7 +39,7 @@ def load_run(path: Path, **overrides: Any) -> RunJob:
 
 
 def read_run_job(config: Mapping[str, Any], path: Path, **overrides: Any) -> RunJob:
-    """A job to run from the data of a file; InputError names the key that is wrong."""
+    """A job to run from parsed data; InputError names the key at fault."""
     config = _with(config, {key: value for key, value in overrides.items() if value is not None})
     loaded, parts, unmeasured = read_costed(config, path)
     run = read_section(config.get("run"), path, loaded.job.workflow.names)
@@ -62,7 +62,7 @@ def read_run_job(config: Mapping[str, Any], path: Path, **overrides: Any) -> Run
 
 
 def read_costed(config: Mapping[str, Any], path: Path) -> tuple[LoadedJob, dict[str, ComponentCode], frozenset[str]]:
-    """A file as the planner has it, which code its components are, and those whose costs only stand for some."""
+    """The planner's job, the code of its components, and the components whose costs are placeholders."""
     data = dict(config)
     workflow = data.get("workflow")
     sections = workflow.get("components") if isinstance(workflow, Mapping) else None
@@ -90,7 +90,7 @@ def read_costed(config: Mapping[str, Any], path: Path) -> tuple[LoadedJob, dict[
 
 
 def _with(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The data with what the caller wants otherwise in its `run` section."""
+    """The data with overrides applied to its `run` section."""
     if not overrides:
         return dict(config)
     run = config.get("run")
@@ -108,22 +108,22 @@ def _with(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def job_text(config: Mapping[str, Any], path: Path, near: Path) -> str:
-    """A job as it is kept in the folder of its run, so that it can be run again from there."""
+    """The job as kept in the run folder, from which it can be run again."""
     section = config.get("run")
     run = {**(section if isinstance(section, Mapping) else {}), "modules_from": str(near)}
     data = plain_data({**config, "run": run}, str(path))
-    return f"# What this run was asked to do; it came from {path.name}.\n{yaml_text.dump(data)}"
+    return f"# The job of this run, from {path.name}.\n{yaml_text.dump(data)}"
 
 
 def plain_data(data: Any, where: str, level: int = 0) -> Any:
     """Data that a file can hold; InputError names what it cannot."""
-    if level > DEEPEST:
+    if level > MAX_DEPTH:
         raise InputError("this is nested too deeply", where=where)
     if data is None or isinstance(data, bool | datetime.date):
         return data
     for kind in (int, float, str):
         if isinstance(data, kind):
-            return kind(data)  # numbers of libraries become plain ones
+            return kind(data)  # numpy scalars and the like
     if isinstance(data, Mapping):
         for key in data:
             if not isinstance(key, str | int | float):
@@ -142,12 +142,12 @@ def plain_data(data: Any, where: str, level: int = 0) -> Any:
 
 
 def check_same(before: RunJob, now: RunJob, where: str) -> None:
-    """Raise InputError where a run cannot go on as another job, and say what differs.
+    """Raise InputError if a run cannot be resumed as another job, and say what differs.
 
-    What makes the work itself has to be equal: components, their order, code and settings, batches, weights and seed.
-    Costs, nodes, length, saving and the rules of the loop may be others.
+    Components, their order, code and settings, batches, weights and seed must be equal. Costs, nodes, length,
+    checkpoints and the rules of the loop may differ.
     """
-    for what, then, given in _facts_that_matter(before, now):
+    for what, then, given in _identity_facts(before, now):
         if then != given:
             now_word = "and are" if what.endswith(" were") else "and is"
             raise InputError(
@@ -157,22 +157,22 @@ def check_same(before: RunJob, now: RunJob, where: str) -> None:
             )
 
 
-def _facts_that_matter(before: RunJob, now: RunJob) -> list[tuple[str, Any, Any]]:
-    one, other = before.job.workflow, now.job.workflow
-    facts: list[tuple[str, Any, Any]] = [("the components were", list(one.names), list(other.names))]
-    if one.names != other.names:
+def _identity_facts(before: RunJob, now: RunJob) -> list[tuple[str, Any, Any]]:
+    old, other = before.job.workflow, now.job.workflow
+    facts: list[tuple[str, Any, Any]] = [("the components were", list(old.names), list(other.names))]
+    if old.names != other.names:
         return facts
-    for name in one.names:
+    for name in old.names:
         facts += [
             (f"{name}.{key} was", first, second)
             for (key, first), (_, second) in zip(
                 _component_facts(before, name), _component_facts(now, name), strict=True
             )
         ]
-    facts += [(f"{key} was", getattr(one, key), getattr(other, key)) for key in ("batches", "staleness")]
+    facts += [(f"{key} was", getattr(old, key), getattr(other, key)) for key in ("batches", "staleness")]
     return [
         *facts,
-        ("weight_sync was", _sync_ends(one), _sync_ends(other)),
+        ("weight_sync was", _sync_ends(old), _sync_ends(other)),
         ("run.seed was", before.seed, now.seed),
     ]
 
@@ -242,9 +242,9 @@ def _emulated(section: Mapping[str, Any], where: str) -> ComponentCode:
         if not _is_number(value):
             raise InputError(f"{key} is a number", where=where)
     if factors is not None:
-        if not isinstance(factors, list) or not factors or not all(_is_number(one) for one in factors):
+        if not isinstance(factors, list) or not factors or not all(_is_number(factor) for factor in factors):
             raise InputError("factors is a list of numbers", where=f"{where}.factors")
-        stated["factors"] = tuple(float(one) for one in factors)
+        stated["factors"] = tuple(float(factor) for factor in factors)
     try:
         disturbance = Disturbance(**stated)
     except InputError as error:
@@ -266,7 +266,7 @@ def _sub(section: Mapping[str, Any], key: str, known: tuple[str, ...], where: st
         return {}
     if not isinstance(value, Mapping):
         raise InputError(f"{key} is a section of {', '.join(known)}", where=f"{where}.{key}")
-    for one in value:
-        if one not in known:
-            raise unknown_key(one, known, f"{where}.{key}.{one}")
+    for name in value:
+        if name not in known:
+            raise unknown_key(name, known, f"{where}.{key}.{name}")
     return dict(value)

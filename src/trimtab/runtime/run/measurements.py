@@ -1,7 +1,7 @@
-"""What is measured of a run: each component's own time and waiting in each iteration, and the bars of its timeline.
+"""Measurements of a run: busy and wait time of each component per iteration, and the bars of its timeline.
 
-Times are those of the plan's timeline, whoever drives it. `busy_s` holds nothing but a component's steps; what it
-waited for inputs, with its GPUs at hand, is `wait_s`; leaving and coming back to GPUs stand for themselves.
+Times are on the plan's timeline. `busy_s` is the time of a component's steps only; `wait_s` is waiting for inputs with
+its GPUs at hand; offload and onload are counted apart.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from trimtab.model.plan import BarKind, Plan, TimelineBar
 from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.order import BatchStep, GpuTurn, PlanAction, WeightSyncStep
-from trimtab.runtime.run.component import figure_for_json
+from trimtab.runtime.run.component import finite_or_none
 
 Metrics = dict[str, dict[str, float | None]]
-"""What components have to show of an iteration: component, name, mean; None where that is no number."""
+"""Metrics of an iteration: component, name, mean; None if that is not finite."""
 
-GAP_S = 1e-6
-"""Steps of a component that are no further apart make one bar."""
+GAP_S = 1e-6  # steps of a component that are no further apart make one bar
 
 
 @dataclass
 class _ComponentTally:
-    """One component in one iteration, as far as it is."""
+    """One component in one iteration."""
 
     busy_s: float = 0.0
     wait_s: float = 0.0
@@ -40,7 +39,7 @@ class _ComponentTally:
 
 
 class RunMeasurements:
-    """Adds up what happens under one plan, from its first iteration on."""
+    """Accumulates measurements under one plan."""
 
     def __init__(self, workflow: Workflow, plan: Plan, first: int, now_s: float) -> None:
         self._workflow = workflow
@@ -49,53 +48,50 @@ class RunMeasurements:
         self._bars: dict[int, list[TimelineBar]] = {}
         self._sync_s: dict[int, float] = {}
         self._free_s = dict.fromkeys(workflow.names, now_s)  # since when each could have begun its next batch
-        self._ended_s = now_s  # of the last iteration that is over
+        self._ended_s = now_s  # end of the last iteration
 
-    def step(self, act: BatchStep, now_s: float, took_s: float, metrics: Mapping[str, float]) -> None:
-        """A batch that began at a time and took so long."""
-        tally = self._tally(act.iteration, act.component)
-        since_s = self._free_s[act.component]
-        if act.batch == 0 and not self._workflow.staleness:
+    def step(self, action: BatchStep, now_s: float, took_s: float, metrics: Mapping[str, float]) -> None:
+        tally = self._tally(action.iteration, action.component)
+        since_s = self._free_s[action.component]
+        if action.batch == 0 and not self._workflow.staleness:
             since_s = max(since_s, self._ended_s)  # before that there was nothing to wait for
         tally.wait_s += max(0.0, now_s - since_s)
         tally.busy_s += took_s
         tally.batches += 1
         for name, value in metrics.items():
             tally.metrics.setdefault(name, []).append(value)
-        self._free_s[act.component] = now_s + took_s
+        self._free_s[action.component] = now_s + took_s
 
-    def offloaded(self, component: str, act: GpuTurn, took_s: float) -> None:
-        """A component left its GPUs for another. The last of an iteration leaves them in the next one."""
-        self._tally(act.iteration, component).offload_s += took_s
+    def offloaded(self, component: str, action: GpuTurn, took_s: float) -> None:
+        """Count an offload. The last component of an iteration is offloaded in the next one."""
+        self._tally(action.iteration, component).offload_s += took_s
 
-    def onloaded(self, act: GpuTurn, took_s: float) -> None:
-        """A component came back to its GPUs."""
-        self._tally(act.iteration, act.component).onload_s += took_s
+    def onloaded(self, action: GpuTurn, took_s: float) -> None:
+        self._tally(action.iteration, action.component).onload_s += took_s
 
-    def add(self, act: PlanAction, now_s: float, took_s: float) -> None:
-        """An act of any kind, for the timeline."""
+    def add(self, action: PlanAction, now_s: float, took_s: float) -> None:
+        """Add an action of any kind to the timeline."""
         end_s = now_s + took_s
-        if isinstance(act, GpuTurn):
-            self._free_s[act.component] = end_s
+        if isinstance(action, GpuTurn):
+            self._free_s[action.component] = end_s
         if not took_s:
             return
-        bars = self._bars.setdefault(act.iteration, [])
-        if isinstance(act, WeightSyncStep):
-            self._sync_s[act.iteration] = took_s
-            bars += [TimelineBar(name, "sync", now_s, end_s) for name in (act.source, act.target)]
+        bars = self._bars.setdefault(action.iteration, [])
+        if isinstance(action, WeightSyncStep):
+            self._sync_s[action.iteration] = took_s
+            bars += [TimelineBar(name, "sync", now_s, end_s) for name in (action.source, action.target)]
             return
-        doing: BarKind = "switch" if isinstance(act, GpuTurn) else "run"
+        doing: BarKind = "switch" if isinstance(action, GpuTurn) else "run"
         for at in range(len(bars) - 1, -1, -1):
             bar = bars[at]
-            if bar.component == act.component:
+            if bar.component == action.component:
                 if bar.doing == doing and now_s - bar.end <= GAP_S:
                     bars[at] = TimelineBar(bar.component, doing, bar.start, end_s)
                     return
                 break
-        bars.append(TimelineBar(act.component, doing, now_s, end_s))
+        bars.append(TimelineBar(action.component, doing, now_s, end_s))
 
     def iteration(self, number: int, now_s: float, extra: tuple[str, ...] = ()) -> Iteration:
-        """An iteration that is over now."""
         measured = tuple(
             ComponentTiming(
                 component=name,
@@ -114,19 +110,18 @@ class RunMeasurements:
         return Iteration(number, wall_s, measured, extra)
 
     def sync_s(self, number: int) -> float:
-        """What the weight sync of an iteration took."""
         return self._sync_s.pop(number, 0.0)
 
     def metrics(self, number: int) -> Metrics:
-        """The means of what the components had to show in an iteration."""
+        """Mean metrics of an iteration."""
         return {
-            name: {key: figure_for_json(float(np.mean(values))) for key, values in tally.metrics.items()}
+            name: {key: finite_or_none(float(np.mean(values))) for key, values in tally.metrics.items()}
             for (at, name), tally in self._tallies.items()
             if at == number and tally.metrics
         }
 
     def bars(self, number: int) -> list[TimelineBar]:
-        """The stretches of an iteration; they are let go."""
+        """Bars of an iteration; removes them."""
         for old in [key for key in self._tallies if key[0] < number]:
             del self._tallies[old]
         return self._bars.pop(number, [])
@@ -136,12 +131,11 @@ class RunMeasurements:
 
 
 def bars_facts(bars: Sequence[TimelineBar]) -> list[list[Any]]:
-    """Bars as an event holds them: component, what it does, start and end in seconds since the run began."""
+    """Bars for an event: component, kind, start and end in seconds since the run began."""
     return [[bar.component, bar.doing, round(bar.start, 6), round(bar.end, 6)] for bar in bars]
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """A plan as an event holds it."""
     return {
         "plan": plan.describe(),
         "predicted_s": plan.iteration_seconds,
@@ -164,12 +158,14 @@ def summary_facts(
     metrics: Mapping[int, Metrics],
     since: int,
 ) -> dict[str, Any]:
-    """The run in figures: medians over the iterations under the plan that ran last, without periodic work."""
-    under = [one for one in iterations if one.number >= since and not one.extra] or list(iterations[-1:])
-    measured_s = float(np.median([one.wall_s for one in under])) if under else None
+    """Figures of the run: medians over the iterations under the last plan, without periodic work."""
+    under = [iteration for iteration in iterations if iteration.number >= since and not iteration.extra] or list(
+        iterations[-1:]
+    )
+    measured_s = float(np.median([iteration.wall_s for iteration in under])) if under else None
     components = {}
     for placed in plan.components:
-        mine = [m for one in under for m in one.components if m.component == placed.name]
+        mine = [m for iteration in under for m in iteration.components if m.component == placed.name]
         components[placed.name] = {
             "gpus": ranks_text(placed.gpus),
             "predicted_s": placed.seconds,
@@ -194,7 +190,7 @@ def summary_facts(
 
 
 def _metric_names(metrics: Mapping[int, Metrics]) -> list[str]:
-    return sorted({f"{name}.{key}" for by in metrics.values() for name, one in by.items() for key in one})
+    return sorted({f"{name}.{key}" for by in metrics.values() for name, figures in by.items() for key in figures})
 
 
 def _course(metrics: Mapping[int, Metrics], name: str) -> dict[str, float | None]:
@@ -205,6 +201,6 @@ def _course(metrics: Mapping[int, Metrics], name: str) -> dict[str, float | None
         return {"first": None, "last": None}
     some = max(1, len(values) // 10)
     return {
-        "first": figure_for_json(float(np.mean(values[:some]))),
-        "last": figure_for_json(float(np.mean(values[-some:]))),
+        "first": finite_or_none(float(np.mean(values[:some]))),
+        "last": finite_or_none(float(np.mean(values[-some:]))),
     }

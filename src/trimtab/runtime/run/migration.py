@@ -1,8 +1,8 @@
-"""A move, carried out stage by stage with a crew, and undone where one of them fails.
+"""Executes a migration stage by stage, and rolls it back if a stage fails.
 
-Between two iterations nobody works. Whoever has to go writes its state, ends, is made anew where the new plan has it,
-and reads its state; whoever need not is not touched, and a component that can grow and shrink by itself does only that.
-Until the last stage is done every component's state is on disk or in its process, so that the way back is always there.
+Between two iterations all components are idle. A component that moves writes its state, ends, is created anew where the
+new plan has it, and reads its state; others are not touched, and a resizable component is only resized. Until the last
+stage every component's state is on disk or in its process, so a rollback is always possible.
 
 What must never happen: a component that is ended before its state is written; two processes of one component.
 """
@@ -19,7 +19,7 @@ from trimtab.machines.replan.events import RollBackMigration
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import MigrationStage
 from trimtab.model.workflow import Workflow
-from trimtab.runtime.run.component import said
+from trimtab.runtime.run.component import error_text
 from trimtab.runtime.run.components import ComponentLostError, ComponentSet
 from trimtab.runtime.run.replanner import Replanner
 
@@ -29,7 +29,7 @@ class MigrationExecutor:
 
     def __init__(
         self,
-        crew: ComponentSet,
+        components: ComponentSet,
         workflow: Workflow,
         before: PlacedPlan,
         after: PlacedPlan,
@@ -40,22 +40,22 @@ class MigrationExecutor:
         inside: Path | None,
         sync: Callable[[], None],
     ) -> None:
-        """States are written `inside` a folder (None: where temporary files go); `sync` passes weights on."""
-        self._crew, self._workflow = crew, workflow
+        """States are written `inside` a folder (None: a temporary one); `sync` passes weights on."""
+        self._components, self._workflow = components, workflow
         self._before, self._after = before, after
         self._iteration, self._loaded = iteration, loaded
         self._inside, self._sync = inside, sync
         self._folder: Path | None = None
         groups = [group.components for placed_plan in (before, after) for group in placed_plan.plan.groups]
-        shares = {name for components in groups if len(components) > 1 for name in components}
-        self._resized = tuple(n for n in touched if crew.has(n, "resize") and n not in shares)
+        shares = {name for names in groups if len(names) > 1 for name in names}
+        self._resized = tuple(n for n in touched if components.has(n, "resize") and n not in shares)
         self._anew = tuple(n for n in touched if n not in self._resized)
-        self._saved = tuple(n for n in self._anew if crew.has(n, "save") and crew.has(n, "load"))
+        self._saved = tuple(n for n in self._anew if components.has(n, "save") and components.has(n, "load"))
         self._released = self._resizing = False
 
     def do(self, stage: MigrationStage) -> None:
-        """Do a stage; raises where it fails."""
-        doing: dict[MigrationStage, Callable[[], None]] = {
+        """Run a stage; raises if it fails."""
+        actions: dict[MigrationStage, Callable[[], None]] = {
             MigrationStage.save: self._save,
             MigrationStage.release: self._release,
             MigrationStage.place: lambda: self._place(self._after),
@@ -63,13 +63,13 @@ class MigrationExecutor:
             MigrationStage.check: self._check,
             MigrationStage.resume: lambda: self._resume(self._after),
         }
-        if stage in doing:  # draining was the run's doing
-            doing[stage]()
+        if stage in actions:  # the run itself has drained
+            actions[stage]()
 
     def undo(self) -> None:
-        """Put the old plan in place again; raises where that fails."""
+        """Restore the old plan; raises if that fails."""
         if self._released:
-            self._crew.drop(self._anew)
+            self._components.drop(self._anew)
         if self._released or self._resizing:
             self._place(self._before)
             self._load()
@@ -77,7 +77,6 @@ class MigrationExecutor:
         self._resume(self._before)
 
     def end(self) -> None:
-        """Nothing of it is needed any more."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -92,81 +91,86 @@ class MigrationExecutor:
         for name in self._saved:
             folder = self._folder / name
             folder.mkdir()
-            self._crew.save(name, folder)
+            self._components.save(name, folder)
 
     def _release(self) -> None:
         self._released = bool(self._anew)
-        self._crew.drop(self._anew)
+        self._components.drop(self._anew)
 
     def _place(self, to: PlacedPlan) -> None:
-        # Whoever shrinks does so before others are placed, whoever grows after that: there is room for both then.
+        # Components that shrink are resized before others are placed, those that grow after: there are GPUs for both
+        # then.
         plan, before = to.plan, (self._before if to is self._after else self._after).plan
         larger = [name for name in self._resized if len(plan.placed(name).gpus) > len(before.placed(name).gpus)]
         self._resizing = bool(self._resized)
         for name in self._resized:
             if name not in larger:
-                self._crew.resize(self._workflow, plan, name)
-        self._crew.place(self._workflow, to, self._anew, self._iteration)
+                self._components.resize(self._workflow, plan, name)
+        self._components.place(self._workflow, to, self._anew, self._iteration)
         for name in larger:
-            self._crew.resize(self._workflow, plan, name)
+            self._components.resize(self._workflow, plan, name)
 
     def _load(self) -> None:
-        assert self._folder is not None, "whoever loads has saved"
+        assert self._folder is not None, "nothing was saved"
         for name in self._saved:
-            self._crew.load(name, self._folder / name)
+            self._components.load(name, self._folder / name)
 
     def _check(self) -> None:
-        self._crew.check_health(self._workflow.names)
+        self._components.check_health(self._workflow.names)
 
     def _resume(self, to: PlacedPlan) -> None:
-        made = frozenset(self._anew) if self._released else frozenset()
-        self._crew.settle(to.plan, self._loaded | made)
+        created = frozenset(self._anew) if self._released else frozenset()
+        self._components.settle(to.plan, self._loaded | created)
         sync = self._workflow.weight_sync
         if sync is not None and {sync.source, sync.target} & {*self._anew, *self._resized}:
             self._sync()
 
 
-def carry_out(loop: Replanner, moving: MigrationExecutor, now: Callable[[], float], passed: Callable[[], None]) -> bool:
-    """Do what the loop says of the move that has begun, stage by stage; whether it arrived.
+def run_migration(
+    replanner: Replanner, migration: MigrationExecutor, now: Callable[[], float], advance_clock: Callable[[], None]
+) -> bool:
+    """Execute the migration that has begun, stage by stage; returns whether it completed.
 
-    Where it fails the old plan is in place again, or the loop has said that the run cannot go on. `passed` is told
-    whenever time has gone by. Raises ComponentLostError where there is nobody left to go back with.
+    If it fails, the old plan is restored or the replanner stops the run. `advance_clock` is called whenever time has
+    passed. Raises ComponentLostError if a component is lost during the rollback.
     """
     try:
-        while loop.move is not None:
-            todo, began = loop.todo, now()
-            assert todo is not None
-            if isinstance(todo, RollBackMigration):
-                _undo(loop, moving, now, passed)
+        while replanner.move is not None:
+            next_step, began = replanner.next_step, now()
+            assert next_step is not None
+            if isinstance(next_step, RollBackMigration):
+                _undo(replanner, migration, now, advance_clock)
                 return False
             try:
-                moving.do(todo.stage)
+                migration.do(next_step.stage)
             except (TrimtabError, OSError) as fault:
-                passed()
-                loop.stage_failed(todo.stage, _said_of(fault))
+                advance_clock()
+                replanner.stage_failed(next_step.stage, _fault_text(fault))
                 continue
-            passed()
-            # The iteration that is drained would have run anyway: only what comes after it is standing still.
-            loop.stage_done(todo.stage, 0.0 if todo.stage is MigrationStage.drain else now() - began)
-            loop.look()
+            advance_clock()
+            # The drained iteration would have run anyway: downtime begins after it.
+            replanner.stage_done(next_step.stage, 0.0 if next_step.stage is MigrationStage.drain else now() - began)
+            replanner.poll()
     finally:
-        moving.end()
+        migration.end()
     return True
 
 
-def _undo(loop: Replanner, moving: MigrationExecutor, now: Callable[[], float], passed: Callable[[], None]) -> None:
+def _undo(
+    replanner: Replanner, migration: MigrationExecutor, now: Callable[[], float], advance_clock: Callable[[], None]
+) -> None:
     began = now()
     try:
-        moving.undo()
+        migration.undo()
     except ComponentLostError:
         raise
     except (TrimtabError, OSError) as fault:
-        passed()
-        loop.roll_back_failed(_said_of(fault))
+        advance_clock()
+        replanner.roll_back_failed(_fault_text(fault))
         return
-    passed()
-    loop.rolled_back(now() - began)
+    advance_clock()
+    replanner.rolled_back(now() - began)
 
 
-def _said_of(fault: TrimtabError | OSError) -> str:
-    return fault.what if isinstance(fault, TrimtabError) else said(fault)
+def _fault_text(fault: TrimtabError | OSError) -> str:
+    return fault.what if isinstance(fault, TrimtabError) else error_text(fault)

@@ -1,9 +1,9 @@
-"""What a past run tells the planner: costs at the GPU counts it ran on, switches and weight syncs as they were.
+"""Costs from a past run for the planner: at the GPU counts it ran on, with its switches and weight syncs.
 
-A cost is brought to the level of the run's end. Where a component has been on several counts, one after another, the
-iterations on both sides of a change had the same level; so a count that was left long ago still gives a point, moved
-by what has drifted since. Points that the job states and the run was not on keep the shape of their curve and move by
-the same level. What the answer rests on is said with it; a component that was never measured is refused.
+Costs are scaled to the level at the run's end. Iterations on both sides of a change of GPU count have the same level,
+so a count that was left long ago still gives a point, scaled by the drift since. Points that the job states and the run
+did not use keep the shape of their curve and are scaled by the same level. Notes say what the result rests on; a
+component without any costs is refused.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from trimtab.plan.placement.cost import seconds_at
 from trimtab.runtime.run.folder import JOB, PastRun, read_run
 from trimtab.runtime.run.job_file import read_costed
 
-NEAR = 8  # iterations at either end of a stretch that tell its level there
-NOISE, WIDTHS = 0.06, 4.0  # ends that differ by no more than this, or by so many spreads, are the same level
-TREND, TREND_WIDTHS = 0.04, 5.0  # a trend of no more than this, or than so many spreads, is noise
-NEWEST = 20  # iterations that tell switches and syncs
+NEAR = 8  # iterations at either end of a stretch that give its level there
+NOISE, WIDTHS = 0.06, 4.0  # ends that differ by no more than this, or by this many spreads, are the same level
+TREND, TREND_WIDTHS = 0.04, 5.0  # a trend of no more than this, or than this many spreads, is noise
+NEWEST = 20  # last iterations that give switches and syncs
 
 
 @dataclass(frozen=True)
 class CostStretch:
-    """Iterations in a row in which a component ran alike: how many GPUs of which kind, in which variant."""
+    """Consecutive iterations in which a component ran with the same GPU count, kind and variant."""
 
     gpus: int
     kind: str
@@ -44,45 +44,44 @@ class CostStretch:
     busy_s: tuple[float, ...]
 
     def ends(self) -> tuple[float, float]:
-        """The level at its beginning and at its end; the same where they are not told apart."""
-        (first, loose), (last, loose_too) = _end_of(self.busy_s[:NEAR][::-1]), _end_of(self.busy_s[-NEAR:])
-        if min(first, last) <= 0 or abs(log(last / first)) <= max(NOISE, WIDTHS * max(loose, loose_too)):
+        """Level at the beginning and at the end; equal if they cannot be told apart."""
+        (first, width), (last, last_width) = _end_of(self.busy_s[:NEAR][::-1]), _end_of(self.busy_s[-NEAR:])
+        if min(first, last) <= 0 or abs(log(last / first)) <= max(NOISE, WIDTHS * max(width, last_width)):
             return median(self.busy_s), median(self.busy_s)
         return first, last
 
 
 def _end_of(values: Sequence[float]) -> tuple[float, float]:
-    """The level at the end of a few values, and how loose they lie around it: half the interquartile range, relatively.
+    """Level at the end of a few values, and their relative spread: half the interquartile range.
 
-    It is their median; where they have a trend (Theil-Sen) that is told from noise, the end of that, so that a steady
-    drift is not lagged behind.
+    The level is their median or, with a significant trend (Theil-Sen), the end of the trend, so that a steady drift is
+    not lagged behind.
     """
     slopes = [(b - a) / (j - i) for i, a in enumerate(values) for j, b in enumerate(values) if j > i]
     slope = median(slopes) if slopes else 0.0
     level = [value + slope * (len(values) - 1 - at) for at, value in enumerate(values)]
-    loose = spread(level) or 0.0
-    if abs(slope) * (len(values) - 1) <= max(TREND, TREND_WIDTHS * loose) * median(values):
+    width = spread(level) or 0.0
+    if abs(slope) * (len(values) - 1) <= max(TREND, TREND_WIDTHS * width) * median(values):
         return median(values), spread(values) or 0.0
-    return median(level), loose
+    return median(level), width
 
 
 @dataclass(frozen=True)
 class PastComponentCosts:
-    """What a run tells of one component, at the level of the run's end: points, newest first, and its drift."""
+    """Costs of one component at the level of the run's end: points, newest first, and its drift."""
 
     points: tuple[tuple[CostStretch, float], ...]
-    drift: float  # the level at the end against that at the beginning
+    drift: float  # level at the end relative to the beginning
 
     @property
     def newest(self) -> tuple[CostStretch, float]:
-        """Where it ran last."""
         return self.points[0]
 
 
 def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> tuple[LoadedJob, tuple[str, ...]]:
-    """A job with the costs that the run in a folder has measured, and what they rest on.
+    """A job with the costs that the run in a folder has measured, and notes on what they rest on.
 
-    The job is the run's own, or that of a file, which may state another cluster or other limits.
+    The job is the run's own or that of a file, which may state another cluster or other limits.
     """
     past = read_run(folder)
     path = file or folder / JOB
@@ -101,34 +100,35 @@ def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> 
 def measured_workflow(
     workflow: Workflow, unmeasured: frozenset[str], past: PastRun, where: str
 ) -> tuple[Workflow, tuple[str, ...]]:
-    """A workflow with what a run has measured of it, and sentences on what that is."""
+    """A workflow with measured costs, and notes on them."""
     if not past.iterations:
         raise InputError("the run has measured nothing: no iteration of it ended", where=where)
-    told = {name: one for name in workflow.names if (one := _told(past, name, workflow.batches)) is not None}
-    strange = sorted({one.component for each in past.iterations for one in each.components} - set(workflow.names))
-    if strange:
-        raise InputError(f"the run had components that the job has not: {', '.join(strange)}", where=where)
-    missing = [name for name in workflow.names if name in unmeasured and name not in told]
+    past_costs = {
+        name: costs for name in workflow.names if (costs := _component_costs(past, name, workflow.batches)) is not None
+    }
+    unknown = sorted({timing.component for each in past.iterations for timing in each.components} - set(workflow.names))
+    if unknown:
+        raise InputError(f"the run had components that the job has not: {', '.join(unknown)}", where=where)
+    missing = [name for name in workflow.names if name in unmeasured and name not in past_costs]
     if missing:
         raise InputError(
             f"what {' and '.join(missing)} cost is neither stated nor measured by the run",
             where=where,
             hint="state `seconds`, or let the run go on",
         )
-    notes = [_what_was_measured(told, len(past.iterations), where)]
+    notes = [_what_was_measured(past_costs, len(past.iterations), where)]
     components = []
     for component in workflow.components:
-        if component.name not in told:
+        if component.name not in past_costs:
             components.append(component)
             notes.append(f"{component.name} was not measured: its cost is the stated one")
             continue
-        one = told[component.name]
-        measured, note = _with_costs(component, one, is_stated=component.name not in unmeasured)
+        costs = past_costs[component.name]
+        measured, note = _with_costs(component, costs, is_stated=component.name not in unmeasured)
         components.append(replace(measured, switch_seconds=_switch_s(past, component)))
         notes += [note] * bool(note)
-        if abs(one.drift - 1) > NOISE:
-            words = "grew to" if one.drift > 1 else "fell to"
-            notes.append(f"{component.name} {words} {one.drift:.3g} times what it took at first: planned with the end")
+        if abs(costs.drift - 1) > NOISE:
+            notes.append(f"{component.name} drifted to {costs.drift:.3g}x its initial cost: planned with the latest")
     sync, note = _sync(workflow.weight_sync, past)
     notes += [note] * bool(note)
     return replace(workflow, components=tuple(components), weight_sync=sync), tuple(notes)
@@ -137,12 +137,12 @@ def measured_workflow(
 # ---- components ------------------------------------------------------------------------------------------------------
 
 
-def _told(past: PastRun, name: str, batches: int) -> PastComponentCosts | None:
+def _component_costs(past: PastRun, name: str, batches: int) -> PastComponentCosts | None:
     stretches = _stretches(past, name, batches)
     if not stretches:
         return None
     points: dict[tuple[int, str, str], tuple[CostStretch, float]] = {}
-    since = 1.0  # what has drifted since the stretch ended
+    since = 1.0  # drift since the stretch ended
     for stretch in reversed(stretches):
         first, last = stretch.ends()
         points.setdefault((stretch.gpus, stretch.kind, stretch.variant), (stretch, last * since))
@@ -151,22 +151,22 @@ def _told(past: PastRun, name: str, batches: int) -> PastComponentCosts | None:
 
 
 def _stretches(past: PastRun, name: str, batches: int) -> list[CostStretch]:
-    """A component's time by stretches; cold iterations and those with work beside the batches are left out."""
+    """Times of a component by stretches, without warm-up iterations and those with periodic work."""
     runs: list[tuple[tuple[int, str, str], list[tuple[Iteration, ComponentTiming]]]] = []
     for iteration in past.iterations:
-        measured = next((one for one in iteration.components if one.component == name), None)
+        measured = next((timing for timing in iteration.components if timing.component == name), None)
         if measured is None:
             continue
         facts = past.plans.get(iteration.number, {})
-        group: Mapping[str, Any] = next((one for one in facts.get("groups", ()) if name in one["components"]), {})
+        group: Mapping[str, Any] = next((entry for entry in facts.get("groups", ()) if name in entry["components"]), {})
         key = (measured.gpus, str(group.get("kind", "")), str(facts.get("variants", {}).get(name, "")))
         if not runs or runs[-1][0] != key:
             runs.append((key, []))
         runs[-1][1].append((iteration, measured))
-    return [CostStretch(*key, tuple(_busy_s(one, batches) for one in _that_count(run))) for key, run in runs]
+    return [CostStretch(*key, tuple(_busy_s(timing, batches) for timing in _countable(run))) for key, run in runs]
 
 
-def _that_count(run: Sequence[tuple[Iteration, ComponentTiming]]) -> list[ComponentTiming]:
+def _countable(run: Sequence[tuple[Iteration, ComponentTiming]]) -> list[ComponentTiming]:
     warm = list(run[1:]) or list(run)
     usual = [measured for iteration, measured in warm if not iteration.extra]
     return usual or [measured for _, measured in warm]
@@ -176,56 +176,60 @@ def _busy_s(measured: ComponentTiming, batches: int) -> float:
     return measured.busy_s * (batches / measured.batches if measured.batches else 1.0)
 
 
-def _with_costs(component: Component, told: PastComponentCosts, *, is_stated: bool) -> tuple[Component, str]:
-    """A component with measured points, and the sentence that says which stated ones were moved."""
-    stretch, newest_s = told.newest
+def _with_costs(component: Component, costs: PastComponentCosts, *, is_stated: bool) -> tuple[Component, str]:
+    """A component with measured points, and a note on stated points that were scaled."""
+    stretch, newest_s = costs.newest
     if component.on_cpu:
         return replace(component, cpu_seconds=newest_s), ""
-    ran = next((one for one in component.variants if one.name == stretch.variant), component.variants[0])
+    ran = next((variant for variant in component.variants if variant.name == stretch.variant), component.variants[0])
     stated = ran.points(stretch.kind) if is_stated else ()
     expected_s = seconds_at(stated, ran.floor_seconds, stretch.gpus) if stated else 0.0
     level = newest_s / expected_s if expected_s else 1.0
-    variants = tuple(_moved(one, told, level, is_stated=is_stated) for one in component.variants)
+    variants = tuple(_moved(variant, costs, level, is_stated=is_stated) for variant in component.variants)
     counts = {gpus for points in ran.seconds.values() for gpus, _ in points} if is_stated else set()
-    others = counts - {one.gpus for one, _ in told.points}
+    others = counts - {point.gpus for point, _ in costs.points}
     note = ""
     if others or (is_stated and len(variants) > 1):
-        note = f"{component.name} where it did not run: as the job states it, times the measured {level:.2f}"
+        note = f"{component.name} where it was not measured: the stated cost times {level:.2f}"
     return replace(component, variants=variants), note
 
 
-def _moved(variant: Variant, told: PastComponentCosts, level: float, *, is_stated: bool) -> Variant:
-    """A variant with the points that were measured of it; those that are stated move by the level."""
+def _moved(variant: Variant, costs: PastComponentCosts, level: float, *, is_stated: bool) -> Variant:
+    """A variant with its measured points; stated points are scaled by the level."""
     seconds: dict[str, dict[int, float]] = {}
     if is_stated:
         seconds = {kind: {gpus: each * level for gpus, each in points} for kind, points in variant.seconds.items()}
-    for stretch, each in told.points:
+    for stretch, each in costs.points:
         if stretch.variant == variant.name:
-            # Of a kind that is not stated by itself, what is stated of any kind holds.
+            # For a kind without points of its own, those stated for any kind hold.
             before = seconds.get(ANY_KIND, {}) if is_stated else {}
             seconds.setdefault(stretch.kind, dict(before))[stretch.gpus] = each
     if not seconds:
         return variant
-    least = min(each for points in seconds.values() for each in points.values())
+    lowest = min(each for points in seconds.values() for each in points.values())
     return replace(
         variant,
         seconds={kind: tuple(sorted(points.items())) for kind, points in seconds.items()},
-        floor_seconds=min(variant.floor_seconds * level, least),
+        floor_seconds=min(variant.floor_seconds * level, lowest),
     )
 
 
 def _switch_s(past: PastRun, component: Component) -> float:
-    """What leaving and coming back to shared GPUs took, where it shared them; else what is stated."""
+    """Offload and onload time where the component shared GPUs; else the stated time."""
     took = []
     for iteration in past.iterations:
         groups = past.plans.get(iteration.number, {}).get("groups", ())
         if any(component.name in group["components"] and len(group["components"]) > 1 for group in groups):
-            took += [one.offload_s + one.onload_s for one in iteration.components if one.component == component.name]
+            took += [
+                timing.offload_s + timing.onload_s
+                for timing in iteration.components
+                if timing.component == component.name
+            ]
     return median(took[-NEWEST:]) if took else component.switch_seconds
 
 
 def _sync(sync: WeightSync | None, past: PastRun) -> tuple[WeightSync | None, str]:
-    """The weight sync as it was on shared and on separate GPUs, and what is not known of it."""
+    """The weight sync as measured on shared and on separate GPUs, and a note on what is not known."""
     if sync is None:
         return None, ""
     took: dict[bool, list[float]] = {True: [], False: []}
@@ -249,13 +253,13 @@ def _sync(sync: WeightSync | None, past: PastRun) -> tuple[WeightSync | None, st
     return replace(sync, shared_seconds=shared_s, separate_seconds=separate_s), note
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- notes -----------------------------------------------------------------------------------------------------------
 
 
-def _what_was_measured(told: Mapping[str, PastComponentCosts], iterations: int, where: str) -> str:
+def _what_was_measured(past_costs: Mapping[str, PastComponentCosts], iterations: int, where: str) -> str:
     parts = []
-    for name, one in told.items():
-        counts = sorted({stretch.gpus for stretch, _ in one.points})
+    for name, costs in past_costs.items():
+        counts = sorted({stretch.gpus for stretch, _ in costs.points})
         if counts == [0]:
             parts.append(f"{name} on CPUs")
         else:
@@ -265,13 +269,13 @@ def _what_was_measured(told: Mapping[str, PastComponentCosts], iterations: int, 
 
 
 def _last_placement(past: PastRun, job: PlacementJob, folder: Path) -> CurrentPlacement | None:
-    """Where the run's last plan had the components, if the cluster still has those GPUs."""
+    """Placement of the run's last plan, if the cluster still has those GPUs."""
     facts: Mapping[str, Any] = past.plans.get(past.iterations[-1].number, {})
     ranks = {
         name: ranks_of(str(group["gpus"]), job.cluster.gpus, str(folder))
         for group in facts.get("groups", ())
         for name in group["components"]
     }
-    if not ranks or max(max(one, default=0) for one in ranks.values()) >= job.cluster.gpus:
+    if not ranks or max(max(gpus, default=0) for gpus in ranks.values()) >= job.cluster.gpus:
         return None
     return CurrentPlacement(ranks, f"the last plan of the run in {folder}")

@@ -1,9 +1,8 @@
-"""A whole job on a Ray cluster: its components on slots of a pool, side by side as the plan has them.
+"""Runs a whole job on a Ray cluster: components on slots of a pool, in parallel as the plan has them.
 
-The same run as in one process (`local.py`), only that acts are carried out beside each other, each in a thread that
-waits for its component, and time is the wall's. When a component's process or node is lost, everybody is made anew
-under a plan that fits, and the run goes on from the last state that all have saved; iterations after that are void:
-they are run again, and counted once.
+The same as `local_run.py`, but actions run side by side, each in a thread that waits for its component, and time is
+wall time. When a component's process or node is lost, all components are created anew under a plan that fits, and the
+run resumes from the last checkpoint; later iterations are void: they are run again and counted once.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from trimtab.runtime.run.measurements import Metrics
 from trimtab.runtime.run.ray_components import CPU_EACH, ClusterComponents
 from trimtab.runtime.run.replanner import Replanner
 
-LOSSES = 20  # in a row without an iteration in between, after which the run gives up
-ENDS_S = 30.0  # for acts that are under way when one of them has failed
-LOOK_S = 0.25  # between looks at what was posted, while nothing ends
+MAX_LOSSES = 20  # in a row without an iteration in between, after which the run fails
+ACTIONS_END_S = 30.0  # for running actions to end when one of them has failed
+POLL_S = 0.25  # between polls of updates while no action ends
 SPARE_CPU = 1.0
-FEW_NODES = 8  # up to which each has processes ready, so that a move need not wait for one
+FEW_NODES = 8  # up to which warm processes are kept on each, so that a migration need not wait for one
 WARM_EACH = 2
 
 
@@ -55,11 +54,13 @@ class ClusterRun(LocalRun):
         *,
         plan: Plan | None = None,
         resume: bool = False,
-        told: Callable[[Iteration, Metrics], None] | None = None,
+        on_iteration: Callable[[Iteration, Metrics], None] | None = None,
         inputs: Inputs | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
-        super().__init__(run, folder, plan=plan, resume=resume, told=told, inputs=inputs, on_event=on_event)
+        super().__init__(
+            run, folder, plan=plan, resume=resume, on_iteration=on_iteration, inputs=inputs, on_event=on_event
+        )
         self._session = session
         self._losses = 0
         self._began = time.perf_counter()
@@ -67,10 +68,10 @@ class ClusterRun(LocalRun):
         self._seen = self._nodes.first(first_nodes(session))
         self._cluster = self._seen.cluster
         self._names = {node: name for name, node in self._seen.ids.items()}  # of nodes, by Ray's id
-        self._listening: ClusterListener | None = None
-        self._news: queue.SimpleQueue[tuple[RunNodes, e.ClusterChangeCause]] = queue.SimpleQueue()
+        self._listener: ClusterListener | None = None
+        self._node_updates: queue.SimpleQueue[tuple[RunNodes, e.ClusterChangeCause]] = queue.SimpleQueue()
         self._pool: Pool | None = None
-        self._crew: ClusterComponents | None = None
+        self._components: ClusterComponents | None = None
 
     @property
     def pool(self) -> Pool:
@@ -79,13 +80,13 @@ class ClusterRun(LocalRun):
             raise UnreachableError("the run has no pool yet", hint="ask again when it has begun")
         return self._pool
 
-    # ---- beginning and ending ----------------------------------------------------------------------------------------
+    # ---- beginning and ending ------------------------------------------------------------------------------------
 
-    def _make_crew(self) -> ComponentSet:
+    def _make_components(self) -> ComponentSet:
         assert self._path is not None
         self._began = time.perf_counter() - self._time_s
         count = len(self._workflow.components)
-        name = f"run-{self._path.name}-{uuid.uuid4().hex[:6]}"  # one that was killed may hold its own for a while
+        name = f"run-{self._path.name}-{uuid.uuid4().hex[:6]}"  # a killed run may hold its pool for a while
         few = len(self._cluster.nodes) <= FEW_NODES
         self._pool = self._session.pool(
             name,
@@ -96,20 +97,20 @@ class ClusterRun(LocalRun):
             ends_with_me=True,
             strategy="PACK",
         )
-        crew = self._crew = ClusterComponents(self._job, self._session, self._pool, self._path)
-        self._listening = ClusterListener(
+        components = self._components = ClusterComponents(self._job, self._session, self._pool, self._path)
+        self._listener = ClusterListener(
             self._session,
             name,
             self._nodes,
             self._seen,
-            lambda seen, why: self._heard_of_nodes(crew, seen, why),
-            lambda task: self._heard(crew, task),
+            lambda seen, why: self._on_nodes(components, seen, why),
+            lambda task: self._on_task(components, task),
         )
-        self._listening.begin()
-        return crew
+        self._listener.start()
+        return components
 
     def _warm_each(self, count: int) -> int:
-        """Processes ready on every node: on one or two of them each component may have a member at once."""
+        """Warm processes per node: on one or two nodes each component may have a worker on every node."""
         return count if len(self._cluster.nodes) <= 2 else min(count, WARM_EACH)
 
     def _quota(self) -> dict[str, float]:
@@ -117,8 +118,8 @@ class ClusterRun(LocalRun):
         return {"gpu": float(self._cluster.gpus), "cpu": cpus}
 
     def _finish(self, state: str, reason: Any, plan: Plan) -> None:
-        if self._listening is not None:
-            self._listening.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._pool is not None:
             with contextlib.suppress(TrimtabError):
                 self._pool.drop()
@@ -127,110 +128,110 @@ class ClusterRun(LocalRun):
     def _now(self) -> float:
         return time.perf_counter() - self._began
 
-    def _passed(self) -> None:
-        """The wall's time passes by itself."""
+    def _advance_clock(self) -> None:
+        """Wall time passes by itself."""
 
-    # ---- news --------------------------------------------------------------------------------------------------------
+    # ---- cluster events ------------------------------------------------------------------------------------------
 
-    def _heard_of_nodes(self, crew: ClusterComponents, seen: RunNodes, why: e.ClusterChangeCause) -> None:
-        """Nodes have changed; in the thread that listens."""
-        self._news.put((seen, why))
+    def _on_nodes(self, components: ClusterComponents, seen: RunNodes, why: e.ClusterChangeCause) -> None:
+        """Nodes have changed; called in the listener's thread."""
+        self._node_updates.put((seen, why))
         if why is e.ClusterChangeCause.lost:
-            crew.alarm("a node was lost")
+            components.report_lost_nodes("a node was lost")
 
-    def _heard(self, crew: ClusterComponents, task: TaskSnapshot) -> None:
-        """A task of the run's pool is in another state; in the thread that listens."""
+    def _on_task(self, components: ClusterComponents, task: TaskSnapshot) -> None:
+        """A task of the run's pool changed its state; called in the listener's thread."""
         component = dict(task.labels).get("component")
         if component is not None:
             if task.state in ENDED or task.state is TaskState.evicted:
-                crew.gone(task.id, str(task.reason))
+                components.report_lost_task(task.id, str(task.reason))
             return
         what = "returned" if task.state is TaskState.running and task.evictions else task.state.value
         facts = {"code": task.reason.code.value, "reason": task.reason.sentence, "priority": task.priority}
-        self._tell("task", task=task.id, pool=task.pool, what=what, **facts)
+        self._emit("task", task=task.id, pool=task.pool, what=what, **facts)
 
-    def _take_news(self) -> None:
-        """Hand over what was heard of the cluster, in the thread of the run."""
-        while self._loop is not None:
+    def _apply_node_updates(self) -> None:
+        """Pass cluster changes to the replanner, in the thread of the run."""
+        while self._replanner is not None:
             try:
-                seen, why = self._news.get_nowait()
+                seen, why = self._node_updates.get_nowait()
             except queue.Empty:
                 return
-            self._know(seen)
+            self._set_nodes(seen)
             deadline = None if seen.deadline is None else self._now() + seen.deadline - time.time()
-            self._loop.changed(seen.cluster, why, seen.leaving, deadline)
+            self._replanner.cluster_changed(seen.cluster, why, seen.leaving, deadline)
 
-    def _changed_unseen(self) -> bool:
-        """Whether the cluster has changed while there was no loop yet to be told; it is known from now on."""
+    def _cluster_changed_early(self) -> bool:
+        """Whether the cluster changed before there was a replanner; adopts the changes."""
         before = self._cluster
-        while not self._news.empty():
-            self._know(self._news.get()[0])
+        while not self._node_updates.empty():
+            self._set_nodes(self._node_updates.get()[0])
         return self._cluster != before
 
-    def _know(self, seen: RunNodes) -> None:
-        """These are the nodes from now on; what the pool may use grows with them."""
+    def _set_nodes(self, seen: RunNodes) -> None:
+        """Adopt these nodes; the quota of the pool grows with them."""
         self._seen, self._cluster = seen, seen.cluster
         self._names.update({node: name for name, node in seen.ids.items()})
-        if self._pool is not None and self._listening is not None and seen.cluster.gpus > self._listening.own_gpus:
+        if self._pool is not None and self._listener is not None and seen.cluster.gpus > self._listener.own_gpus:
             self._pool.set_quota(self._quota())
-            self._listening.own_gpus = float(seen.cluster.gpus)
+            self._listener.own_gpus = float(seen.cluster.gpus)
 
-    # ---- acts beside each other --------------------------------------------------------------------------------------
+    # ---- parallel actions ----------------------------------------------------------------------------------------
 
-    def _drive(self, acting: IterationRunner) -> None:
-        """Begin whatever may begin; go on with whatever has ended first."""
+    def _drive(self, runner: IterationRunner) -> None:
+        """Begin all actions that are ready; continue with whichever ends first."""
         ended: queue.SimpleQueue[tuple[PlanAction, float, BaseException | None]] = queue.SimpleQueue()
         under_way = 0
 
-        def act_in_thread(act: PlanAction) -> None:
+        def run_action(action: PlanAction) -> None:
             fault: BaseException | None = None
             try:
-                acting.perform(act, self._now())
+                runner.perform(action, self._now())
             except BaseException as error:
                 fault = error
-            ended.put((act, self._now(), fault))
+            ended.put((action, self._now(), fault))
 
         while True:
-            with acting.lock:
-                for act in acting.order.ready():
-                    acting.order.begin(act)
-                    threading.Thread(target=act_in_thread, args=(act,), name="trimtab-act", daemon=True).start()
+            with runner.lock:
+                for action in runner.order.ready():
+                    runner.order.begin(action)
+                    threading.Thread(target=run_action, args=(action,), name="trimtab-act", daemon=True).start()
                     under_way += 1
             if not under_way:
                 return
             try:
-                act, now_s, fault = self._next(acting, ended)
+                action, now_s, fault = self._next_ended(runner, ended)
                 under_way -= 1
                 if fault is not None:
                     raise fault
-                with acting.lock:
-                    acting.order.end(act)
-                self._act_ended(acting, now_s)
+                with runner.lock:
+                    runner.order.end(action)
+                self._action_ended(runner, now_s)
             except BaseException:
-                acting.crew.drop()  # whoever still works is ended, so that nobody is waited for in vain
+                runner.components.drop()  # end running components, so that nothing waits in vain
                 self._wait_for_others(ended, under_way)
                 raise
 
-    def _next(
-        self, acting: IterationRunner, ended: queue.SimpleQueue[Any]
+    def _next_ended(
+        self, runner: IterationRunner, ended: queue.SimpleQueue[Any]
     ) -> tuple[PlanAction, float, BaseException | None]:
-        """What ends next. Each act has a deadline of its own; meanwhile news are heard."""
+        """The next action that ends. Each has a deadline of its own; updates are applied meanwhile."""
         while True:
             try:
-                told: tuple[PlanAction, float, BaseException | None] = ended.get(timeout=LOOK_S)
+                item: tuple[PlanAction, float, BaseException | None] = ended.get(timeout=POLL_S)
             except queue.Empty:
-                self._act_ended(acting, self._now())
+                self._action_ended(runner, self._now())
                 continue
-            return told
+            return item
 
-    def _act_ended(self, acting: IterationRunner, now_s: float) -> None:
-        self._take_news()
-        if self._loop is not None:
-            self._loop.look()
-        super()._act_ended(acting, now_s)
+    def _action_ended(self, runner: IterationRunner, now_s: float) -> None:
+        self._apply_node_updates()
+        if self._replanner is not None:
+            self._replanner.poll()
+        super()._action_ended(runner, now_s)
 
     def _wait_for_others(self, ended: queue.SimpleQueue[Any], under_way: int) -> None:
-        end = time.monotonic() + ENDS_S
+        end = time.monotonic() + ACTIONS_END_S
         while under_way and (left_s := end - time.monotonic()) > 0:
             try:
                 ended.get(timeout=left_s)
@@ -238,106 +239,112 @@ class ClusterRun(LocalRun):
                 return
             under_way -= 1
 
-    def _iteration_done(self, acting: IterationRunner, number: int, now_s: float) -> None:
-        super()._iteration_done(acting, number, now_s)
+    def _iteration_done(self, runner: IterationRunner, number: int, now_s: float) -> None:
+        super()._iteration_done(runner, number, now_s)
         self._losses = 0
 
-    # ---- the loop ----------------------------------------------------------------------------------------------------
+    # ---- replanning ----------------------------------------------------------------------------------------------
 
-    def _make_loop(self, plan: Plan, first: int) -> Replanner:
-        loop = self._loop = super()._make_loop(plan, first)
-        self._take_seats()
-        self._take_news()
-        return loop
+    def _make_replanner(self, plan: Plan, first: int) -> Replanner:
+        replanner = self._replanner = super()._make_replanner(plan, first)
+        self._report_placement()
+        self._apply_node_updates()
+        return replanner
 
-    def _take_seats(self) -> None:
-        """Tell the loop on which nodes the components were put: whoever hands out slots decides that."""
-        assert self._loop is not None
-        assert self._crew is not None
+    def _report_placement(self) -> None:
+        """Tell the replanner on which nodes the components were placed, which the pool decides."""
+        assert self._replanner is not None
+        assert self._components is not None
         where = {
             name: tuple((self._names.get(node, node), count) for node, count in nodes)
-            for name, nodes in self._crew.where().items()
+            for name, nodes in self._components.gpu_nodes().items()
         }
-        self._loop.handle(e.PlanPlaced(tuple(where.items())))
+        self._replanner.handle(e.PlanPlaced(tuple(where.items())))
 
-    def _settled(self, crew: ComponentSet, plan: Plan, first: int, why: str) -> None:
-        if self._loop is not None:
-            self._take_seats()
-            plan = self._loop.machine.plan
-        super()._settled(crew, plan, first, why)
+    def _set_plan(self, components: ComponentSet, plan: Plan, first: int, why: str) -> None:
+        if self._replanner is not None:
+            self._report_placement()
+            plan = self._replanner.machine.plan
+        super()._set_plan(components, plan, first, why)
 
-    # ---- losses ------------------------------------------------------------------------------------------------------
+    # ---- losses --------------------------------------------------------------------------------------------------
 
-    def _recovered(self, crew: ComponentSet, lost: ComponentLostError, plan: Plan) -> tuple[Plan, int]:
-        """Make everybody anew under a plan that fits, from the last state; gives plan and iteration to go on with."""
-        assert isinstance(crew, ClusterComponents)
+    def _recover(self, components: ComponentSet, lost: ComponentLostError, plan: Plan) -> tuple[Plan, int]:
+        """Create all components anew under a plan that fits, from the last checkpoint; returns plan and next
+        iteration.
+        """
+        assert isinstance(components, ClusterComponents)
         while True:
             self._losses += 1
-            if self._losses > LOSSES:
+            if self._losses > MAX_LOSSES:
                 raise lost
-            saved = self._saving.whole
-            void = sum(one.number > saved for one in self._iterations)
-            self._tell("lost", component=lost.component, why=lost.what, after=saved, void=void)
-            self._iterations = [one for one in self._iterations if one.number <= saved]
-            self._metrics = {number: one for number, one in self._metrics.items() if number <= saved}
-            self._tell("resumed", after=saved, void=void)
+            saved = self._checkpointer.last_complete
+            void = sum(iteration.number > saved for iteration in self._iterations)
+            self._emit("lost", component=lost.component, why=lost.what, after=saved, void=void)
+            self._iterations = [iteration for iteration in self._iterations if iteration.number <= saved]
+            self._metrics = {number: figures for number, figures in self._metrics.items() if number <= saved}
+            self._emit("resumed", after=saved, void=void)
             try:
-                crew.drop()
-                placed_plan = self._plan_that_fits(plan, saved, lost)
-                if self._ends:
+                components.drop()
+                placed_plan = self._fitting_plan(plan, saved, lost)
+                if self._is_ending:
                     return plan, saved + 1
-                return self._rebuilt(crew, placed_plan, saved), saved + 1
+                return self._rebuild(components, placed_plan, saved), saved + 1
             except ComponentLostError as again:
                 lost = again
 
-    def _plan_that_fits(self, plan: Plan, saved: int, lost: ComponentLostError) -> PlacedPlan:
-        """The plan as it is where its GPUs are there; else what the loop moves to, once it finds something.
+    def _fitting_plan(self, plan: Plan, saved: int, lost: ComponentLostError) -> PlacedPlan:
+        """The current plan if its GPUs are there; else what the replanner migrates to, once it finds one.
 
-        A loop that only advises stops no run, so here it is seen to that nobody waits for ever.
+        A replanner in advise mode stops no run, so the wait here has a deadline.
         """
-        loop = self._loop
-        if loop is None:
-            return PlacedPlan(self._fresh_plan() if self._changed_unseen() else plan, self._cluster)
-        loop.began(saved, self._job.iterations - saved)
+        replanner = self._replanner
+        if replanner is None:
+            return PlacedPlan(self._fresh_plan() if self._cluster_changed_early() else plan, self._cluster)
+        replanner.began(saved, self._job.iterations - saved)
         end = self._now() + self._job.rules.wait_s + self._job.rules.rollback_limit_s
         while True:
             if self._now() > end:
-                raise UnreachableError(f"{lost.what}; nothing that fits what is left came in time")
-            self._take_news()
-            loop.look()
-            machine, to = loop.machine, loop.machine.moving_to
-            if to is not None and not isinstance(loop.todo, e.RollBackMigration):
+                raise UnreachableError(f"{lost.what}; no plan fits the remaining nodes in time")
+            self._apply_node_updates()
+            replanner.poll()
+            machine, to = replanner.machine, replanner.machine.moving_to
+            if to is not None and not isinstance(replanner.next_step, e.RollBackMigration):
                 return to
-            if not machine.drift.must_migrate() or self._ends:
+            if not machine.drift.must_migrate() or self._is_ending:
                 return machine.placed_plan
             if to is not None:
-                loop.rolled_back(0.0)  # there is nothing to go back to: it looks for another plan
-            elif loop.advised is not None:  # nobody else could carry it out, and the plan that was is gone
-                loop.handle(e.AdviceTaken())
-                loop.advised = None
+                replanner.rolled_back(0.0)  # there is nothing to roll back to: it searches another plan
+            elif replanner.advised is not None:  # advise mode, but the old plan is gone
+                replanner.handle(e.AdviceTaken())
+                replanner.advised = None
             else:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
-    def _rebuilt(self, crew: ClusterComponents, placed_plan: PlacedPlan, saved: int) -> Plan:
-        """Everybody made anew, with the state after an iteration; a move that was under way has arrived then."""
-        loop, began, plan = self._loop, self._now(), placed_plan.plan
+    def _rebuild(self, components: ClusterComponents, placed_plan: PlacedPlan, saved: int) -> Plan:
+        """Create all components with the state of a checkpoint; a migration under way is complete then."""
+        replanner, began, plan = self._replanner, self._now(), placed_plan.plan
         try:
-            crew.make(self._workflow, placed_plan, saved + 1)
+            components.make(self._workflow, placed_plan, saved + 1)
             if saved:
-                self._load_states(crew, saved)
+                self._load_states(components, saved)
         except ComponentLostError:
-            if loop is not None and loop.move is not None and not isinstance(loop.todo, e.RollBackMigration):
-                assert loop.todo is not None
-                loop.stage_failed(loop.todo.stage, "a component was lost again")
+            if (
+                replanner is not None
+                and replanner.move is not None
+                and not isinstance(replanner.next_step, e.RollBackMigration)
+            ):
+                assert replanner.next_step is not None
+                replanner.stage_failed(replanner.next_step.stage, "a component was lost again")
             raise
         took_s = self._now() - began
-        if loop is not None and loop.move is not None:
-            if isinstance(loop.todo, e.RollBackMigration):
-                loop.rolled_back(took_s)
+        if replanner is not None and replanner.move is not None:
+            if isinstance(replanner.next_step, e.RollBackMigration):
+                replanner.rolled_back(took_s)
             else:
                 for stage in STAGES:
-                    if loop.move is not None:
-                        loop.stage_done(stage, took_s if stage.value == "place" else 0.0)
-                plan = loop.machine.plan
-        self._settled(crew, plan, saved + 1, "lost")
+                    if replanner.move is not None:
+                        replanner.stage_done(stage, took_s if stage.value == "place" else 0.0)
+                plan = replanner.machine.plan
+        self._set_plan(components, plan, saved + 1, "lost")
         return plan

@@ -1,8 +1,8 @@
-"""The loop machine of one run, live: iterations and news go in, and what it says of them is told and kept to be done.
+"""Drives the replan machine of a run: feeds it iterations and cluster events, and executes or records its instructions.
 
-The machine decides (`trimtab.loop`); whoever runs the job asks here, between two iterations, whether there is a move to
-carry out. Other threads post what they hear; it is handed over in the thread of the run, so that the machine never sees
-two events at a time. Nothing here calls a component or waits.
+The machine decides (`machines/replan`); the run checks here, between two iterations, for a migration to execute. Other
+threads post events, which are handled in the thread of the run, so the machine never sees two at a time. Nothing here
+calls a component or waits.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from trimtab.runtime.run.measurements import plan_facts
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[..., None]
+EmitEvent = Callable[..., None]
 
 
 class Replanner:
-    """One run under watch. `move` is what has begun and has not arrived, `todo` what is to be done for it next."""
+    """`move` is a migration that has begun and is not complete, `next_step` its next instruction."""
 
-    def __init__(self, machine: ReplanMachine, tell: Tell, now: Callable[[], float]) -> None:
+    def __init__(self, machine: ReplanMachine, emit: EmitEvent, now: Callable[[], float]) -> None:
         self.machine = machine
         self.move: Migration | None = None
-        self.todo: e.RunMigrationStage | e.RollBackMigration | None = None
+        self.next_step: e.RunMigrationStage | e.RollBackMigration | None = None
         self.advised: Plan | None = None
         self.stop: Reason | None = None
         self.ranges: dict[str, tuple[int, int]] = {}
-        self._tell = tell
+        self._emit = emit
         self._now = now
         self._posted: queue.SimpleQueue[e.ReplanEvent] = queue.SimpleQueue()
 
-    # ---- what happens ----------------------------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------------------------
 
     def post(self, event: e.ReplanEvent) -> None:
-        """From any thread: something to be handed over when the run looks next."""
+        """Queue an event for the next `poll`. From any thread."""
         self._posted.put(event)
 
-    def look(self) -> None:
-        """Hand over what was posted, and say that time has passed where something is due."""
+    def poll(self) -> None:
+        """Handle posted events, and a tick if a deadline has passed."""
         while True:
             try:
                 event = self._posted.get_nowait()
@@ -65,131 +65,136 @@ class Replanner:
             self.handle(e.ReplanTick())
 
     def began(self, done: int, remaining: int) -> None:
-        """The run begins, or goes on after so many iterations."""
         self.handle(e.RunResumed(done, remaining))
 
-    def iteration(self, one: Iteration) -> None:
-        """An iteration is over."""
-        self.handle(e.IterationDone(one))
+    def iteration(self, iteration: Iteration) -> None:
+        self.handle(e.IterationDone(iteration))
 
-    def changed(
+    def cluster_changed(
         self, cluster: Cluster, why: e.ClusterChangeCause, leaving: tuple[str, ...], deadline: float | None
     ) -> None:
-        """There are other nodes than before, or some will go."""
-        self._tell("cluster", why=why.value, leaving=list(leaving), deadline=deadline, nodes=nodes_facts(cluster))
+        self._emit("cluster", why=why.value, leaving=list(leaving), deadline=deadline, nodes=nodes_facts(cluster))
         self.handle(e.ClusterChanged(cluster, why, leaving, deadline))
 
     def stage_done(self, stage: MigrationStage, took_s: float) -> None:
-        """A stage of the move is done; the run stood still for so long."""
+        """A stage is done; the run was stopped for `took_s`."""
         assert self.move is not None
         move = self.move
-        self._tell("move", move=move.id, state="stage", stage=stage.value, took_s=round(took_s, 4))
+        self._emit("move", move=move.id, state="stage", stage=stage.value, took_s=round(took_s, 4))
         self.handle(e.MigrationStageDone(move.id, stage, took_s))
         if self.machine.moving is None:
-            self.move = self.todo = None
-            self._tell("move", move=move.id, state="arrived", **_said(ReasonCode.arrived, self.machine.plan.describe()))
+            self.move = self.next_step = None
+            self._emit("move", move=move.id, state="arrived", **_code(ReasonCode.arrived, self.machine.plan.describe()))
 
     def stage_failed(self, stage: MigrationStage, why: str) -> None:
-        """A stage of the move failed; `todo` is the way back then."""
+        """A stage failed; `next_step` is the rollback then."""
         assert self.move is not None
         self.handle(e.MigrationStageFailed(self.move.id, stage, why))
 
     def rolled_back(self, took_s: float) -> None:
-        """The old plan is in place again."""
         assert self.move is not None
-        move, self.move, self.todo = self.move, None, None
-        self._tell("move", move=move.id, state="rolled back", took_s=round(took_s, 4))
+        move, self.move, self.next_step = self.move, None, None
+        self._emit("move", move=move.id, state="rolled back", took_s=round(took_s, 4))
         self.handle(e.RolledBack(move.id, took_s))
 
     def roll_back_failed(self, why: str) -> None:
-        """The old plan could not be put in place again: the run stops."""
+        """The old plan could not be restored: the run stops."""
         assert self.move is not None
-        move, self.move, self.todo = self.move, None, None
-        self._tell("move", move=move.id, state="stuck", **_said(ReasonCode.stuck, why))
+        move, self.move, self.next_step = self.move, None, None
+        self._emit("move", move=move.id, state="stuck", **_code(ReasonCode.stuck, why))
         self.handle(e.RollBackFailed(move.id, why))
 
     def handle(self, event: e.ReplanEvent) -> None:
-        """Give an event to the machine and heed what it says. What it refuses is told, and changes nothing."""
+        """Give an event to the machine and execute its instructions. A refused event is recorded and changes
+        nothing.
+        """
         try:
-            said = self.machine.handle(event, self._now())
+            instructions = self.machine.handle(event, self._now())
         except InputError as refused:
-            self._tell("told", **_said(ReasonCode.refused, refused.what))
+            self._emit("told", **_code(ReasonCode.refused, refused.what))
             return
-        for instruction in said:
-            self._heed(instruction)
+        for instruction in instructions:
+            self._apply(instruction)
 
-    # ---- what it says ----------------------------------------------------------------------------------------------
+    # ---- instructions --------------------------------------------------------------------------------------------
 
-    def _heed(self, said: e.ReplanInstruction) -> None:
-        if isinstance(said, e.KeepPlan):
-            self._decided("stay", said.reason, said.numbers)
-        elif isinstance(said, e.AdvisePlan):
-            self.advised = said.plan
-            self._decided("advise", said.reason, said.numbers, plan=plan_facts(said.plan))
-        elif isinstance(said, e.BeginMigration):
-            self.move = said.move
-            self._tell("move", state="begun", **move_facts(said.move), iteration=self.machine.iterations)
-        elif isinstance(said, e.RunMigrationStage):
-            self.todo = said
-        elif isinstance(said, e.RollBackMigration):
-            self.todo = said
-            self._tell("move", move=said.move.id, state="rolling back", stage=said.at.value, **_said_by(said.reason))
-        elif isinstance(said, e.SetGpuRange):
-            self.ranges[said.component] = (said.min_gpus, said.max_gpus)
-            self._tell("range", component=said.component, least=said.min_gpus, most=said.max_gpus)
-        elif isinstance(said, e.StopRun):
-            self.stop = said.reason
-        elif isinstance(said, e.Notify):
-            self._tell("told", **_said_by(said.reason))
+    def _apply(self, instruction: e.ReplanInstruction) -> None:
+        if isinstance(instruction, e.KeepPlan):
+            self._decided("stay", instruction.reason, instruction.numbers)
+        elif isinstance(instruction, e.AdvisePlan):
+            self.advised = instruction.plan
+            self._decided("advise", instruction.reason, instruction.numbers, plan=plan_facts(instruction.plan))
+        elif isinstance(instruction, e.BeginMigration):
+            self.move = instruction.move
+            self._emit("move", state="begun", **move_facts(instruction.move), iteration=self.machine.iterations)
+        elif isinstance(instruction, e.RunMigrationStage):
+            self.next_step = instruction
+        elif isinstance(instruction, e.RollBackMigration):
+            self.next_step = instruction
+            self._emit(
+                "move",
+                move=instruction.move.id,
+                state="rolling back",
+                stage=instruction.at.value,
+                **_reason(instruction.reason),
+            )
+        elif isinstance(instruction, e.SetGpuRange):
+            self.ranges[instruction.component] = (instruction.min_gpus, instruction.max_gpus)
+            self._emit("range", component=instruction.component, least=instruction.min_gpus, most=instruction.max_gpus)
+        elif isinstance(instruction, e.StopRun):
+            self.stop = instruction.reason
+        elif isinstance(instruction, e.Notify):
+            self._emit("told", **_reason(instruction.reason))
 
     def _decided(self, what: str, reason: Reason, numbers: DecisionNumbers, **facts: Any) -> None:
         figures = {name: value for name, value in asdict(numbers).items() if value is not None}
-        self._tell(
-            "decided", what=what, iteration=self.machine.iterations, numbers=figures, **_said_by(reason), **facts
-        )
+        self._emit("decided", what=what, iteration=self.machine.iterations, numbers=figures, **_reason(reason), **facts)
 
 
-def keep_machine(path: Path, machine: ReplanMachine) -> None:
-    """Write all that a machine knows, so that a run that is resumed need not learn it again. Raises OSError."""
+def save_machine(path: Path, machine: ReplanMachine) -> None:
+    """Write the machine's state for a resumed run. Raises OSError."""
     replace(path, json.dumps(machine.dump(), allow_nan=False) + "\n")
 
 
-def kept_machine(path: Path, workflow: Workflow, cluster: Cluster, rules: ReplanRules) -> ReplanMachine | None:
-    """A machine as it was kept; None where there is none, or it was of another job or cluster."""
+def load_machine(path: Path, workflow: Workflow, cluster: Cluster, rules: ReplanRules) -> ReplanMachine | None:
+    """The saved machine; None without one, or if it is of another job or cluster."""
     try:
         machine = ReplanMachine.load(plain.loads(path.read_bytes()), workflow, rules)
     except FileNotFoundError:
         return None
     except (OSError, *ODD) as fault:
-        log.warning("what was learned before is not used: %s cannot be understood: %s", path, fault)
+        log.warning("starting without past measurements: %s cannot be read: %s", path, fault)
         return None
     known = {placed.name for placed in machine.plan.components}
     return machine if machine.cluster == cluster and known == set(workflow.names) else None
 
 
 def nodes_facts(cluster: Cluster) -> list[list[Any]]:
-    """The nodes of a cluster as an event holds them."""
     return [[node.name, node.gpus, node.gpu] for node in cluster.nodes]
 
 
 def move_facts(move: Migration) -> Mapping[str, Any]:
-    """A move as an event holds it."""
     return {
         "move": move.id,
         "forced": move.forced,
         "numbers": {name: value for name, value in asdict(move.numbers).items() if value is not None},
         "changes": [
-            [one.component, one.how.value, [list(seat) for seat in one.before], [list(seat) for seat in one.after]]
-            for one in move.changes
+            [
+                change.component,
+                change.how.value,
+                [list(seat) for seat in change.before],
+                [list(seat) for seat in change.after],
+            ]
+            for change in move.changes
         ],
         "plan": plan_facts(move.after),
-        **_said_by(move.reason),
+        **_reason(move.reason),
     }
 
 
-def _said_by(reason: Reason) -> dict[str, str]:
-    return _said(reason.code, reason.sentence)
+def _reason(reason: Reason) -> dict[str, str]:
+    return _code(reason.code, reason.sentence)
 
 
-def _said(code: ReasonCode, sentence: str) -> dict[str, str]:
+def _code(code: ReasonCode, sentence: str) -> dict[str, str]:
     return {"code": code.value, "reason": sentence}

@@ -1,1 +1,1 @@
-"""What is kept on disk: the journal and its snapshots, and blobs beside it."""
+"""State on disk: the journal with its snapshots, and blobs beside it."""

@@ -1,7 +1,6 @@
-"""Files beside the journal: what tasks run, the state they saved, what came out; of pools, handlers and environments.
+"""Files beside the journal: payloads, saved states and results of tasks; handlers and environments of pools.
 
-Bytes in, bytes out: nothing is unpacked here. A file is there whole or not at all. What belongs to a task is deleted
-when the task is forgotten.
+Contents are never unpickled here. Files are written atomically. The files of a task are deleted when it is forgotten.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _STATE = re.compile(r"(.+)\.(\d+)\.(\d+)\.state")
 
 
 class BlobStore:
-    """The folders of one controller; that of `states` may be elsewhere (`state_dir`). Files are their owner's alone."""
+    """The folders of a controller; `states` may be elsewhere (`state_dir`). Files are readable by their owner only."""
 
     def __init__(self, directory: Path, state_dir: str | None = None) -> None:
         self._folders = {kind: directory / kind for kind in KINDS}
@@ -35,14 +34,12 @@ class BlobStore:
         self.make_folders()
 
     def make_folders(self) -> None:
-        """Have the folders there, also after somebody deleted them."""
+        """Create missing folders."""
         for folder in self._folders.values():
             folder.mkdir(parents=True, exist_ok=True)
 
     def stage(self, kind: str, task: str, data: bytes) -> StagedBlob:
-        """Write data under a temporary name; `StagedBlob.commit` gives it its own. UnreachableError: no room, no
-        disk.
-        """
+        """Write data under a temporary name; `StagedBlob.commit` renames it. UnreachableError if the disk refuses."""
         folder = self._folders[kind]
         try:
             descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".new", dir=folder)
@@ -58,18 +55,16 @@ class BlobStore:
         return staged
 
     def put(self, kind: str, task: str, data: bytes) -> None:
-        """Keep data of a task."""
         self.stage(kind, task, data).commit()
 
     def get(self, kind: str, task: str) -> bytes | None:
-        """The data of a task, or None."""
         try:
             return (self._folders[kind] / file_name(task)).read_bytes()
         except FileNotFoundError:
             return None
 
     def header(self, kind: str, task: str) -> dict[str, Any] | None:
-        """The header of packed data of a task, without reading the rest; None where there is none."""
+        """Header of the packed data of a task, without reading the rest; None if there is none."""
         try:
             with open(self._folders[kind] / file_name(task), "rb") as file:
                 return header_of(file.readline())
@@ -77,15 +72,15 @@ class BlobStore:
             return None
 
     def state_path(self, task: str, attempt: int, rank: int) -> Path:
-        """Where a member's state goes. Every attempt has its own, so a gang never mixes two savings."""
+        """File of a member's state, one per attempt, so that a gang never mixes two saves."""
         return self._folders["states"] / state_name(task, attempt, rank)
 
     def put_state(self, task: str, attempt: int, rank: int, data: bytes) -> None:
-        """Keep the state that a member sent; on return it is on the disk."""
+        """Write a member's state, synced to disk."""
         write_file(self.state_path(task, attempt, rank), data, sync=True)
 
     def latest_state(self, task: str, world: int) -> list[Path] | None:
-        """The newest state that is there for every member, in order of rank."""
+        """Newest state that exists for every member, by rank."""
         by_attempt: dict[int, dict[int, Path]] = {}
         for path, attempt, rank in self._states(task):
             by_attempt.setdefault(attempt, {})[rank] = path
@@ -95,27 +90,27 @@ class BlobStore:
         return None
 
     def drop_old_states(self, task: str, attempt: int) -> None:
-        """Delete what was saved before this attempt."""
+        """Delete states of earlier attempts."""
         for path, saved_in, _ in self._states(task):
             if saved_in < attempt:
                 path.unlink(missing_ok=True)
 
-    def forget_life(self, task: str) -> None:
-        """Delete what came of a task that ended: its id begins a new life."""
+    def forget_previous_run(self, task: str) -> None:
+        """Delete result and states of an ended task whose id is submitted again."""
         (self._folders["results"] / file_name(task)).unlink(missing_ok=True)
         for path, _, _ in self._states(task):
             path.unlink(missing_ok=True)
 
     def keep_only(self, tasks: Collection[str], before: float | None = None) -> None:
-        """Delete the files of every other task; of those that were written before a time, where one is given.
+        """Delete the files of all other tasks, if written before `before`.
 
-        A `state_dir` is the user's and may be shared: files in it go only together with a payload of this controller.
+        A `state_dir` is the user's and may be shared: files in it are deleted only with a payload of this controller.
         """
         names = {file_name(task) for task in tasks}
         forgotten = set()
         for kind in ("payloads", "results"):
             for entry in os.scandir(self._folders[kind]):
-                with contextlib.suppress(FileNotFoundError):  # just committed, under its own name
+                with contextlib.suppress(FileNotFoundError):  # renamed by a commit
                     if entry.name not in names and (before is None or entry.stat().st_mtime < before - 1.0):
                         forgotten.add(entry.name)
                         os.unlink(entry.path)
@@ -126,27 +121,25 @@ class BlobStore:
     def _states(self, task: str) -> list[tuple[Path, int, int]]:
         name = file_name(task)
         matches = [(entry.path, _STATE.fullmatch(entry.name)) for entry in os.scandir(self._folders["states"])]
-        return [(Path(path), int(one[2]), int(one[3])) for path, one in matches if one and one[1] == name]
+        return [(Path(path), int(m[2]), int(m[3])) for path, m in matches if m and m[1] == name]
 
 
 class StagedBlob:
-    """Data on disk under a temporary name."""
+    """A file under a temporary name."""
 
     def __init__(self, temporary: Path, path: Path) -> None:
         self._temporary = temporary
         self.path = path
 
     def commit(self) -> None:
-        """Give it its name."""
         os.replace(self._temporary, self.path)
 
     def discard(self) -> None:
-        """Delete it."""
         self._temporary.unlink(missing_ok=True)
 
 
 def file_name(task: str) -> str:
-    """A task's id as a file's name: readable, unique, never hidden, never too long."""
+    """File name of a task id: readable, unique, never hidden, of limited length."""
     quoted = urllib.parse.quote(task, safe=" -_@=+,.")
     if len(quoted) <= 120 and not quoted.startswith("."):
         return quoted
@@ -154,31 +147,31 @@ def file_name(task: str) -> str:
 
 
 def state_name(task: str, attempt: int, rank: int) -> str:
-    """The name of the file with a member's state."""
+    """File name of a member's state."""
     return f"{file_name(task)}.{attempt}.{rank}.state"
 
 
 def read_state_name(name: str) -> tuple[str, int, int] | None:
-    """The file name of the task, the attempt and the rank; None where it is no such name."""
+    """(task file name, attempt, rank); None if the name does not match."""
     matched = _STATE.fullmatch(name)
     return (matched[1], int(matched[2]), int(matched[3])) if matched else None
 
 
 def pack(header: dict[str, Any], parts: Sequence[bytes | None]) -> bytes:
-    """A header and byte strings in one; None stays None."""
+    """Pack a JSON header and byte strings; None stays None."""
     sizes = [None if part is None else len(part) for part in parts]
     text = json.dumps({**header, "sizes": sizes}, separators=(",", ":")).encode()
     return b"\n".join((text, b"".join(part for part in parts if part is not None)))
 
 
 def header_of(data: bytes) -> dict[str, Any]:
-    """The header alone of packed data."""
+    """Header of packed data."""
     header: dict[str, Any] = json.loads(data[: data.index(b"\n")])
     return header
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes | None]]:
-    """What `pack` was given."""
+    """Inverse of `pack`."""
     text, _, rest = data.partition(b"\n")
     header = json.loads(text)
     parts: list[bytes | None] = []

@@ -1,8 +1,8 @@
-"""Replays the closed part of a journal and writes the snapshot it comes to. A process of its own: `python -m ...`.
+"""Compacts a journal: replays its closed segments and writes the resulting snapshot.
 
-The state of ten thousand tasks takes a second to write down; a controller that did so itself would leave everybody
-waiting. Replaying gives the same state, so nobody needs to stop: the controller goes on in a fresh segment while this
-reads the ones before it. Killed half way it leaves everything as it was.
+A separate process, `python -m trimtab.runtime.store.compact DIRECTORY SEGMENT`: the state of 10,000 tasks takes a
+second to write, during which the controller would not answer. The controller continues in a new segment meanwhile.
+Killed half way, it leaves everything unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.runtime.store.journal import read_journal, write_snapshot
 
 
 def compact(directory: Path, before: int) -> None:
-    """Write the snapshot that stands for everything before a segment, and delete what it stands for."""
+    """Write the snapshot of everything before a segment, and delete the older files."""
     found = read_journal(directory, before=before)
     machine = PoolMachine.load(found.snapshot) if found.snapshot is not None else PoolMachine()
     for now, event in found.events:
@@ -27,5 +27,5 @@ def compact(directory: Path, before: int) -> None:
 
 if __name__ == "__main__":
     os.nice(10)
-    gc.disable()  # nothing here is garbage
+    gc.disable()  # all data stays alive
     compact(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,10 +1,10 @@
-"""The journal of a machine: every event on disk, so that a controller killed at any moment finds its way back.
+"""The journal of a machine: all its events on disk, from which a controller recovers after a crash at any time.
 
-An append-only file of JSON lines `[now, "EventType", {fields}]` after a header with the format's version; a fourth part
-says what the machine had done about it, for people and for `trimtab replay`; nothing else depends on it. Each event is
-handed to the operating system before anything is done about it, and forced to the disk at most every 100 ms. From time
-to time the machine's whole state is written beside it (temp file, fsync, rename), and older segments go. Reading runs
-nobody's code: it knows the types of events and nothing else. One controller writes a journal; a lock holds others off.
+An append-only file of JSON lines `[now, "EventType", {fields}]` after a header with the format version; a fourth
+element lists the resulting instructions, for display and `trimtab replay` only. An event is written to the operating
+system before it is executed, and synced to disk within 100 ms. From time to time the machine's whole state is written
+as a snapshot (temporary file, fsync, rename), and older segments are deleted. Reading must never run code from the
+file: it only decodes known event types. A lock admits one writer.
 
     journal-00000000.jsonl     events from the beginning
     snapshot-00000001.json     the state at the end of segment 0
@@ -34,10 +34,10 @@ from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.procs.locks import DirectoryLock
 
 FORMAT = "trimtab-journal"
-VERSION = 1
+VERSION = 2  # the only one that is read
 SYNC_EVERY_S = 0.1
-LATEST = 1e12  # seconds, of any clock
-SYNC_AGAIN_S = 5.0  # at most, between two tries at a disk that refuses
+LATEST = 1e12  # seconds; later times are refused
+SYNC_AGAIN_S = 5.0  # maximum pause between retries of a failed sync
 EventKinds = dict[str, type[Any]]
 POOL_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(pool_events.PoolEvent)}
 NODE_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
@@ -45,37 +45,40 @@ ROLLOUT_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(ro
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
 
 
+class JournalVersionError(InputError):
+    """A journal of another format version; its files are left unchanged."""
+
+
 class DamagedError(InputError):
-    """A journal that cannot be read: lines, a segment or a snapshot of it are not what was written."""
+    """A journal that cannot be read: lines, a segment or a snapshot are damaged or missing."""
 
 
 @dataclass(frozen=True)
 class JournalContents:
-    """What a journal holds: a state, if one was written, and what happened after it."""
+    """Contents of a journal: a snapshot, if there is one, and the events after it."""
 
     snapshot: dict[str, Any] | None
     events: tuple[tuple[float, Any], ...]
-    last_time: float  # of the last event or the snapshot; 0 where there is none
-    notes: tuple[str, ...] = ()  # sentences about this journal as a whole, kept from segment to segment
-    torn: str | None = None  # says which half-written last line was left out
-    segment: int = 0  # the one to go on with
-    length: int = 0  # bytes of it that are whole lines
-    told: tuple[tuple[str, ...] | None, ...] = ()  # by event: what it led to; None: that was not written down
-    began: float = 0.0  # when the snapshot was taken; 0 where there is none
+    last_time: float  # of the last event or the snapshot; 0 if none
+    notes: tuple[str, ...] = ()  # about the journal as a whole, copied to every segment
+    torn: str | None = None  # describes a half-written last line, which is left out
+    segment: int = 0  # to continue with
+    length: int = 0  # bytes of its complete lines
+    instructions: tuple[tuple[str, ...] | None, ...] = ()  # by event; None: not recorded
+    began: float = 0.0  # time of the snapshot; 0 if none
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was ever written here."""
         return self.snapshot is None and not self.events
 
 
 def read_journal(
     directory: str | Path, *, before: int | None = None, kinds: EventKinds = POOL_EVENTS
 ) -> JournalContents:
-    """What stands in the journal of a directory, or before one of its segments; changes nothing, takes no lock."""
+    """Read a journal, or its part before a segment. Changes nothing, takes no lock."""
     try:
         return _read_journal(directory, before, kinds)
-    except FileNotFoundError:  # a snapshot came to stand meanwhile, and what it stands for went
+    except FileNotFoundError:  # a new snapshot replaced files meanwhile
         return _read_journal(directory, before, kinds)
 
 
@@ -97,24 +100,24 @@ def _read_journal(directory: str | Path, before: int | None, kinds: EventKinds) 
             hint="put it back, or start with another journal_dir",
         )
     found: list[tuple[float, Any]] = []
-    told: list[tuple[str, ...] | None] = []
+    instructions: list[tuple[str, ...] | None] = []
     notes: tuple[str, ...] = ()
     torn, length = None, 0
     for number in wanted:
         read = _read_segment(segments[number], kinds, last=number == wanted[-1])
         found += read.events
-        told += read.told
+        instructions += read.instructions
         notes = read.notes or notes
         torn, length = read.torn, read.length
     began = last_time
     if found:
         last_time = max(last_time, found[-1][0])
     segment = wanted[-1] if wanted else first
-    return JournalContents(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told), began)
+    return JournalContents(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(instructions), began)
 
 
 def read_segment(path: Path, *, kinds: EventKinds = POOL_EVENTS) -> JournalContents:
-    """What stands in one file of events, wherever it lies."""
+    """Read a single segment file."""
     read = _read_segment(path, kinds, last=True)
     return JournalContents(
         None,
@@ -122,16 +125,16 @@ def read_segment(path: Path, *, kinds: EventKinds = POOL_EVENTS) -> JournalConte
         read.events[-1][0] if read.events else 0.0,
         read.notes,
         read.torn,
-        told=tuple(read.told),
+        instructions=tuple(read.instructions),
     )
 
 
 class Journal:
-    """A journal that is being written: opened with its lock, read once, then appended to.
+    """A journal open for writing: locked, read once, then appended to.
 
-    `append`, `rotate` and `snapshot` belong to one thread. A disk that refuses (full, gone) does not stop the machine:
-    what could not be written is kept and tried again with the next event, and `fault` says so. What could not be forced
-    to the disk is kept, too, and written again before it is forced again: a kernel forgets what it failed to write.
+    `append`, `rotate` and `snapshot` belong to one thread. A failing disk does not stop the machine: unwritten data is
+    kept and retried with the next event, and `fault` says so. Data whose sync failed is kept and written again before
+    the next sync, as the kernel drops pages that it failed to write.
     """
 
     def __init__(
@@ -154,67 +157,67 @@ class Journal:
             self.notes = found.notes
             self.since_snapshot = len(found.events)
             self._found: JournalContents | None = found
-            self._unwritten = bytearray()  # what the operating system does not have
+            self._unwritten = bytearray()  # not yet accepted by the operating system
             self._segment = found.segment
             self._fd, self._unsynced = self._open_segment(self._segment, found.length)
-            self._synced = found.length  # bytes of the segment that are on the disk; `_unsynced` are those after them
+            self._synced = found.length  # bytes of the segment that are on disk; `_unsynced` are those after them
         except BaseException:
             self._lock.release()
             raise
         self._dirty = threading.Event()
-        self._writing = threading.Lock()  # held to change the descriptor, and what is said of what was written
-        self._syncing = threading.Lock()  # held while something is forced to the disk
+        self._writing = threading.Lock()  # guards the descriptor and the buffers
+        self._syncing = threading.Lock()  # held during a sync
         self._closed = threading.Event()
-        self._beside: list[Path] = []  # files that are to reach the disk before the events that speak of them
+        self._sync_first: list[Path] = []  # files to sync before the events that refer to them
         self._syncer = (background or Background()).start_thread(
             f"sync journal {owner}".rstrip(), self._sync_forever, policy=NEVER_GIVE_UP
         )
 
     @property
     def fault(self) -> str | None:
-        """Why the disk does not have everything; None where it has, or will have within 100 ms."""
+        """Why data is not on disk; None if all is, or will be within 100 ms."""
         return self._write_fault or self._sync_fault
 
     @property
     def synced(self) -> bool:
-        """Whether all that was appended is on the disk."""
+        """Whether all appended data is on disk."""
         return not self._unwritten and not self._unsynced and self.fault is None
 
-    def take_found(self) -> JournalContents:
-        """What stood in it when it was opened; once, for it is large."""
+    def take_contents(self) -> JournalContents:
+        """Contents at opening; once, as they are large."""
         found, self._found = self._found, None
         return found if found is not None else read_journal(self.directory, kinds=self._kinds)
 
-    def append(self, now: float, event: Any, told: list[str] | None = None) -> None:
-        """Write one event, and what it leads to; on return the operating system has it, or `fault` says why not."""
+    def append(self, now: float, event: Any, instructions: list[str] | None = None) -> None:
+        """Append an event and its instructions; on return the operating system has it, or `fault` is set."""
         line = [now, type(event).__name__, encode(event)]
-        self._write(_line(line if told is None else [*line, told]))
+        self._write(_line(line if instructions is None else [*line, instructions]))
         self.since_snapshot += 1
 
     def catch_up(self) -> bool:
-        """Try again to write what the disk refused; whether it has everything now."""
+        """Retry refused writes; whether all data is written."""
         with self._writing:
             if self._unwritten:
                 self._flush()
             return not self._unwritten
 
     def note(self, sentence: str) -> None:
-        """Keep a sentence about the journal as a whole; it is written with the next snapshot."""
+        """Add a note about the journal; written with the next snapshot."""
         self.notes = (*self.notes, sentence)
 
-    def beside(self, path: Path) -> None:
-        """A file that the next event speaks of; it is forced to the disk before that event."""
+    def sync_first(self, path: Path) -> None:
+        """Sync this file before the next event, which refers to it."""
         with self._writing:
-            self._beside.append(path)
+            self._sync_first.append(path)
 
     def rotate(self) -> int:
-        """Go on in a fresh segment, whose number is given: what was before it can be compacted now."""
+        """Continue in a new segment; returns its number. Older segments can be compacted."""
         with self._writing:
             self._flush()
         self._sync()
         with self._writing:
             self.since_snapshot = 0
-            if self.fault is None:  # what the disk does not have cannot be left behind
+            if self.fault is None:  # unwritten data must stay in this segment
                 try:
                     self._next_segment()
                 except OSError as fault:
@@ -222,12 +225,12 @@ class Journal:
         return self._segment
 
     def snapshot(self, now: float, state: dict[str, Any]) -> None:
-        """Go on in a fresh segment after this state, whatever became of what was written before."""
+        """Write a snapshot and continue in a new segment."""
         with self._writing:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 write_snapshot(self.directory, self._segment + 1, now, state)
-                self._unwritten.clear()  # part of the state
+                self._unwritten.clear()  # included in the state
                 self._next_segment()
                 self._write_fault = self._sync_fault = None
             except OSError as fault:
@@ -243,14 +246,14 @@ class Journal:
 
     @property
     def vanished(self) -> bool:
-        """Whether somebody deleted the file that is being written; a snapshot makes the journal whole again."""
+        """Whether the current segment was deleted; a snapshot restores the journal."""
         try:
             return os.fstat(self._fd).st_nlink == 0
         except OSError:
             return True
 
     def close(self) -> None:
-        """Force everything to the disk and let others at the journal."""
+        """Sync everything and release the lock."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -264,7 +267,7 @@ class Journal:
         self._lock.release()
 
     def _open_segment(self, number: int, length: int) -> tuple[int, bytearray]:
-        """A descriptor at the end of a segment, and what was written into it: the header of a fresh one."""
+        """Open a segment at `length`; returns the descriptor, and the header written to a new one."""
         path = self.directory / _segment_name(number)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         written = bytearray()
@@ -298,7 +301,7 @@ class Journal:
             self._write_fault = f"the journal in {self.directory} cannot be written: {fault.strerror}"
 
     def _sync(self) -> bool:
-        """Force to the disk what the operating system has, and the files beside it; whether it is there."""
+        """Sync the segment and the files before it; whether that succeeded."""
         files: list[Path] = []
         with self._syncing:
             again = self._sync_fault is not None
@@ -308,8 +311,8 @@ class Journal:
                     if again:
                         _write_at(self._fd, self._unsynced, self._synced)
                     copy = os.dup(self._fd)
-                    files, self._beside = self._beside, []
-                try:  # on a copy: appending goes on meanwhile, and a snapshot may close the original
+                    files, self._sync_first = self._sync_first, []
+                try:  # on a duplicate: a snapshot may close the original meanwhile
                     for path in files:
                         _sync_file(path, again)
                     os.fsync(copy)
@@ -317,11 +320,11 @@ class Journal:
                     os.close(copy)
             except OSError as fault:
                 with self._writing:
-                    self._beside = files + self._beside
+                    self._sync_first = files + self._sync_first
                     self._sync_fault = f"the journal in {self.directory} cannot be forced to disk: {fault.strerror}"
                 return False
             with self._writing:
-                if segment == self._segment:  # else a snapshot stands for all that was in it
+                if segment == self._segment:  # else a snapshot has replaced it
                     del self._unsynced[: end - self._synced]
                     self._synced = end
                 self._sync_fault = None
@@ -342,7 +345,7 @@ class Journal:
 
 
 def write_snapshot(directory: Path, number: int, now: float, state: dict[str, Any]) -> None:
-    """Write the state at the beginning of a segment; once it stands, what it stands for is deleted."""
+    """Write the state at the beginning of a segment, then delete the older files."""
     text = _line({"format": FORMAT, "version": VERSION, "time": now, "machine": state})
     write_file(directory / f"snapshot-{number:08d}.json", text, sync=True)
     segments, snapshots = _files(directory)
@@ -352,7 +355,7 @@ def write_snapshot(directory: Path, number: int, now: float, state: dict[str, An
 
 
 def write_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file so that it is there whole or not at all: a temp file beside it, then a rename."""
+    """Write a file atomically: temporary file, then rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -374,7 +377,7 @@ def write_file(path: Path, data: bytes, *, sync: bool = False) -> None:
 @dataclass
 class _Segment:
     events: list[tuple[float, Any]]
-    told: list[tuple[str, ...] | None]
+    instructions: list[tuple[str, ...] | None]
     notes: tuple[str, ...]
     torn: str | None
     length: int
@@ -415,9 +418,9 @@ def _read_segment(path: Path, kinds: EventKinds, *, last: bool) -> _Segment:
                 _same_format(data, path)
                 read.notes = decode(tuple[str, ...], data.get("notes", []))
             else:
-                now, event, told = _event(plain.loads(line), kinds)
+                now, event, instructions = _event(plain.loads(line), kinds)
                 read.events.append((now, event))
-                read.told.append(told)
+                read.instructions.append(instructions)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as fault:
             if last and number == len(lines):
                 read.torn = f"line {number} of {path} was half written and is left out"
@@ -432,11 +435,11 @@ def _read_segment(path: Path, kinds: EventKinds, *, last: bool) -> _Segment:
 
 
 def _event(data: Any, kinds: EventKinds) -> tuple[float, Any, tuple[str, ...] | None]:
-    """When, what, and what it led to; every value is of its type, and every number finite."""
+    """(time, event, instructions), type-checked; every number is finite."""
     if not isinstance(data, list) or len(data) not in (3, 4):
-        raise ValueError("an event is a time, a kind and its fields")
-    told = decode(tuple[str, ...], data[3]) if len(data) > 3 else None
-    return _time(data[0]), decode(kinds[data[1]], data[2]), told
+        raise ValueError("an event is a time, a type and its fields")
+    instructions = decode(tuple[str, ...], data[3]) if len(data) > 3 else None
+    return _time(data[0]), decode(kinds[data[1]], data[2]), instructions
 
 
 def _time(data: Any) -> float:
@@ -458,9 +461,11 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _same_format(data: Any, path: Path) -> None:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("no header")
-    if decode(int, data.get("version", 0)) > VERSION:
-        raise InputError(
-            f"the journal has format {data['version']}, newer than {VERSION}, the newest that is known here",
+    version = decode(int, data.get("version", 0))
+    if version != VERSION:
+        age = "newer" if version > VERSION else "older"
+        raise JournalVersionError(
+            f"the journal has format {version}, {age} than {VERSION}, the only one that is read here",
             where=str(path),
             hint="use the version of trimtab that wrote it, or start with another journal_dir",
         )
@@ -471,7 +476,7 @@ def _segment_name(number: int) -> str:
 
 
 def _line(data: Any) -> bytes:
-    # Half a character (a lone surrogate) in a name becomes a question mark: the line can be read again.
+    # A lone surrogate in a name becomes "?", so that the line can be read again.
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
@@ -482,8 +487,8 @@ def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
 
 
 def _sync_file(path: Path, again: bool) -> None:
-    """Force a file to the disk; after a failure it is written anew, for it counts as written though it is not."""
-    with contextlib.suppress(FileNotFoundError):  # its task may be forgotten by now
+    """Sync a file; after a failed sync it is rewritten, as its pages count as clean."""
+    with contextlib.suppress(FileNotFoundError):  # its task was forgotten
         if again:
             write_file(path, path.read_bytes(), sync=True)
         else:
@@ -495,7 +500,7 @@ def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
-    except OSError:  # some shared file systems cannot; their renames are in order anyway
+    except OSError:  # not supported by some shared file systems
         pass
     finally:
         os.close(descriptor)

@@ -1,8 +1,7 @@
-"""Placement groups, every bundle pinned to its node: what holds a task's resources in Ray's own accounts.
+"""Placement groups with every bundle pinned to its node: they hold a task's resources in Ray.
 
-A group is made whole, on the nodes it was meant for, or not at all. One whose bundles are not where they were put is
-never trusted. Which GPUs a bundle has is read once, when the group is made. Members use it; where slots go is
-decided elsewhere.
+A group is created completely, on the requested nodes, or not at all. One whose bundles are elsewhere must never be
+used. The GPU ids of a bundle are read once, at creation. `TaskWorkerManager` uses it; placement is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _READ_WAIT_S = 60.0  # for a process that reads a bundle's GPU ids after a recov
 
 @dataclass(frozen=True)
 class FoundPlacementGroup:
-    """A placement group that exists; `intact`: every bundle is on a living node."""
+    """An existing placement group; `intact`: every bundle is on an alive node."""
 
     group: str
     pool: str
@@ -37,22 +36,22 @@ class FoundPlacementGroup:
 
 
 class PlacementGroupError(Exception):
-    """A placement group could not be made; nothing of it is left."""
+    """A placement group could not be created; nothing of it is left."""
 
 
 class PlacementGroups:
     """The placement groups of one controller."""
 
     def __init__(self, controller: str, all_gpus: Callable[[str], tuple[str, ...]] = lambda node: ()) -> None:
-        self._all_gpus = all_gpus  # of a node; none where that is not known
+        self._all_gpus = all_gpus  # by node; empty if unknown
         self._prefix = f"trimtab:{controller}:"
-        self._groups: dict[str, Any] = {}  # group -> Ray's handle
+        self._groups: dict[str, Any] = {}  # by group: Ray handle
         self._devices: dict[tuple[str, int], tuple[str, ...]] = {}
 
-    async def make(self, wanted: CreatePlacementGroup, timeout_s: float) -> None:
-        """The group, standing, each bundle on its node; else PlacementGroupError, and nothing is left."""
+    async def create(self, wanted: CreatePlacementGroup, timeout_s: float) -> None:
+        """Create the group, each bundle on its node; PlacementGroupError if not, with nothing left."""
         try:
-            await asyncio.wait_for(self._make(wanted), max(timeout_s, 0.001))
+            await asyncio.wait_for(self._create(wanted), max(timeout_s, 0.001))
         except asyncio.TimeoutError:
             await self.remove(wanted.group, wanted.pool)
             raise PlacementGroupError(f"its resources were not free on its nodes within {timeout_s:.3g} s") from None
@@ -61,10 +60,9 @@ class PlacementGroups:
             raise
 
     async def remove(self, group: str, pool: str) -> None:
-        """The group does not exist any more, nor what ran in it; also when it never did."""
-        from ray.util.placement_group import placement_group_table, remove_placement_group
-
+        """Remove the group and what runs in it, if it exists."""
         import ray
+        from ray.util.placement_group import placement_group_table, remove_placement_group
 
         for key in [key for key in self._devices if key[0] == group]:
             del self._devices[key]
@@ -79,12 +77,12 @@ class PlacementGroups:
                 return
             await asyncio.sleep(0.005)
 
-    async def seen(self) -> dict[str, FoundPlacementGroup]:
-        """The groups of this controller that exist now."""
-        return await asyncio.to_thread(self._seen)
+    async def existing(self) -> dict[str, FoundPlacementGroup]:
+        """Existing groups of this controller."""
+        return await asyncio.to_thread(self._existing)
 
     async def strategy(self, place: BundlePlacement, pool: str, capture: bool) -> Any:
-        """Ray's words for "in this bundle"."""
+        """Ray scheduling strategy for this bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(
@@ -96,7 +94,7 @@ class PlacementGroups:
     async def view(
         self, place: BundlePlacement, pool: str, held: Resources, world: int, capture: bool
     ) -> BundleSlot | None:
-        """A bundle as user code in a host is to see it; None where there is no such group."""
+        """The bundle as shown to user code in a worker; None if the group does not exist."""
         try:
             handle = await self._handle(place.group, pool)
         except PlacementGroupError:
@@ -104,7 +102,7 @@ class PlacementGroups:
         return BundleSlot(handle.id.hex(), place.bundle if world > 1 else -1, ray_resources(held), capture)
 
     async def devices(self, place: BundlePlacement, pool: str, held: Resources) -> tuple[str, ...]:
-        """GPU ids of a bundle that holds so much; none where it has no GPU."""
+        """GPU ids of a bundle."""
         if not held.get("gpu"):
             return ()
         key = (place.group, place.bundle)
@@ -115,10 +113,10 @@ class PlacementGroups:
             self._devices[key] = await asyncio.wait_for(reading, _READ_WAIT_S)
         return self._devices[key]
 
-    async def _make(self, wanted: CreatePlacementGroup) -> None:
+    async def _create(self, wanted: CreatePlacementGroup) -> None:
         from ray.util.placement_group import placement_group, placement_group_table
 
-        making = asyncio.ensure_future(
+        creating = asyncio.ensure_future(
             asyncio.to_thread(
                 placement_group,
                 [ray_resources(bundle) for bundle in wanted.bundles],
@@ -129,12 +127,12 @@ class PlacementGroups:
             )
         )
         try:
-            handle = self._groups[wanted.group] = await asyncio.shield(making)
+            handle = self._groups[wanted.group] = await asyncio.shield(creating)
             await handle.ready()
             table = await asyncio.to_thread(placement_group_table, handle)
         except asyncio.CancelledError:
-            with contextlib.suppress(Exception):  # what is being made will be there in a moment, to be removed
-                self._groups[wanted.group] = await making
+            with contextlib.suppress(Exception):  # wait for it, so that it can be removed
+                self._groups[wanted.group] = await creating
             raise
         except Exception as fault:
             raise PlacementGroupError(f"Ray refused it: {describe(fault)}") from fault
@@ -147,7 +145,7 @@ class PlacementGroups:
             self._devices[wanted.group, index] = devices
 
     async def _read_devices(self, handle: Any, bundle: int, gpus: float, node: str) -> tuple[str, ...]:
-        """GPU ids of a bundle. Whoever has all of a node needs no process to read them, which would take a second."""
+        """GPU ids of a bundle. If it has all GPUs of the node, no process (which takes a second) is needed."""
         everything = self._all_gpus(node)
         if everything and gpus == len(everything):
             return everything
@@ -162,16 +160,21 @@ class PlacementGroups:
         return self._groups[group]
 
     def _find(self, group: str, pool: str) -> Any:
-        from ray.util.placement_group import get_placement_group
+        """Handle of a group by name, also from a driver in another Ray namespace; None if it does not exist."""
+        from ray import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table
 
+        name = self._name(group, pool)
         with contextlib.suppress(ValueError):
-            return get_placement_group(self._name(group, pool))
+            return get_placement_group(name)
+        for id, table in placement_group_table().items():
+            if table["name"] == name and table["state"] != "REMOVED":
+                return PlacementGroup(PlacementGroupID(bytes.fromhex(id)))
         return None
 
-    def _seen(self) -> dict[str, FoundPlacementGroup]:
-        from ray.util.placement_group import placement_group_table
-
+    def _existing(self) -> dict[str, FoundPlacementGroup]:
         import ray
+        from ray.util.placement_group import placement_group_table
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         found = {}
@@ -193,20 +196,17 @@ class PlacementGroups:
 
 
 def ray_resources(resources: Resources) -> dict[str, float]:
-    """Amounts by Ray's names."""
     return {_RAY_NAMES.get(name, name): amount for name, amount in resources.floats().items()}
 
 
 def own_resources(amounts: dict[str, float]) -> Resources:
-    """Amounts by our names."""
     own = {theirs: ours for ours, theirs in _RAY_NAMES.items()}
     return Resources.of({own.get(name, name): amount for name, amount in amounts.items()})
 
 
 async def _read_devices(handle: Any, bundle: int, gpus: float) -> tuple[str, ...]:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     reader = ray.remote(_own_devices).options(
         num_cpus=0,
@@ -222,7 +222,7 @@ async def _read_devices(handle: Any, bundle: int, gpus: float) -> tuple[str, ...
 def _own_devices() -> list[str]:
     import ray
 
-    return [str(one) for one in ray.get_gpu_ids()]
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def _short(nodes: Sequence[str | None]) -> str:

@@ -1,10 +1,10 @@
-"""What user code in a warm host sees of its slot through Ray, and where the actors go that it makes.
+"""Shows user code in a warm worker its slot through Ray's API, and places the actors it creates into the slot.
 
-A host has no resources of its own in Ray's books: the slot holds them. So Ray would tell the code in it that it has no
-GPU and is in no placement group, and put the actors it makes anywhere, outside the task's quota. Here Ray's own object
-for this process is given the answers of the slot, and what is made without a place of its own goes into the slot's
-bundle, all of which is free, as the host takes nothing of it. Whatever is made carries the member's mark, by which the
-warden finds and ends it. Only for a process that is bound to a task, before anything of the user is unpickled.
+A warm worker holds no resources in Ray: the slot's placement group does. Ray would therefore report no GPU and no
+placement group to the user's code, and schedule its actors anywhere, outside the task's quota. Here Ray's worker object
+of this process is patched to report the slot, and children without an explicit placement go into the slot's bundle, all
+of which is free. All children carry the worker's mark, by which the node agent finds and ends them. Only for a process
+that is bound to a task, before any user object is unpickled.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from trimtab.runtime.workers.environments import MARK
 
 @dataclass(frozen=True)
 class BundleSlot:
-    """A member's bundle, by Ray's names."""
+    """A worker's bundle, by Ray's names."""
 
-    group: str  # Ray's id of the placement group, in hex
+    group: str  # Ray placement group id, in hex
     bundle: int  # where nested actors go; -1: any bundle of the group
     amounts: dict[str, float]
-    capture: bool  # nested actors without a place of their own go into it
+    capture: bool  # children without explicit placement go into it
 
 
 def supported() -> bool:
-    """Whether this version of Ray has what is replaced here."""
+    """Whether this Ray version has what is patched here."""
     from ray._private.worker import Worker
     from ray.actor import ActorClass
     from ray.remote_function import RemoteFunction
@@ -47,11 +47,10 @@ def supported() -> bool:
 
 
 def show(slot: BundleSlot, devices: tuple[str, ...]) -> None:
-    """From now on Ray tells the code in this process of its slot."""
+    """Patch Ray's API in this process to report the slot."""
+    from ray import PlacementGroupID
     from ray._private import worker
     from ray.runtime_context import RuntimeContext
-
-    from ray import PlacementGroupID
 
     group = PlacementGroupID(bytes.fromhex(slot.group))
 
@@ -63,17 +62,17 @@ def show(slot: BundleSlot, devices: tuple[str, ...]) -> None:
             if resource_name != "GPU":
                 found: list[Any] = super().get_accelerator_ids_for_accelerator_resource(resource_name, resource_regex)
                 return found
-            named = self.original_visible_accelerator_ids.get("GPU") is not None  # then they are strings, as in Ray
-            return list(devices) if named else [int(one) if one.isdecimal() else one for one in devices]
+            named = self.original_visible_accelerator_ids.get("GPU") is not None  # then ids are strings, as in Ray
+            return list(devices) if named else [int(id) if id.isdecimal() else id for id in devices]
 
     worker.global_worker.__class__ = Worker
     RuntimeContext.get_assigned_resources = lambda self: dict(slot.amounts)
 
 
-def mark_nested(slot: BundleSlot | None, mark: str) -> None:
-    """From now on what this process makes is marked, and goes into its slot unless a place is asked for.
+def mark_children(slot: BundleSlot | None, mark: str) -> None:
+    """Mark all children of this process, and place them into its slot unless they have an explicit placement.
 
-    A detached actor is to outlive the task, so it is left alone.
+    Detached actors outlive the task, so they are left alone.
     """
     from ray._private.utils import get_runtime_env_info
     from ray.actor import ActorClass
@@ -81,8 +80,8 @@ def mark_nested(slot: BundleSlot | None, mark: str) -> None:
     from ray.runtime_env import RuntimeEnv
 
     def environment(options: dict[str, Any]) -> Any:
-        asked = dict(options.get("runtime_env") or {})
-        return RuntimeEnv(**{**asked, "env_vars": {**(asked.get("env_vars") or {}), MARK: mark}})
+        env = dict(options.get("runtime_env") or {})
+        return RuntimeEnv(**{**env, "env_vars": {**(env.get("env_vars") or {}), MARK: mark}})
 
     def placed(options: dict[str, Any]) -> dict[str, Any]:
         named = options.get("scheduling_strategy"), options.get("placement_group", "default")
@@ -90,15 +89,15 @@ def mark_nested(slot: BundleSlot | None, mark: str) -> None:
             return options
         return {**options, "scheduling_strategy": _in_bundle(slot)}
 
-    make, call = ActorClass._remote, RemoteFunction._remote
+    create_actor, call = ActorClass._remote, RemoteFunction._remote
 
-    @functools.wraps(make)
-    def make_marked(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+    @functools.wraps(create_actor)
+    def create_marked(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         if options.get("lifetime") != "detached":
             options = {**placed(options), "runtime_env": environment(options)}
-        elif placed(options) is not options:  # Ray would put it into the slot's group, and end it with that
+        elif placed(options) is not options:  # Ray would put it into the slot's group and end it with the group
             options = {**options, "scheduling_strategy": "DEFAULT"}
-        return make(self, args=args, kwargs=kwargs, **options)
+        return create_actor(self, args=args, kwargs=kwargs, **options)
 
     @functools.wraps(call)
     def call_marked(self: Any, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
@@ -106,14 +105,13 @@ def mark_nested(slot: BundleSlot | None, mark: str) -> None:
         options = {**placed(options), "serialized_runtime_env_info": marked}
         return call(self, args=args, kwargs=kwargs, **options)
 
-    ActorClass._remote, RemoteFunction._remote = make_marked, call_marked
+    ActorClass._remote, RemoteFunction._remote = create_marked, call_marked
 
 
 def _in_bundle(slot: BundleSlot) -> Any:
+    from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    from ray import PlacementGroupID
 
     return PlacementGroupSchedulingStrategy(
         placement_group=PlacementGroup(PlacementGroupID(bytes.fromhex(slot.group))),

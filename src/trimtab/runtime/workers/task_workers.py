@@ -1,8 +1,8 @@
-"""The processes of tasks: starts them in their slots, hears of their ends, stops them for certain.
+"""Starts task processes in their slots, reports their deaths, and stops them.
 
-Carries out what the controller is told to and knows nothing of why. A start or a group that fails leaves nothing
-behind; when a stop returns, the process does not exist; a death is reported once. User code is never loaded here. All
-coroutines run on the controller's loop, and no call of Ray that could take long blocks it.
+Executes requests of the controller. A start or a placement group that fails leaves nothing behind; when a stop returns,
+the process is gone; a death is reported once. User code is never loaded here. All coroutines run on the controller's
+event loop, and no slow Ray call blocks it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from trimtab.core.errors import InputError, UnreachableError
@@ -20,114 +20,34 @@ from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
 from trimtab.runtime.controller.leases import ClientProcess
-from trimtab.runtime.procs.background import Background
-from trimtab.runtime.store.blobs import state_name
-from trimtab.runtime.workers import actor_worker as plain
-from trimtab.runtime.workers.environments import WarmWorkerKind, host_kind
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE, NodeAgents
+from trimtab.runtime.procs.background import Background, first_line
+from trimtab.runtime.workers import actor_worker
+from trimtab.runtime.workers.environments import WarmWorkerKind, worker_kind
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE
+from trimtab.runtime.workers.node_agent_client import NodeAgents
 from trimtab.runtime.workers.placement_groups import (
     FoundPlacementGroup,
     PlacementGroupError,
     PlacementGroups,
     ray_resources,
 )
+from trimtab.runtime.workers.task_types import (
+    EntryOutcome,
+    ParkError,
+    ProcessKey,
+    TaskPayload,
+    TaskStartError,
+    TaskWorker,
+    WorkerDiedError,
+    WorkerStopResult,
+    saved_state_name,
+)
 from trimtab.runtime.workers.warm_pool import WarmPool, WarmWorker, WorkerSetupError
 from trimtab.runtime.workers.worker_process import WorkerIdentity, WorkerStartSpec
 
-__all__ = [
-    "EntryOutcome",
-    "FoundPlacementGroup",
-    "ParkError",
-    "PlacementGroupError",
-    "TaskPayload",
-    "TaskStartError",
-    "TaskWorker",
-    "TaskWorkerManager",
-    "WorkerDiedError",
-    "WorkerStopResult",
-]  # fmt: skip
-
-_ANSWER_S = 15.0  # what a warden's answer may take beyond what it waits for itself
+_ANSWER_S = 15.0  # for the answer of a node agent, beyond its own waiting
 _END_S = EXIT_WAIT_S + _ANSWER_S
 _CAPTURE = "placement_group_capture_child_tasks"
-
-ProcessKey = tuple[str, int, float]  # node, pid, born: one process
-
-
-@dataclass(frozen=True)
-class TaskPayload:
-    """What runs: made by the client, kept as a file beside the journal, unpickled only where it runs."""
-
-    actor: bytes  # cloudpickle of (class, args, kwargs)
-    entry: str | None = None  # method run after construction; its return value is the task's result
-    entry_args: bytes | None = None  # cloudpickle of (args, kwargs)
-    ray_options: dict[str, Any] = field(default_factory=dict)  # what the user asked of Ray
-    plain: str | None = None  # None: a host may serve it; else why a plain Ray actor is needed (sentence)
-    namespace: str = ""  # Ray namespace of the submitting client
-    handlers: bytes | None = None  # cloudpickle of (preserver, restorer) of the pool
-    sys_path: tuple[str, ...] = ()  # where the client's own modules lie; appended before anything is unpickled
-    runtime_env: str = ""  # of the client and the task together, as JSON
-
-
-@dataclass(frozen=True)
-class TaskWorker:
-    """One running process of a task: facts only, so JSON can hold it."""
-
-    task: str
-    attempt: int
-    rank: int
-    world: int
-    kind: str  # "host" or "actor"
-    actor: str  # name of the Ray actor
-    namespace: str  # of that name
-    node: str
-    pid: int
-    born: float  # start of the process in seconds since boot, so that a reused pid is never killed
-    mark: str = ""  # in the environment of all that it starts
-    wide: bool = False  # what it starts may be on other nodes
-
-    @property
-    def key(self) -> ProcessKey:
-        """The process."""
-        return self.node, self.pid, self.born
-
-
-@dataclass(frozen=True)
-class EntryOutcome:
-    """What the entry method came to: a value, or an error."""
-
-    value: bytes | None = None  # cloudpickle of what it returned
-    error: str | None = None  # type and first line of what it raised
-    trace: str = ""  # the traceback, for people
-
-
-@dataclass(frozen=True)
-class WorkerStopResult:
-    """How a member ended; its process does not exist any more."""
-
-    cancel: str  # "returned", "raised", "timed out" or "not called"
-    saved: bool = False
-    state: bytes | None = None  # where it is not in a file of the controller's; kept by the warden until dropped
-    note: str = ""
-
-
-class TaskStartError(Exception):
-    """A start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
-
-    def __init__(self, why: str, *, fatal: bool, timed_out: bool = False, trace: str = "") -> None:
-        super().__init__(why)
-        self.why = why
-        self.fatal = fatal
-        self.timed_out = timed_out
-        self.trace = trace  # of the user's code, where that raised
-
-
-class WorkerDiedError(Exception):
-    """The process is gone."""
-
-
-class ParkError(Exception):
-    """The task could not be parked or unparked: it has no such method, it raised, or it took too long."""
 
 
 class TaskWorkerManager:
@@ -146,79 +66,76 @@ class TaskWorkerManager:
         self._controller = controller
         self._on_death = on_death
         self.background = background or Background()
-        self._wardens = NodeAgents(controller, self._died, self.background)
-        self._hosts = WarmPool(controller, self._wardens, self.background)
-        self._slots = PlacementGroups(controller, self._wardens.all_gpus)
-        self._lost: set[str] = set()  # nodes that are gone, though Ray may still list them
-        self._live: dict[ProcessKey, TaskWorker] = {}  # taken for a task and not known to be dead, nor being stopped
-        self._settled: set[ProcessKey] = set()  # of those: started whole, so that a death is the controller's business
-        self._handles: dict[ProcessKey, Any] = {}  # of hosts
-        self._entries: dict[ProcessKey, Any] = {}  # references to what the entry of a host comes to
+        self._agents = NodeAgents(controller, self._died, self.background)
+        self._warm_pool = WarmPool(controller, self._agents, self.background)
+        self._placement_groups = PlacementGroups(controller, self._agents.all_gpus)
+        self._lost: set[str] = set()  # lost nodes, though Ray may still list them
+        self._live: dict[ProcessKey, TaskWorker] = {}  # bound to a task; not dead, not being stopped
+        self._settled: set[ProcessKey] = set()  # of those: completely started, so that a death is reported
+        self._handles: dict[ProcessKey, Any] = {}  # of worker processes
+        self._entries: dict[ProcessKey, Any] = {}  # Ray references of entry results of worker processes
 
-    # ---- nodes and warm hosts
+    # ---- nodes and warm workers
 
     async def node_joined(self, node: str, expected: Mapping[WarmWorkerKind, int] | None = None) -> None:
-        """Have a warden there, and take over what warm hosts an earlier controller left. UnreachableError if not.
+        """Create the node's agent, and adopt warm workers of an earlier controller. UnreachableError on failure.
 
-        `expected` hosts are warmed meanwhile, by their kind.
+        `expected` warm workers are started meanwhile, by kind.
         """
         self._lost.discard(node)
-        joining = asyncio.ensure_future(self._wardens.join(node))
-        await asyncio.sleep(0)  # it is known there from now on
-        self._hosts.expect(node, expected or {})
+        joining = asyncio.ensure_future(self._agents.join(node))
+        await asyncio.sleep(0)  # the agents know the node from here on
+        self._warm_pool.expect(node, expected or {})
         if await joining:
-            await self._hosts.adopt(node, await self._wardens.ask(node, "records", timeout_s=_ANSWER_S))
+            await self._warm_pool.adopt(node, await self._agents.request(node, "records", timeout_s=_ANSWER_S))
 
     async def node_returned(self, node: str) -> None:
-        """Have a warden there again, and end whatever is left of what was given up with the node."""
+        """Create the node's agent again, and end all processes that were given up with the node."""
         self._lost.discard(node)
-        await self._wardens.join(node)
+        await self._agents.join(node)
         await self._clear(node)
 
     async def node_left(self, node: str) -> None:
-        """End all that this controller keeps on a node where no task is any more, so that the node can go."""
-        self._hosts.lost(node)
+        """End all processes of this controller on a node without tasks, so that Ray can remove it."""
+        self._warm_pool.lost(node)
         await self._clear(node)
-        await self._wardens.leave(node)
+        await self._agents.leave(node)
         self._lost.add(node)
 
-    async def link_place(self, node: str) -> tuple[str, int] | None:
-        """Where the node's beats come from."""
-        return await self._wardens.link_place(node)
+    async def heartbeat_address(self, node: str) -> tuple[str, int] | None:
+        return await self._agents.heartbeat_address(node)
 
     async def process_alive(self, process: ClientProcess | None) -> bool | None:
-        """Whether a client's process is alive; None where that is not known."""
-        return await self._wardens.process_alive(process)
+        """Whether a client's process is alive; None if unknown."""
+        return await self._agents.process_alive(process)
 
     async def node_lost(self, node: str) -> None:
-        """Forget the node and all that was there; no death is reported for it."""
+        """Forget the node and its processes; their deaths are not reported."""
         self._lost.add(node)
-        self._wardens.lost(node)
-        self._hosts.lost(node)
+        self._agents.lost(node)
+        self._warm_pool.lost(node)
         for key in [key for key in self._live if key[0] == node]:
             self._forget(key)
 
     async def warm(self, targets: Mapping[str, Mapping[WarmWorkerKind, int]]) -> None:
-        """Keep so many hosts warm, by node and kind; works behind."""
-        self._hosts.aim(targets)
+        """Set the number of warm workers by node and kind; started in the background."""
+        self._warm_pool.set_targets(targets)
 
     def warm_counts(self) -> dict[str, dict[str, int]]:
-        """How many hosts are ready and starting, by node."""
-        return self._hosts.counts()
+        """Number of ready and starting warm workers, by node."""
+        return self._warm_pool.counts()
 
-    # ---- slots
+    # ---- placement groups
 
-    async def make_group(self, instruction: CreatePlacementGroup, now: Callable[[], float]) -> None:
-        """The placement group, standing on its nodes; else PlacementGroupError."""
-        await self._slots.make(instruction, instruction.deadline - now())
+    async def create_group(self, instruction: CreatePlacementGroup, now: Callable[[], float]) -> None:
+        """Create the placement group on its nodes; PlacementGroupError on failure."""
+        await self._placement_groups.create(instruction, instruction.deadline - now())
 
     async def remove_group(self, group: str, pool: str) -> None:
-        """The placement group does not exist any more."""
-        await self._slots.remove(group, pool)
+        await self._placement_groups.remove(group, pool)
 
     async def groups(self) -> dict[str, FoundPlacementGroup]:
-        """The placement groups of this controller that exist now."""
-        return await self._slots.seen()
+        return await self._placement_groups.existing()
 
     # ---- members
 
@@ -237,13 +154,14 @@ class TaskWorkerManager:
         facts: str = "",
         wide: bool = False,
     ) -> tuple[list[TaskWorker], str]:
-        """A member in each place, all constructed, their entry begun; and how. Else TaskStartError.
+        """Start a worker in each place, and begin the entry once all are constructed; returns them and how.
 
-        `wide`: the group has several bundles, in any of which there may be actors that members make.
+        `wide`: the group has several bundles, any of which may hold actors that the workers create.
+        TaskStartError on failure.
         """
         deadline = time.monotonic() + timeout_s
         taken: list[TaskWorker] = []
-        orders = [
+        specs = [
             WorkerStartSpec(
                 WorkerIdentity(task, attempt, rank, len(places), pool, places[rank].group, facts, wide),
                 (),
@@ -259,18 +177,18 @@ class TaskWorkerManager:
         ]
         try:
             if payload.plain is None:
-                kind = host_kind(preload, payload.runtime_env, payload.sys_path)
+                kind = worker_kind(preload, payload.runtime_env, payload.sys_path)
                 capture = bool(payload.ray_options.get(_CAPTURE, True))
                 works = [
-                    self._bind_host(order, place, bundle, kind, capture, taken)
-                    for order, place, bundle in zip(orders, places, bundles, strict=True)
+                    self._bind_host(spec, place, bundle, kind, capture, taken)
+                    for spec, place, bundle in zip(specs, places, bundles, strict=True)
                 ]
             else:
                 works = [
-                    self._make_actor(order, place, bundle, payload, deadline, taken)
-                    for order, place, bundle in zip(orders, places, bundles, strict=True)
+                    self._create_actor(spec, place, bundle, payload, deadline, taken)
+                    for spec, place, bundle in zip(specs, places, bundles, strict=True)
                 ]
-            hows = await asyncio.wait_for(_together(works), timeout_s)
+            hows = await asyncio.wait_for(_gather_or_cancel(works), timeout_s)
             members = sorted(taken, key=lambda member: member.rank)
             await self._begin(members, payload)
             for member in members:
@@ -294,16 +212,16 @@ class TaskWorkerManager:
         return members, "; ".join(sorted(set(hows)))
 
     async def ready(self, member: TaskWorker, timeout_s: float) -> bool:
-        """Wait until a member that was found is constructed; False: that failed, it is gone, or the time is over."""
+        """Wait until an adopted worker is constructed; false on failure, death or timeout."""
         with contextlib.suppress(UnreachableError):
-            asked = self._wardens.ask(
+            request = self._agents.request(
                 member.node, "ready", member.pid, member.born, timeout_s, timeout_s=timeout_s + _ANSWER_S
             )
-            return bool(await asked)
+            return bool(await request)
         return False
 
     async def outcome(self, member: TaskWorker) -> EntryOutcome:
-        """What the entry came to, as long as it takes; WorkerDiedError where the process is gone."""
+        """Wait for the result of the entry method; WorkerDiedError if the process is gone."""
         from ray.exceptions import RayError
 
         try:
@@ -313,77 +231,83 @@ class TaskWorkerManager:
                     handle = await asyncio.to_thread(self.handle, member)
                     entry = self._entries[member.key] = handle.run_entry.options(name=f"{member.task}.entry").remote()
                 return EntryOutcome(*await entry)
-            await self._let_begin(member)
-            found = await self._wardens.ask(member.node, "outcome", member.pid, member.born, timeout_s=float("inf"))
+            await self._begin_entry(member)
+            found = await self._agents.request(member.node, "outcome", member.pid, member.born, timeout_s=float("inf"))
         except (RayError, UnreachableError, ValueError) as fault:
-            raise WorkerDiedError(f"process {member.pid} of {member.task} is gone: {_line(fault)}") from None
+            raise WorkerDiedError(f"process {member.pid} of {member.task} is gone: {first_line(fault)}") from None
         if found is None:
             raise WorkerDiedError(f"process {member.pid} of {member.task} is gone")
         return EntryOutcome(*found)
 
     async def stop(
-        self, member: TaskWorker, tell_s: float, notice: bool, save_s: float, state_path: str | None
+        self,
+        member: TaskWorker,
+        cancel_grace_s: float,
+        notice: bool,
+        checkpoint_timeout_s: float,
+        state_path: str | None,
     ) -> WorkerStopResult:
-        """Tell it, save it, end it. On return the process does not exist, whatever it did.
+        """Cancel, save and end a worker. On return the process is gone, whatever happened.
 
-        UnreachableError only where its node is there, but nobody on it can be asked.
+        UnreachableError only if its node is present but its agent does not answer.
         """
         self._forget(member.key)
-        keep_as = kept_name(member)
+        keep_as = saved_state_name(member)
         try:
-            answer = await self._wardens.ask(
-                member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path, keep_as,
-                timeout_s=max(0.0, tell_s) + max(0.0, save_s) + _END_S,
+            answer = await self._agents.request(
+                member.node, "stop", member.pid, member.born,
+                cancel_grace_s, notice, checkpoint_timeout_s, state_path, keep_as,
+                timeout_s=max(0.0, cancel_grace_s) + max(0.0, checkpoint_timeout_s) + _END_S,
             )  # fmt: skip
         except UnreachableError as fault:
-            if member.node not in self._wardens.nodes:
+            if member.node not in self._agents.nodes:
                 return WorkerStopResult("not called", note=fault.what)
-            await self._wardens.renew(member.node)  # it hangs
-            answer = await self._wardens.ask(
+            await self._agents.renew(member.node)  # it hangs
+            answer = await self._agents.request(
                 member.node, "stop", member.pid, member.born, 0.0, False, 0.0, None, keep_as, timeout_s=2 * _END_S
             )
             return replace(WorkerStopResult(*answer), note=fault.what)
         await self._end_elsewhere([member])
         return WorkerStopResult(*answer)
 
-    async def kept_states(self) -> dict[str, str]:
-        """States that were saved for a controller which did not acknowledge them: by name, the node that keeps it."""
+    async def saved_states(self) -> dict[str, str]:
+        """Saved states that no controller has acknowledged: by name, the node that keeps it."""
         kept: dict[str, str] = {}
-        for node in self._wardens.nodes:
+        for node in self._agents.nodes:
             with contextlib.suppress(UnreachableError):
-                kept |= dict.fromkeys(await self._wardens.ask(node, "kept", timeout_s=_ANSWER_S), node)
+                kept |= dict.fromkeys(await self._agents.request(node, "saved_states", timeout_s=_ANSWER_S), node)
         return kept
 
-    async def kept_state(self, node: str, name: str, timeout_s: float) -> bytes | None:
-        """One of them; UnreachableError where its node cannot be asked."""
-        state: bytes | None = await self._wardens.ask(node, "kept_state", name, timeout_s=timeout_s)
+    async def saved_state(self, node: str, name: str, timeout_s: float) -> bytes | None:
+        """A saved state; UnreachableError if its node does not answer."""
+        state: bytes | None = await self._agents.request(node, "saved_state", name, timeout_s=timeout_s)
         return state
 
-    async def drop_state(self, node: str, name: str) -> None:
-        """The controller has it: the node needs not keep it any more."""
+    async def drop_saved_state(self, node: str, name: str) -> None:
+        """Delete a saved state on its node."""
         with contextlib.suppress(UnreachableError):
-            await self._wardens.ask(node, "drop", name, timeout_s=_ANSWER_S)
+            await self._agents.request(node, "drop", name, timeout_s=_ANSWER_S)
 
     async def park(self, member: TaskWorker, timeout_s: float) -> None:
-        """Have it give its devices up."""
-        await self._turn(member, "park", timeout_s)
+        """Have it release its devices."""
+        await self._call_hook(member, "park", timeout_s)
 
     async def unpark(self, member: TaskWorker, timeout_s: float) -> None:
-        """Have it take its devices again."""
-        await self._turn(member, "unpark", timeout_s)
+        """Have it acquire its devices again."""
+        await self._call_hook(member, "unpark", timeout_s)
 
-    async def beside(self, member: TaskWorker, method: str, timeout_s: float) -> tuple[str, str]:
-        """Call a method of the object beside its work: returned, raised, timed out or not called, and a note."""
+    async def call_on_control_thread(self, member: TaskWorker, method: str, timeout_s: float) -> tuple[str, str]:
+        """Call a method on the control thread: (returned|raised|timed out|not called, note)."""
         try:
-            word, note = await self._wardens.ask(
-                member.node, "turn", member.pid, member.born, method, timeout_s, timeout_s=timeout_s + _ANSWER_S
+            word, note = await self._agents.request(
+                member.node, "call_hook", member.pid, member.born, method, timeout_s, timeout_s=timeout_s + _ANSWER_S
             )
         except UnreachableError as fault:
             return "timed out", fault.what
         return str(word), str(note)
 
     def handle(self, member: TaskWorker) -> Any:
-        """Ray's handle of a host: `handle.call.remote(method, ...)`. Plain actors are found by their name."""
+        """Ray handle of a worker process: `handle.call.remote(method, ...)`. Plain actors are looked up by name."""
         import ray
 
         if member.key not in self._handles:
@@ -391,62 +315,64 @@ class TaskWorkerManager:
         return self._handles[member.key]
 
     def known_handle(self, member: TaskWorker) -> Any:
-        """Ray's handle of a host, where it is at hand."""
+        """The handle, if it is cached."""
         return self._handles.get(member.key)
 
-    # ---- recovery and the end
+    # ---- recovery and shutdown
 
-    async def seen(self) -> list[TaskWorker]:
-        """Every member that is alive now, on any node."""
-        return list(await self.seats())
+    async def existing(self) -> list[TaskWorker]:
+        """All alive workers, on all nodes."""
+        return list(await self.identities())
 
-    async def seats(self) -> dict[TaskWorker, WorkerIdentity]:
-        """Every member that is alive now, with what its process knows of itself."""
+    async def identities(self) -> dict[TaskWorker, WorkerIdentity]:
+        """All alive workers, with their identities."""
         await self._join_all()
         found = {}
-        for node in self._wardens.nodes:
+        for node in self._agents.nodes:
             for record in await self._records(node):
-                if record["kind"] != "making" and record["seat"]:
-                    found[_member(record)] = WorkerIdentity(**record["seat"])
+                if record["kind"] != "creating" and record.get("identity"):
+                    found[TaskWorker.from_record(record)] = WorkerIdentity(**record["identity"])
         return found
 
     async def sweep(self, keep: Collection[TaskWorker]) -> int:
-        """End every member that is not to be kept, and watch those that are; a kept one that is gone is reported."""
+        """End all workers but those to keep, and watch these; the death of one is reported."""
         await self._join_all()
         keys = {member.key for member in keep} | set(self._live)
         ends = []
-        for node in self._wardens.nodes:
+        for node in self._agents.nodes:
             for record in await self._records(node):
-                if record["kind"] == "making":
-                    ends.append(self._end_made(node, record))
-                elif record["seat"] and _member(record).key not in keys:
-                    ends.append(self._end([_member(record)]))
+                if record["kind"] == "creating":
+                    ends.append(self._end_created(node, record))
+                elif "pid" in record and "identity" not in record:  # of a trimtab of before
+                    ends.append(self._end_process(node, record["pid"], record["born"]))
+                elif record.get("identity") and TaskWorker.from_record(record).key not in keys:
+                    ends.append(self._end([TaskWorker.from_record(record)]))
         await asyncio.gather(*ends)
         for member in keep:
             if member.key not in self._live:
                 self._live[member.key] = member
                 self._settled.add(member.key)
                 with contextlib.suppress(UnreachableError):
-                    await self._wardens.watch(member.node, member.pid, member.born)
+                    await self._agents.watch(member.node, member.pid, member.born)
         return len(ends)
 
     async def close(self) -> None:
-        """End all of this controller: hosts, plain actors, wardens, placement groups."""
+        """End all processes and placement groups of this controller."""
         await self._join_all()
-        await self._hosts.close()
+        await self._warm_pool.close()
         self._live.clear()
         self._settled.clear()
-        await asyncio.gather(*(self._clear(node) for node in self._wardens.nodes))
+        await asyncio.gather(*(self._clear(node) for node in self._agents.nodes))
         groups = await self.groups()
-        await asyncio.gather(*(self.remove_group(one.group, one.pool) for one in groups.values()))
-        await self._wardens.close()
+        await asyncio.gather(*(self.remove_group(pg.group, pg.pool) for pg in groups.values()))
+        await self._agents.close()
         await asyncio.to_thread(_end_by_prefix, f"trimtab:{self._controller}:host:")
 
     # ---- the steps of a start
 
     async def _bind_host(
         self,
-        order: WorkerStartSpec,
+        spec: WorkerStartSpec,
         place: BundlePlacement,
         bundle: Resources,
         kind: WarmWorkerKind,
@@ -455,40 +381,32 @@ class TaskWorkerManager:
     ) -> str:
         from ray.exceptions import RayError
 
-        seat = order.seat
-        host, ahead = await self._hosts.take(place.node, kind)
+        identity = spec.identity
+        host, ahead = await self._warm_pool.take(place.node, kind)
         member = TaskWorker(
-            seat.task,
-            seat.attempt,
-            seat.rank,
-            seat.world,
-            "host",
-            host.actor,
-            NAMESPACE,
-            host.node,
-            host.pid,
-            host.born,
-            order.mark,
-            seat.wide,
-        )
+            identity.task, identity.attempt, identity.rank, identity.world, "host", host.actor, NAMESPACE,
+            host.node, host.pid, host.born, spec.mark, identity.wide,
+        )  # fmt: skip
         taken.append(member)
         self._live[member.key] = member
         self._handles[member.key] = host.handle
-        devices = await self._slots.devices(place, seat.pool, bundle)
-        slot = await self._slots.view(place, seat.pool, bundle, seat.world, capture)
+        devices = await self._placement_groups.devices(place, identity.pool, bundle)
+        slot = await self._placement_groups.view(place, identity.pool, bundle, identity.world, capture)
         try:
-            bind = host.handle.bind.options(name=f"{seat.task}.start")
-            fault = await bind.remote(replace(order, devices=devices, slot=slot))
+            bind = host.handle.bind.options(name=f"{identity.task}.start")
+            fault = await bind.remote(replace(spec, devices=devices, slot=slot))
         except RayError as died:
-            raise TaskStartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
+            raise TaskStartError(
+                f"its process died while it was constructed: {first_line(died)}", fatal=False
+            ) from None
         if fault is not None:
             why, trace = fault
             raise TaskStartError(why, fatal=True, trace=trace)
         return "a warm host" if ahead else "a host started for it: none was warm"
 
-    async def _make_actor(
+    async def _create_actor(
         self,
-        order: WorkerStartSpec,
+        spec: WorkerStartSpec,
         place: BundlePlacement,
         bundle: Resources,
         payload: TaskPayload,
@@ -497,48 +415,50 @@ class TaskWorkerManager:
     ) -> str:
         from ray.exceptions import RayError
 
-        seat, asked = order.seat, payload.ray_options
-        name, namespace = asked.get("name"), payload.namespace
+        identity, user_options = spec.identity, payload.ray_options
+        name, namespace = user_options.get("name"), payload.namespace
         if name is None:
             name, namespace = f"trimtab:{self._controller}:actor:{uuid.uuid4().hex[:8]}", NAMESPACE
-        elif seat.world > 1:
-            name = f"{name}.{seat.rank}"
+        elif identity.world > 1:
+            name = f"{name}.{identity.rank}"
         amounts = ray_resources(bundle)
         cpus, gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
-        leaves_room = "num_cpus" in asked or "num_gpus" in asked
+        leaves_room = "num_cpus" in user_options or "num_gpus" in user_options
         options = {
-            **plain.actor_options(asked, seat, payload.runtime_env, order.mark),
-            "num_cpus": min(asked.get("num_cpus", cpus), cpus),
-            "num_gpus": min(asked.get("num_gpus", gpus), gpus),
+            **actor_worker.actor_options(user_options, identity, payload.runtime_env, spec.mark),
+            "num_cpus": min(user_options.get("num_cpus", cpus), cpus),
+            "num_gpus": min(user_options.get("num_gpus", gpus), gpus),
             "memory": amounts.pop("memory", None),
             "resources": amounts,
             "lifetime": "detached",
             "max_restarts": 0,
-            "scheduling_strategy": await self._slots.strategy(place, seat.pool, bool(asked.get(_CAPTURE, leaves_room))),
+            "scheduling_strategy": await self._placement_groups.strategy(
+                place, identity.pool, bool(user_options.get(_CAPTURE, leaves_room))
+            ),
         }
-        maker, _ = await self._hosts.take(place.node, WarmWorkerKind((), payload.runtime_env))
+        creator, _ = await self._warm_pool.take(place.node, WarmWorkerKind((), payload.runtime_env))
         left = deadline - time.monotonic()
-        make = maker.handle.make.options(name=f"{seat.task}.make")
+        create = creator.handle.create_actor.options(name=f"{identity.task}.make")
         facts = None
         try:
-            facts, why, fatal, trace = await make.remote(
-                self._controller, place.node, order, name, namespace or NAMESPACE, options, left
+            facts, why, fatal, trace = await create.remote(
+                self._controller, place.node, spec, name, namespace or NAMESPACE, options, left
             )
         except RayError as died:
-            raise TaskStartError(f"its process died while it was made: {_line(died)}", fatal=False) from None
+            raise TaskStartError(f"its process died while it was created: {first_line(died)}", fatal=False) from None
         finally:
-            await asyncio.shield(self._end_maker(maker, None if facts else seat))
+            await asyncio.shield(self._end_creator(creator, None if facts else identity))
         if facts is None:
             timed_out = not fatal and time.monotonic() >= deadline
             raise TaskStartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
-        member = _member({**facts, "seat": vars(seat)})
+        member = TaskWorker.from_record({**facts, "identity": vars(identity)})
         taken.append(member)
         self._live[member.key] = member
-        await self._wardens.watch(member.node, member.pid, member.born)
+        await self._agents.watch(member.node, member.pid, member.born)
         return f"a plain Ray actor: {payload.plain}"
 
     async def _begin(self, members: Sequence[TaskWorker], payload: TaskPayload) -> None:
-        """All are constructed: the entry may run."""
+        """Let the entry methods run: all members are constructed."""
         if payload.entry is None:
             return
         for member in members:
@@ -546,10 +466,10 @@ class TaskWorkerManager:
                 name = f"{member.task}.{payload.entry}"
                 self._entries[member.key] = self._handles[member.key].run_entry.options(name=name).remote()
             else:
-                await self._let_begin(member)
+                await self._begin_entry(member)
 
-    async def _let_begin(self, member: TaskWorker) -> None:
-        await self._wardens.ask(member.node, "begin", member.pid, member.born, _ANSWER_S, timeout_s=2 * _ANSWER_S)
+    async def _begin_entry(self, member: TaskWorker) -> None:
+        await self._agents.request(member.node, "begin", member.pid, member.born, _ANSWER_S, timeout_s=2 * _ANSWER_S)
 
     # ---- ends
 
@@ -558,12 +478,12 @@ class TaskWorkerManager:
         member, settled = self._live.get(key), key in self._settled
         self._forget(key)
         if member is None:
-            self._hosts.died(node, pid, born)
+            self._warm_pool.died(node, pid, born)
         elif settled:
             self._on_death(member, f"process {pid} on node {node[:12]} died")
 
     def _forget(self, key: ProcessKey) -> None:
-        self._wardens.unwatch(*key)
+        self._agents.unwatch(*key)
         self._live.pop(key, None)
         self._settled.discard(key)
         self._handles.pop(key, None)
@@ -576,49 +496,49 @@ class TaskWorkerManager:
         await self._end_elsewhere(members)
 
     async def _end_elsewhere(self, members: Sequence[TaskWorker]) -> None:
-        """End what members started in bundles on other nodes."""
+        """End what these workers started in bundles on other nodes."""
 
         async def end(node: str, mark: str) -> None:
             with contextlib.suppress(UnreachableError):
-                await self._wardens.ask(node, "end_marked", mark, timeout_s=_END_S)
+                await self._agents.request(node, "end_marked", mark, timeout_s=_END_S)
 
         wide = [member for member in members if member.wide]
-        others = [(node, one.mark) for one in wide for node in self._wardens.nodes if node != one.node]
+        others = [(node, member.mark) for member in wide for node in self._agents.nodes if node != member.node]
         await asyncio.gather(*(end(*other) for other in others))
 
     async def _end_process(self, node: str, pid: int, born: float) -> None:
         with contextlib.suppress(UnreachableError):
-            await self._wardens.ask(node, "end", pid, born, timeout_s=_END_S)
+            await self._agents.request(node, "end", pid, born, timeout_s=_END_S)
 
     async def _clear(self, node: str) -> None:
         """End every process of this controller on a node."""
         for record in await self._records(node):
-            if record["kind"] == "making":
-                await self._end_made(node, record)
-        left = [one for one in await self._records(node) if one["kind"] != "making"]
-        await asyncio.gather(*(self._end_process(node, one["pid"], one["born"]) for one in left))
+            if record["kind"] == "creating":
+                await self._end_created(node, record)
+        left = [record for record in await self._records(node) if "pid" in record]
+        await asyncio.gather(*(self._end_process(node, record["pid"], record["born"]) for record in left))
 
-    async def _end_made(self, node: str, record: dict[str, Any]) -> None:
-        """An actor that was being made when its controller was lost."""
+    async def _end_created(self, node: str, record: dict[str, Any]) -> None:
+        """End an actor whose creation was in progress when its controller was lost."""
         import ray
 
-        await self._end_process(node, *record["maker"])
-        ender = ray.remote(max_calls=1)(plain.end_named).options(num_cpus=0)
+        await self._end_process(node, *record["creator"])
+        ender = ray.remote(max_calls=1)(actor_worker.end_named).options(num_cpus=0)
         await ender.remote(record["actor"], record["namespace"])
         with contextlib.suppress(UnreachableError):
-            await self._wardens.ask(node, "drop", record["file"], timeout_s=_ANSWER_S)
+            await self._agents.request(node, "drop", record["file"], timeout_s=_ANSWER_S)
 
-    async def _end_maker(self, maker: WarmWorker, failed: WorkerIdentity | None) -> None:
-        """Throw a maker away; and what it was making, where that failed or was called off."""
-        self._wardens.unwatch(maker.node, maker.pid, maker.born)
-        await self._end_process(maker.node, maker.pid, maker.born)
-        for record in await self._records(maker.node) if failed else ():
-            if record["seat"] == vars(failed):
-                made = record["kind"] != "making"
-                await (self._end([_member(record)]) if made else self._end_made(maker.node, record))
+    async def _end_creator(self, creator: WarmWorker, failed: WorkerIdentity | None) -> None:
+        """End the process that created an actor, and the actor itself if `failed` is its identity."""
+        self._agents.unwatch(creator.node, creator.pid, creator.born)
+        await self._end_process(creator.node, creator.pid, creator.born)
+        for record in await self._records(creator.node) if failed else ():
+            if record.get("identity") == vars(failed):
+                made = record["kind"] != "creating"
+                await (self._end([TaskWorker.from_record(record)]) if made else self._end_created(creator.node, record))
 
-    async def _turn(self, member: TaskWorker, do: str, timeout_s: float) -> None:
-        word, note = await self.beside(member, do, timeout_s)
+    async def _call_hook(self, member: TaskWorker, do: str, timeout_s: float) -> None:
+        word, note = await self.call_on_control_thread(member, do, timeout_s)
         if word != "returned":
             raise ParkError(f"{do}() {word}: {note}" if note else f"{do}() {word}")
 
@@ -627,21 +547,21 @@ class TaskWorkerManager:
 
         nodes = await asyncio.to_thread(ray.nodes)
         alive = [node["NodeID"] for node in nodes if node["Alive"] and node["NodeID"] not in self._lost]
-        joins = [self._wardens.join(node) for node in alive]
+        joins = [self._agents.join(node) for node in alive]
         for joined in await asyncio.gather(*joins, return_exceptions=True):
             if isinstance(joined, BaseException) and not isinstance(joined, UnreachableError):
-                raise joined  # a node that cannot be reached is lost, or will be
+                raise joined  # an unreachable node is lost, or will be
 
     async def _records(self, node: str) -> list[dict[str, Any]]:
         try:
-            found: list[dict[str, Any]] = await self._wardens.ask(node, "records", timeout_s=_ANSWER_S)
+            found: list[dict[str, Any]] = await self._agents.request(node, "records", timeout_s=_ANSWER_S)
         except UnreachableError:
             return []
         return found
 
 
-async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
-    """All of them; when one fails, the others are called off before that is said."""
+async def _gather_or_cancel(works: list[Coroutine[Any, Any, str]]) -> list[str]:
+    """Gather; when one fails, the others are cancelled before the exception is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -651,30 +571,11 @@ async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def kept_name(member: TaskWorker) -> str:
-    """The name under which a node keeps the state of this very process: an id may begin a new life."""
-    return f"{member.pid}-{member.born:g}~{state_name(member.task, member.attempt, member.rank)}"
-
-
-def _member(record: dict[str, Any]) -> TaskWorker:
-    seat = record["seat"]
-    return TaskWorker(
-        seat["task"], seat["attempt"], seat["rank"], seat["world"],
-        record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
-        record["mark"], seat["wide"],
-    )  # fmt: skip
-
-
 def _end_by_prefix(prefix: str) -> None:
-    """Hosts that were still starting, so that no warden knew them."""
+    """End worker processes that were still starting, unknown to any agent."""
     import ray
 
     for known in ray.util.list_named_actors(all_namespaces=True):
         if known["namespace"] == NAMESPACE and known["name"].startswith(prefix):
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(known["name"], NAMESPACE))
-
-
-def _line(fault: BaseException) -> str:
-    lines = str(fault).strip().splitlines()
-    return lines[0] if lines else type(fault).__name__

@@ -1,9 +1,10 @@
-"""What runs inside a member's process: the warm host that becomes a task's actor, and the control door beside it.
+"""The worker process: a warm process that becomes a task's actor, with a control socket.
 
-User code runs on the process's main thread, through Ray's calls; control (cancel, save, park ...) comes through a unix
-socket, on threads of its own, so that it gets through while the main thread is busy. A record beside the socket says
-who is in the process, also when it can no longer answer. Nothing of the user is unpickled before devices are set. A
-host serves one task once. Members start hosts and bind them; the warden of the node talks to the control door.
+User code runs on the main thread, through Ray calls. Control requests (cancel, save, park ...) arrive on a unix socket
+and run on their own threads, so that they get through while the main thread is busy. A record file beside the socket
+identifies the task in the process, also when it no longer answers. No user object may be unpickled before the devices
+are set. A process serves one task once. `TaskWorkerManager` starts and binds it; the node agent uses the control
+socket.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trimtab.runtime.procs.background import Background, RestartPolicy
+from trimtab.runtime.procs.background import Background, RestartPolicy, describe
 from trimtab.runtime.workers import slot_view
 from trimtab.runtime.workers.environments import MARK, WarmWorkerKind
 from trimtab.runtime.workers.slot_view import BundleSlot
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the bytes that follow
+FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the body
 
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Who is in a process: one member of one attempt of a task."""
+    """The task, attempt and rank that a process serves."""
 
     task: str
     attempt: int
@@ -46,61 +47,61 @@ class WorkerIdentity:
     world: int
     pool: str
     group: str = ""
-    facts: str = ""  # what is known of the task, as JSON: for those who find it when the journal is lost
-    wide: bool = False  # the group has further bundles, where actors that it makes may be
+    facts: str = ""  # JSON facts of the task, for recovery without a journal
+    wide: bool = False  # the group has more bundles, which may hold actors it creates
 
 
 @dataclass(frozen=True)
 class WorkerStartSpec:
-    """All that a process needs to become a member."""
+    """What a process needs to become a member of a task."""
 
-    seat: WorkerIdentity
+    identity: WorkerIdentity
     devices: tuple[str, ...]  # GPU ids; empty: none
     actor: bytes  # pickle of (class, args, kwargs)
     entry: str | None
     entry_args: bytes | None
     handlers: bytes | None  # pickle of (preserver, restorer)
-    state: bytes | str | None  # to be restored: the bytes, or the path of a file
+    state: bytes | str | None  # to restore: bytes, or a file path
     sys_path: tuple[str, ...]
-    mark: str = ""  # in the environment of all that it starts
-    slot: BundleSlot | None = None  # what a host tells user code of its bundle; a plain actor is told by Ray
+    mark: str = ""  # in the environment of its children
+    slot: BundleSlot | None = None  # shown to user code in a worker process; a plain actor sees it through Ray
 
 
 def run_dir(controller: str, node: str) -> Path:
-    """Where the records and sockets of a controller's processes on this node lie; short, for a socket's path is.
+    """Directory of records and sockets of a controller on this node; short, as socket paths are limited.
 
-    Process numbers mean something only in their namespace, so containers that share /tmp do not share this.
+    Includes the pid namespace, so that containers that share /tmp do not share it.
     """
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return Path(f"/tmp/trimtab-{os.getuid()}-{namespace}") / f"{node[:16]}-{zlib.crc32(controller.encode()):08x}"
 
 
 def make_run_dir(controller: str, node: str) -> Path:
-    """That directory, made if need be; nobody else may look into it."""
+    """Create `run_dir`, accessible by this user only."""
     path = run_dir(controller, node)
     for each in (path.parent, path):
         with contextlib.suppress(FileExistsError):
             each.mkdir(mode=0o700)
-        found = each.lstat()  # not what a link points to: siblings of this directory are deleted
+        found = each.lstat()  # not following links: siblings of this directory are deleted
         if not stat_module.S_ISDIR(found.st_mode):
-            raise PermissionError(f"{each} is a link or a file, where a directory of ours should be: remove it")
+            raise PermissionError(f"{each} is a link or a file instead of a directory: remove it")
         if found.st_uid != os.getuid():
-            raise PermissionError(f"{each} belongs to user {found.st_uid}, not to {os.getuid()}: have it removed")
+            raise PermissionError(f"{each} belongs to user {found.st_uid}, not to {os.getuid()}: remove it")
         if found.st_mode & 0o077:
             each.chmod(0o700)
     return path
 
 
 def born(pid: int) -> float | None:
-    """When the process was started, in seconds since boot; None: there is none (or only its exit status is left)."""
+    """Start time of a process in seconds since boot; None if it does not exist or is a zombie."""
     found = stat(pid)
     return found[2] if found else None
 
 
 def stat(pid: int) -> tuple[int, int, float] | None:
-    """Parent, group and start of a process; None: there is none, or only its exit status is left."""
+    """Parent pid, process group and start time; None if it does not exist or is a zombie."""
     try:
-        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # plainly: a warden reads hundreds in a row
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # os.open: an agent reads hundreds of these
     except OSError:
         return None
     try:
@@ -112,14 +113,8 @@ def stat(pid: int) -> tuple[int, int, float] | None:
     return None if fields[0] in (b"Z", b"X") else (int(fields[1]), int(fields[2]), int(fields[19]) / _CLOCK_TICKS_PER_S)
 
 
-def said(fault: BaseException) -> str:
-    """Type and first line of an exception."""
-    lines = str(fault).strip().splitlines()
-    return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__
-
-
 def user_trace(fault: BaseException) -> str:
-    """The traceback of an exception, from the first line that is not of this file."""
+    """Traceback of an exception, without the leading frames of this file."""
     trace = fault.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -127,13 +122,13 @@ def user_trace(fault: BaseException) -> str:
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
-    """A message of the control door."""
+    """Encode a message of the control socket."""
     text = json.dumps(head).encode()
     return FRAME.pack(len(text), len(body)) + text + body
 
 
 def read_frame(incoming: BinaryIO) -> tuple[dict[str, Any], bytes]:
-    """The next message; EOFError where the other side is gone."""
+    """Read a message; EOFError if the peer is gone."""
     sizes = incoming.read(FRAME.size)
     if len(sizes) < FRAME.size:
         raise EOFError
@@ -142,75 +137,77 @@ def read_frame(incoming: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 class HostedObject:
-    """The user's object in this process, and what came of it."""
+    """The user's object in this process, its phase and outcome."""
 
     def __init__(self) -> None:
-        self.seat: WorkerIdentity | None = None
+        self.identity: WorkerIdentity | None = None
         self.phase = "warming"  # warm, constructing, ready, running, ended; or failed
         self.object: Any = None  # None until constructed
-        self.order: WorkerStartSpec | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None  # of an async actor: where its coroutines run
+        self.spec: WorkerStartSpec | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None  # of an async actor, for its coroutines
         self.outcome: tuple[bytes | None, str | None, str] | None = None  # value, error, traceback
-        self.entered = False  # the call that runs the entry is here
+        self.entered = False  # the call that runs the entry has arrived
         self.begun = threading.Event()  # all members are constructed: the entry may run
-        self.ended = threading.Event()  # the outcome is there
+        self.ended = threading.Event()  # the outcome is set
 
     def restore(self) -> None:
-        """Give the object its saved state back, by the way in which it was saved."""
-        assert self.order is not None
-        state = self.order.state
+        """Restore the saved state, by the method that saved it."""
+        assert self.spec is not None
+        state = self.spec.state
         if state is None:
             return
         way, saved = pickle.loads(Path(state).read_bytes() if isinstance(state, str) else state)
         if way == "own":
-            self.settle(self.object.load(saved))
+            self.resolve(self.object.load(saved))
         else:
-            if self.order.handlers is None:
+            if self.spec.handlers is None:
                 raise LookupError("its state was saved by a handler of the pool, which is no longer registered")
-            self.settle(pickle.loads(self.order.handlers)[1](self.object, saved))
+            self.resolve(pickle.loads(self.spec.handlers)[1](self.object, saved))
 
     def run_entry(self) -> tuple[bytes | None, str | None, str]:
-        """Run the entry method, once; the outcome is kept."""
+        """Run the entry method once; later calls return the outcome."""
         import ray.cloudpickle as cloudpickle
 
         if self.outcome is None:
-            assert self.order is not None
-            assert self.order.entry is not None
+            assert self.spec is not None
+            assert self.spec.entry is not None
             self.phase = "running"
             try:
-                args, kwargs = pickle.loads(self.order.entry_args) if self.order.entry_args else ((), {})
-                value = self.settle(getattr(self.object, self.order.entry)(*args, **kwargs))
+                args, kwargs = pickle.loads(self.spec.entry_args) if self.spec.entry_args else ((), {})
+                value = self.resolve(getattr(self.object, self.spec.entry)(*args, **kwargs))
                 self.outcome = (cloudpickle.dumps(value), None, "")
             except BaseException as fault:
-                self.outcome = (None, said(fault), traceback.format_exc())
+                self.outcome = (None, describe(fault), traceback.format_exc())
             self.phase = "ended"
             self.ended.set()
         return self.outcome
 
-    def settle(self, value: Any) -> Any:
-        """The value, or what a coroutine comes to: on the actor's own loop, where it has one."""
+    def resolve(self, value: Any) -> Any:
+        """Await a coroutine, on the actor's event loop if it has one; other values are returned."""
         if not inspect.iscoroutine(value):
             return value
         if self.loop is None:
             return asyncio.run(value)
         return asyncio.run_coroutine_threadsafe(value, self.loop).result()
 
-    # ---- what the control door asks, each on a thread of its own
+    # ---- control requests, each on its own thread
 
-    def tell(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """Have the task stop: `drain(seconds)` where it is given notice and has one, else `cancel()`."""
-        drain = getattr(self.object, "drain", None) if ask["notice"] else None
+    def cancel_or_drain(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call `drain(seconds)` if notice is given and the object has it, else `cancel()`."""
+        drain = getattr(self.object, "drain", None) if request["notice"] else None
         if callable(drain):
-            return self._hook(lambda: drain(ask["seconds"]))
+            return self._call_hook(lambda: drain(request["seconds"]))
         cancel = getattr(self.object, "cancel", None)
-        assert self.seat is not None
-        return self._hook(lambda: cancel(*self._wanted(cancel))) if callable(cancel) else {"word": "not called"}
+        assert self.identity is not None
+        return (
+            self._call_hook(lambda: cancel(*self._cancel_args(cancel))) if callable(cancel) else {"word": "not called"}
+        )
 
-    def save(self, ask: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Have the state saved, to a file where one is named; else the bytes go back."""
+    def save(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Save the state, to `path` if given; else the bytes are returned."""
         import ray.cloudpickle as cloudpickle
 
-        handlers = self.order.handlers if self.order else None
+        handlers = self.spec.handlers if self.spec else None
         own = getattr(self.object, "save", None)
         preserve: Callable[[], Any]
         if callable(own) and (handlers is None or callable(getattr(self.object, "load", None))):
@@ -220,54 +217,54 @@ class HostedObject:
         else:
             return {"word": "not called"}, b""
         try:
-            state = cloudpickle.dumps((way, self.settle(preserve())))
+            state = cloudpickle.dumps((way, self.resolve(preserve())))
         except BaseException as fault:
-            return {"word": "raised", "note": said(fault)}, b""
-        if ask["path"] is not None:
-            with contextlib.suppress(OSError):  # no room there: the controller gets it instead, and says so
-                write_whole(Path(ask["path"]), state)
+            return {"word": "raised", "note": describe(fault)}, b""
+        if request["path"] is not None:
+            with contextlib.suppress(OSError):  # disk full: the state is sent to the controller instead
+                write_whole(Path(request["path"]), state)
                 return {"word": "returned"}, b""
         return {"word": "returned"}, state
 
-    def late_restore(self) -> dict[str, Any]:
-        """Restore beside an async actor's loop, on which `load` may have to run."""
-        restored = self._hook(self.restore)
+    def restore_on_loop(self) -> dict[str, Any]:
+        """Restore from the control thread: `load` may have to run on the actor's event loop."""
+        restored = self._call_hook(self.restore)
         self.phase = "ready" if restored["word"] == "returned" else "failed"
         return restored
 
-    def turn(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """Have the devices given up (`park()`), or taken again (`unpark()`)."""
-        method = getattr(self.object, ask["do"], None)
-        return self._hook(method) if callable(method) else {"word": "not called"}
+    def call_hook(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call `park()`, `unpark()` or another named method."""
+        method = getattr(self.object, request["do"], None)
+        return self._call_hook(method) if callable(method) else {"word": "not called"}
 
-    def _hook(self, call: Callable[[], Any]) -> dict[str, Any]:
+    def _call_hook(self, call: Callable[[], Any]) -> dict[str, Any]:
         try:
-            self.settle(call())
+            self.resolve(call())
         except BaseException as fault:
-            return {"word": "raised", "note": said(fault)}
+            return {"word": "raised", "note": describe(fault)}
         return {"word": "returned"}
 
-    def _wanted(self, cancel: Callable[..., Any]) -> tuple[str, ...]:
-        """The arguments of `cancel()` or `cancel(task_id)`."""
-        assert self.seat is not None
+    def _cancel_args(self, cancel: Callable[..., Any]) -> tuple[str, ...]:
+        """Arguments for `cancel()` or `cancel(task_id)`."""
+        assert self.identity is not None
         try:
             inspect.signature(cancel).bind()
         except TypeError:
-            return (self.seat.task,)
+            return (self.identity.task,)
         except ValueError:
             pass
         return ()
 
 
 class ControlServer:
-    """Listens for the warden beside the main thread, and keeps the record of who is in this process."""
+    """Serves the control socket on threads, and writes the record of this process."""
 
-    def __init__(self, where: Path, kind: str, actor: str, namespace: str, node: str, tenancy: HostedObject) -> None:
+    def __init__(self, where: Path, kind: str, actor: str, namespace: str, node: str, hosted: HostedObject) -> None:
         with contextlib.suppress(OSError):
-            os.setpgid(0, 0)  # whatever the user starts is of this group, so that it can be found and ended, too
+            os.setpgid(0, 0)  # children are in this group, so that they can be found and ended
         import ray
 
-        self.tenancy = tenancy
+        self.hosted = hosted
         self._path = where / f"{os.getpid()}"
         self._facts = {
             "kind": kind, "actor": actor, "namespace": namespace, "node": node, "pid": os.getpid(),
@@ -283,18 +280,17 @@ class ControlServer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is known of this process."""
         return dict(self._facts)
 
     def write_record(self) -> None:
-        """Say who is in this process, for those who find it after everybody else has forgotten."""
-        tenancy = self.tenancy
-        if tenancy.order is not None:
-            self._facts.update(devices=list(tenancy.order.devices), mark=tenancy.order.mark)
-        seat = vars(tenancy.seat) if tenancy.seat else None
+        """Write the record file, for recovery."""
+        hosted = self.hosted
+        if hosted.spec is not None:
+            self._facts.update(devices=list(hosted.spec.devices), mark=hosted.spec.mark)
+        identity = vars(hosted.identity) if hosted.identity else None
         write_whole(
             self._path.with_suffix(".json"),
-            json.dumps({**self._facts, "phase": tenancy.phase, "seat": seat}).encode(),
+            json.dumps({**self._facts, "phase": hosted.phase, "identity": identity}).encode(),
             durable=False,
         )
 
@@ -303,126 +299,124 @@ class ControlServer:
             connection, _ = listener.accept()
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="trimtab-control", daemon=True).start()
-            except RuntimeError:  # no thread to be had: who asks sees the end of the connection
+            except RuntimeError:  # no thread available: the peer sees the connection closed
                 connection.close()
                 raise
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError), connection, connection.makefile("rb") as incoming:
-            ask, _ = read_frame(incoming)
-            connection.sendall(frame(*self._answer(ask)))
+            request, _ = read_frame(incoming)
+            connection.sendall(frame(*self._answer(request)))
 
-    def _answer(self, ask: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        tenancy = self.tenancy
-        if ask["do"] == "probe":
-            seat = vars(tenancy.seat) if tenancy.seat else None
-            entered, ended = tenancy.entered, tenancy.outcome is not None
-            return {"phase": tenancy.phase, "seat": seat, "entered": entered, "outcome": ended}, b""
-        if ask["do"] == "begin":
-            tenancy.begun.set()
+    def _answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        hosted = self.hosted
+        if request["do"] == "probe":
+            identity = vars(hosted.identity) if hosted.identity else None
+            entered, ended = hosted.entered, hosted.outcome is not None
+            return {"phase": hosted.phase, "identity": identity, "entered": entered, "outcome": ended}, b""
+        if request["do"] == "begin":
+            hosted.begun.set()
             return {}, b""
-        if ask["do"] == "restore":
-            return tenancy.late_restore(), b""
-        if ask["do"] == "outcome":
-            tenancy.ended.wait()
-            assert tenancy.outcome is not None
-            value, error, trace = tenancy.outcome
+        if request["do"] == "restore":
+            return hosted.restore_on_loop(), b""
+        if request["do"] == "outcome":
+            hosted.ended.wait()
+            assert hosted.outcome is not None
+            value, error, trace = hosted.outcome
             return {"error": error, "trace": trace}, value or b""
-        if tenancy.object is None:
+        if hosted.object is None:
             return {"word": "not called", "note": "not constructed yet"}, b""
-        if ask["do"] == "tell":
-            return tenancy.tell(ask), b""
-        if ask["do"] == "save":
-            return tenancy.save(ask)
-        return tenancy.turn(ask), b""
+        if request["do"] == "cancel":
+            return hosted.cancel_or_drain(request), b""
+        if request["do"] == "save":
+            return hosted.save(request)
+        return hosted.call_hook(request), b""
 
 
 class WorkerProcess:
-    """A warm process: bound to one task once, then thrown away."""
+    """A warm process: bound to a task once, then discarded."""
 
     def __init__(self, controller: str, node: str, actor: str, namespace: str, kind: WarmWorkerKind) -> None:
-        self._tenancy = HostedObject()
-        self._door = ControlServer(make_run_dir(controller, node), "host", actor, namespace, node, self._tenancy)
+        self._hosted = HostedObject()
+        self._control = ControlServer(make_run_dir(controller, node), "host", actor, namespace, node, self._hosted)
         self._kind = WarmWorkerKind(*kind)
         add_paths(self._kind.paths)
         self._missing = [missing for module in self._kind.preload if (missing := _import(module))]
         import ray.cloudpickle  # noqa: F401  (now rather than at the first save)
 
-        self._tenancy.phase = "warm"
-        self._door.write_record()
+        self._hosted.phase = "warm"
+        self._control.write_record()
 
     def ready(self) -> dict[str, Any]:
-        """The facts of this process, once it is warm."""
-        phase = self._tenancy.phase
-        return {**self._door.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
+        """Facts of this process, once it is warm."""
+        phase = self._hosted.phase
+        return {**self._control.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
-    def bind(self, order: WorkerStartSpec) -> tuple[str, str] | None:
-        """Become the member: devices first, then the user's class. What went wrong in it, and the traceback."""
-        if self._tenancy.seat is not None:
-            raise RuntimeError(f"already bound to {self._tenancy.seat}")
-        self._tenancy.seat, self._tenancy.order, self._tenancy.phase = order.seat, order, "constructing"
-        self._door.write_record()
-        drop_paths(set(self._kind.paths).difference(order.sys_path))
-        set_surroundings(order)
-        if order.slot is not None:
-            slot_view.show(order.slot, order.devices)
-        slot_view.mark_nested(order.slot, order.mark)
-        doing = "its class could not be unpickled"
+    def bind(self, spec: WorkerStartSpec) -> tuple[str, str] | None:
+        """Become a member: set devices, then construct the user's object. Returns (error, traceback) on failure."""
+        if self._hosted.identity is not None:
+            raise RuntimeError(f"already bound to {self._hosted.identity}")
+        self._hosted.identity, self._hosted.spec, self._hosted.phase = spec.identity, spec, "constructing"
+        self._control.write_record()
+        drop_paths(set(self._kind.paths).difference(spec.sys_path))
+        set_environment(spec)
+        if spec.slot is not None:
+            slot_view.show(spec.slot, spec.devices)
+        slot_view.mark_children(spec.slot, spec.mark)
+        stage = "its class could not be unpickled"
         try:
-            kind, args, kwargs = pickle.loads(order.actor)
-            doing = "its constructor raised"
-            made = kind(*args, **kwargs)
-            self._tenancy.object = made
-            doing = "its state could not be restored"
-            self._tenancy.restore()
+            kind, args, kwargs = pickle.loads(spec.actor)
+            stage = "its constructor raised"
+            object_ = kind(*args, **kwargs)
+            self._hosted.object = object_
+            stage = "its state could not be restored"
+            self._hosted.restore()
         except BaseException as fault:
-            self._tenancy.phase = "failed"
-            return f"{doing}: {said(fault)}", user_trace(fault)
-        self._tenancy.phase = "ready"
+            self._hosted.phase = "failed"
+            return f"{stage}: {describe(fault)}", user_trace(fault)
+        self._hosted.phase = "ready"
         return None
 
-    def make(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool, str]:
-        """Make a plain actor, instead of becoming a member; see `plain.make_actor`."""
-        from trimtab.runtime.workers import actor_worker as plain
+    def create_actor(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool, str]:
+        """Create a plain actor instead of becoming a member; see `actor_worker.create_actor`."""
+        from trimtab.runtime.workers import actor_worker
 
-        self._tenancy.phase = "making"
-        self._door.write_record()
+        self._hosted.phase = "creating"
+        self._control.write_record()
         drop_paths(set(self._kind.paths))
-        return plain.make_actor(*arguments)
+        return actor_worker.create_actor(*arguments)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the user's object."""
-        return getattr(self._tenancy.object, method)(*args, **kwargs)
+        return getattr(self._hosted.object, method)(*args, **kwargs)
 
     def run_entry(self) -> tuple[bytes | None, str | None, str]:
-        """Run the entry method, or give the outcome again."""
-        return self._tenancy.run_entry()
+        return self._hosted.run_entry()
 
 
 def _import(module: str) -> str | None:
-    """Import a module ahead; what went wrong, if anything did."""
+    """Import a module; returns the error, if any."""
     try:
         importlib.import_module(module)
     except Exception as fault:
-        return f"{module}: {said(fault)}"
+        return f"{module}: {describe(fault)}"
     return None
 
 
-def set_surroundings(order: WorkerStartSpec) -> None:
-    """What the user's code finds in its environment."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.devices)
-    os.environ[MARK] = order.mark
-    os.environ.update(seat_variables(order.seat))
-    add_paths(order.sys_path)
+def set_environment(spec: WorkerStartSpec) -> None:
+    """Set environment variables and module paths for user code."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
+    os.environ[MARK] = spec.mark
+    os.environ.update(identity_variables(spec.identity))
+    add_paths(spec.sys_path)
 
 
 def add_paths(paths: Collection[str]) -> None:
-    """Have a client's own modules found, after all others."""
+    """Append module search paths."""
     sys.path.extend(path for path in paths if path not in sys.path)
 
 
 def drop_paths(paths: Collection[str]) -> None:
-    """Have another client's modules not found any more, nor those of them that were imported ahead."""
+    """Remove module search paths, and modules that were imported from them."""
     sys.path[:] = [path for path in sys.path if path not in paths]
     inside = tuple(os.path.join(path, "") for path in paths)
     for name, module in list(sys.modules.items()):
@@ -430,28 +424,27 @@ def drop_paths(paths: Collection[str]) -> None:
             del sys.modules[name]
 
 
-def seat_variables(seat: WorkerIdentity) -> dict[str, str]:
-    """Who a member is, as environment variables."""
+def identity_variables(identity: WorkerIdentity) -> dict[str, str]:
     return {
-        "TRIMTAB_TASK": seat.task,
-        "TRIMTAB_POOL": seat.pool,
-        "TRIMTAB_RANK": str(seat.rank),
-        "TRIMTAB_WORLD_SIZE": str(seat.world),
-        "TRIMTAB_ATTEMPT": str(seat.attempt),
+        "TRIMTAB_TASK": identity.task,
+        "TRIMTAB_POOL": identity.pool,
+        "TRIMTAB_RANK": str(identity.rank),
+        "TRIMTAB_WORLD_SIZE": str(identity.world),
+        "TRIMTAB_ATTEMPT": str(identity.attempt),
     }
 
 
 def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
-    """A file that is there whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

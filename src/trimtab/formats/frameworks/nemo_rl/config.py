@@ -1,9 +1,9 @@
-"""NeMo RL configs: generation shares the training GPUs or has GPUs of its own; training takes what is left.
+"""Reads NeMo RL configs: generation shares the training GPUs or has its own; training takes the rest.
 
 On one node generation may take any number of its GPUs; on more it takes whole nodes, and so does a reward model.
-Log-probs and policy training are one worker group and never part. NeMo RL has no key for the training GPUs: they are
-the cluster less the others, so a plan that leaves GPUs idle is said by a smaller cluster. Teachers, and a reward model
-without a cost, keep the GPUs that they have: those are no part of the plan. Costs come from a profile.
+Log-probs and policy training are one worker group and never separate. NeMo RL has no key for the training GPUs: they
+are the cluster without the others, so a plan with idle GPUs is expressed by a smaller cluster. Teachers, and a reward
+model without a cost, keep their GPUs, which are not part of the plan. Costs come from a profile.
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ _TEACHERS = "on_policy_distillation"
 
 
 def matches(reader: ConfigReader) -> bool:
-    """Whether this is a NeMo RL config."""
     return reader.has("policy.generation") or (reader.has("grpo") and reader.has("policy"))
 
 
 def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
-    """A NeMo RL config and a profile as a job."""
     return _Config(composed, profile).loaded()
 
 
 @dataclass(frozen=True)
 class NemoRlGpus:
-    """How NeMo RL divides its cluster: `nodes` x `per_node` are left when teachers have their nodes."""
+    """How NeMo RL divides its cluster: `nodes` x `per_node` are without the teachers' nodes."""
 
     nodes: int
     per_node: int
@@ -67,7 +65,7 @@ class NemoRlGpus:
 
 
 def gpus_of(reader: ConfigReader) -> NemoRlGpus:
-    """The GPUs that each worker group has by the file; raises InputError where none is left for training."""
+    """The GPUs of each worker group; raises InputError if none is left for training."""
     nodes = int(reader.positive_int("cluster.num_nodes", 1))
     per_node = int(reader.positive_int("cluster.gpus_per_node"))
     teacher_nodes = _teacher_nodes(reader)
@@ -101,25 +99,25 @@ def gpus_of(reader: ConfigReader) -> NemoRlGpus:
 
 
 def _teacher_nodes(reader: ConfigReader) -> int:
-    """Nodes that teachers have to themselves: one group of workers for each model, or for each alias."""
+    """Nodes of teachers alone: a worker group for each model, or for each alias."""
     own = f"{_TEACHERS}.non_colocated_teachers"
     if not (reader.boolean(f"{_TEACHERS}.enabled", False) and reader.boolean(f"{own}.enabled", False)):
         return 0
     models = reader.mapping(f"{_TEACHERS}.teacher_model_by_agent_name")
     once = reader.boolean(f"{_TEACHERS}.deduplicate_shared_teacher_checkpoints", True)
-    usual = int(reader.positive_int(f"{own}.default_teacher_cfg.num_nodes", 1))
+    default = int(reader.positive_int(f"{own}.default_teacher_cfg.num_nodes", 1))
     seen: set[str] = set()
     nodes = 0
     for alias, model in models.items():
         if once and str(model) in seen:
             continue
         seen.add(str(model))
-        nodes += int(reader.positive_int(f"{own}.teacher_overrides.{alias}.num_nodes", usual))
+        nodes += int(reader.positive_int(f"{own}.teacher_overrides.{alias}.num_nodes", default))
     return nodes
 
 
 class _Config:
-    """One NeMo RL config, while it is being read."""
+    """State while a NeMo RL config is read."""
 
     def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
@@ -130,7 +128,7 @@ class _Config:
         self.reward_on_gpu = "reward" in self.costs and self.gpus.reward > 0
         outside = 0 if self.reward_on_gpu else self.gpus.reward
         whole = outside // self.gpus.per_node if self.gpus.nodes > 1 else 0
-        self.outside = (self.gpus.teacher_nodes + whole, 0 if whole else outside)  # nodes, and GPUs of the only node
+        self.outside = (self.gpus.teacher_nodes + whole, 0 if whole else outside)  # (nodes, GPUs of the only node)
         self.nodes, self.per_node = self.gpus.nodes - whole, self.gpus.per_node - self.outside[1]
         self.total = self.nodes * self.per_node
         self.cluster = even_cluster(self.nodes, self.per_node)
@@ -146,7 +144,7 @@ class _Config:
             )
 
     def _mode(self) -> tuple[int, int | None]:
-        """How old weights may be, and how many prompts training takes at a time (`None`: all of a step)."""
+        """(staleness, prompts that training takes at a time; `None`: all of a step)."""
         reader = self.reader
         if reader.has("async_rl"):  # the single controller
             sampler = reader.text("async_rl.sampler.name", "in_order")
@@ -181,7 +179,7 @@ class _Config:
             even_nodes=True,
         )
         return LoadedJob(
-            dialect=NAME,
+            file_format=NAME,
             path=self.composed.path,
             job=PlacementJob(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
@@ -193,7 +191,7 @@ class _Config:
         )
 
     def _runs(self, how: Literal["shared", "apart"]) -> bool:
-        """Whether NeMo RL runs generation with training, or apart; what the file has now it does."""
+        """Whether NeMo RL supports generation with training, or apart; the file's current way is supported."""
         if (how == "shared") == self.gpus.colocated:
             return True
         if how == "shared":
@@ -212,12 +210,12 @@ class _Config:
         return f"no streaming: each component takes all its inputs at once (synchronous {self.algorithm})"
 
     def _outside_text(self) -> tuple[str, ...]:
-        said = []
+        notes = []
         if self.gpus.teacher_nodes:
-            said.append(f"teachers keep their {self.gpus.teacher_nodes} nodes")
+            notes.append(f"teachers keep their {self.gpus.teacher_nodes} nodes")
         if self.gpus.reward and not self.reward_on_gpu:
-            said.append(f"the reward model, which has no cost here, keeps its {self.gpus.reward} GPUs")
-        return tuple(f"{what}: they are no part of the plan" for what in said)
+            notes.append(f"the reward model, which has no cost here, keeps its {self.gpus.reward} GPUs")
+        return tuple(f"{what}: not part of the plan" for what in notes)
 
     def _component(self, name: str) -> Component:
         after: list[str] = []
@@ -250,7 +248,7 @@ class _Config:
         return AllowedGpuCounts(parallel, None if batch is None else divisors_of_batch(batch, parallel, self.total))
 
     def _pool_sizes(self) -> list[int]:
-        """A part of the only node, or whole nodes; on several nodes no group has less than one."""
+        """A part of the only node, or whole nodes; on several nodes at least one."""
         if self.nodes == 1:
             return list(range(1, self.per_node + 1))
         return [self.per_node * count for count in range(1, self.nodes + 1)]
@@ -288,5 +286,5 @@ class _Config:
         return PlanSettings(values=values, block=block_text(nested(values)))
 
     def _per_node(self, planned: int) -> int:
-        """GPUs of each node: on the only node those that are used; teachers' nodes stay as large as they are."""
+        """GPUs per node: on the only node the used ones; teachers' nodes keep their size."""
         return self.gpus.per_node if self.nodes > 1 or self.outside[0] else planned + self.outside[1]

@@ -1,8 +1,7 @@
-"""How NeMo RL logs: a block of bullets under `Timing:` for every step, and TensorBoard's `timing/train/*`.
+"""Parses NeMo RL's logs: a block of bullets under `Timing:` for every step, and TensorBoard's `timing/train/*`.
 
-Asynchronous runs log `exposed_generation`, which is only the part of the generation that the trainer had to wait
-for; it is reported as a wait and never as the cost of generating. The blocks of validation and of worker start-up
-look alike and are no steps.
+Asynchronous runs log `exposed_generation`, the part of generation that the trainer waited for; it is a wait and must
+never count as the cost of generation. The blocks of validation and of worker start-up look alike and are no steps.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _TOTAL_BULLET = re.compile(r"^\s*• Total step time: [0-9.]+s")
 
 
 class _Parser:
-    """Blocks of bullets, each under the header of its step."""
+    """Blocks of bullets, each under its step header."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -45,7 +44,7 @@ class _Parser:
         elif found := _REWARD.match(text):
             self._result("train/reward", found[1])
         elif _TIMING.match(text):
-            # Runs under the single controller print no step header: then blocks are counted.
+            # Runs with the single controller print no step header: blocks are counted instead.
             self._seen = self._seen + 1 if self._step is None else self._step
             self._step = None
             self._block = StepRecord(self._seen, self._results)
@@ -69,7 +68,7 @@ class _Parser:
 
 
 def _ends_block(text: str) -> bool:
-    """Whether a line inside a block is its end and not another process's output between two bullets."""
+    """Whether a line ends the block, rather than being another process's output between two bullets."""
     return bool(_STEP.search(text) or "Timing:" in text or "Performance Metrics:" in text or "Results:" in text)
 
 
@@ -79,15 +78,15 @@ def _waiting(names: frozenset[str]) -> dict[str, str]:
     return {"generation": "in asynchronous runs exposed_generation is only what the trainer waited for"}
 
 
-def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+def _token_counts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     return tokens_of(values.get("train/mean_gen_tokens_per_sample"), values.get("train/global_valid_seqs"))
 
 
 NEMO_RL = LogFramework(
     name="nemo_rl",
-    reads="NeMo RL: console blocks `Timing:` / `• Total step time: ...s`, TensorBoard",
+    supported_logs="NeMo RL: console blocks `Timing:` / `• Total step time: ...s`, TensorBoard",
     prefix="timing/train/",
-    kept=("timing/train/", "train/mean_gen_tokens_per_sample", "train/global_valid_seqs", "train/reward"),
+    kept_prefixes=("timing/train/", "train/mean_gen_tokens_per_sample", "train/global_valid_seqs", "train/reward"),
     marker=_TOTAL_BULLET,
     parser=_Parser,
     needles=("•".encode(), b"Timing:", b" Step ", b"Performance Metrics:", b"Results:"),
@@ -108,6 +107,6 @@ NEMO_RL = LogFramework(
     periodic=("checkpointing", "validation", "total_validation_time", "idle/validation"),
     idle=("idle/",),
     waiting=_waiting,
-    amounts=_amounts,
+    token_counts=_token_counts,
     reward="train/reward",
 )

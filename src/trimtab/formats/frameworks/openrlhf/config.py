@@ -1,10 +1,9 @@
-"""OpenRLHF's flags as YAML: engines share the training GPUs (`colocate_all`) or have GPUs of their own.
+"""Reads OpenRLHF's flags as YAML: engines share the training GPUs (`colocate_all`) or have their own.
 
-OpenRLHF takes flags such as `--actor.num_nodes`; the file has the same names as nested keys, or they are given as
-overrides; what is not stated is what its launcher takes then. Making experience and training are one set of GPUs.
-Nothing tells how long a critic, a reward model or a reference on GPUs of its own takes: it keeps them, and they are no
-part of the plan. Costs come from a profile. In asynchronous runs generation runs beside the training and is always
-apart.
+OpenRLHF takes flags such as `--actor.num_nodes`; the file has the same names as nested keys, or they are overrides;
+defaults are its launcher's. Making experience and training share their GPUs. There is no timer for a critic, a reward
+model or a reference on GPUs of its own: it keeps them, and they are not part of the plan. Costs come from a profile. In
+asynchronous runs generation runs beside training, always on GPUs of its own.
 """
 
 from __future__ import annotations
@@ -38,21 +37,19 @@ NAME = "openrlhf"
 
 COMPONENTS = ("rollout", "inference", "actor")
 
-_PER_NODE = 8  # OpenRLHF's own number where flags do not say
+_PER_NODE = 8  # OpenRLHF's default
 
 
 def matches(reader: ConfigReader) -> bool:
-    """Whether these are OpenRLHF's flags."""
     return reader.has("vllm.num_engines")
 
 
 def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
-    """OpenRLHF's flags and a profile as a job."""
     return _Config(composed, profile).loaded()
 
 
 class _Config:
-    """One set of flags, while it is being read."""
+    """State while the flags are read."""
 
     def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
@@ -72,9 +69,9 @@ class _Config:
                 "they are the same",
                 where=reader.where("vllm.num_engines"),
             )
-        self.beside, self.apart = self._others()
+        self.on_actor_gpus, self.separate = self._others()
         taken = self.actor_gpus if self.shares else self.actor_gpus + self.rollout_gpus
-        outside = sum(self.apart.values())
+        outside = sum(self.separate.values())
         nodes, per_node = (actor_nodes, actor_per_node) if self.shares else (1, taken + outside)
         if reader.has("trimtab.nodes") or reader.has("trimtab.gpus_per_node"):
             nodes = int(reader.positive_int("trimtab.nodes", 1))
@@ -92,7 +89,7 @@ class _Config:
         self.cluster = _without(even_cluster(nodes, per_node), outside)
 
     def _others(self) -> tuple[tuple[str, ...], dict[str, int]]:
-        """The models besides the actor: those on its GPUs, and the GPUs of those that have their own."""
+        """(models on the actor's GPUs, GPUs of models that have their own)."""
         reader = self.reader
         size = {
             role: int(reader.positive_int(f"{role}.num_nodes", 1))
@@ -125,8 +122,8 @@ class _Config:
         )
         check_workflow(workflow)
         training: list[str] = [name for name in ("inference", "actor") if name in self.costs]
-        # What has GPUs of its own would share, or the other way round: then its time would be another.
-        stays = bool(self.apart) or any(role in self.beside for role in ("critic", "reward"))
+        # If a model with its own GPUs would share them, or the reverse, its time would change.
+        stays = bool(self.separate) or any(role in self.on_actor_gpus for role in ("critic", "reward"))
         options: list[list[list[str]]] = []
         if self.shares or not (self.is_async or stays):
             options.append([["rollout", *training]])
@@ -138,7 +135,7 @@ class _Config:
             even_nodes=True,
         )
         return LoadedJob(
-            dialect=NAME,
+            file_format=NAME,
             path=self.composed.path,
             job=PlacementJob(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
@@ -157,8 +154,8 @@ class _Config:
 
     def _apart_text(self) -> tuple[str, ...]:
         return tuple(
-            f"{role} on {gpus} GPUs of its own: they are no part of the plan, and no timer tells what it takes"
-            for role, gpus in self.apart.items()
+            f"{role} on {gpus} GPUs of its own: not part of the plan, as there is no timer for it"
+            for role, gpus in self.separate.items()
         )
 
     def _component(self, name: str) -> Component:
@@ -168,14 +165,14 @@ class _Config:
         return component(self.costs[name], after=after[name], sizes=self._training_sizes())
 
     def _training_sizes(self) -> AllowedGpuCounts:
-        """DeepSpeed splits a training batch evenly into micro-batches, and every process makes some experience."""
+        """DeepSpeed splits a training batch evenly into micro-batches, and every process makes experience."""
         read = self.reader.positive_int
         parallel = product(self.reader, ("ds.tensor_parallel_size", "ds.ring_attn_size"))
         batch, micro = int(read("train.batch_size", 128)), int(read("train.micro_batch_size", 1))
         samples = int(read("rollout.batch_size", 1024)) * int(read("rollout.n_samples_per_prompt", 1))
-        most = min(samples // int(read("rollout.micro_batch_size", 1)), self.cluster.gpus // parallel)
+        highest = min(samples // int(read("rollout.micro_batch_size", 1)), self.cluster.gpus // parallel)
         return AllowedGpuCounts(
-            parallel, tuple(dp * parallel for dp in range(1, most + 1) if batch % (micro * dp) == 0)
+            parallel, tuple(dp * parallel for dp in range(1, highest + 1) if batch % (micro * dp) == 0)
         )
 
     def _current(self) -> CurrentPlacement:
@@ -191,20 +188,20 @@ class _Config:
         shared = gpus["rollout"] == gpus["actor"]
         nodes, per_node = node_counts(gpus["actor"], self.cluster, "actor")
         values: dict[str, Any] = {"actor.num_nodes": nodes, "actor.num_gpus_per_node": per_node}
-        for role in self.beside:
+        for role in self.on_actor_gpus:
             values |= {f"{role}.num_nodes": nodes, f"{role}.num_gpus_per_node": per_node}
-        if "ref" in self.beside:
+        if "ref" in self.on_actor_gpus:
             values["train.colocate_actor_ref"] = True
         values["vllm.num_engines"] = len(gpus["rollout"]) // self.engine_gpus
         if not self.is_async:
             values |= {"train.colocate_all": shared, "vllm.enable_sleep": shared}
         off = [f"--{name}" for name, value in values.items() if value is False and self.reader.boolean(name, False)]
-        said = (f"leave out {', '.join(off)}",) if off else ()
-        return PlanSettings(values, block_text(nested(values)), said, tuple(_flags(values)))
+        advice = (f"leave out {', '.join(off)}",) if off else ()
+        return PlanSettings(values, block_text(nested(values)), advice, tuple(_flags(values)))
 
 
 def _without(cluster: Cluster, gpus: int) -> Cluster:
-    """The cluster without so many GPUs, taken from its last nodes."""
+    """The cluster without `gpus` GPUs, taken from its last nodes."""
     left = []
     for node in reversed(cluster.nodes):
         taken = min(gpus, node.gpus)
@@ -214,7 +211,7 @@ def _without(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:
-    """Settings as OpenRLHF takes them; one that is off has to be left out."""
+    """Settings as OpenRLHF's flags; a flag that is off is left out."""
     found: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):

@@ -1,8 +1,8 @@
-"""How OpenRLHF logs: a line `Global step N: {...}` for every step, and TensorBoard's `train/timing/*`.
+"""Parses OpenRLHF's logs: a line `Global step N: {...}` for every step, and TensorBoard's `train/timing/*`.
 
-The total of a synchronous run is the sum of its timers. Where it is not, generation ran beside the training; each timer
-is still of the component's own work, but for the weight sync, which then waits until a batch is generated: that is
-marked, and never passed off as a cost. Checkpoints and evaluation are in no timer and no total.
+In a synchronous run the total is the sum of the timers. Otherwise generation ran beside training; each timer is still
+the component's own work, except the weight sync, which then waits for a generated batch: it is marked and must never
+count as a cost. Checkpoints and evaluation are in no timer and no total.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PREFIX = "train/"
 _TIMING = "train/timing/"
 _BESIDE = "train/generation_beside_training"
 _PARTS = ("generation", "make_experience", "ppo_train", "broadcast")
-_OFF = 0.01  # sums that differ by more than this share are no rounding
+_OFF = 0.01  # relative difference that is more than rounding
 
 
 class _Parser:
-    """A step in a line."""
+    """A step per line."""
 
     def take(self, line: LogLine) -> Iterator[StepRecord]:
         if found := _STEP.search(line.text):
@@ -51,15 +51,15 @@ def _waiting(names: frozenset[str]) -> dict[str, str]:
     return {"weight_sync": "in asynchronous runs it contains waiting for the batch that is being generated"}
 
 
-def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+def _token_counts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     return tokens_of(values.get("train/response_length"), None)
 
 
 OPENRLHF = LogFramework(
     name="openrlhf",
-    reads="OpenRLHF: console lines `Global step 1: {'timing/generation': ...}`, TensorBoard",
+    supported_logs="OpenRLHF: console lines `Global step 1: {'timing/generation': ...}`, TensorBoard",
     prefix=_TIMING,
-    kept=(_TIMING, "train/response_length", "train/reward"),
+    kept_prefixes=(_TIMING, "train/response_length", "train/reward"),
     marker=_STEP_WITH_TIMES,
     parser=_Parser,
     needles=(b"Global step ",),
@@ -73,7 +73,7 @@ OPENRLHF = LogFramework(
     periodic=(),
     idle=(),
     waiting=_waiting,
-    amounts=_amounts,
+    token_counts=_token_counts,
     reward="train/reward",
-    own_times=True,
+    timers_exclude_waits=True,
 )

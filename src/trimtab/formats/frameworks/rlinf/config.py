@@ -1,8 +1,8 @@
-"""RLinf configs: the reasoning form, with costs in `profile_data` measured with all GPUs shared.
+"""Reads RLinf's reasoning configs, with costs in `profile_data` measured with all GPUs shared.
 
-RLinf runs a reasoning workflow in two ways only: everything on all GPUs, where the actor's own workers also do the
-inference, or every component on GPUs of its own with contiguous ranks. This module states those two as rules, says a
-plan as `cluster.component_placement`, and never writes another. The embodied form lives in `rlinf_embodied`.
+RLinf runs a reasoning workflow in two ways only: everything on all GPUs, where the actor's workers also do the
+inference, or every component on its own contiguous GPUs. This module states these as rules, writes a plan as
+`cluster.component_placement`, and must never write another. Embodied configs are read in `embodied`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trimtab.model.workflow import Component, PlacementJob, Workflow, check_work
 
 NAME = "rlinf"
 TRAINS = ("embodied", "reasoning", "coding_online_rl")
-"""The task types that train with RL."""
+"""Task types that train with RL."""
 
 _COSTS = ("rollout", "inference", "reward", "critic", "actor", "trainer")
 
@@ -42,14 +42,12 @@ _ADD_PROFILE = (
 
 
 def matches(reader: ConfigReader) -> bool:
-    """Whether this is an RLinf config."""
     return any(reader.has(key) for key in (rlinf_placement.KEY, "profile_data")) or (
         reader.has("runner.task_type") and reader.has("cluster.num_nodes")
     )
 
 
 def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
-    """An RLinf config as a job, with the ways in which RLinf can run it."""
     kind = composed.reader.text("runner.task_type", "")
     if (kind and kind not in TRAINS) or composed.reader.boolean("runner.only_eval", False):
         raise InputError(
@@ -63,7 +61,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
 
 
 class _Reasoning:
-    """One reasoning config, while it is being read."""
+    """State while a reasoning config is read."""
 
     def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
@@ -73,10 +71,10 @@ class _Reasoning:
         self.total = self.nodes * self.gpus_per_node
         self.stated_batches: int | None = self.reader.positive_int("data.rollout_batch_size", None)
         self.minibatches: int = self.reader.positive_int("algorithm.n_minibatches", 1)
-        # RLinf recomputes for its correction of importance sampling, whatever the other key says.
+        # RLinf also recomputes for its importance-sampling correction, whatever recompute_logprobs is.
         self.recompute = any(
-            self.reader.boolean(f"algorithm.{key}", usual)
-            for key, usual in (("recompute_logprobs", True), ("importance_sampling_fix", False))
+            self.reader.boolean(f"algorithm.{key}", default)
+            for key, default in (("recompute_logprobs", True), ("importance_sampling_fix", False))
         )
         self.assumptions: list[str] = []
         self.costs = self._costs()
@@ -95,7 +93,7 @@ class _Reasoning:
         check_workflow(workflow)
         rules = self._rules(components)
         return LoadedJob(
-            dialect=NAME,
+            file_format=NAME,
             path=self.composed.path,
             job=PlacementJob(cluster=even_cluster(self.nodes, self.gpus_per_node), workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
@@ -127,7 +125,7 @@ class _Reasoning:
             return found
         if not reader.has("profile_data"):
             raise InputError(
-                "there is no profile_data: what each component costs is unknown",
+                "profile_data is missing: component costs are unknown",
                 where=reader.where("profile_data"),
                 hint=_ADD_PROFILE,
             )
@@ -137,7 +135,7 @@ class _Reasoning:
             raise InputError(
                 "trainer_cost and actor_cost are two names for one cost",
                 where=reader.where("profile_data"),
-                hint="keep the one whose name stands in cluster.component_placement",
+                hint="keep the one that is named in cluster.component_placement",
             )
         trainer = both[0] if both else "actor"
         measured_on: int = reader.positive_int("profile_data.gpus", self.total)
@@ -178,13 +176,13 @@ class _Reasoning:
         return [last, *(["reward"] if name == self.trainer and "reward" in self.costs else [])]
 
     def _on_cpu(self, name: str) -> bool:
-        """A reward by rules takes no GPU; a reward model has those of the rollout."""
+        """A rule-based reward needs no GPU; a reward model uses the rollout's."""
         return name == "reward" and not self.reader.boolean("reward.use_reward_model", False)
 
     def _streams(self) -> bool:
-        """RLinf's pipelined mode hands batches on as they come, if advantages need no whole mini-batch.
+        """RLinf's pipelined mode streams batches, unless advantages need a whole mini-batch.
 
-        Separate placements are what selects that mode, so a separate plan streams whatever the file has now.
+        Separate placements select that mode, so a separate plan streams whatever the file has now.
         """
         normalised = self.reader.boolean("algorithm.normalize_advantages", True)
         if not normalised and self.stated_batches is not None:
@@ -223,7 +221,7 @@ class _Reasoning:
             for dp in range(1, self.total // model_parallel + 1)
             if minibatch % (dp * group_size) == 0
         }
-        # The shared profile was taken on these counts, so they run, whatever the rule for mini-batches says.
+        # The profile was measured on these counts, so they work, whatever the rule for mini-batches.
         allowed.update(g for g, _ in self.costs[name].seconds if g <= self.total and g % model_parallel == 0)
         return AllowedGpuCounts(model_parallel, tuple(sorted(allowed)))
 
@@ -240,7 +238,7 @@ class _Reasoning:
         elif "critic" in names:
             self.assumptions.append("a critic shares all GPUs with everything else")
         else:
-            # The reward is a light worker beside the rollout.
+            # The reward is a light worker on the rollout's GPUs.
             beside = [name for name in names if name in ("rollout", "reward")]
             apart = [beside, *([name] for name in names if name not in beside)]
             groupings.append(tuple(AllowedGroup(frozenset(group)) for group in apart))
@@ -260,7 +258,7 @@ class _Reasoning:
         for name, gpus in planned.items():
             if gpus != tuple(range(gpus[0], gpus[-1] + 1)):
                 raise InputError(
-                    f"the GPUs of {name} have gaps, and RLinf wants them contiguous",
+                    f"the GPUs of {name} have gaps, and RLinf requires them to be contiguous",
                     where=self.reader.where(f"{rlinf_placement.KEY}.{name}"),
                 )
         return placed
@@ -269,7 +267,7 @@ class _Reasoning:
         costs = {name for name in self.costs if not self._on_cpu(name)}
         ranks = {name: self.placed[name] for name in costs if name in self.placed}
         if "inference" in costs and "inference" not in ranks and self.trainer in ranks:
-            ranks["inference"] = ranks[self.trainer]  # the actor's own workers do it
+            ranks["inference"] = ranks[self.trainer]  # done by the actor's workers
         if "reward" in costs and "reward" not in ranks and "rollout" in ranks:
             ranks["reward"] = ranks["rollout"]
         if set(ranks) != costs:
@@ -287,7 +285,7 @@ class _Reasoning:
                 written = self.written_trainer if name == self.trainer else name
                 placement[written] = rlinf_placement.text(plan.placed(name).gpus, self.total)
             if self.written_trainer == "actor" or "reward" in {*self.placed, *self.costs}:
-                placement["reward"] = placement["rollout"]  # a light worker; RLinf's own configs put it there
+                placement["reward"] = placement["rollout"]  # a light worker; as in RLinf's own configs
         values: dict[str, Any] = {rlinf_placement.KEY: placement}
         advice = []
         if "inference" in placement and not self.reader.has("inference.group_name"):
@@ -303,7 +301,7 @@ class _Reasoning:
         )
 
     def _inference_section(self) -> dict[str, Any]:
-        """What RLinf's inference workers need of the config: the actor's model on other GPUs."""
+        """Settings of RLinf's inference workers: the actor's model on other GPUs."""
         values: dict[str, Any] = {"inference.group_name": "InferenceGroup", "inference.load_from_actor": True}
         for key in ("model", "tokenizer", "fsdp_config"):
             if self.reader.has(f"actor.{key}") and not self.reader.has(f"inference.{key}"):

@@ -1,9 +1,9 @@
-"""RLinf's embodied form: an environment, a rollout and an actor, and what both forms share of the cluster's keys.
+"""Reads RLinf's embodied configs (environment, rollout, actor), and keys that both kinds of config share.
 
-Costs come as `{environments per instance: seconds}`; with `data.env_num` environments on g GPUs each instance has
-env_num / g of them, which turns every point into one of seconds on g GPUs. RLinf's hybrid mode runs any grouping of
-the three, and an actor over the GPUs of both others. More environments per instance than were measured are never
-planned: it is not known that they fit.
+Costs are `{environments per instance: seconds}`; with `data.env_num` environments on g GPUs each instance has env_num /
+g of them, which gives seconds on g GPUs. RLinf's hybrid mode runs any grouping of the three, and an actor over the GPUs
+of both others. What must never happen: a plan with more environments per instance than were measured, because they may
+not fit.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ GROUPINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("env",), ("rollout",), ("actor",)),
 )
 SPANNING = (("env",), ("rollout",), ("actor",))
-"""Environment and rollout side by side, the actor over the GPUs of both."""
+"""Environment and rollout on separate GPUs, the actor over the GPUs of both."""
 
 
 def matches(reader: ConfigReader) -> bool:
-    """Whether this is the embodied form."""
     return reader.has("profile_data.env_profile_data") or reader.get("runner.task_type") == "embodied"
 
 
 def cluster_size(reader: ConfigReader) -> tuple[int, int]:
-    """Nodes and GPUs of each. RLinf itself counts GPUs in the live cluster, so a config may not state them."""
+    """(nodes, GPUs per node). RLinf counts GPUs in the live cluster, so a config may not state them."""
     nodes = int(reader.positive_int("cluster.num_nodes", 1))
     stated: int | None = reader.positive_int("cluster.num_gpus_per_node", None)
     if stated is not None:
@@ -67,19 +66,18 @@ def cluster_size(reader: ConfigReader) -> tuple[int, int]:
 
 
 def block(reader: ConfigReader, nodes: int, values: dict[str, Any]) -> str:
-    """The cluster section to read and to paste."""
+    """The cluster section as YAML text."""
     _, per_node = cluster_size(reader)
     return block_text(nested({"cluster.num_nodes": nodes, "cluster.num_gpus_per_node": per_node, **values}))
 
 
 def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
-    """An embodied config as a job."""
     reader = composed.reader
     nodes, per_node = cluster_size(reader)
     total = nodes * per_node
     placed = rlinf_placement.ranks(reader, total)
-    units, granularity, said = _streaming(reader)
-    assumptions = [said]
+    units, granularity, note = _streaming(reader)
+    assumptions = [note]
     if profile is not None:
         batches = units
         costs, sizes = _profiled(profile), _checked_sizes(reader, placed, total)
@@ -116,7 +114,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
         return PlanSettings(values=values, block=block(reader, nodes, values))
 
     return LoadedJob(
-        dialect="rlinf",
+        file_format="rlinf",
         path=composed.path,
         job=PlacementJob(cluster=even_cluster(nodes, per_node), workflow=workflow),
         settings=settings,
@@ -129,7 +127,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
 
 
 def _placement(reader: ConfigReader, plan: Plan, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Any]:
-    """The plan as RLinf's mapping; as it stands in the file where nothing moves."""
+    """The plan as RLinf's mapping; unchanged from the file if nothing moves."""
     gpus = {name: plan.placed(name).gpus for name in COMPONENTS}
     if all(placed.get(name) == gpus[name] for name in COMPONENTS):
         return reader.mapping(rlinf_placement.KEY)
@@ -138,14 +136,14 @@ def _placement(reader: ConfigReader, plan: Plan, placed: dict[str, tuple[int, ..
         together.setdefault(gpus[name], []).append(name)
     placement: dict[str, Any] = {",".join(names): rlinf_placement.text(some, total) for some, names in together.items()}
     stated = rlinf_placement.stated(reader)
-    placement.update({name: stated[name] for name in stated if name not in COMPONENTS})  # they stay where they are
+    placement.update({name: stated[name] for name in stated if name not in COMPONENTS})  # not moved
     return placement
 
 
 def _streaming(reader: ConfigReader) -> tuple[int, int | None, str]:
-    """Units of an iteration, how many the rollout takes at a time (`None`: all), and a sentence on it.
+    """(units per iteration, how many the rollout takes at a time (`None`: all), a note).
 
-    With pipeline stages the rollout answers one share of the environments while the other shares step.
+    With pipeline stages the rollout serves one share of the environments while the other shares step.
     """
     stages = int(reader.positive_int("rollout.pipeline_stage_num", 1))
     environments = int(reader.positive_int("data.env_num", None) or reader.positive_int("env.train.total_num_envs", 1))
@@ -158,14 +156,18 @@ def _streaming(reader: ConfigReader) -> tuple[int, int | None, str]:
 
 
 def _staleness(reader: ConfigReader) -> int:
-    """Of RLinf's asynchronous PPO, which alone has this loss; other runners are chosen on the command line."""
+    """Staleness of RLinf's asynchronous PPO, which alone has this loss; other runners are chosen on the command
+    line.
+    """
     if reader.get("algorithm.loss_type") != "decoupled_actor_critic":
         return 0
     return max(1, math.ceil(float(reader.number("algorithm.staleness_threshold", 1))))
 
 
 def _checked_sizes(reader: ConfigReader, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, AllowedGpuCounts]:
-    """GPU counts that pass RLinf's checks at start: of environments, and of the actor's batch. The file's own do."""
+    """GPU counts that pass RLinf's start-up checks of environments and of the actor's batch. The file's own always
+    do.
+    """
     stages = int(reader.positive_int("rollout.pipeline_stage_num", 1))
     sections = ["train"]
     if float(as_number(reader.get("runner.val_check_interval", 0)) or 0) > 0:
@@ -192,7 +194,7 @@ def _checked_sizes(reader: ConfigReader, placed: dict[str, tuple[int, ...]], tot
 
 
 def _rules() -> FrameworkRules:
-    """Any grouping runs, and each component of a group may have fewer GPUs than the others."""
+    """Any grouping works, and components of a group may have different GPU counts."""
     groupings = tuple(tuple(AllowedGroup(frozenset(names)) for names in grouping) for grouping in GROUPINGS)
     over = tuple(AllowedGroup(frozenset(names)) for names in SPANNING)
     return FrameworkRules(framework="RLinf", groupings=groupings, spanning=(over,))
@@ -223,14 +225,14 @@ def _stated(
 ) -> tuple[dict[str, ComponentProfile], dict[str, AllowedGpuCounts]]:
     if not reader.has("profile_data"):
         raise InputError(
-            "there is no profile_data: what each component costs is unknown",
+            "profile_data is missing: component costs are unknown",
             where=reader.where("profile_data"),
             hint="add profile_data: {env_profile_data: {ENVIRONMENTS: SECONDS}, rollout_profile_data: {...}, "
             "actor_cost: SECONDS}",
         )
     check_profile_keys(reader, ("env_profile_data", "rollout_profile_data", "actor_cost", "gpus"))
-    env, most_envs = _points(reader, "env_profile_data", env_num, total)
-    rollout, most_rollouts = _points(reader, "rollout_profile_data", env_num, total)
+    env, max_envs = _points(reader, "env_profile_data", env_num, total)
+    rollout, max_rollouts = _points(reader, "rollout_profile_data", env_num, total)
     costs = {
         "env": ComponentProfile("env", env),
         "rollout": ComponentProfile("rollout", rollout),
@@ -240,14 +242,14 @@ def _stated(
     }
     sizes = {
         "env": AllowedGpuCounts(
-            gpus=tuple(g for g in range(1, total + 1) if env_num % g == 0 and env_num / g <= most_envs)
+            gpus=tuple(g for g in range(1, total + 1) if env_num % g == 0 and env_num / g <= max_envs)
         ),
-        "rollout": AllowedGpuCounts(gpus=tuple(g for g in range(1, total + 1) if env_num / g <= most_rollouts)),
+        "rollout": AllowedGpuCounts(gpus=tuple(g for g in range(1, total + 1) if env_num / g <= max_rollouts)),
         "actor": AllowedGpuCounts(),
     }
     for name in ("env", "rollout"):
         if not sizes[name].gpus:
-            most = most_envs if name == "env" else most_rollouts
+            most = max_envs if name == "env" else max_rollouts
             raise InputError(
                 f"{env_num} environments on up to {total} GPUs are more per instance than the {most:g} measured, or "
                 "do not divide evenly",
@@ -258,7 +260,7 @@ def _stated(
 
 
 def check_profile_keys(reader: ConfigReader, known: Sequence[str]) -> None:
-    """Refuse keys of `profile_data` that mean nothing here, with the nearest one that does."""
+    """Refuse unknown keys of `profile_data` with the nearest known one."""
     for key in reader.mapping("profile_data"):
         if key not in known:
             near = nearest(str(key), known)
@@ -272,7 +274,7 @@ def check_profile_keys(reader: ConfigReader, known: Sequence[str]) -> None:
 def stated_cost(
     reader: ConfigReader, name: str, measured_on: int, hint: str | None = None
 ) -> tuple[tuple[int, float], ...]:
-    """A cost of `profile_data` as points: seconds on `measured_on` GPUs, or `{GPUs: seconds}`."""
+    """A cost in `profile_data` as points: seconds on `measured_on` GPUs, or `{GPUs: seconds}`."""
     key = f"profile_data.{name}_cost"
     stated = reader.get(key)
     if not isinstance(stated, dict):
@@ -289,10 +291,10 @@ def stated_cost(
 
 
 def _points(reader: ConfigReader, name: str, env_num: int, total: int) -> tuple[tuple[tuple[int, float], ...], float]:
-    """Measured points (GPUs, seconds), and the most environments per instance that were measured.
+    """(measured points (GPUs, seconds), most environments per instance that were measured).
 
-    Seconds are linear in the environments between two measurements, which is linear in 1/g: so a count of environments
-    that belongs to no whole number of GPUs is carried over to the GPU counts beside it without loss.
+    Between two measurements seconds are linear in the environments, hence in 1/g: so a measured count that belongs to
+    no whole number of GPUs is interpolated to the GPU counts beside it without loss.
     """
     key = f"profile_data.{name}"
     where = reader.where(key)

@@ -1,9 +1,9 @@
-"""How RLinf logs: the metric table of `metrics.log`, the progress bar's `<name>_time=`, TensorBoard's `time/*`.
+"""Parses RLinf's logs: the metric table of `metrics.log`, the progress bar's `<name>_time=`, TensorBoard's `time/*`.
 
 The embodied runner prints the table; the reasoning runner shows its times behind the progress bar. Timers of workers
-that exchange data while they run (environment and rollout; every stage of a pipeline; rewards, which are computed as
-answers come; training with FSDP, whose timer starts with the step) contain waiting. Where a timer of the computing
-alone exists it is taken; otherwise the time is marked.
+that exchange data while they run (environment and rollout; every pipeline stage; rewards, computed as responses come;
+FSDP training, whose timer starts with the step) contain waiting. Where a timer of the computation alone exists it is
+used; otherwise the time is marked as a wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECTIONS = {"Time": "time/", "Rollout": "rollout/"}
 
 
 class _Parser:
-    """A table over many lines, or a progress bar's state in one."""
+    """A table over several lines, or a progress bar's state in one."""
 
     def __init__(self) -> None:
         self._table: StepRecord | None = None
@@ -52,7 +52,7 @@ class _Parser:
 def _read_row(table: StepRecord, prefix: str, text: str) -> None:
     for cell in text.split("│"):
         name, equals, value = cell.strip().rpartition("=")
-        # A cell too narrow for its text ends in an ellipsis and is no number.
+        # A cell too narrow for its text ends in an ellipsis: no number.
         if equals and RLINF.keeps(prefix + name) and (read := number(value)) is not None:
             table.values[prefix + name] = read
 
@@ -89,16 +89,16 @@ def _waiting(names: frozenset[str]) -> dict[str, str]:
     return waits
 
 
-def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+def _token_counts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     length = values.get("rollout/response_length") or values.get("rollout/average_response_length")
     return tokens_of(length, values.get("rollout/total_num_sequence"))
 
 
 RLINF = LogFramework(
     name="rlinf",
-    reads="RLinf: the metric table (metrics.log), the progress bar with `rollout_time=...`, TensorBoard",
+    supported_logs="RLinf: the metric table (metrics.log), the progress bar with `rollout_time=...`, TensorBoard",
     prefix="time/",
-    kept=(
+    kept_prefixes=(
         "time/",
         "rollout/response_length",
         "rollout/average_response_length",
@@ -132,8 +132,8 @@ RLINF = LogFramework(
     periodic=("eval", "save_checkpoint", "evaluate"),
     idle=("actor/wait_for_rollout_store_ready", "actor/recv_traj"),
     waiting=_waiting,
-    amounts=_amounts,
+    token_counts=_token_counts,
     reward="rollout/rewards",
     last="actor",
-    beside=("prepare_data",),
+    other_timers=("prepare_data",),
 )

@@ -1,7 +1,7 @@
-"""RLinf's way to write where components go: `component_placement` in, and out.
+"""Reads and writes RLinf's `component_placement`.
 
 The grammar is `part(,part)*` with `part = GPUs[:processes]`, GPUs being `all`, a rank or a range, ascending and without
-overlap. What this module accepts RLinf accepts; what it refuses it refuses with the GPUs named. It decides nothing.
+overlap. What this module accepts RLinf accepts; refusals name the GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RANGE = re.compile(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?\Z")
 
 
 def stated(reader: ConfigReader) -> dict[str, Any]:
-    """What the file states: component name to its placement as written. Joint keys (`a,b`) are taken apart."""
+    """Component name to its placement as written. Joint keys (`a,b`) are split."""
     placements: dict[str, Any] = {}
     for names, value in reader.mapping(KEY).items():
         for name in (part.strip() for part in str(names).split(",")):
@@ -32,7 +32,7 @@ def stated(reader: ConfigReader) -> dict[str, Any]:
 
 
 def highest_rank(reader: ConfigReader) -> int | None:
-    """The highest GPU rank that the placements name; None where they name none (`all`)."""
+    """The highest GPU rank in the placements; None if they name none (`all`)."""
     found = [
         max(ranks)
         for name, value in stated(reader).items()
@@ -42,7 +42,7 @@ def highest_rank(reader: ConfigReader) -> int | None:
 
 
 def ranks(reader: ConfigReader, total: int) -> dict[str, tuple[int, ...]]:
-    """The GPUs of every placed component on a cluster of `total` GPUs. Raises InputError on an invalid placement."""
+    """The GPUs of every placed component on `total` GPUs. Raises InputError on an invalid placement."""
     result = {}
     for name, value in stated(reader).items():
         where = reader.where(f"{KEY}.{name}")
@@ -54,21 +54,21 @@ def ranks(reader: ConfigReader, total: int) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_partial_overlap(placed: Mapping[str, tuple[int, ...]], reader: ConfigReader) -> None:
-    """Raise InputError where two components share some of their GPUs but not all, which no mode of RLinf runs."""
+    """Raise InputError if two components share some of their GPUs but not all: no mode of RLinf runs that."""
     names = list(placed)
-    for index, one in enumerate(names):
+    for index, name in enumerate(names):
         for other in names[index + 1 :]:
-            both = set(placed[one]) & set(placed[other])
-            if both and set(placed[one]) != set(placed[other]):
+            both = set(placed[name]) & set(placed[other])
+            if both and set(placed[name]) != set(placed[other]):
                 raise InputError(
-                    f"{one} and {other} overlap on GPU {ranks_text(sorted(both))} without sharing all their GPUs",
+                    f"{name} and {other} overlap on GPU {ranks_text(sorted(both))} without sharing all their GPUs",
                     where=reader.where(KEY),
                     hint="RLinf runs components either on the same GPUs or on GPUs of their own",
                 )
 
 
 def text(gpus: tuple[int, ...], total: int) -> str:
-    """GPUs as RLinf writes them."""
+    """GPUs in RLinf's notation."""
     return "all" if len(gpus) == total else ranks_text(gpus)
 
 
@@ -89,7 +89,7 @@ def _text(reader: ConfigReader, name: str, value: Any) -> str:
 
 
 def _ranks(placement: str, total: int | None, where: str) -> tuple[int, ...]:
-    """The GPU ranks of a placement; without a total `all` counts as nothing."""
+    """The GPU ranks of a placement; without a total `all` is empty."""
     result: list[int] = []
     for part in (piece.strip() for piece in placement.split(",")):
         if not part:

@@ -1,9 +1,9 @@
-"""verl configs: pools of whole nodes, and what each training mode lets apart.
+"""Reads verl configs: pools of whole nodes, and which components each training mode separates.
 
 In verl everything that trains (old log-probs, reference, values, critic, actor) shares one pool, `trainer.nnodes` x
-`trainer.n_gpus_per_node`. The rollout shares it in the synchronous modes and has a pool of its own in the separate
-ones; that is the user's choice, because it decides whether training is on-policy, so a plan never changes it. A reward
-model may have a pool of its own, a teacher always has one. Costs come from a profile.
+`trainer.n_gpus_per_node`. The rollout shares it in the synchronous modes and has its own pool in the separate ones; the
+mode decides whether training is on-policy, so a plan never changes it. A reward model may have its own pool, a teacher
+always has one. Costs come from a profile.
 """
 
 from __future__ import annotations
@@ -48,21 +48,19 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _SYNC_STEP = "async_training.trigger_parameter_sync_step"
 _PARAMETER_SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 DEFAULT_MINI_BATCH = 256
-"""What verl's own parent config states."""
+"""Default of verl's base config."""
 
 
 def matches(reader: ConfigReader) -> bool:
-    """Whether this is a verl config."""
     return reader.has("actor_rollout_ref")
 
 
 def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
-    """A verl config and a profile as a job."""
     return _Config(composed, profile).loaded()
 
 
 class _Config:
-    """One verl config, while it is being read."""
+    """State while a verl config is read."""
 
     def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
@@ -88,7 +86,7 @@ class _Config:
             weight_sync=weight_sync(self.profile, "update_actor", "rollout"),
         )
         check_workflow(workflow)
-        self._say_mode(staleness)
+        self._note_mode(staleness)
         self.assumptions.extend(not_placed(self.profile, COMPONENTS))
         rules = FrameworkRules(
             framework=f"{NAME} in {self.mode} mode",
@@ -96,7 +94,7 @@ class _Config:
             even_nodes=True,
         )
         return LoadedJob(
-            dialect=NAME,
+            file_format=NAME,
             path=self.composed.path,
             job=PlacementJob(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
@@ -110,7 +108,7 @@ class _Config:
     # -- the cluster ------------------------------------------------------------------------------------------------
 
     def _pools(self) -> dict[str, tuple[int, int]]:
-        """The pools that the file states now, as (nodes, GPUs of each)."""
+        """The pools in the file as (nodes, GPUs per node)."""
         pools = {"trainer": self._pool("trainer", 1, 8)}
         if self.mode in SEPARATE:
             hint = (
@@ -118,7 +116,7 @@ class _Config:
                 f"++{self.rollout_pool}.n_gpus_per_node=G, and make the trainer's pool smaller by as many"
             )
             pools["rollout"] = self._pool(self.rollout_pool, None, pools["trainer"][1], hint)
-        # A pool of something without a cost stays as it is, on GPUs that are not part of this plan.
+        # A pool of a component without a cost is unchanged, and its GPUs are not part of the plan.
         own_reward = self.reader.boolean(f"{self.reward_key}.enable_resource_pool", False)
         if self.reward_model and own_reward and "reward" in self.costs:
             pools["reward"] = self._pool(self.reward_key, None, None)
@@ -137,7 +135,7 @@ class _Config:
         return pool
 
     def _cluster(self) -> Cluster:
-        """The nodes: as stated for trimtab, else one for every node of every pool, which any real cluster can give."""
+        """The nodes: `trimtab.nodes`, or a node for every node of every pool, which any real cluster can provide."""
         reader = self.reader
         if reader.has("trimtab.nodes") or reader.has("trimtab.gpus_per_node"):
             shape = [int(reader.positive_int("trimtab.gpus_per_node"))] * int(reader.positive_int("trimtab.nodes", 1))
@@ -166,22 +164,22 @@ class _Config:
         return component(self.costs[name], after=after, sizes=self._sizes(name), granularity=granularity, on_cpu=on_cpu)
 
     def _batches(self) -> int:
-        """Prompts of an iteration: a batch, or what a trainer without one takes between two weight syncs."""
+        """Prompts per iteration: a batch, or without one what the trainer takes between two weight syncs."""
         if self._without_batch():
             return self._taken_at_once() * int(self.reader.positive_int(_SYNC_STEP, 1))
         return int(self.reader.positive_int("data.train_batch_size", 1))
 
     def _without_batch(self) -> bool:
-        """A fully asynchronous trainer has no batch: verl wants its size to be 0."""
+        """A fully asynchronous trainer has no batch: verl requires its size to be 0."""
         return self.mode == "fully_async" and self.reader.get("data.train_batch_size", 0) in (0, "0")
 
     def _taken_at_once(self) -> int:
-        """Prompts that a fully asynchronous trainer waits for before each of its steps."""
+        """Prompts that a fully asynchronous trainer waits for before each step."""
         mini_batch = int(self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", DEFAULT_MINI_BATCH))
         return mini_batch * int(self.reader.positive_int("async_training.require_batches", 1))
 
     def _granularity(self) -> int | None:
-        """How much the trainer takes at a time: everything, or a mini-batch where samples stream."""
+        """Prompts that the trainer takes at a time: None for all, or a mini-batch if samples stream."""
         if self.mode == "fully_async":
             taken = self._taken_at_once()
             return taken if taken < self._batches() else None
@@ -197,7 +195,7 @@ class _Config:
             return max(1, math.ceil(float(self.reader.number("async_training.staleness_threshold", 1))))
         return 1 if self.mode == "one_step_off" else 0
 
-    def _say_mode(self, staleness: int) -> None:
+    def _note_mode(self, staleness: int) -> None:
         if self.mode in SEPARATE:
             what = "streaming by mini-batches, " if self._granularity() else ""
             self.assumptions.append(
@@ -211,18 +209,18 @@ class _Config:
                 )
             return
         self.assumptions.append(f"no streaming: each component takes all its inputs at once ({self.mode})")
-        words = self._apart()
+        words = self._separation_overrides()
         if words:
             self.assumptions.append(
                 f"rollout shares the training GPUs in this mode; to plan it apart: {' '.join(words)}"
             )
 
-    def _apart(self) -> list[str]:
-        """The overrides that give the rollout half of the file's GPUs, in the mode of this verl that lets it apart."""
+    def _separation_overrides(self) -> list[str]:
+        """Overrides that give the rollout half of the GPUs, in this verl's mode for separate pools."""
         nodes, gpus = self.pools["trainer"]
         if nodes * gpus < 2:
             return []
-        mine, theirs = (
+        trainer, rollout = (
             ((nodes - nodes // 2, gpus), (nodes // 2, gpus)) if nodes > 1 else ((1, gpus - gpus // 2), (1, gpus // 2))
         )
         if self.reader.has("trainer.v1") and self.reader.get("trainer.use_v1", True) is True:
@@ -235,8 +233,8 @@ class _Config:
             key = "rollout"  # an older verl, started with its one_step_off_policy.main_ppo
             words = ["++actor_rollout_ref.hybrid_engine=false"]
         if self.reward_model and "reward" in self.costs and "reward" not in self.pools:
-            return []  # its pool would have to be taken from these GPUs too
-        for section, (count, each) in (("trainer", mine), (key, theirs)):
+            return []  # its pool would need some of these GPUs too
+        for section, (count, each) in (("trainer", trainer), (key, rollout)):
             words += [f"++{section}.nnodes={count}", f"++{section}.n_gpus_per_node={each}"]
         return [*words, f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={gpus}"]
 
@@ -254,7 +252,7 @@ class _Config:
             split = parallel
         else:
             parallel = int(reader.positive_int(f"{_ACTOR}.ulysses_sequence_parallel_size", 1))
-            split = 1  # verl wants the batch to divide by all GPUs here, whatever the sequence parallelism
+            split = 1  # here verl requires the batch to divide by all GPUs, whatever the sequence parallelism
         if reader.get(f"{_ACTOR}.use_dynamic_bsz", False) is True or not reader.has("data.train_batch_size"):
             return AllowedGpuCounts(parallel)
         prompts = self._taken_at_once() if self._without_batch() else int(reader.positive_int("data.train_batch_size"))
@@ -272,7 +270,7 @@ class _Config:
         if "reward" not in self.costs or not self.reward_model:
             return [base]
         apart = [*base, ["reward"]]
-        # A rollout that never pauses leaves no room for a reward model on the training GPUs.
+        # A rollout that never pauses leaves no time for a reward model on the training GPUs.
         return [apart] if self.mode in SEPARATE else [[[*base[0], "reward"], *alone], apart]
 
     def _current(self) -> CurrentPlacement | None:
@@ -283,21 +281,21 @@ class _Config:
                 f"the pools take GPUs 0-{taken - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
                 where=self.reader.where("trainer"),
             )
-        lying = spread([[pool] for pool in self.pools.values()], nodes)
-        # Parts of a pool may also share a node: then only how many GPUs it has is known.
+        layout = spread([[pool] for pool in self.pools.values()], nodes)
+        # Pools may share a node: then only their sizes are known.
         sizes = [count * gpus for count, gpus in self.pools.values()]
         ends = itertools.accumulate(sizes)
         positions = (
             [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-            if lying is None
-            else positions_of(lying, nodes)
+            if layout is None
+            else positions_of(layout, nodes)
         )
         ranks: dict[str, tuple[int, ...]] = {}
-        for pool, mine in zip(self.pools, positions, strict=True):
+        for pool, gpus in zip(self.pools, positions, strict=True):
             if pool == "trainer":
-                ranks.update({name: tuple(mine) for name in self.costs if not self._on_cpu(name)})
+                ranks.update({name: tuple(gpus) for name in self.costs if not self._on_cpu(name)})
             elif pool in self.costs:
-                ranks[pool] = tuple(mine)
+                ranks[pool] = tuple(gpus)
         return CurrentPlacement(ranks=ranks, where=self.reader.where("trainer"))
 
     def _on_cpu(self, name: str) -> bool:
@@ -324,7 +322,7 @@ class _Config:
         return PlanSettings(values=values, block=block_text(nested(values)), advice=self._advice())
 
     def _advice(self) -> tuple[str, ...]:
-        """What verl refuses to start with, and pools do not say."""
+        """Settings without which verl does not start with these pools."""
         advice = []
         backend = self.reader.get(
             f"{_ROLLOUT}.checkpoint_engine.backend", "naive" if self.mode == "separate_async" else None

@@ -1,10 +1,9 @@
-"""How verl logs: console lines `step:3 - timing_s/gen:12.3 - ...`, the JSON lines of its file logger, TensorBoard.
+"""Parses verl's logs: console lines `step:3 - timing_s/gen:12.3 - ...`, its file logger's JSON lines, TensorBoard.
 
-Its first releases wrote `timing/gen`, and no total of a step.
+Early releases wrote `timing/gen`, and no total of a step.
 
-In verl's synchronous trainers `timing_s/gen` is the cost of generation. In its asynchronous ones (one_step_off,
-fully_async, separate_async) the same timer holds only how long the trainer waited for samples, so it must never
-be taken for a cost there.
+In verl's synchronous trainers `timing_s/gen` is the cost of generation. In the asynchronous ones (one_step_off,
+fully_async, separate_async) the same timer is the trainer's wait for samples and must never count as a cost.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ASYNCHRONOUS = {
 
 
 class _Parser:
-    """Every line is a record of its own, or none."""
+    """Each line is a record or none."""
 
     def take(self, line: LogLine) -> Iterator[StepRecord]:
         text = line.text.strip()
@@ -54,7 +53,7 @@ def _json_record(text: str) -> StepRecord | None:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        # A last line that was cut off is no JSON: it is marked, not guessed at.
+        # A cut-off last line is no JSON: marked, not guessed.
         return StepRecord(step=-1, whole=False) if text.startswith('{"step"') else None
     if not isinstance(data, dict) or not isinstance(data.get("data"), dict):
         return None
@@ -82,7 +81,7 @@ def _console_record(step: int, text: str, whole: bool) -> StepRecord:
 
 
 def _named(name: str) -> str:
-    """A metric under its name of today: timers were once `timing/gen`."""
+    """A metric's current name: timers were `timing/gen` once."""
     return f"timing_s/{name.removeprefix(_OLD_TIMERS)}" if name.startswith(_OLD_TIMERS) else name
 
 
@@ -95,7 +94,7 @@ def _waiting(names: frozenset[str]) -> dict[str, str]:
     return {"rollout": f"in verl's {modes[0]} mode timing_s/gen is the trainer's wait for samples"}
 
 
-def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+def _token_counts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     length = values.get("response_length/mean")
     prompt = values.get("prompt_length/mean")
     total = values.get("perf/total_num_tokens")
@@ -109,9 +108,9 @@ def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
 
 VERL = LogFramework(
     name="verl",
-    reads="verl: console lines `step:1 - timing_s/gen:...`, the file logger's JSON lines, TensorBoard",
+    supported_logs="verl: console lines `step:1 - timing_s/gen:...`, the file logger's JSON lines, TensorBoard",
     prefix="timing_s/",
-    kept=(
+    kept_prefixes=(
         "timing_s/",
         "timing_per_token_ms/gen",
         "perf/total_num_tokens",
@@ -142,8 +141,8 @@ VERL = LogFramework(
     periodic=("save_checkpoint", "testing", "start_profile", "stop_profile"),
     idle=("generate_async", "wait_for_enough_samples", "switch_wait"),
     waiting=_waiting,
-    amounts=_amounts,
+    token_counts=_token_counts,
     reward="critic/rewards/mean",
-    beside=("dump_rollout_generations",),
-    starts=_STEP,
+    other_timers=("dump_rollout_generations",),
+    line_start=_STEP,
 )

@@ -1,10 +1,10 @@
-/* The dashboard: shows how things stand, and takes whatever the server tells as it happens.
+/* The dashboard: shows the current state and applies updates that the server pushes.
 
-   Messages: `whole` has everything; `change` has what is new of panels (markup that the server made), of the timeline
-   (as run_timeline.js takes it; with `anew` it replaces what is there) and of the rest. Every message
-   has an id; whoever comes back says the last one it had, and is told what it missed or everything anew.
+   Messages: `whole` has everything; `change` has the changed panels (markup made by the server), timeline increments
+   (as run_timeline.js takes them; with `anew` they replace everything) and the rest. Every message has an id; a client
+   that reconnects sends its last id, and gets what it missed or everything anew.
 
-   A tab that nobody looks at holds no connection, and of those that are looked at one does for all. */
+   A hidden tab holds no connection, and all visible tabs share one. */
 (() => {
   "use strict";
   const byId = (id) => document.getElementById(id);
@@ -26,13 +26,13 @@
     place.textContent = words;
   };
 
-  /* ---- what is shown ---- */
+  /* ---- panels ---- */
 
   const shown = (name, html) => {
     const place = document.querySelector(`[data-panel="${name}"]`);
     if (!place || seen[name] === html) return;
     seen[name] = html;
-    // Whoever is inside of it by keyboard stays where they are, and so does what was scrolled.
+    // Keep keyboard focus and scroll position.
     const inside = place.contains(document.activeElement) ? document.activeElement : null;
     const region = place.querySelector(".scroll");
     const at = region ? [region.scrollTop, region.scrollLeft] : null;
@@ -42,8 +42,8 @@
     const again = place.querySelector(".scroll");
     if (again && at) [again.scrollTop, again.scrollLeft] = at;
     if (!inside) return;
-    const {kind, name: who} = inside.dataset;
-    const same = kind && [...place.querySelectorAll(`[data-kind="${kind}"]`)].find((one) => one.dataset.name === who);
+    const {kind, name: subject} = inside.dataset;
+    const same = kind && [...place.querySelectorAll(`[data-kind="${kind}"]`)].find((button) => button.dataset.name === subject);
     (same || again || place).focus({preventScroll: true});
   };
 
@@ -55,7 +55,7 @@
     if (!timeline) {
       const place = byId("timeline");
       let clicked = false;
-      // Going from mark to mark by keyboard opens nothing by itself: Enter does.
+      // Selecting marks by keyboard opens nothing; Enter does.
       place.addEventListener("pointerup", (event) => { clicked = event.target.matches("canvas"); }, {capture: true});
       place.addEventListener("keydown", (event) => {
         if (event.key === "Enter" && timeline.picked && event.target.matches(".rt-view")) story(timeline.picked);
@@ -147,19 +147,19 @@
     stream.addEventListener("whole", heard("whole"));
     stream.addEventListener("change", heard("change"));
     stream.addEventListener("behind", () => { leave(); waiting = setTimeout(join, pause); });
-    // The browser's own way back stops for good after some answers; ours does not, and takes longer each time.
+    // The browser's own reconnect gives up after some responses; this one does not, and backs off.
     stream.addEventListener("error", () => {
       leave();
-      stand("away", "not connected: the server is not there, trying again");
+      stand("away", "not connected: the server cannot be reached, retrying");
       waiting = setTimeout(join, pause);
       pause = Math.min(pause * 1.7, LATEST_MS);
     });
   };
 
   /* ---- many tabs ----
-     A browser has only a few connections to one server, and more tabs than that would wait for ever. So of those that
-     are looked at one holds the stream, a lock says which, and the others hear from it; when it goes, the next one has
-     the lock. Whoever has missed something asks for the whole. */
+     A browser allows only a few connections per server, and further tabs would wait forever. So one visible tab holds
+     the stream, chosen by a lock, and broadcasts to the others; when it closes, the next tab gets the lock. A tab that
+     has missed a message fetches the whole state. */
 
   const tabs = new BroadcastChannel("trimtab");
   let letGo = () => {}, asking = false, askAgain = false;
@@ -176,7 +176,7 @@
     try {
       const answer = await fetch("/state"), id = answer.headers.get("last-event-id"), text = await answer.text();
       if (answer.ok && id && !stream && !(after(id, last) < 0)) take("whole", id, text);
-    } catch { /* whoever holds the stream says that the server is not there */ }
+    } catch { /* the tab with the stream shows that the server cannot be reached */ }
     asking = false;
     if (askAgain) catchUp();
   };
@@ -205,12 +205,12 @@
       clearTimeout(listens);
       over = ends;
       join();
-    })).catch(() => {});  // nobody looked any more before it was our turn
+    })).catch(() => {});  // hidden again before the lock was granted
   };
 
   document.addEventListener("visibilitychange", () => {
     letGo();
-    if (document.hidden) link("resting", "resting while nobody looks");
+    if (document.hidden) link("resting", "paused while hidden");
     else look();
   });
 
@@ -221,7 +221,7 @@
       const answer = await fetch(`/story?kind=${encodeURIComponent(kind)}&name=${encodeURIComponent(name)}`);
       return await answer.json();
     } catch {
-      return {error: "the server is not there"};
+      return {error: "the server cannot be reached"};
     }
   };
 
@@ -231,7 +231,7 @@
     if (!byId("story").open) byId("story").showModal();
   };
 
-  /* A story that is being read goes on while it is. */
+  /* An open story is updated. */
   const retell = async () => {
     if (!byId("story").open || !reading) return;
     const [kind, name] = reading;
@@ -259,14 +259,14 @@
     if (button) tell(button.dataset.kind, button.dataset.name);
   });
 
-  /* ---- asking for a change ---- */
+  /* ---- changes ---- */
 
   const WORDS = {
-    replan: ["Is the plan still right?", () => "The run looks for a better plan, and says what comes of it."],
-    "drain-node": ["Empty this node", (name) => `What runs on node ${name} is saved and started elsewhere. There is no way back.`],
-    "drain-pool": ["Have this pool start nothing new", (name) => `Pool ${name} starts nothing new; what runs goes on.`],
-    "drain-worker": ["Drain this worker", (name) => `Worker ${name} gets nothing new; what it has goes on, and elsewhere after a while.`],
-    "resume-worker": ["Have this worker serve again", (name) => `Worker ${name} may serve again.`],
+    replan: ["Replan", () => "The run searches for a better plan; its next decision shows the result."],
+    "drain-node": ["Drain this node", (name) => `Tasks on node ${name} are checkpointed and restarted elsewhere. This cannot be undone.`],
+    "drain-pool": ["Drain this pool", (name) => `Pool ${name} starts no new tasks; running tasks continue.`],
+    "drain-worker": ["Drain this worker", (name) => `Worker ${name} takes no new requests; its requests continue, after the deadline on other workers.`],
+    "resume-worker": ["Resume this worker", (name) => `Worker ${name} takes requests again.`],
   };
 
   const button = (what, does) => {
@@ -276,9 +276,9 @@
   };
 
   const offer = (some) => {
-    const general = some.filter((one) => one === "replan");
+    const general = some.filter((what) => what === "replan");
     byId("ask").hidden = !general.length;
-    byId("ask").replaceChildren(...general.map((one) => button(one, () => ask(one, {}, ""))));
+    byId("ask").replaceChildren(...general.map((what) => button(what, () => ask(what, {}, ""))));
   };
 
   const offerFor = (dialog, told) => {
@@ -292,7 +292,7 @@
     }))));
   };
 
-  /* Nothing is asked for by one click: what would come of it is said first. */
+  /* No change without confirmation: the dialog says first what it does. */
   const sure = (what, name) => new Promise((given) => {
     const dialog = byId("token"), text = byId("token-text"), kept = sessionStorage.getItem("token") || "";
     byId("token-title").textContent = WORDS[what][0];
@@ -319,7 +319,7 @@
       if (answer.status === 401) sessionStorage.removeItem("token");
       else sessionStorage.setItem("token", token);
     } catch {
-      words = "the server is not there";
+      words = "the server cannot be reached";
     }
     byId("said").textContent = answered = words;
     lines();

@@ -1,30 +1,30 @@
-/* The timeline of a run, to zoom into: rows are GPUs, grouped by node; above them what happened beside the work.
+/* The timeline of a run with zoom: rows are GPUs, grouped by node; above them lanes of events.
 
-   A page that has finished data marks a place and names an element with the data as JSON:
+   A static page has a place and an element with the data as JSON:
 
-     a div with data-run-timeline="ID", holding what is shown without scripts in an element of class "still",
-     and a script element of type application/json with that id
+     a div with data-run-timeline="ID", holding the still picture for pages without scripts in an element of class
+     "still", and a script element of type application/json with that id
 
-   A page that is fed live makes one itself, and adds to it whatever comes:
+   A live page makes one itself, and adds increments:
 
      const timeline = trimtabTimeline.make(place, data, {picked: (mark) => ...});
      timeline.add({tracks: [{rows, bars}], marks: [...], end: 93.5});
 
-   Data (all but `end` may be left out, and in `add` all of it):
+   Data (everything except `end` is optional, in `add` everything):
      keys    names of components, in the order of their colours; in `add`: all of them
      nodes   {name, kind, gpus, lives: [[since, until or null], ...]}; in `add`: all of them
      cpu     names of components on CPUs; in `add`: all of them
      lanes   [id, words] for each line of marks; in `add`: all of them
      tracks  {rows: [[node or -1 for cpu, first row, last row], ...], bars: [start, end, key, look, iteration, ...]}:
-             rows that do the same, and their bars in order, five numbers each; look is 0 run, 1 switch, 2 weight sync,
-             and 4 more for what was run again later. In `add`: bars to append, to the track of the same rows
+             rows with the same bars, and the bars in order, five numbers each; look is 0 run, 1 switch, 2 weight sync,
+             plus 4 for work that was run again later. In `add`: bars to append, to the track of the same rows
      marks   [time, lane, kind, title, why, 1 if it goes through all rows, number]; in `add`: more of them
      moves   [began, ended or null, number]; in `add`: all of them
      shapes  an outline for each kind of mark, two units wide and high
-     end     how far the timeline is, in seconds
-     open    whether it may go on: then the view follows the end, unless somebody looks elsewhere
+     end     end of the timeline, in seconds
+     open    whether it may continue: then the view follows the end, unless it was moved away
 
-   Only what is in sight is drawn, in one stroke for rows that do the same, and bars closer than half a pixel as one. */
+   Only the visible part is drawn, in one path for rows with the same bars; bars closer than half a pixel are merged. */
 (() => {
   "use strict";
   const COLOURS = 8, JOIN_PX = 0.5, AXIS_PX = 20, LANE_PX = 20, NODE_PX = 19, NARROW_PX = 560, CROWDED_PX = 11, CROWD = 0.5;
@@ -225,7 +225,7 @@
       this.draw();
     }
 
-    /* Where every row is, counted from the top of all of them. */
+    /* Position of every row from the top. */
     layout() {
       this.left = this.width < NARROW_PX ? 66 : 104;
       this.right = this.width - 3;
@@ -263,7 +263,7 @@
       canvas.style.height = `${height}px`;
     }
 
-    /* Top and bottom of rows that are drawn in one stroke. Heads of nodes between them are painted over it. */
+    /* Top and bottom of rows that are drawn in one path; node heads are painted over it. */
     blocks(rows) {
       const found = [];
       for (const [node, first, last] of rows) {
@@ -278,7 +278,7 @@
       return found;
     }
 
-    /* ---- what is in sight ---- */
+    /* ---- visible range ---- */
 
     x(seconds) { return this.left + (seconds - this.from) * (this.right - this.left) / (this.to - this.from); }
 
@@ -310,7 +310,7 @@
       this.show(this.from + kept, this.to + kept);
     }
 
-    /* To the next mark that counts, in either direction. */
+    /* Select the next mark in either direction. */
     step(way) {
       const marks = this.marks.filter((mark) => mark[2] !== "saved");
       if (!marks.length) return;
@@ -337,7 +337,7 @@
       this.where.textContent = text;
     }
 
-    /* ---- hands ---- */
+    /* ---- input ---- */
 
     key(event) {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -405,7 +405,7 @@
       return near.length ? {mark: this.foremost(near), near} : null;
     }
 
-    /* The one of several marks in one place that is shown for all of them. */
+    /* The mark that represents several marks in one place. */
     foremost(marks) {
       return marks.find((mark) => mark === this.picked) || marks.find((mark) => BAD.has(mark[2])) ||
         marks.find((mark) => mark[5]) || marks.find((mark) => mark[2] !== "saved") || marks[0];
@@ -449,7 +449,7 @@
 
     barWords({track, found, node, gpu}) {
       const seat = node < 0 ? "" : `${this.nodes[node].name ? `${this.nodes[node].name}, ` : ""}GPU ${gpu}`;
-      if (!track) return [seat, "idle, or not there"];
+      if (!track) return [seat, "idle or absent"];
       const look = track.looks[found], name = this.keys[track.keys[found]] || "?";
       const what = (look & 3) === SYNC ? "weight sync" : (look & 3) === SWITCH ? `${name}: switch` : name;
       const [start, end] = [track.starts[found], track.ends[found]];
@@ -517,7 +517,7 @@
       const past = firstAfter(starts, this.to);
       if (past - at > CROWD * (this.right - this.left)) { this.columns(pen, track, blocks, at, past); return; }
       while (at < starts.length && starts[at] < this.to) {
-        /* Bars that nobody could tell apart are one, named after the one with most work in it, as faint as it is idle. */
+        /* Bars that cannot be told apart are merged: the name is that of most work, the opacity the busy share. */
         const start = starts[at];
         let end = ends[at], key = keys[at], look = looks[at], work = end - start, most = work, shares = null;
         at += 1;
@@ -539,7 +539,7 @@
       }
     }
 
-    /* Where there are more bars than pixels: for each pixel the component with most work in it, as faint as it is idle. */
+    /* More bars than pixels: per pixel the component with most work, the opacity its busy share. */
     columns(pen, track, blocks, first, past) {
       const {starts, ends, keys, looks} = track, wide = Math.ceil(this.right - this.left);
       const scale = (this.right - this.left) / (this.to - this.from), kinds = COLOURS + 1;
@@ -590,13 +590,13 @@
       }
     }
 
-    /* The name of a bar, kept for after the lines between rows. */
+    /* The name of a bar, drawn after the lines between rows. */
     named_(pen, blocks, x0, x1, name, colour) {
       const widths = this.widths || (this.widths = new Map());
       if (!widths.has(name)) widths.set(name, pen.measureText(name).width);
       const [left, right] = [Math.max(x0, this.left), Math.min(x1, this.right)];
       if (widths.get(name) + 10 > right - left) return;
-      const [top, , , , bottom] = blocks[0];  // on rows of its first node: between nodes stand their names
+      const [top, , , , bottom] = blocks[0];  // on rows of its first node: node names stand between nodes
       if (bottom + this.shift < this.head + this.row) return;
       const low = Math.max(top, -this.shift + this.head), high = Math.min(bottom, this.tall - this.shift);
       const middle = top + (Math.floor((low + high - 2 * top) / 2 / this.row) + 0.5) * this.row;
@@ -723,7 +723,7 @@
       }
     }
 
-    /* Marks; those that would lie over each other as one, with their number. */
+    /* Marks; overlapping ones as one, with their count. */
     glyphs(pen, lane, y) {
       let group = [];
       const put = () => {
@@ -759,7 +759,7 @@
       put();
     }
 
-    /* How busy the GPUs were over the whole run, and which part of it is in sight. */
+    /* GPU utilisation over the whole run, and the visible range. */
     drawOverview() {
       const high = 30, wide = Math.max(1, Math.floor(this.right - this.left)), all = this.end || 1;
       if (!this.overview) {
@@ -794,7 +794,7 @@
       pen.lineWidth = 1;
     }
 
-    /* Painted once for as long as neither data, size nor colours change. */
+    /* Cached until data, size or colours change. */
     paintedOverview(sums, wide, high) {
       const painted = document.createElement("canvas"), pen = painted.getContext("2d");
       painted.width = wide;

@@ -1,1 +1,1 @@
-"""The dashboard's page."""
+"""The dashboard: page, panels, timeline and their source."""

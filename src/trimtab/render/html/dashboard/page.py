@@ -1,7 +1,7 @@
-"""The dashboard's page and its files: everything that a browser is given comes from this package.
+"""The dashboard's page and its static files.
 
-The page is the same for every run: what it shows is told to it (`dashboard_source`). The timeline is the report's
-(`run_timeline.js`), and so is the look. Without scripts it says that it needs them.
+The page is the same for every run: the server pushes its content (`source`). Timeline (`run_timeline.js`) and style are
+the report's. Without scripts it says that it needs them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ COLUMNS = (
         "predicted": "Predicted against measured",
         "reward": "Reward",
         "workers": "Rollout workers",
-        "around": "Engines and GPUs that were asked",
+        "around": "Engines and GPUs",
         "nodes": "Nodes",
         "pools": "Pools",
         "fleet": "Nodes of the cluster",
     },
 )
-"""Panels and their titles. Each stays in its column, so that none jumps when another grows."""
+"""Panels and their titles. Each stays in its column, so that none moves when another grows."""
 
 
 @cache
 def files() -> Mapping[str, tuple[str, bytes]]:
-    """What the server serves as it is, by path."""
+    """Static files by path."""
     found = {"/": ("text/html; charset=utf-8", _page().encode())}
     for name in (*STYLES, *SCRIPTS):
         kind = "text/css" if name.endswith(".css") else "text/javascript"
@@ -63,7 +63,8 @@ def _page() -> str:
     styles = "".join(f'<link rel="stylesheet" href="/{name}">\n' for name in STYLES)
     scripts = "".join(f'<script src="/{name}" defer></script>\n' for name in SCRIPTS)
     panels = "\n".join(
-        f'<div class="column">{"".join(_panel(name, title) for name, title in some.items())}</div>' for some in COLUMNS
+        f'<div class="column">{"".join(_panel(name, title) for name, title in column.items())}</div>'
+        for column in COLUMNS
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -75,7 +76,7 @@ def _page() -> str:
 <link rel="icon" href="data:,">
 {styles}{scripts}</head>
 <body class="board">
-<a class="skip" href="#p-components">To the figures</a>
+<a class="skip" href="#p-components">Skip to the figures</a>
 <main>
 <header>
 <div class="top"><p class="eyebrow">trimtab dashboard</p>
@@ -84,15 +85,15 @@ def _page() -> str:
 <p class="lede" data-panel="standing"></p>
 <ul class="plain warn" id="notes" hidden></ul>
 <dl class="numbers" data-panel="tiles" aria-label="The run in figures"></dl>
-<div class="ask" id="ask" role="toolbar" aria-label="Ask for a change" hidden></div>
+<div class="ask" id="ask" role="toolbar" aria-label="Request a change" hidden></div>
 <p class="unseen" id="said" role="status" aria-live="polite"></p>
 </header>
-<noscript><p class="card warn">This page shows what happens as it happens, and needs scripts for that.
-<code>trimtab report</code> makes one that does not.</p></noscript>
+<noscript><p class="card warn">This page is updated live and needs scripts.
+<code>trimtab report</code> makes a page that does not.</p></noscript>
 <section class="card" id="p-timeline" aria-labelledby="h-timeline" hidden>
 <h2 id="h-timeline">Timeline</h2>
-<p>A row for each GPU. Grey is idle; where a row is empty, the node was not there. Click a mark,
-or go to it by N and P and press Enter, to read its story.</p>
+<p>A row for each GPU. Grey is idle; an empty row means that the node was absent. Click a mark,
+or select it with N and P and press Enter, to read its story.</p>
 <div data-panel="legend"></div>
 <div class="run-timeline" id="timeline"></div>
 </section>
@@ -113,8 +114,8 @@ or go to it by N and P and press Enter, to read its story.</p>
 <p id="token-what"></p>
 <div class="field" id="token-ask"><label for="token-text">Token</label>
 <input id="token-text" type="password" autocomplete="off" spellcheck="false" aria-describedby="token-where">
-<small id="token-where">A change needs it; where it is was said where the dashboard was started.</small></div>
-<div class="buttons"><button type="button" id="token-leave">Leave it</button><button value="ask">Ask</button></div>
+<small id="token-where">A change needs it; the command that started the dashboard printed where it is.</small></div>
+<div class="buttons"><button type="button" id="token-leave">Cancel</button><button value="ask">Apply</button></div>
 </form></dialog>
 </body>
 </html>

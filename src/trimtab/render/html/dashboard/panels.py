@@ -1,7 +1,7 @@
-"""The parts of the dashboard beside its timeline: tables and curves, each as markup of its own.
+"""The dashboard's panels: tables and curves, each as its own markup.
 
-Pure. Pictures are drawn by the report's own code and look the same. Whatever comes from outside is escaped here. A name
-that has a story is a button: `data-kind` and `data-name` say whose.
+Pure. Pictures are drawn by the report's code. Text from outside is escaped here. A name with a story is a button:
+`data-kind` and `data-name` identify it.
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ from typing import Any
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.dashboard.board import RECENT, RunBoard, SubjectStatus
 from trimtab.render.html.dashboard.timeline import LiveTimeline
-from trimtab.render.html.kit.labels import duration, escape, share
-from trimtab.render.html.kit.markup import code_of, heads, scroll
+from trimtab.render.html.kit.labels import counted, duration, escape, share
+from trimtab.render.html.kit.page import code_of, heads, scroll
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.html.run.curves import metric_curve, predicted_curves
-from trimtab.render.html.run.facts import counted
 from trimtab.render.html.run.figures import course, ends_of, metric_names
 from trimtab.render.html.run.story import RunStory
 
 Panels = dict[str, str]
 
 WIDTHS = (("wide", 600), ("narrow", 360))  # of curves, in pixels
-MOST_ROWS = 100
-MOST_METRICS = 4
-ROOM = "makes room for"  # what the pool says of an eviction; workers are also taken for other reasons
+MAX_ROWS = 100
+MAX_METRICS = 4
+ROOM = "makes room for"  # in the pool's reason of an eviction; workers are also taken for other reasons
 _NONE = '<p class="none">None yet.</p>'
 
 
 def run_panels(board: RunBoard, line: LiveTimeline) -> Panels:
-    """All panels that a run fills."""
     story = board.story
     names = metric_names(story)
     return {
-        "standing": escape(board.standing),
+        "standing": escape(board.status_sentence),
         "tiles": _tiles(story, line, names),
         "legend": line.legend,
         "components": _components(board),
@@ -50,19 +48,18 @@ def run_panels(board: RunBoard, line: LiveTimeline) -> Panels:
 
 
 def named(kind: str, name: str, words: str = "") -> str:
-    """A name that opens its story."""
     return (
         f'<button type="button" class="rt-at" data-kind="{kind}" data-name="{escape(name)}">'
         f"{escape(words or name or '–')}</button>"
     )
 
 
-def table(label: str, columns: str, rows: Sequence[str], *, most: int = MOST_ROWS) -> str:
-    """A table, or that there is nothing in it; of very many rows the last ones."""
+def table(label: str, columns: str, rows: Sequence[str], *, limit: int = MAX_ROWS) -> str:
+    """A table with the last `limit` rows, or a note that it is empty."""
     if not rows:
         return _NONE
-    left = f"<p>The last {most} of {len(rows):,}.</p>" if len(rows) > most else ""
-    return left + scroll(label, f"{columns}\n<tbody>{''.join(rows[-most:])}</tbody>", css="bare tall")
+    left = f"<p>The last {limit} of {len(rows):,}.</p>" if len(rows) > limit else ""
+    return left + scroll(label, f"{columns}\n<tbody>{''.join(rows[-limit:])}</tbody>", css="bare tall")
 
 
 def _row(first: str, *cells: str) -> str:
@@ -73,8 +70,8 @@ def _cell(words: str) -> str:
     return f"<td>{words}</td>"
 
 
-def _figure(value: float | None, said: Callable[[float], str] = duration) -> str:
-    return f'<td class="number">{said(value) if value is not None else "–"}</td>'
+def _figure(value: float | None, render: Callable[[float], str] = duration) -> str:
+    return f'<td class="number">{render(value) if value is not None else "–"}</td>'
 
 
 def _why(code: str, reason: str) -> str:
@@ -83,26 +80,26 @@ def _why(code: str, reason: str) -> str:
 
 def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
     done = story.iterations
-    walls = [one.iteration.wall_s for one in done[-20:]]
+    walls = [record.iteration.wall_s for record in done[-20:]]
     promised = story.prediction(len(story.plans) - 1) if story.plans else None
     tiles = [
         ("Iterations", str(len(done)), f"of {story.wanted}" if story.wanted else "done"),
-        ("Time", duration(story.end_s), story.state or "goes on"),
+        ("Time", duration(story.end_s), story.state or "running"),
         (
             "An iteration",
             duration(median(walls)) if walls else "–",
             f"{duration(promised)} predicted" if promised is not None else "no prediction",
         ),
     ]
-    if (there_gpu_s := line.there_gpu_s) > 0:
-        idle = max(0.0, 1 - line.used_gpu_s / there_gpu_s)
+    if (available_gpu_s := line.available_gpu_s) > 0:
+        idle = max(0.0, 1 - line.used_gpu_s / available_gpu_s)
         tiles.append(("GPUs idle", share(idle), f"of {counted(story.gpus, 'GPU')}"))
     arrived = sum(move.state == "arrived" for move in story.moves)
     back = sum(move.state == "rolled back" for move in story.moves)
-    # A worker whose slot was taken is told as a worker, as a task, or as both.
+    # An evicted worker appears as a worker, as a task, or as both.
     evicted = max(
-        sum(one.lane == "tasks" and one.kind == "evicted" for one in story.happenings),
-        sum(one.code == "TAKEN" and one.kind == "left" and ROOM in one.reason for one in story.happenings),
+        sum(event.lane == "tasks" and event.kind == "evicted" for event in story.timeline_events),
+        sum(event.code == "TAKEN" and event.kind == "left" and ROOM in event.reason for event in story.timeline_events),
     )
     tiles.append(("Moves", str(arrived), f"{back} rolled back, {evicted} evicted"))
     values = [value for name in names[:1] for _, value in course(done, name)]
@@ -119,12 +116,12 @@ def _components(board: RunBoard) -> str:
     rows = []
     plan = board.story.plans[-1] if board.story.plans else None
     for at, cost in enumerate(board.costs):
-        seats = plan.seats(cost.component) if plan is not None else ()
+        gpu_slots = plan.gpu_slots(cost.component) if plan is not None else ()
         key = f'<span class="named"><span class="tt-key key{at % COLOURS}"></span>'
         rows.append(
             _row(
                 f"{key}{named('component', cost.component)}</span>",
-                _cell(str(len(seats)) if seats else "CPU"),
+                _cell(str(len(gpu_slots)) if gpu_slots else "CPU"),
                 _figure(cost.predicted_s),
                 _figure(cost.busy_s),
                 _figure(cost.wait_s),
@@ -132,36 +129,37 @@ def _components(board: RunBoard) -> str:
             )
         )
     columns = heads("Component", "GPUs", "Planned", "Own time", "Waits", "GPUs idle", words=2)
-    some = f"<p>Medians of the last {RECENT} iterations.</p>" if len(board.story.done) > RECENT else ""
-    return some + table("Components", columns, rows)
+    note = f"<p>Medians of the last {RECENT} iterations.</p>" if len(board.story.done) > RECENT else ""
+    return note + table("Components", columns, rows)
 
 
 def _nodes(board: RunBoard) -> str:
     rows = []
     for node in board.story.nodes:
-        here = board.is_there(node)
-        state = "will go" if node.name in board.leaving else "there" if here else "gone"
-        css = ' class="warn"' if state != "there" else ""
-        runs = "; ".join(f"{escape(one)} {ranks_text(gpus)}" for one, gpus in board.on_node(node.name).items())
+        here = board.is_present(node)
+        state = "draining" if node.name in board.leaving else "present" if here else "gone"
+        css = ' class="warn"' if state != "present" else ""
+        runs = "; ".join(
+            f"{escape(component)} {ranks_text(gpus)}" for component, gpus in board.on_node(node.name).items()
+        )
         has = f"{node.gpus} × {escape(node.kind)}" if node.kind else counted(node.gpus, "GPU")
-        name = named("node", node.name, node.name or "GPUs of no named node")
+        name = named("node", node.name, node.name or "GPUs without a node name")
         rows.append(_row(name, _cell(f"<span{css}>{state}</span>"), _cell(has), _cell(runs if here and runs else "–")))
-    return table("Nodes", heads("Node", "State", "Has", "Runs", words=4), rows, most=300)
+    return table("Nodes", heads("Node", "State", "Has", "Runs", words=4), rows, limit=300)
 
 
-def _standing(kind: str, one: SubjectStatus, *cells: str) -> str:
-    css = ' class="minor"' if one.is_over else ""
+def _status_row(kind: str, status: SubjectStatus, *cells: str) -> str:
+    css = ' class="minor"' if status.is_over else ""
     return (
-        f'<tr{css}><th scope="row">{named(kind, one.name)}</th>{_cell(escape(one.state))}'
-        f"{''.join(cells)}{_cell(_why(one.code, one.reason))}</tr>\n"
+        f'<tr{css}><th scope="row">{named(kind, status.name)}</th>{_cell(escape(status.state))}'
+        f"{''.join(cells)}{_cell(_why(status.code, status.reason))}</tr>\n"
     )
 
 
 def workers_panel(board: RunBoard) -> str:
-    """Rollout workers with their states, and how much each has to do."""
     rows = [
-        _standing("worker", one, _cell(escape(one.group)), f'<td class="number">{one.load or "–"}</td>')
-        for one in sorted(board.workers.values(), key=lambda one: (one.group, one.is_over, one.name))
+        _status_row("worker", worker, _cell(escape(worker.group)), f'<td class="number">{worker.load or "–"}</td>')
+        for worker in sorted(board.workers.values(), key=lambda worker: (worker.group, worker.is_over, worker.name))
     ]
     columns = '<thead><tr><th scope="col">Worker</th><th scope="col">State</th><th scope="col">Component</th>'
     columns += '<th scope="col" class="number">Requests</th><th scope="col">Why</th></tr></thead>'
@@ -169,8 +167,8 @@ def workers_panel(board: RunBoard) -> str:
 
 
 def _tasks(board: RunBoard) -> str:
-    ordered = sorted(board.tasks.values(), key=lambda one: (not one.is_over, one.since_s))
-    rows = [_standing("task", one, _cell(escape(one.group))) for one in ordered]
+    ordered = sorted(board.tasks.values(), key=lambda task: (not task.is_over, task.since_s))
+    rows = [_status_row("task", task, _cell(escape(task.group))) for task in ordered]
     return table("Tasks", heads("Task", "State", "Pool", "Why", words=4), rows)
 
 
@@ -188,28 +186,30 @@ def _moves(story: RunStory) -> str:
             )
         )
     last = story.decisions[-1] if story.decisions else None
-    said = ""
+    text = ""
     if last is not None:
-        said = f"<p>After iteration {last.iteration}: {escape(last.what)}. {_why(last.code, last.reason)}</p>"
+        text = f"<p>After iteration {last.iteration}: {escape(last.what)}. {_why(last.code, last.reason)}</p>"
     columns = '<thead><tr><th scope="col">Move</th><th scope="col">State</th><th scope="col">From and to</th>'
     columns += '<th scope="col" class="number">Took</th><th scope="col">Why</th></tr></thead>'
-    return said + table("Moves", columns, rows)
+    return text + table("Moves", columns, rows)
 
 
 def _events(story: RunStory) -> str:
-    """What happened, the newest first; states saved one after another, and what moves say twice, are left out."""
+    """Events, newest first, without checkpoints and what moves repeat."""
     shown = [
-        (at, one) for at, one in enumerate(story.happenings) if one.kind != "saved" and (one.lane or one.kind != "told")
+        (at, event)
+        for at, event in enumerate(story.timeline_events)
+        if event.kind != "saved" and (event.lane or event.kind != "told")
     ]
     newest = sorted(shown, key=lambda pair: pair[1].t_s, reverse=True)
     rows = [
-        f'<tr><td><button type="button" class="rt-at" data-kind="mark" data-name="{at}">{duration(one.t_s)}</button>'
-        f'</td><th scope="row">{escape(one.title)}</th>{_cell(_why(one.code, one.reason))}</tr>\n'
-        for at, one in newest[:MOST_ROWS]
+        f'<tr><td><button type="button" class="rt-at" data-kind="mark" data-name="{at}">{duration(event.t_s)}</button>'
+        f'</td><th scope="row">{escape(event.title)}</th>{_cell(_why(event.code, event.reason))}</tr>\n'
+        for at, event in newest[:MAX_ROWS]
     ]
     if not rows:
         return _NONE
-    left = f"<p>The newest {MOST_ROWS} of {len(shown):,}.</p>" if len(shown) > MOST_ROWS else ""
+    left = f"<p>The newest {MAX_ROWS} of {len(shown):,}.</p>" if len(shown) > MAX_ROWS else ""
     columns = heads("At", "What", "Why", words=3)
     body = f"{columns}\n<tbody>{''.join(rows)}</tbody>"
     return left + scroll("What happened", body, css="bare tall events")
@@ -218,20 +218,20 @@ def _events(story: RunStory) -> str:
 def _predicted(story: RunStory) -> str:
     if not story.iterations:
         return _NONE
-    said, drawn = predicted_curves(story, WIDTHS)
-    return f"<p>{said}</p>{drawn}"
+    lede, drawn = predicted_curves(story, WIDTHS)
+    return f"<p>{lede}</p>{drawn}"
 
 
 def _rewards(story: RunStory, names: Sequence[str]) -> str:
-    drawn = [metric_curve(story, name, f"reward{at}", WIDTHS) for at, name in enumerate(names[:MOST_METRICS])]
-    return "".join(f"<p>{escape(one[0])}</p>{one[1]}" for one in drawn if one) or _NONE
+    drawn = [metric_curve(story, name, f"reward{at}", WIDTHS) for at, name in enumerate(names[:MAX_METRICS])]
+    return "".join(f"<p>{escape(curve[0])}</p>{curve[1]}" for curve in drawn if curve) or _NONE
 
 
-# ---- what a controller tells -----------------------------------------------------------------------------------------
+# ---- controller -----------------------------------------------------------------------------------------------------
 
 
 def controller_panels(data: Mapping[str, Any]) -> Panels:
-    """Panels that the controller of a cluster fills; `data` is what `trimtab status` answers."""
+    """Panels of a cluster's controller; `data` is that of `trimtab status`."""
     return {
         "pools": _pools(data["pools"]),
         "queue": _queue(data["waiting"]),
@@ -240,8 +240,8 @@ def controller_panels(data: Mapping[str, Any]) -> Panels:
     }
 
 
-def _amounts(some: Mapping[str, float]) -> str:
-    shown = [f"{amount:g} {name}" for name, amount in some.items() if name in ("gpu", "cpu")]
+def _amounts(resources: Mapping[str, float]) -> str:
+    shown = [f"{amount:g} {name}" for name, amount in resources.items() if name in ("gpu", "cpu")]
     return escape(", ".join(shown) or "nothing")
 
 
@@ -250,7 +250,7 @@ def _pools(pools: Mapping[str, Mapping[str, Any]]) -> str:
     for name, view in pools.items():
         tasks = ", ".join(f"{count} {escape(state)}" for state, count in view.get("tasks", {}).items() if count)
         used, quota = view.get("used") or {}, view.get("quota") or {}
-        state = "takes nothing new" if view.get("drained") else "open"
+        state = "drained" if view.get("drained") else "open"
         rows.append(
             _row(
                 named("pool", name),
@@ -265,43 +265,46 @@ def _pools(pools: Mapping[str, Mapping[str, Any]]) -> str:
 def _queue(waiting: Iterable[Mapping[str, Any]]) -> str:
     rows = [
         _row(
-            named("task", one["id"]),
-            _cell(escape(str(one["pool"]))),
-            _cell(str(one["position"] or "–")),
-            _cell(f"{one['priority']:g}"),
-            _cell(_why(one["reason"]["code"], one["reason"]["sentence"])),
+            named("task", task["id"]),
+            _cell(escape(str(task["pool"]))),
+            _cell(str(task["position"] or "–")),
+            _cell(f"{task['priority']:g}"),
+            _cell(_why(task["reason"]["code"], task["reason"]["sentence"])),
         )
-        for one in waiting
+        for task in waiting
     ]
     columns = heads("Task", "Pool", "Place", "Priority", "Why it waits", words=5)
-    return table("Queue", columns, rows[:MOST_ROWS]) if rows else '<p class="none">Nobody waits.</p>'
+    return table("Queue", columns, rows[:MAX_ROWS]) if rows else '<p class="none">No tasks are waiting.</p>'
 
 
 def fleet_panel(nodes: Iterable[Mapping[str, Any]], without: Sequence[str] = ()) -> str:
-    """The nodes of a cluster, but for those that a run on the same page shows; nothing where there are no others."""
+    """The nodes of a cluster without those that a run on the same page shows; empty without any."""
     rows = []
-    for one in nodes:
-        why = _why(one["reason"]["code"], one["reason"]["sentence"]) if one.get("reason") else "–"
-        name = one["name"] or one["host"] or one["node"][:12]
-        if name in without or one["node"][:8] in without:
+    for node in nodes:
+        why = _why(node["reason"]["code"], node["reason"]["sentence"]) if node.get("reason") else "–"
+        name = node["name"] or node["host"] or node["node"][:12]
+        if name in without or node["node"][:8] in without:
             continue
         rows.append(
             _row(
-                named("node", one["node"], name), _cell(escape(one["state"])), _cell(_amounts(one["total"])), _cell(why)
+                named("node", node["node"], name),
+                _cell(escape(node["state"])),
+                _cell(_amounts(node["total"])),
+                _cell(why),
             )
         )
-    return table("Nodes of the cluster", heads("Node", "State", "Has", "Why", words=4), rows, most=300) if rows else ""
+    return table("Nodes of the cluster", heads("Node", "State", "Has", "Why", words=4), rows, limit=300) if rows else ""
 
 
 def _evictions(data: Mapping[str, Any]) -> str:
-    said = f"<p>{data['evictions']} in all, {data['cross_pool']} of them across pools.</p>"
+    text = f"<p>{data['evictions']} in all, {data['cross_pool']} of them across pools.</p>"
     rows = [
         _row(
-            named("task", one["victim"]),
-            _cell(escape(str(one["victim_pool"]))),
-            _cell(named("task", one["by"]) if one.get("by") else "–"),
-            _cell(_why(one["reason"]["code"], one["reason"]["sentence"])),
+            named("task", eviction["victim"]),
+            _cell(escape(str(eviction["victim_pool"]))),
+            _cell(named("task", eviction["by"]) if eviction.get("by") else "–"),
+            _cell(_why(eviction["reason"]["code"], eviction["reason"]["sentence"])),
         )
-        for one in reversed(data.get("latest", ())[-MOST_ROWS:])
+        for eviction in reversed(data.get("latest", ())[-MAX_ROWS:])
     ]
-    return said + (table("Evictions", heads("Task", "Pool", "For", "Why", words=4), rows) if rows else "")
+    return text + (table("Evictions", heads("Task", "Pool", "For", "Why", words=4), rows) if rows else "")

@@ -1,8 +1,8 @@
-"""The timeline of a run that goes on: what a page that is open has to add to it, and all of it for one that opens.
+"""The timeline of a running run: increments for open pages, and all of it for a new page.
 
-Both are made by the report's own drawing code. What is new costs as much as is new, however long the run is: it may go
-on in this very process. Where the past itself changed (iterations that became void, work that is told out of order, a
-component that got its first GPUs) everything is told anew.
+Made by the report's drawing code. An increment costs as much as is new, however long the run is: the run may be in this
+very process. Where the past changed (void iterations, out-of-order events, a component's first GPUs) everything is sent
+anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trimtab.render.html.run.facts import ReportBar, ReportEvent
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.timeline import LANES, RunChart, TimelineTrack, chart_data, legend, run_chart
 
-_WHOLE = ("keys", "nodes", "cpu", "lanes", "moves", "open", "end")  # told whole whenever they change
+_WHOLE = ("keys", "nodes", "cpu", "lanes", "moves", "open", "end")  # sent whole whenever they change
 
 
 class LiveTimeline:
@@ -26,35 +26,35 @@ class LiveTimeline:
         self._begin()
 
     def _begin(self) -> None:
-        self._bars = self._story.bars  # a list that is replaced when the past changes, and else only grows
+        self._bars = self._story.bars  # replaced when the past changes, otherwise only appended to
         self._bar_count = self._mark_count = 0
-        self._told: dict[str, Any] = {"cpu": []}
+        self._sent: dict[str, Any] = {"cpu": []}
         self._starts: dict[str, float] = {}  # of the last bar of each track
         self._looks: dict[tuple[str, str, bool], ReportBar] = {}
         self._kinds: dict[tuple[str, str], ReportEvent] = {}
         self.used_gpu_s = 0.0
 
     def whole(self) -> dict[str, Any]:
-        """All of it, as far as it was told."""
+        """The whole timeline."""
         data = chart_data(run_chart(self._story))
-        _name(data, self._story.happenings, 0)
+        _name(data, self._story.timeline_events, 0)
         return data
 
     def news(self) -> dict[str, Any]:
-        """What to add since the last time; with `anew` it takes the place of everything."""
+        """What to add since the last call; with `anew` it replaces everything."""
         story = self._story
-        changed = story.bars is not self._bars or list(story.on_cpu) != self._told["cpu"]
-        told = None if changed and self._bar_count else self._added()
-        if told is None:
+        changed = story.bars is not self._bars or list(story.on_cpu) != self._sent["cpu"]
+        message = None if changed and self._bar_count else self._added()
+        if message is None:
             self._begin()
-            told = {**(self._added() or {}), "anew": True}
-        return told
+            message = {**(self._added() or {}), "anew": True}
+        return message
 
     def _added(self) -> dict[str, Any] | None:
-        """What is new; None where it does not come after what was told."""
+        """The increment; None where it does not come after what was sent."""
         story = self._story
-        bars, marks = story.bars[self._bar_count :], story.happenings[self._mark_count :]
-        chart = run_chart(replace(story, bars=bars, happenings=marks))
+        bars, marks = story.bars[self._bar_count :], story.timeline_events[self._mark_count :]
+        chart = run_chart(replace(story, bars=bars, timeline_events=marks))
         data = chart_data(chart)
         starts = {str(track["rows"]): track["bars"] for track in data["tracks"]}
         if any(found[0] < self._starts.get(rows, 0.0) for rows, found in starts.items()):
@@ -62,26 +62,24 @@ class LiveTimeline:
         _name(data, marks, self._mark_count)
         self._starts.update({rows: found[-5] for rows, found in starts.items()})
         self._looks.update({(bar.component, bar.doing, bar.void): bar for bar in bars})
-        for one in marks:
-            self._kinds.setdefault((one.lane, one.kind), one)
-        self._bar_count, self._mark_count = len(story.bars), len(story.happenings)
+        for mark in marks:
+            self._kinds.setdefault((mark.lane, mark.kind), mark)
+        self._bar_count, self._mark_count = len(story.bars), len(story.timeline_events)
         self.used_gpu_s += chart.used_gpu_s
         used = {lane for lane, _ in self._kinds}
         data["lanes"] = [[lane, words] for lane, words in LANES.items() if lane in used]
-        told = {name: data[name] for name in _WHOLE if self._told.get(name) != data[name]}
-        if not self._told.get("keys"):
-            told["shapes"] = data["shapes"]
-        self._told = {name: data[name] for name in _WHOLE}
-        return told | {name: data[name] for name in ("tracks", "marks") if data[name]}
+        message = {name: data[name] for name in _WHOLE if self._sent.get(name) != data[name]}
+        if not self._sent.get("keys"):
+            message["shapes"] = data["shapes"]
+        self._sent = {name: data[name] for name in _WHOLE}
+        return message | {name: data[name] for name in ("tracks", "marks") if data[name]}
 
     @property
-    def there_gpu_s(self) -> float:
-        """GPU seconds that there were."""
-        return self._small().there_gpu_s
+    def available_gpu_s(self) -> float:
+        return self._small().available_gpu_s
 
     @property
     def legend(self) -> str:
-        """Colours and marks in words."""
         return legend(self._small()) if self._story.components or self._kinds else ""
 
     def _small(self) -> RunChart:
@@ -92,8 +90,8 @@ class LiveTimeline:
         return RunChart(story.components, tuple(story.nodes), story.on_cpu, tracks, kinds, (), story.end_s)
 
 
-def _name(data: Mapping[str, Any], happenings: list[ReportEvent], first: int) -> None:
-    """Give marks numbers that stay, whatever is told late: in the order in which they were told."""
-    order = sorted(range(len(happenings)), key=lambda at: happenings[at].t_s)
+def _name(data: Mapping[str, Any], timeline_events: list[ReportEvent], first: int) -> None:
+    """Give marks stable numbers: the order in which they arrived."""
+    order = sorted(range(len(timeline_events)), key=lambda at: timeline_events[at].t_s)
     for mark in data["marks"]:
         mark[6] = first + order[mark[6]]

@@ -1,1 +1,1 @@
-"""What pages are made of: charts, timelines, lines, labels."""
+"""Parts of pages: page frame, charts, timelines, curves, labels."""

@@ -1,7 +1,7 @@
-"""Words and numbers in pictures: what may stand in markup, how wide it is, and how people write a time.
+"""Text in pictures and pages: escaping, text width, durations, axis ticks.
 
-Called by the drawing and the reports. Widths are estimates for an unknown system font and err on the wide side, so that
-a label which fits here also fits in the browser. Text from the outside never reaches markup without `escape`.
+Widths are estimates for an unknown system font and err on the wide side: a label that fits here fits in the browser.
+Must never happen: text from outside reaches markup without `escape`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 import unicodedata
 
-# XML knows no control characters and no surrogates; direction marks would reorder what stands beside them.
+# XML allows no control characters and no surrogates; direction marks would reorder adjacent text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 _UNPRINTABLE_IN_BLOCKS = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
 _JOINERS = "\u200d\ufe0e\ufe0f"
@@ -21,17 +21,17 @@ _LESS_THAN_A_TICK = 1e-9
 
 
 def escape(text: str) -> str:
-    """Text as it may stand on one line of XML or HTML, inside an element or a quoted attribute."""
+    """Escape text for one line of XML or HTML, inside an element or a quoted attribute."""
     return html.escape(_UNPRINTABLE.sub("\ufffd", text.replace("\n", " ").replace("\t", " ")))
 
 
 def escape_block(text: str) -> str:
-    """The same for text whose line breaks are kept."""
+    """Escape text and keep its line breaks."""
     return html.escape(_UNPRINTABLE_IN_BLOCKS.sub("\ufffd", text.expandtabs(4).replace("\r\n", "\n")))
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """How many pixels a text takes at most, at a font size."""
+    """Upper bound of a text's width in pixels at a font size."""
     return sum(map(_em, text)) * size * (1.12 if bold else 1.0)
 
 
@@ -51,7 +51,7 @@ def _em(character: str) -> float:
 
 
 def fit(text: str, width: float, size: float, *, bold: bool = False) -> str:
-    """The text, cut with an ellipsis where it is wider; nothing where not even two letters would remain."""
+    """The text, cut with an ellipsis where it is too wide; empty where not even two letters would remain."""
     if text_width(text, size, bold=bold) <= width:
         return text
     room = width - text_width("…", size, bold=bold)
@@ -61,13 +61,13 @@ def fit(text: str, width: float, size: float, *, bold: bool = False) -> str:
         if room < 0:
             break
         kept += character
-    # An accent or half of a joined emoji must not be left hanging at the cut.
+    # Do not cut inside a combining sequence or a joined emoji.
     kept = kept.rstrip(_JOINERS + " ,")
     return f"{kept}…" if len(kept) > 1 else ""
 
 
 def duration(seconds: float) -> str:
-    """A time for people: `250 ms`, `59.9 s`, `12 min 05 s`, `2 h 05 min`."""
+    """A duration as `250 ms`, `59.9 s`, `12 min 05 s` or `2 h 05 min`."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if seconds == 0:
@@ -87,13 +87,18 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float) -> str:
-    """A part of one, as a percentage without false precision."""
+    """A share as a percentage without false precision."""
     percent = round(100 * part, 1)
     return f"{percent:.0f} %" if abs(percent) >= 10 or percent == round(percent) else f"{percent:.1f} %"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 move`, `2 moves`."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
 def wrap(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:
-    """The text on one line or, broken at a space, on two; what is then still too wide is cut."""
+    """The text on one line or, broken at a space, on two; what is still too wide is cut."""
     if text_width(text, size, bold=bold) <= width:
         return [text]
     at = max((i for i, c in enumerate(text) if c == " " and text_width(text[:i], size, bold=bold) <= width), default=0)
@@ -101,11 +106,11 @@ def wrap(text: str, width: float, size: float, *, bold: bool = False) -> list[st
     return [fit(line, width, size, bold=bold) for line in lines]
 
 
-def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
-    """Round times from 0 to `seconds`, at most `most` of them after 0, with their labels in one fitting unit."""
+def ticks(seconds: float, limit: int) -> list[tuple[float, str]]:
+    """Round times from 0 to `seconds`, at most `limit` after 0, with labels in one unit."""
     if not (seconds > 0 and math.isfinite(seconds)):
         return [(0.0, "0")]
-    at_least = seconds / max(1, most)
+    at_least = seconds / max(1, limit)
     step = _step(at_least, minutes=seconds > 240 or at_least > 50)
     size, unit = next((s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (0, "µs")) if step >= s)
     count = math.floor(seconds / step + _LESS_THAN_A_TICK)

@@ -1,8 +1,7 @@
-"""Curves over the iterations of a run: lines, steps for what was predicted, and a mark where the plan changed.
+"""Curves over the iterations of a run: lines, steps for predictions, marks where the plan changed.
 
-Drawing is pure. A curve never shows less than its points do: where there are more than pixels, the lowest and the
-highest of each pixel are kept. One value far above all others does not flatten the rest: it is drawn at the edge, with
-an arrow and its figure.
+Pure. Must never happen: a curve hides a point. Where there are more points than pixels, the lowest and the highest per
+pixel are kept; an outlier is drawn at the edge with an arrow and its value, so that it does not flatten the rest.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
-from trimtab.render.html.kit.svg import px, text_at
+from trimtab.render.html.kit.svg import px, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS
 
 Unit = Literal["seconds", "share", "number"]
 Point = tuple[float, float]
 
 _HEIGHT_PX = 200.0
-_MOST_DOTS = 120
+_MAX_DOTS = 120
 _NORMAL_SHARE = 0.98
 _ROOM_ABOVE = 1.25
 
@@ -29,19 +28,19 @@ _ROOM_ABOVE = 1.25
 class ReportCurve:
     """A line through points; `dashed` ones are steps that hold until the next point. Gaps are left open.
 
-    `colour` is a component's; None is the ink of the text.
+    `colour` is a component's; None is the text colour.
     """
 
     name: str
     points: tuple[Point, ...]
     colour: int | None = None
     dashed: bool = False
-    notes: tuple[str, ...] = ()  # of single points, for their tooltips
+    notes: tuple[str, ...] = ()  # per point, for tooltips
 
 
 @dataclass(frozen=True)
 class CurveChart:
-    """Curves over one axis. `marks` are upright lines with a name."""
+    """Curves over one axis. `marks` are labelled vertical lines."""
 
     title: str
     curves: tuple[ReportCurve, ...]
@@ -52,12 +51,10 @@ class CurveChart:
 
 
 def curves_svg(chart: CurveChart, width: int, prefix: str) -> str:
-    """The picture, part of a page."""
     return _Plot(chart, width, escape(prefix)).draw()
 
 
 def figure(value: float, unit: Unit) -> str:
-    """A value of a curve in words."""
     if unit == "seconds":
         return duration(value)
     return share(value) if unit == "share" else f"{value:.4g}"
@@ -91,14 +88,8 @@ class _Plot:
         self.marks()
         for curve in self.chart.curves:
             self.curve(curve)
-        height = self.bottom + 42
-        p, chart = self.prefix, self.chart
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(height)}" '
-            f'width="{self.width}" height="{px(height)}" role="img" aria-labelledby="{p}-title {p}-desc">'
-            f'<title id="{p}-title">{escape(chart.title)}</title>'
-            f'<desc id="{p}-desc">{escape(chart.description)}</desc>{"".join(self.out)}</svg>\n'
-        )
+        chart, height = self.chart, self.bottom + 42
+        return svg_document("".join(self.out), self.width, height, self.prefix, chart.title, chart.description)
 
     def axes(self) -> None:
         for value, words in self.ticks:
@@ -146,7 +137,7 @@ class _Plot:
         )
         if curve.dashed:
             return
-        dots = len(curve.points) <= _MOST_DOTS
+        dots = len(curve.points) <= _MAX_DOTS
         for at, (x, y) in enumerate(curve.points):
             if not dots and y <= self.high:
                 continue
@@ -183,7 +174,7 @@ class _Plot:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Points in pixels, at most four for each pixel across: first, lowest, highest and last."""
+    """Points in pixels, at most four per pixel column: first, lowest, highest and last."""
     out: list[Point] = []
     column: list[Point] = []
     for point in points:
@@ -202,7 +193,6 @@ def _kept(column: list[Point]) -> list[Point]:
 
 
 def _span(values: Iterable[float], unit: Unit) -> tuple[float, float]:
-    """The lowest and the highest value to show."""
     known = sorted(value for value in values if math.isfinite(value))
     if not known:
         return 0.0, 1.0
@@ -237,8 +227,8 @@ def _ticks(low: float, high: float, unit: Unit) -> list[tuple[float, str]]:
     ]
 
 
-def _whole_steps(first: float, last: float, most: int) -> list[int]:
+def _whole_steps(first: float, last: float, limit: int) -> list[int]:
     span = max(1, int(last - first))
-    step = next(f * 10**p for p in range(12) for f in (1, 2, 5) if f * 10**p * most >= span)
+    step = next(f * 10**p for p in range(12) for f in (1, 2, 5) if f * 10**p * limit >= span)
     start = int(first)
     return sorted({start, *range(-(-start // step) * step, int(last) + 1, step)} - {0 if start > 0 else -1})

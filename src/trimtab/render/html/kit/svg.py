@@ -1,4 +1,4 @@
-"""The few SVG elements that pictures are made of. Whatever text comes in is escaped here."""
+"""SVG elements. Text is escaped here."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from trimtab.render.html.kit.labels import escape
 
 
 def px(number: float) -> str:
-    """A number as short as it can be said in hundredths of a pixel."""
+    """A number in at most two decimals, without trailing zeros."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
 def rect(
     x: float, y: float, width: float, height: float, css: str, tip: str = "", *, rx: float = 0, more: str = ""
 ) -> str:
-    """A rectangle, with a tooltip where there is one."""
-    # Both edges are rounded, not the width: neighbours then meet exactly.
+    # Round both edges, not the width: adjacent rectangles then meet exactly.
     wide = round(x + width, 2) - round(x, 2)
     rounded = f' rx="{px(rx)}"' if rx else ""
     start = f'<rect class="{css}" x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="{px(height)}"{rounded}{more}'
@@ -23,7 +22,24 @@ def rect(
 
 
 def text_at(x: float, y: float, words: str, css: str, *, anchor: str = "", tip: str = "", more: str = "") -> str:
-    """A line of text, escaped."""
     anchored = f' text-anchor="{anchor}"' if anchor else ""
     title = f"<title>{escape(tip)}</title>" if tip and tip != words else ""
     return f'<text class="{css}" x="{px(x)}" y="{px(y)}"{anchored}>{escape(words)}{more}{title}</text>'
+
+
+def svg_document(body: str, width: int, height: float, prefix: str, title: str, description: str) -> str:
+    """An SVG element with its title and description; `prefix` keeps ids apart on a page with several."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
+        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
+        f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(description)}</desc>'
+        f"{body}</svg>\n"
+    )
+
+
+def hatch_pattern(prefix: str) -> str:
+    """The pattern that `fill="url(#{prefix}-hatch)"` refers to."""
+    return (
+        f'<defs><pattern id="{prefix}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
+    )

@@ -1,9 +1,9 @@
-"""Timelines as pictures: rows of coloured stretches over a time axis, with what is idle shaded.
+"""Timelines as SVG: rows of coloured bars over a time axis, with idle time shaded.
 
-`plan_chart` makes a chart of a plan, and `svg` draws any chart. Drawing is pure: the same chart gives the same text. A
-picture must never say more than its chart: the shading is what no stretch covers, stretches are only joined where the
-eye could not tell them apart, colour is never the only cue (names, hatching and tooltips say the same), and no name of
-the user's reaches the markup unescaped.
+`plan_chart` makes a chart of a plan, and `svg` draws any chart. Pure: the same chart gives the same text. Must never
+happen: a picture shows more than its chart. Only time without a bar is shaded, bars are merged only where the gap
+cannot be seen, colour is never the only cue (names, hatching and tooltips say the same), and no name reaches the markup
+unescaped.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from importlib import resources
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan, TimelineBar
-from trimtab.render.html.kit.chart import BarLook, Chart, ChartBar, ChartMark, ChartRow, ChartSpan, gaps, joined
+from trimtab.render.html.kit.chart import BarLook, Chart, ChartBar, ChartMark, ChartRow, ChartSpan, gaps, merge_bars
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
-from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
 
 COLOURS = 8
 JOIN_PX = 0.5
-"""What lies closer together than this is drawn as one."""
+"""Bars closer together than this are drawn as one."""
 
 _NARROW_PX = 560
-_MOST_SPANS = 12
+_MAX_SPANS = 12
 _NO_TIME_S = 1e-9
 _WORDS: dict[BarLook, str] = {"run": "", "switch": "switch", "sync": "weight sync"}
 
@@ -35,22 +35,22 @@ def plan_chart(
     axis_seconds: float | None = None,
     marks: tuple[ChartMark, ...] = (),
 ) -> Chart:
-    """The chart of a plan: a row for each group, for each CPU component, and for GPUs that nothing uses.
+    """The chart of a plan: a row per group, per CPU component, and for unused GPUs.
 
     `keys` fixes the order of colours, so that a component looks the same in the charts of several plans.
     """
     rows = []
     for group in plan.groups:
         detail = _gpus(group.gpus) + (f" · {group.kind}" if group.kind else "")
-        bars = (bar for bar in plan.timeline if bar.component in group.components)
-        stretches = tuple(_stretch(plan, bar, len(group.gpus)) for bar in bars)
-        rows.append(ChartRow(", ".join(group.components), stretches, detail, weight=len(group.gpus)))
+        planned = (bar for bar in plan.timeline if bar.component in group.components)
+        bars = tuple(_chart_bar(plan, bar, len(group.gpus)) for bar in planned)
+        rows.append(ChartRow(", ".join(group.components), bars, detail, weight=len(group.gpus)))
     grouped = {name for group in plan.groups for name in group.components}
     for component in plan.components:
         if component.name not in grouped:
-            bars = (bar for bar in plan.timeline if bar.component == component.name)
-            stretches = tuple(_stretch(plan, bar, 0) for bar in bars)
-            rows.append(ChartRow(component.name, stretches, "CPU", weight=0, shaded=False))
+            planned = (bar for bar in plan.timeline if bar.component == component.name)
+            bars = tuple(_chart_bar(plan, bar, 0) for bar in planned)
+            rows.append(ChartRow(component.name, bars, "CPU", weight=0, shaded=False))
     used = {rank for group in plan.groups for rank in group.gpus}
     unused = tuple(rank for rank in range(plan.total_gpus) if rank not in used)
     if unused:
@@ -73,7 +73,7 @@ def _gpus(numbers: tuple[int, ...]) -> str:
     return f"GPU{'s' if len(numbers) != 1 else ''} {ranks_text(numbers, ', ')}"
 
 
-def _stretch(plan: Plan, bar: TimelineBar, row_gpus: int) -> ChartBar:
+def _chart_bar(plan: Plan, bar: TimelineBar, row_gpus: int) -> ChartBar:
     used = len(plan.placed(bar.component).gpus)
     if bar.doing == "run" and 0 < used < row_gpus:
         return ChartBar(bar.start, bar.end, bar.component, note=f"on {used} of {row_gpus} GPUs", part=used / row_gpus)
@@ -81,27 +81,27 @@ def _stretch(plan: Plan, bar: TimelineBar, row_gpus: int) -> ChartBar:
 
 
 def _periods(plan: Plan, seconds: float) -> tuple[ChartSpan, ...]:
-    """The iteration; with staleness, each whole period of the steady state, the first one named."""
+    """The iteration; with staleness, each whole period of the steady state, the first labelled."""
     period = plan.iteration_seconds
     if period <= 0:
         return ()
     if seconds <= period * (1 + 1e-9):
         return (ChartSpan(0.0, period, f"one iteration · {duration(period)}"),)
-    whole = min(int(seconds / period + 1e-9), _MOST_SPANS)
+    whole = min(int(seconds / period + 1e-9), _MAX_SPANS)
     label = f"one iteration every {duration(period)}"
     return tuple(ChartSpan(i * period, (i + 1) * period, label if i == 0 else "") for i in range(whole))
 
 
 @cache
 def style() -> str:
-    """The style sheet that a timeline needs; a page with several timelines carries it once."""
+    """The style sheet of timelines; a page with several carries it once."""
     return resources.files("trimtab.render.html").joinpath("assets/timeline.css").read_text(encoding="utf-8")
 
 
 def svg(
     chart: Chart, width: int = 960, standalone: bool = True, *, compact: bool = False, prefix: str = "timeline"
 ) -> str:
-    """Draw a chart. Standalone: a file of its own, with its style, title and background; otherwise part of a page.
+    """Draw a chart. Standalone: a file with its own style, title and background; otherwise part of a page.
 
     `compact` leaves out the legend and draws thin rows. `prefix` keeps ids apart where a page has several.
     """
@@ -109,7 +109,7 @@ def svg(
 
 
 class _Canvas:
-    """One drawing in progress. `y` is how far down the picture is drawn; everything else is fixed at the start."""
+    """A drawing in progress. `y` is the bottom of what is drawn; everything else is fixed at the start."""
 
     def __init__(self, chart: Chart, width: int, standalone: bool, compact: bool, prefix: str) -> None:
         self.chart, self.width, self.standalone, self.compact, self.prefix = chart, width, standalone, compact, prefix
@@ -120,7 +120,7 @@ class _Canvas:
         axis = chart.seconds if chart.axis_seconds is None else chart.axis_seconds
         self.axis = axis if axis > _NO_TIME_S else 0.0
         self.scale = (self.right - self.left) / self.axis if self.axis else 0.0
-        # Small pictures stand beside others to compare lengths: finer detail would only flicker.
+        # Compact charts only compare lengths: finer detail would be noise.
         self.join_px = 3 * JOIN_PX if compact else JOIN_PX
         self.colour = {key: index % COLOURS for index, key in enumerate(chart.keys)}
         self.y = self.pad
@@ -145,27 +145,19 @@ class _Canvas:
         return self.page(self.y + 18 + self.pad)
 
     def page(self, height: float) -> str:
-        p, chart = self.prefix, self.chart
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(height)}" '
-            f'width="{self.width}" height="{px(height)}" role="img" aria-labelledby="{p}-title {p}-desc">'
-            f'<title id="{p}-title">{escape(chart.title)}</title><desc id="{p}-desc">{escape(chart.description)}</desc>'
-        )
+        chart, head = self.chart, ""
         if self.standalone:
             head += f"<style>{style()}</style>"
             head += f'<rect class="surface" width="{self.width}" height="{px(height)}" rx="8"/>'
-        head += (
-            f'<defs><pattern id="{p}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
-        )
-        return head + "".join(self.out) + "</svg>\n"
+        body = head + hatch_pattern(self.prefix) + "".join(self.out)
+        return svg_document(body, self.width, height, self.prefix, chart.title, chart.description)
 
     def x(self, seconds: float) -> float:
         return self.left + min(max(seconds, 0.0), self.axis) * self.scale
 
     def legend(self) -> None:
         """Names with their colours, then the looks that occur; wrapped where the line is full."""
-        shown = {(s.key, s.look) for row in self.chart.rows for s in row.stretches if s.end > s.start}
+        shown = {(s.key, s.look) for row in self.chart.rows for s in row.bars if s.end > s.start}
         entries = [(f"k{self.colour[key]}", key, False) for key in self.chart.keys if (key, "run") in shown]
         looks = {look for _, look in shown}
         if "switch" in looks:
@@ -189,7 +181,7 @@ class _Canvas:
         self.y += 34 if entries else 0
 
     def captions(self) -> None:
-        """The names of spans and marks, each on the first line above the rows where it is free of the others."""
+        """The names of spans and marks, each on the first line above the rows where there is room."""
         wanted = [(m.at, m.at, m.label) for m in self.chart.marks] + [
             (s.start, s.end, s.label) for s in self.chart.spans if s.label
         ]
@@ -238,16 +230,16 @@ class _Canvas:
             self.out.append(rect(self.left, self.y, self.x(end) - self.left, height, "track idle", words, rx=2))
         else:
             self.out.append(rect(self.left, self.y, self.x(end) - self.left, height, "track rest", rx=2))
-        for stretch in joined(row.stretches, self.join_px / self.scale if self.scale else 0.0):
-            if stretch.start < self.axis:
-                self.bar(stretch, height)
+        for bar in merge_bars(row.bars, self.join_px / self.scale if self.scale else 0.0):
+            if bar.start < self.axis:
+                self.bar(bar, height)
         if row.shaded and not self.compact:
             for a, b in empty:
                 self.inside(self.x(a), self.x(b), self.y + height / 2, [f"idle {duration(b - a)}"], "quiet")
         self.y += height + (6 if self.compact else 10)
 
     def label(self, row: ChartRow, height: float) -> None:
-        """Name and detail: above the row where the picture is narrow, else to its left on two lines, or on one."""
+        """Name and detail: above the row where the picture is narrow, otherwise left of it on one or two lines."""
         room = self.right - self.pad if self.narrow else self.left - self.pad - 14
         tip = f"{row.label} · {row.detail}" if row.detail else row.label
         size = 12 if self.compact else 13
@@ -269,32 +261,32 @@ class _Canvas:
         self.out.append(text_at(self.pad, y, fit(row.detail, room, 12), "quiet", tip=tip))
 
     def name(self, row: ChartRow) -> list[str]:
-        """A row's name on the lines that it takes to the left of the row."""
+        """A row's name, split into the lines it takes left of the row."""
         return [""] if self.narrow else wrap(row.label, self.left - self.pad - 14, 13, bold=True)
 
-    def bar(self, stretch: ChartBar, height: float) -> None:
-        x0, x1 = self.x(stretch.start), self.x(stretch.end)
-        tall = height * stretch.part
+    def bar(self, bar: ChartBar, height: float) -> None:
+        x0, x1 = self.x(bar.start), self.x(bar.end)
+        tall = height * bar.part
         y = self.y + height - tall
-        colour = "sync" if stretch.look == "sync" else f"k{self.colour.get(stretch.key, 0)}"
-        what = f"{stretch.key}: {_WORDS[stretch.look]}" if stretch.look != "run" else stretch.key
-        lasts = stretch.end - stretch.start
-        tip = f"{what}\n{duration(stretch.start)} to {duration(stretch.end)}: {duration(lasts)}"
-        if stretch.busy < 0.995:
-            tip += f", of which {duration(lasts * stretch.busy)} busy"
-        tip += f"\n{stretch.note}" if stretch.note else ""
-        css = f"bar {stretch.look} {colour}".replace("sync sync", "sync") + (" edged" if x1 - x0 >= 4 else "")
-        faded = f' fill-opacity="{max(stretch.busy, 0.2):.2f}"' if stretch.busy < 0.995 else ""
+        colour = "sync" if bar.look == "sync" else f"k{self.colour.get(bar.key, 0)}"
+        what = f"{bar.key}: {_WORDS[bar.look]}" if bar.look != "run" else bar.key
+        lasts = bar.end - bar.start
+        tip = f"{what}\n{duration(bar.start)} to {duration(bar.end)}: {duration(lasts)}"
+        if bar.busy < 0.995:
+            tip += f", of which {duration(lasts * bar.busy)} busy"
+        tip += f"\n{bar.note}" if bar.note else ""
+        css = f"bar {bar.look} {colour}".replace("sync sync", "sync") + (" edged" if x1 - x0 >= 4 else "")
+        faded = f' fill-opacity="{max(bar.busy, 0.2):.2f}"' if bar.busy < 0.995 else ""
         self.out.append(rect(x0, y, x1 - x0, tall, css, tip, rx=2 if x1 - x0 >= 6 else 0, more=faded))
-        if stretch.look == "switch":
+        if bar.look == "switch":
             self.out.append(self.hatch(x0, y, x1 - x0, tall))
-        elif not self.compact and stretch.busy > 0.6:
-            name = "sync" if stretch.look == "sync" else stretch.key
-            css = "onsync" if stretch.look == "sync" else f"on{self.colour.get(stretch.key, 0)}"
+        elif not self.compact and bar.busy > 0.6:
+            name = "sync" if bar.look == "sync" else bar.key
+            css = "onsync" if bar.look == "sync" else f"on{self.colour.get(bar.key, 0)}"
             self.inside(x0, x1, y + tall / 2, [f"{name} · {duration(lasts)}", name], f"small {css}")
 
     def inside(self, x0: float, x1: float, middle: float, choices: list[str], css: str) -> None:
-        """The first of the choices that fits between two edges, or nothing."""
+        """Draw the first of the choices that fits between two edges, or nothing."""
         for words in choices:
             if text_width(words, 12) + 14 <= x1 - x0:
                 self.out.append(text_at((x0 + x1) / 2, middle + 4.3, words, f"inside {css}", anchor="middle"))
@@ -325,6 +317,6 @@ class _Canvas:
                 self.out.append(self.line("mark", self.x(mark.at), top - 8, last))
 
     def line(self, css: str, x: float, top: float, bottom: float) -> str:
-        """An upright line; broken where the names of rows stand between them."""
+        """A vertical line; interrupted where row names stand between the rows."""
         bands = [(a - 2, b + 2) for a, b in self.bands] if self.narrow else [(top, bottom)]
         return f'<path class="{css}" d="{"".join(f"M{px(x)} {px(a)}V{px(b)}" for a, b in bands)}"/>'

@@ -1,7 +1,6 @@
-"""Pictures of a pipeline: its stages with what flows between them, its steady state over time, the curve of devices.
+"""Pictures of a pipeline: its stages and transfers, its steady state over time, bottleneck over devices.
 
-Called by the report. Drawing is pure and decides nothing: what is wide, long or marked comes from the answer. Colour is
-never the only cue: types, limits and shares are written out, and every mark has a tooltip.
+Pure. Colour is never the only cue: types, limits and shares are written out, and every mark has a tooltip.
 """
 
 from __future__ import annotations
@@ -9,29 +8,29 @@ from __future__ import annotations
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow, ChartSpan
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
-from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.svg import px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.text.partition import MIB, limit_words
 
 PERIODS = 4
-"""How many periods of the steady state are drawn."""
+"""Periods of the steady state that are drawn."""
 
 THIN_LINK = 0.02
-"""Transfers that keep no link busier than this get no row of their own."""
+"""Links less busy than this get no row."""
 
-MOST_ROWS_WITH_LINKS = 24
+MAX_STAGES_WITH_LINKS = 24
 _BOX_HEIGHT, _ROW_GAP = 96.0, 34.0
 _WIDE_PX = 700
 
 
 def type_colours(answer: PartitionAnswer) -> dict[str, int]:
-    """A colour number for each device type in use, in stage order."""
+    """A colour index for each device type in use, in stage order."""
     kinds = dict.fromkeys(stage.type for stage in answer.schedule.stages)
     return {kind: number % COLOURS for number, kind in enumerate(kinds)}
 
 
 def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
-    """The stages as boxes in order, with arrows that say what sending on takes."""
+    """The stages as boxes in order, with arrows that show transfer times."""
     stages = answer.schedule.stages
     in_row = min(len(stages), 4 if width >= _WIDE_PX else 2)
     gap = 62.0 if width >= _WIDE_PX else 54.0
@@ -52,7 +51,7 @@ def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
                 out += _arrow(f"M{px(x + box + 4)} {px(middle)}H{px(x + box + gap - 6)}", tip)
                 out.append(text_at(x + box + gap / 2, middle - 8, words, "quiet", anchor="middle"))
             else:
-                # The next row begins at the left: the line runs between the rows.
+                # The next row begins at the left: route the line between the rows.
                 between = y + _BOX_HEIGHT + _ROW_GAP / 2
                 way = f"M{px(x + box / 2)} {px(y + _BOX_HEIGHT + 3)}V{px(between)}H{px(1 + box / 2)}"
                 out += _arrow(f"{way}V{px(between + _ROW_GAP / 2 - 5)}", tip)
@@ -61,12 +60,7 @@ def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
     height = y + _BOX_HEIGHT + 2
     title = f"Pipeline of {len(stages)} stages"
     listed = "; ".join(f"{s.host}: layers {s.first} to {s.last}" for s in stages)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
-        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
-        f'<title id="{prefix}-title">{title}</title><desc id="{prefix}-desc">{escape(listed)}</desc>'
-        f"{''.join(out)}</svg>\n"
-    )
+    return svg_document("".join(out), width, height, prefix, title, listed)
 
 
 def _arrow(way: str, tip: str) -> list[str]:
@@ -74,7 +68,7 @@ def _arrow(way: str, tip: str) -> list[str]:
 
 
 def _head(way: str) -> str:
-    """A small head at the end of a path of `M`, `H` and `V`."""
+    """An arrow head at the end of a path of `M`, `H` and `V`."""
     parts = way.replace("M", " M").replace("H", " H").replace("V", " V").split()
     x, y = 0.0, 0.0
     numbers = [part for part in parts if part]
@@ -137,13 +131,13 @@ def _box(
 
 
 def steady_chart(answer: PartitionAnswer) -> Chart:
-    """The steady state: microbatches come in at the pace of the bottleneck, and every stage repeats itself.
+    """The steady state: microbatches arrive at the pace of the bottleneck, and every stage repeats itself.
 
-    No stage or link takes longer than that pace, so none ever waits for a place: times are sums.
+    No stage or link takes longer than that pace, so nothing queues: times are sums.
     """
     schedule = answer.schedule
     period = schedule.bottleneck_seconds
-    with_links = len(schedule.stages) <= MOST_ROWS_WITH_LINKS and any(
+    with_links = len(schedule.stages) <= MAX_STAGES_WITH_LINKS and any(
         s.transfer_seconds > THIN_LINK * period for s in schedule.stages
     )
     window = PERIODS * period
@@ -170,8 +164,8 @@ def steady_chart(answer: PartitionAnswer) -> Chart:
 
     for index, stage in enumerate(schedule.stages):
         detail = f"layers {stage.first}–{stage.last}"
-        stretches = repeated(at, stage.compute_seconds, f"{detail} on {stage.host}")
-        rows.append(ChartRow(stage.host, stretches, detail))
+        bars = repeated(at, stage.compute_seconds, f"{detail} on {stage.host}")
+        rows.append(ChartRow(stage.host, bars, detail))
         at += stage.compute_seconds
         if with_links and stage.transfer_seconds > 0:
             to = schedule.stages[index + 1].host if index + 1 < len(schedule.stages) else answer.job.sink or ""
@@ -180,8 +174,8 @@ def steady_chart(answer: PartitionAnswer) -> Chart:
         at += stage.transfer_seconds
     spans = (ChartSpan(0.0, period, f"one microbatch every {duration(period)}"),)
     names = tuple(_name(number) for number in sorted(keys))
-    said = limit_words(answer, answer.limits[0]) if answer.limits else "nothing"
-    description = f"Steady state of {len(schedule.stages)} stages; limited by {said}."
+    limit = limit_words(answer, answer.limits[0]) if answer.limits else "nothing"
+    description = f"Steady state of {len(schedule.stages)} stages; limited by {limit}."
     return Chart("Steady state", tuple(rows), names, window, spans=spans, description=description)
 
 
@@ -190,10 +184,10 @@ def _name(number: int) -> str:
 
 
 def frontier_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
-    """The least bottleneck over the number of devices, as steps from point to point."""
+    """The minimum bottleneck over the number of devices, as a line."""
     points = answer.frontier
     left, right, top, bottom = 64.0, width - 16.0, 14.0, 214.0
-    most = max(point.bottleneck_seconds for point in points)
+    max_seconds = max(point.bottleneck_seconds for point in points)
     first, last = points[0].devices, points[-1].devices
 
     def x(devices: int) -> float:
@@ -204,10 +198,10 @@ def frontier_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
         )
 
     def y(seconds: float) -> float:
-        return bottom - (bottom - top) * (seconds / most if most > 0 else 0.0)
+        return bottom - (bottom - top) * (seconds / max_seconds if max_seconds > 0 else 0.0)
 
     out = []
-    for value, words in ticks(most, 4):
+    for value, words in ticks(max_seconds, 4):
         out.append(f'<path class="grid" d="M{px(left)} {px(y(value))}H{px(right)}"/>')
         out.append(text_at(left - 8, y(value) + 4, words, "quiet", anchor="end"))
     every = max(1, -(-(last - first + 1) // int((right - left) / 34)))
@@ -228,9 +222,4 @@ def frontier_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
     out.append(text_at((left + right) / 2, bottom + 38, "devices", "quiet", anchor="middle"))
     height = bottom + 46
     listed = "; ".join(f"{p.devices}: {duration(p.bottleneck_seconds)}" for p in points)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
-        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
-        f'<title id="{prefix}-title">Bottleneck over the number of devices</title>'
-        f'<desc id="{prefix}-desc">{escape(listed)}</desc>{"".join(out)}</svg>\n'
-    )
+    return svg_document("".join(out), width, height, prefix, "Bottleneck over the number of devices", listed)

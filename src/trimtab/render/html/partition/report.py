@@ -1,29 +1,26 @@
-"""A partition as a page to look at: the pipeline, its steady state, the numbers, and what to improve.
+"""A partition as an HTML page: the pipeline, its steady state, the numbers, and what to improve.
 
-Called by the command line with a finished answer. The page is whole by itself: it loads and sends nothing. What is
-drawn stands in tables too, and every number comes from the answer: nothing is decided here.
+Everything drawn is in tables too, and every number comes from the answer.
 """
 
 from __future__ import annotations
 
-from trimtab import __version__
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
+from trimtab.render.html.kit.page import both, list_section, page_foot, page_head, page_header
 from trimtab.render.html.partition.pictures import frontier_svg, stages_svg, steady_chart, type_colours
-
-# The frame of a page and its copy button are the placement report's: all reports look and behave alike.
-from trimtab.render.html.plan_report import COPY_SCRIPT, both, page_head
 from trimtab.render.text.partition import MIB, improve_sentence
 
 
 def partition_report(answer: PartitionAnswer, *, command: str | None, search_seconds: float | None) -> str:
-    """The report of an answer as HTML. `command` is what made it."""
+    """The report of an answer as HTML. `command` made it."""
     parts = [page_head(answer.job.model.name), _headline(answer)]
     if answer.schedule.stages:
         parts += [_pipeline(answer), _steady(answer), _frontier(answer)]
-    parts += [_schedule(schedule_yaml(answer.schedule)), _said(answer), _foot(command, search_seconds)]
+    took = f" Searched in {duration(search_seconds)}." if search_seconds is not None else ""
+    parts += [_schedule(schedule_yaml(answer.schedule)), _assumed(answer), page_foot(command, more=took)]
     return "\n".join(part for part in parts if part) + "\n"
 
 
@@ -33,8 +30,8 @@ def _headline(answer: PartitionAnswer) -> str:
     if answer.optimal:
         proof = f'<dd class="good">Proven<small>no schedule has a lower {what}</small></dd>'
     else:
-        least = duration(answer.lower_bound_seconds)
-        proof = f'<dd class="warn">Not proven<small>no {what} can be below {least}</small></dd>'
+        bound = duration(answer.lower_bound_seconds)
+        proof = f'<dd class="warn">Not proven<small>no {what} can be below {bound}</small></dd>'
     rate = f"{answer.throughput:.4g}" if answer.throughput is not None else "–"
     spare = len(job.hosts) - len(schedule.stages)
     numbers = [
@@ -52,13 +49,8 @@ def _headline(answer: PartitionAnswer) -> str:
         ),
         ("Optimal", proof),
     ]
-    tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in numbers)
-    lede = improve_sentence(answer)
-    return (
-        f'<header>\n<p class="eyebrow">trimtab partition · {escape(answer.objective)}</p>\n'
-        f"<h1>{escape(job.model.name)}</h1>\n"
-        f'<p class="lede">Improve first: {escape(lede)}.</p>\n<dl class="numbers">{tiles}</dl>\n</header>'
-    )
+    lede = f"Improve first: {improve_sentence(answer)}."
+    return page_header(f"trimtab partition · {answer.objective}", job.model.name, lede, numbers)
 
 
 def _seconds(value: float) -> str:
@@ -73,16 +65,16 @@ def _pipeline(answer: PartitionAnswer) -> str:
     colours = type_colours(answer)
     bottleneck = answer.schedule.bottleneck_seconds
     rows = "\n".join(_row(stage, colours[stage.type], bottleneck) for stage in answer.schedule.stages)
-    brought = ""
+    source = ""
     if answer.schedule.input_seconds:
-        brought = (
+        source = (
             f"<p>The input comes from {escape(answer.job.source or '')} in "
             f"{duration(answer.schedule.input_seconds)}.</p>\n"
         )
     return (
         '<section aria-labelledby="h-pipeline">\n<h2 id="h-pipeline">Pipeline</h2>\n'
-        "<p>Each box is a stage: how long it computes and how busy that keeps it, and the memory it needs. "
-        f"On the arrows, what sending on takes.</p>\n{brought}"
+        "<p>Each box is a stage with its compute time, utilisation and memory. "
+        f"The arrows show transfer times.</p>\n{source}"
         f'<div class="card"><figure>{drawn}</figure>\n'
         '<div class="scroll" role="region" aria-labelledby="h-pipeline" tabindex="0"><table>\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div></div>\n</section>"
@@ -133,7 +125,7 @@ def _frontier(answer: PartitionAnswer) -> str:
         before = rate
     return (
         '<section aria-labelledby="h-frontier">\n<h2 id="h-frontier">How many devices are worth it</h2>\n'
-        "<p>The least bottleneck that any choice of so many devices reaches.</p>\n"
+        "<p>The minimum bottleneck for each number of devices.</p>\n"
         f'<div class="card"><figure>{drawn}</figure>\n'
         '<div class="scroll" role="region" aria-labelledby="h-frontier" tabindex="0"><table>\n'
         '<thead><tr><th scope="col">Devices</th><th scope="col" class="number">Bottleneck</th>'
@@ -151,23 +143,8 @@ def _schedule(block: str) -> str:
     )
 
 
-def _said(answer: PartitionAnswer) -> str:
+def _assumed(answer: PartitionAnswer) -> str:
     sentences = [*answer.assumptions, *answer.warnings]
     if not answer.optimal or not answer.ties_proven:
-        sentences.insert(0, answer.method if not answer.optimal else "schedules as good were not all compared")
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return (
-        '<section aria-labelledby="h-assumptions">\n<h2 id="h-assumptions">What was assumed</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>'
-        if sentences
-        else ""
-    )
-
-
-def _foot(command: str | None, search_seconds: float | None) -> str:
-    took = f" Searched in {duration(search_seconds)}." if search_seconds is not None else ""
-    made = f" Made by <code>{escape(command)}</code>." if command else ""
-    return (
-        f"</main>\n<footer><p>trimtab {escape(__version__)}.{took}{made}</p></footer>\n"
-        f"<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
-    )
+        sentences.insert(0, answer.method if not answer.optimal else "schedules of equal cost were not all compared")
+    return list_section("assumptions", "What was assumed", sentences)

@@ -1,6 +1,6 @@
-"""The curves of a run, each with its heading and what it says in a sentence, and the table behind them.
+"""The curves of a run with heading and summary sentence, and the table behind them.
 
-The report shows them as sections of its page, and the dashboard those of predictions and metrics as panels of its own.
+Sections of the report; the dashboard shows predictions and metrics as panels.
 """
 
 from __future__ import annotations
@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from trimtab.render.html.kit.labels import duration, escape, share
+from trimtab.render.html.kit.labels import counted, duration, escape, share
 from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
-from trimtab.render.html.kit.markup import card, heads, scroll, section
+from trimtab.render.html.kit.page import WIDTHS, both, card, heads, scroll, section
 from trimtab.render.html.kit.timeline import COLOURS
-from trimtab.render.html.plan_report import WIDTHS, both
-from trimtab.render.html.run.facts import counted
 from trimtab.render.html.run.figures import ReportCost, all_metrics, course, ends_of, errors, expected
 from trimtab.render.html.run.story import RunStory
 
 Widths = Sequence[tuple[str, int]]
 
-_MOST_ROWS = 300
-_MOST_METRICS = 8
-_MOST_POINTS = 600
+_MAX_ROWS = 300
+_MAX_METRICS = 8
+_MAX_POINTS = 600
 
 
 def _drawn(chart: CurveChart, prefix: str, key: str = "", widths: Widths = WIDTHS) -> str:
@@ -39,8 +37,8 @@ def _changes(story: RunStory) -> tuple[tuple[float, str], ...]:
 
 
 def _few(points: Sequence[tuple[int, float]], widths: Widths) -> tuple[Point, ...]:
-    """Points of a long run as pictures need them: of each pixel the first, the lowest, the highest and the last."""
-    if len(points) <= _MOST_POINTS:
+    """Points of a long run thinned per pixel: first, lowest, highest and last."""
+    if len(points) <= _MAX_POINTS:
         return tuple((float(number), value) for number, value in points)
     first, last = points[0][0], points[-1][0]
     scale = max(width for _, width in widths) / (last - first)
@@ -48,10 +46,10 @@ def _few(points: Sequence[tuple[int, float]], widths: Widths) -> tuple[Point, ..
 
 
 def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str]:
-    """Iteration times beside what plans promised: what is to be said of them, and the picture with its key."""
+    """Measured and predicted iteration times: a sentence, and the picture with its key."""
     done = story.iterations
-    notes = tuple(", ".join(one.iteration.extra) for one in done) if len(done) <= _MOST_POINTS else ()
-    measured = _few([(one.iteration.number, one.iteration.wall_s) for one in done], widths)
+    notes = tuple(", ".join(record.iteration.extra) for record in done) if len(done) <= _MAX_POINTS else ()
+    measured = _few([(record.iteration.number, record.iteration.wall_s) for record in done], widths)
     curves, key = [ReportCurve("measured", measured, None, notes=notes)], [("line-ink", "measured")]
     promised = [(float(plan.iteration), story.prediction(plan.number)) for plan in story.plans]
     known = any(value is not None for _, value in promised)
@@ -60,28 +58,27 @@ def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str
         curves.append(ReportCurve("predicted", steps, 0, dashed=True))
         key.append(("line-0", "predicted"))
     if current := _few(expected(story), widths):
-        curves.append(ReportCurve("expected by costs as measured then", current, 1))
+        curves.append(ReportCurve("expected by the costs measured so far", current, 1))
         key.append(("line-1", curves[-1].name))
     off = [abs(error) for _, error in errors(story)]
-    said = f"Off by {share(median(off))} at the median, {share(max(off))} at worst." if off else ""
-    chart = CurveChart("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
-    lede = f"{said} Dashed: what the plan promised. Upright: another plan." if known else "Nothing was predicted."
+    sentence = f"Prediction error {share(median(off))} (median), {share(max(off))} (maximum)." if off else ""
+    chart = CurveChart("Iteration time, predicted and measured", tuple(curves), "seconds", sentence, _changes(story))
+    lede = f"{sentence} Dashed: predicted. Vertical: the plan changed." if known else "No prediction."
     return lede.strip(), _drawn(chart, "predicted", _key(key), widths)
 
 
 def metric_curve(story: RunStory, name: str, prefix: str, widths: Widths = WIDTHS) -> tuple[str, str] | None:
-    """A metric over the iterations: what is to be said of it, and the picture. None where it has no values."""
+    """A metric over the iterations: a sentence, and the picture. None where it has no values."""
     points = course(story.iterations, name)
     if not points:
         return None
     first, last = ends_of([value for _, value in points])
-    said = f"{name}: from {first:.3g} to {last:.3g}."
-    chart = CurveChart(name, (ReportCurve(name, _few(points, widths), 2),), "number", said, _changes(story))
-    return said, _drawn(chart, prefix, widths=widths)
+    sentence = f"{name}: from {first:.3g} to {last:.3g}."
+    chart = CurveChart(name, (ReportCurve(name, _few(points, widths), 2),), "number", sentence, _changes(story))
+    return sentence, _drawn(chart, prefix, widths=widths)
 
 
 def predicted_section(story: RunStory) -> str:
-    """Iteration times beside what plans promised."""
     if not story.iterations:
         return ""
     lede, drawn = predicted_curves(story)
@@ -89,15 +86,15 @@ def predicted_section(story: RunStory) -> str:
 
 
 def costs_section(story: RunStory, spent: list[ReportCost]) -> str:
-    """What each component cost, as curves and as a table."""
+    """Cost of each component, as curves and as a table."""
     if not story.iterations:
         return ""
     curves = []
     for at, name in enumerate(story.components):
         points = tuple(
-            (float(one.iteration.number), m.busy_s)
-            for one in story.iterations
-            for m in one.iteration.components
+            (float(record.iteration.number), m.busy_s)
+            for record in story.iterations
+            for m in record.iteration.components
             if m.component == name
         )
         curves.append(ReportCurve(name, points, at % COLOURS))
@@ -109,8 +106,8 @@ def costs_section(story: RunStory, spent: list[ReportCost]) -> str:
     table = scroll("Cost of components", f"{columns}\n<tbody>{rows}</tbody>")
     key = _key([(f"key{at % COLOURS}", name) for at, name in enumerate(story.components)])
     lede = (
-        "A component's own time for its batches in an iteration, without waiting. In the table: medians under the plan "
-        "that ran last; drift is the end against the beginning, on as many GPUs."
+        "A component's own time per iteration, without waiting. In the table: medians under the last plan; "
+        "drift is the end relative to the start, on the same GPUs."
     )
     return section("costs", "Cost of components", lede, card(_drawn(chart, "costs", key) + table))
 
@@ -130,7 +127,6 @@ def _cost(at: int, cost: ReportCost) -> str:
 
 
 def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> str:
-    """The share of time in which GPUs did nothing."""
     curves = tuple(
         ReportCurve(name, tuple((float(number), value) for number, value in idle[name]), at % COLOURS)
         for at, name in enumerate(story.components)
@@ -139,22 +135,24 @@ def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> s
     if not curves:
         return ""
     chart = CurveChart(
-        "Idle share", curves, "share", "Share of each iteration in which GPUs did nothing.", _changes(story)
+        "Idle share", curves, "share", "Share of each iteration in which GPUs were idle.", _changes(story)
     )
     key = _key([(f"key{curve.colour}", curve.name) for curve in curves])
-    lede = "The share of each iteration in which the GPUs of a component did nothing at all; on CPUs, the component."
+    lede = "The share of each iteration in which the GPUs of a component were idle; for CPU components, the component."
     return section("idle", "Idle share", lede, card(_drawn(chart, "idle", key)))
 
 
 def metrics_section(story: RunStory, names: list[str], wanted: Sequence[str]) -> str:
-    """What the run learned: rewards, or the metrics asked for."""
+    """Rewards, or the requested metrics."""
     if not names:
-        there = ", ".join(all_metrics(story)[:20])
-        if wanted and there:
-            return section("metrics", "Metrics", f"None of those asked for is there; there are: {escape(there)}.", "")
+        available = ", ".join(all_metrics(story)[:20])
+        if wanted and available:
+            return section(
+                "metrics", "Metrics", f"None of the requested metrics exists; available: {escape(available)}.", ""
+            )
         return ""
     cards = ""
-    for at, name in enumerate(names[:_MOST_METRICS]):
+    for at, name in enumerate(names[:_MAX_METRICS]):
         if drawn := metric_curve(story, name, f"metric{at}"):
             cards += card(f"<h3>{escape(name)}</h3>{drawn[1]}")
     title = "Reward" if not wanted else "Metrics"
@@ -166,26 +164,25 @@ def figures_section(story: RunStory, names: list[str]) -> str:
     done = story.iterations
     if not done:
         return ""
-    every = -(-len(done) // _MOST_ROWS)
+    every = -(-len(done) // _MAX_ROWS)
     columns = ("Iteration", "Ended at", "Took", "Predicted", *map(escape, (*story.components, *names)))
     by_number = {name: dict(course(done, name)) for name in names}
     rows = ""
-    for one in done[::every]:
-        number = one.iteration.number
-        busy = {m.component: m.busy_s for m in one.iteration.components}
-        predicted = story.prediction(one.plan) if one.plan >= 0 else None
-        cells = [duration(one.end_s), duration(one.iteration.wall_s), duration(predicted) if predicted else "–"]
+    for record in done[::every]:
+        number = record.iteration.number
+        busy = {m.component: m.busy_s for m in record.iteration.components}
+        predicted = story.prediction(record.plan) if record.plan >= 0 else None
+        cells = [duration(record.end_s), duration(record.iteration.wall_s), duration(predicted) if predicted else "–"]
         cells += [duration(busy[name]) if name in busy else "–" for name in story.components]
         cells += [f"{by_number[name][number]:.4g}" if number in by_number[name] else "–" for name in names]
-        extra = f" <small>{escape(', '.join(one.iteration.extra))}</small>" if one.iteration.extra else ""
+        extra = f" <small>{escape(', '.join(record.iteration.extra))}</small>" if record.iteration.extra else ""
         rows += (
             f'<tr><th scope="row">{number}{extra}</th>'
             + "".join(f'<td class="number">{c}</td>' for c in cells)
             + "</tr>\n"
         )
-    some = f", one in {every}" if every > 1 else ""
+    sampled = f", one in {every}" if every > 1 else ""
     table = scroll("Iterations", f"{heads(*columns, words=1)}\n<tbody>{rows}</tbody>", css="tall")
-    body = (
-        f'<details class="card"><summary>{counted(len(done), "iteration")} in figures{some}</summary>{table}</details>'
-    )
+    summary = f"{counted(len(done), 'iteration')} in figures{sampled}"
+    body = f'<details class="card"><summary>{summary}</summary>{table}</details>'
     return section("figures", "Figures", "What the curves are drawn from.", body)

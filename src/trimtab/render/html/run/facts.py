@@ -1,7 +1,6 @@
-"""The nouns of a run's story, and how its plain facts are read.
+"""The records of a run's story, and parsing of plain values.
 
-Frozen where they do not grow. They know nothing of files or pictures: `run_report_story` makes them from events, the
-report and its pictures read them.
+Independent of files and pictures: `story` makes them from events, the report and its pictures read them.
 """
 
 from __future__ import annotations
@@ -12,37 +11,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.model.run import Iteration
+from trimtab.render.html.kit.labels import counted
 
 GpuKey = tuple[str, int]
-"""A node, and a GPU of it."""
+"""Node name and GPU index."""
 
-BROKEN_OFF = "broken off"
-"""The state of a move that was under way when the run was resumed, until somebody says what became of it."""
+MOVE_INTERRUPTED = "interrupted"
+"""The state of a move that was in progress when the run was resumed, until an event gives its result."""
 
-_MOST_GPUS = 100_000
+_MAX_GPUS = 100_000
 
 
 @dataclass(frozen=True)
 class ReportPlan:
-    """A plan that ran, and from when. `groups` are components with the seats that they take turns on."""
+    """A plan that ran, and from when. `groups` are components with the GPU slots that they share in turns."""
 
     number: int
     why: str
     iteration: int
     t_s: float
     words: str
-    predicted_s: float | None  # None: nothing was known of its costs
+    predicted_s: float | None  # None: its costs were unknown
     groups: tuple[tuple[tuple[str, ...], tuple[GpuKey, ...]], ...]
     costs_s: Mapping[str, float]
 
-    def seats(self, component: str) -> tuple[GpuKey, ...]:
-        """Where a component is; nowhere for one on CPUs."""
-        return next((seats for names, seats in self.groups if component in names), ())
+    def gpu_slots(self, component: str) -> tuple[GpuKey, ...]:
+        """The GPU slots of a component; none for a CPU component."""
+        return next((gpu_slots for names, gpu_slots in self.groups if component in names), ())
 
 
 @dataclass(frozen=True)
 class ReportBar:
-    """A stretch of a component under a plan, on its first `gpus` seats (0: all of its group)."""
+    """A bar of a component under a plan, on its first `gpus` slots (0: all of its group)."""
 
     component: str
     doing: str
@@ -56,7 +56,7 @@ class ReportBar:
 
 @dataclass(frozen=True)
 class ReportIteration:
-    """An iteration that is over. Void ones were run again."""
+    """A finished iteration. Void ones were run again."""
 
     iteration: Iteration
     end_s: float
@@ -68,7 +68,7 @@ class ReportIteration:
 
 @dataclass
 class ReportMigration:
-    """A move from its beginning to wherever it came."""
+    """A move and its result."""
 
     id: int
     iteration: int
@@ -77,7 +77,7 @@ class ReportMigration:
     ended_s: float | None = None
     code: str = ""
     reason: str = ""
-    outcome: str = ""  # why it went back, or got stuck
+    outcome: str = ""  # why it was rolled back, or is stuck
     numbers: Mapping[str, Any] = field(default_factory=dict)
     forced: bool = False
     changes: tuple[tuple[str, str, int, int], ...] = ()  # component, how, GPUs before and after
@@ -89,12 +89,12 @@ class ReportMigration:
 
     @property
     def is_open(self) -> bool:
-        """Whether more may be told of it."""
-        return self.ended_s is None or self.state == BROKEN_OFF
+        """Whether more events may follow."""
+        return self.ended_s is None or self.state == MOVE_INTERRUPTED
 
     @property
     def cost_s(self) -> float:
-        """What its stages took, the way back included."""
+        """Time of its stages, rollback included."""
         return sum(took for _, _, took in self.stages) + self.rollback_s
 
 
@@ -113,10 +113,10 @@ class ReportDecision:
 
 @dataclass(frozen=True)
 class ReportEvent:
-    """Something that happened beside the work, for the marks of the timeline and the list of events.
+    """An event besides the iterations, for the timeline's marks and the list of events.
 
-    `lane` is where it is drawn: run, moves, nodes, tasks or workers; without one it is only listed. A `strong` one goes
-    through all rows.
+    `lane` is where it is drawn: run, moves, nodes, tasks or workers; without a lane it is only listed. A `strong` event
+    is drawn through all rows.
     """
 
     t_s: float
@@ -130,55 +130,46 @@ class ReportEvent:
 
 @dataclass
 class ReportNode:
-    """A node and the times in which it was there; the last one is open as long as it is."""
+    """A node and the intervals in which it was present; the last one is open while it is."""
 
     name: str
     gpus: int
     kind: str
-    lives: list[tuple[float, float | None]] = field(default_factory=list)
+    presence: list[tuple[float, float | None]] = field(default_factory=list)
 
 
 def finite(value: Any) -> float | None:
-    """A number, where it is one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def whole(value: Any) -> int | None:
-    """A whole number, where it is one."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def as_text(value: Any) -> str:
-    """Words, of whatever stands for them."""
     return "" if value is None else str(value)
 
 
 def ranks_of(text: Any) -> tuple[int, ...]:
-    """Ranks as plans write them: `0-3,6`."""
+    """Parse ranks as plans write them: `0-3,6`."""
     found: list[int] = []
     for part in str(text).split(",") if str(text).strip() else ():
         first, _, last = part.strip().partition("-")
-        some = range(int(first), int(last or first) + 1)
-        if len(found) + len(some) > _MOST_GPUS:
-            raise ValueError("more GPUs than there can be")
-        found.extend(some)
+        ranks = range(int(first), int(last or first) + 1)
+        if len(found) + len(ranks) > _MAX_GPUS:
+            raise ValueError(f"more than {_MAX_GPUS} GPUs")
+        found.extend(ranks)
     return tuple(found)
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 move`, `2 moves`."""
-    return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
 def gpus_of(count: int, kind: str) -> str:
-    """What a node has, in brackets."""
     return f" ({counted(count, 'GPU')}{f', {kind}' if kind else ''})"
 
 
 def time_left(event: Mapping[str, Any]) -> str:
-    """How long is left; deadlines are stated on the clock of `at`, or on the run's own."""
+    """Time until the deadline, which is on the clock of `at` or on the run's own."""
     deadline = finite(event.get("deadline"))
     if deadline is None:
         return ""

@@ -1,7 +1,7 @@
-"""Figures of a run's story: shares of time, medians, courses of metrics. Reads a story, decides nothing, draws nothing.
+"""Statistics of a run's story: idle shares, medians, metric series.
 
-`idle` is as plans have it: the share of an iteration in which the GPUs of a component do nothing at all; of a component
-on CPUs, in which it does nothing.
+`idle` is defined as in plans: the share of an iteration in which the GPUs of a component do nothing; for a CPU
+component, in which it does nothing.
 """
 
 from __future__ import annotations
@@ -20,41 +20,46 @@ _TENTH = 10
 
 @dataclass(frozen=True)
 class ReportCost:
-    """A component over the run: medians per iteration, without periodic work, and where it stood idle."""
+    """A component over the run: medians per iteration, without periodic work, and idle share."""
 
     component: str
-    gpus: tuple[int, ...]  # counts that it ran on, one after another
-    predicted_s: float | None  # of the plan that ran last
+    gpus: tuple[int, ...]  # GPU counts that it ran on, in sequence
+    predicted_s: float | None  # of the last plan
     busy_s: float | None
     wait_s: float | None
     switch_s: float | None
     idle: float | None
-    drift: float | None  # cost at the end against the beginning of the longest time on as many GPUs
+    drift: float | None  # cost at the end relative to the start of the longest time on the same GPUs
 
 
 def idle_shares(story: RunStory) -> dict[str, list[tuple[int, float]]]:
-    """For each component and iteration that counts, the share in which its GPUs did nothing."""
+    """Per component and iteration that counts, the share in which its GPUs did nothing."""
     spells: dict[frozenset[str], _BusyTimes] = {}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in story.components}
     by_name: dict[str, list[tuple[float, float]]] = {}
     for bar in story.bars:
         by_name.setdefault(bar.component, []).append((bar.start, bar.end))
-    for one in story.iterations:
-        wall_s = one.iteration.wall_s
-        if wall_s <= 0 or one.plan < 0:
+    for record in story.iterations:
+        wall_s = record.iteration.wall_s
+        if wall_s <= 0 or record.plan < 0:
             continue
-        groups = {name: frozenset(names) for names, seats in story.plans[one.plan].groups if seats for name in names}
+        groups = {
+            name: frozenset(names)
+            for names, gpu_slots in story.plans[record.plan].groups
+            if gpu_slots
+            for name in names
+        }
         for name in story.components:
             together = groups.get(name, frozenset((name,)))
             if together not in spells:
-                spells[together] = _BusyTimes([some for other in together for some in by_name.get(other, ())])
-            busy_s = spells[together].between(one.end_s - wall_s, one.end_s)
-            found[name].append((one.iteration.number, min(max(1 - busy_s / wall_s, 0.0), 1.0)))
+                spells[together] = _BusyTimes([interval for other in together for interval in by_name.get(other, ())])
+            busy_s = spells[together].between(record.end_s - wall_s, record.end_s)
+            found[name].append((record.iteration.number, min(max(1 - busy_s / wall_s, 0.0), 1.0)))
     return found
 
 
 class _BusyTimes:
-    """Times of work, merged; answers how much of it lies between two moments."""
+    """Busy intervals, merged; returns the busy time between two moments."""
 
     def __init__(self, spells: list[tuple[float, float]]) -> None:
         self._starts: list[float] = []
@@ -78,12 +83,11 @@ class _BusyTimes:
 
 
 def costs(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> list[ReportCost]:
-    """What each component cost."""
-    counted = [one for one in story.iterations if not one.iteration.extra] or story.iterations
+    counted = [record for record in story.iterations if not record.iteration.extra] or story.iterations
     found = []
     for name in story.components:
-        mine = [(one, m) for one in counted for m in one.iteration.components if m.component == name]
-        last = [m for one, m in mine if one.plan == len(story.plans) - 1] or [m for _, m in mine]
+        mine = [(record, m) for record in counted for m in record.iteration.components if m.component == name]
+        last = [m for record, m in mine if record.plan == len(story.plans) - 1] or [m for _, m in mine]
         shares = [value for _, value in idle.get(name, ())]
         plan = story.plans[-1] if story.plans else None
         known = plan is not None and story.prediction(plan.number) is not None
@@ -107,7 +111,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _drift(course: list[tuple[int, float]]) -> float | None:
-    """The end against the beginning, within the longest stay on as many GPUs: with other GPUs it is no drift."""
+    """The end relative to the start, within the longest time on the same number of GPUs."""
     stays: list[list[float]] = []
     before: int | None = None
     for gpus, busy_s in course:
@@ -118,72 +122,72 @@ def _drift(course: list[tuple[int, float]]) -> float | None:
     longest = max(stays, key=len, default=[])
     if len(longest) < _TENTH:
         return None
-    some = max(3, len(longest) // _TENTH)
-    start = median(longest[1 : 1 + some])  # everything is cold in the first
-    return median(longest[-some:]) / start if start > 0 else None
+    count = max(3, len(longest) // _TENTH)
+    start = median(longest[1 : 1 + count])  # the first iteration warms up
+    return median(longest[-count:]) / start if start > 0 else None
 
 
 def errors(story: RunStory) -> list[tuple[int, float]]:
-    """How far measured iterations were from what their plan promised: number, relative difference."""
+    """Relative error of each iteration's predicted time, with its number."""
     return [
-        (one.iteration.number, one.iteration.wall_s / predicted - 1)
-        for one in story.iterations
-        if one.plan >= 0 and not one.iteration.extra and (predicted := story.prediction(one.plan))
+        (record.iteration.number, record.iteration.wall_s / predicted - 1)
+        for record in story.iterations
+        if record.plan >= 0 and not record.iteration.extra and (predicted := story.prediction(record.plan))
     ]
 
 
 def expected(story: RunStory) -> list[tuple[int, float]]:
-    """What the plan that ran was expected to take, by costs as measured until then: iteration after which, seconds."""
-    found = [(one.iteration, finite(one.numbers.get("iteration_s"))) for one in story.decisions]
+    """Expected iteration time by the costs measured so far: iteration after which, seconds."""
+    found = [(decision.iteration, finite(decision.numbers.get("iteration_s"))) for decision in story.decisions]
     return [(number, value) for number, value in found if value is not None]
 
 
 def expected_errors(story: RunStory) -> list[float]:
-    """How far iterations were from what was expected of them after the one before."""
+    """Relative errors of the expectation after the previous iteration."""
     by_number = dict(expected(story))
     return [
-        one.iteration.wall_s / by_number[before] - 1
-        for one in story.iterations
-        if not one.iteration.extra and by_number.get(before := one.iteration.number - 1)
+        record.iteration.wall_s / by_number[before] - 1
+        for record in story.iterations
+        if not record.iteration.extra and by_number.get(before := record.iteration.number - 1)
     ]
 
 
 def metric_names(story: RunStory, wanted: Sequence[str] = ()) -> list[str]:
-    """Metrics to show, as `component.name`: those asked for, or all whose own name begins with reward."""
-    there = sorted({f"{name}.{key}" for one in story.done for name, some in one.metrics.items() for key in some})
+    """Metrics to show, as `component.name`: those requested, or all whose own name begins with reward."""
+    names = all_metrics(story)
     if not wanted:
-        return [name for name in there if name.partition(".")[2].lower().startswith("reward")]
-    return [name for want in wanted for name in there if name == want or name.partition(".")[2] == want]
+        return [name for name in names if name.partition(".")[2].lower().startswith("reward")]
+    return [name for want in wanted for name in names if name == want or name.partition(".")[2] == want]
 
 
 def all_metrics(story: RunStory) -> list[str]:
-    """Every metric that components had to show."""
-    return sorted({f"{name}.{key}" for one in story.done for name, some in one.metrics.items() for key in some})
+    return sorted(
+        {f"{name}.{key}" for record in story.done for name, values in record.metrics.items() for key in values}
+    )
 
 
 def course(iterations: Sequence[ReportIteration], metric: str) -> list[tuple[int, float]]:
-    """A metric over the iterations."""
     component, _, key = metric.partition(".")
     return [
-        (one.iteration.number, value)
-        for one in iterations
-        if (value := one.metrics.get(component, {}).get(key)) is not None
+        (record.iteration.number, value)
+        for record in iterations
+        if (value := record.metrics.get(component, {}).get(key)) is not None
     ]
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """The beginning and the end of a course: means of a tenth of it each."""
-    some = max(1, len(values) // _TENTH)
-    return fmean(values[:some]), fmean(values[-some:])
+    """Means of the first and the last tenth."""
+    count = max(1, len(values) // _TENTH)
+    return fmean(values[:count]), fmean(values[-count:])
 
 
-def runs_of_equal(decisions: Sequence[ReportDecision]) -> list[tuple[ReportDecision, ReportDecision, int]]:
-    """Decisions one after another that say the same, as the first, the last and how many."""
+def group_equal(decisions: Sequence[ReportDecision]) -> list[tuple[ReportDecision, ReportDecision, int]]:
+    """Consecutive equal decisions as the first, the last and their count."""
     out: list[tuple[ReportDecision, ReportDecision, int]] = []
-    for one in decisions:
-        if out and (out[-1][1].what, out[-1][1].code, out[-1][1].plan) == (one.what, one.code, one.plan):
+    for decision in decisions:
+        if out and (out[-1][1].what, out[-1][1].code, out[-1][1].plan) == (decision.what, decision.code, decision.plan):
             first, _, count = out[-1]
-            out[-1] = (first, one, count + 1)
+            out[-1] = (first, decision, count + 1)
         else:
-            out.append((one, one, 1))
+            out.append((decision, decision, 1))
     return out

@@ -1,23 +1,23 @@
-"""A run in ten lines or fewer: what it did, what it decided and what came of it. Every figure comes from the story."""
+"""A run in at most ten lines: what it did, what it decided, and the result."""
 
 from __future__ import annotations
 
 from collections import Counter
 from statistics import median
 
-from trimtab.render.html.kit.labels import duration, share
-from trimtab.render.html.run.facts import ReportMigration, counted
+from trimtab.render.html.kit.labels import counted, duration, share
+from trimtab.render.html.run.facts import ReportMigration
 from trimtab.render.html.run.figures import ReportCost, course, ends_of, errors, expected_errors
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.timeline import RunChart
 
-MOST_LINES = 10
-_UNLIKE = 0.1  # the clock of the process and the run's timeline differ by more than this share
+MAX_LINES = 10
+_UNLIKE = 0.1  # process clock and timeline differ by more than this share
 _DRIFTED = 0.1
 
 
-def in_words(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics: list[str]) -> list[str]:
-    """The lines, the most important first."""
+def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics: list[str]) -> list[str]:
+    """The summary, the most important line first."""
     lines = [
         _length(story),
         _clock(story),
@@ -31,23 +31,23 @@ def in_words(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics:
         _losses(story),
         _rewards(story, metrics),
     ]
-    return [line for line in lines if line][:MOST_LINES]
+    return [line for line in lines if line][:MAX_LINES]
 
 
-def standing(story: RunStory) -> str:
-    """How it stands with the run, in a sentence."""
+def status_sentence(story: RunStory) -> str:
+    """The state of the run as a sentence."""
     if not story.events:
-        return "Nothing has been written yet: the run has only begun, or never did."
+        return "No events yet: the run has just started, or never did."
     if not story.state and story.is_advised:
-        return "Followed by its log: this is what that has told so far. Components are drawn one after another."
+        return "Followed by its log. Components are drawn in sequence."
     if not story.state:
-        return "It has not ended: it is still running, or was killed. This is what it has told so far."
+        return "It has not ended: it is still running, or was killed."
     reason = story.end_reason or story.end_code
     return f"{story.state.capitalize()}: {reason}." if reason else f"{story.state.capitalize()}."
 
 
-def is_elsewhere(story: RunStory) -> bool:
-    """Whether the run's timeline is another than the clock on the wall: one process, timed as if side by side."""
+def has_virtual_clock(story: RunStory) -> bool:
+    """Whether the timeline differs from wall-clock time: one process, timed as if components ran in parallel."""
     there_s, here_s = story.wall_s, story.here_s
     return bool(story.iterations) and here_s > 0 and abs(here_s - there_s) > _UNLIKE * max(here_s, there_s)
 
@@ -57,17 +57,17 @@ def _length(story: RunStory) -> str:
     of = f" of {story.wanted}" if story.wanted and story.wanted != count else ""
     if not count:
         return f"No iteration{of} has ended yet." if not story.state else f"No iteration{of} was done."
-    walls = [one.iteration.wall_s for one in story.iterations]
-    each = f"{duration(median(walls))} each at the median"
+    walls = [record.iteration.wall_s for record in story.iterations]
+    each = f"{duration(median(walls))} each (median)"
     return f"{count}{of} iteration{'s' if count != 1 else ''} in {duration(story.end_s)}; {each}."
 
 
 def _clock(story: RunStory) -> str:
-    if not is_elsewhere(story):
+    if not has_virtual_clock(story):
         return ""
     return (
-        "Times are those of the plan: it ran in one process, one component after another, as if they ran side by side. "
-        f"There it took {duration(story.here_s)}."
+        "Times are those of the plan, as if components ran in parallel: they ran in sequence in one process, "
+        f"in {duration(story.here_s)}."
     )
 
 
@@ -87,30 +87,30 @@ def _moves(moves: list[ReportMigration]) -> str:
         return "No moves."
     arrived = [move for move in moves if move.state == "arrived"]
     back = [move for move in moves if move.state == "rolled back"]
-    said = []
+    parts = []
     if arrived:
         took = duration(median(move.cost_s for move in arrived))
-        each = f", {took} each at the median" if len(arrived) > 1 else f" in {took}"
-        said.append(f"{counted(len(arrived), 'move')} done{each}")
+        each = f", {took} each (median)" if len(arrived) > 1 else f" in {took}"
+        parts.append(f"{counted(len(arrived), 'move')} done{each}")
     if back:
         why = next((move.outcome for move in back if move.outcome), "")
-        said.append(f"{len(back)} rolled back{f' ({why})' if why else ''}")
+        parts.append(f"{len(back)} rolled back{f' ({why})' if why else ''}")
     others = len(moves) - len(arrived) - len(back)
     if others:
-        said.append(f"{others} not over")
-    return _sentence("; ".join(said))
+        parts.append(f"{others} unfinished")
+    return _sentence("; ".join(parts))
 
 
 def _decisions(story: RunStory) -> str:
-    stays = [one for one in story.decisions if one.what == "stay"]
-    advice = [one for one in story.decisions if one.what not in ("stay", "advised")]
-    said = []
+    stays = [decision for decision in story.decisions if decision.what == "stay"]
+    advice = [decision for decision in story.decisions if decision.what not in ("stay", "advised")]
+    parts = []
     if stays:
-        common = Counter(one.code for one in stays).most_common(2)
-        said.append(f"{len(stays)} × stay ({', '.join(f'{code} {count}' for code, count in common)})")
+        common = Counter(decision.code for decision in stays).most_common(2)
+        parts.append(f"{len(stays)} × stay ({', '.join(f'{code} {count}' for code, count in common)})")
     if advice:
-        said.append(f"{len(advice)} × advice, the last: {advice[-1].reason or advice[-1].plan}")
-    return f"Decisions: {'; '.join(said)}." if said else ""
+        parts.append(f"{len(advice)} × advice, the last: {advice[-1].reason or advice[-1].plan}")
+    return f"Decisions: {'; '.join(parts)}." if parts else ""
 
 
 def _prediction(story: RunStory) -> str:
@@ -119,64 +119,69 @@ def _prediction(story: RunStory) -> str:
         return ""
     middle = median(found)
     side = "longer than" if middle > 0 else "shorter than"
-    how = f"{share(abs(middle))} {side}" if abs(middle) >= 0.0005 else "just as"
+    how = f"{share(abs(middle))} {side}" if abs(middle) >= 0.0005 else "as long as"
     off = share(median(abs(error) for error in found))
-    spread = "" if off == share(abs(middle)) else f", and off by {off} either way"
+    spread = "" if off == share(abs(middle)) else f", with an absolute error of {off}"
     now = [abs(error) for error in expected_errors(story)]
-    current = f"; by costs as measured just before, off by {share(median(now))}" if now else ""
-    return f"Iterations were {how} predicted at the median{spread}{current}."
+    current = f"; by the costs measured just before, off by {share(median(now))}" if now else ""
+    return f"Iterations were {how} predicted (median){spread}{current}."
 
 
 def _drift(costs: list[ReportCost]) -> str:
     drifted = [cost for cost in costs if cost.drift is not None and abs(cost.drift - 1) >= _DRIFTED]
     if not drifted:
         return ""
-    most = max(drifted, key=lambda cost: abs(1 - 1 / (cost.drift or 1.0)) * (cost.busy_s or 0.0))
-    return f"{most.component} came to cost {most.drift:.2f} times what it did at first, on as many GPUs."
+    worst = max(drifted, key=lambda cost: abs(1 - 1 / (cost.drift or 1.0)) * (cost.busy_s or 0.0))
+    drift = worst.drift or 1.0
+    change = f"{drift:.2f}x slower" if drift > 1 else f"{1 / drift:.2f}x faster"
+    return f"{worst.component} is {change} than at first, on the same GPUs."
 
 
 def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
-    if chart.there_gpu_s <= 0:
+    if chart.available_gpu_s <= 0:
         return ""
-    whole = share(max(0.0, 1 - chart.used_gpu_s / chart.there_gpu_s))
+    whole = share(max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s))
     placed = [cost for cost in costs if cost.idle is not None and cost.component not in chart.on_cpu]
-    most = max(placed, key=lambda cost: cost.idle or 0.0, default=None)
-    who = f"; those of {most.component} most ({share(most.idle)} of an iteration)" if most and most.idle else ""
-    return f"GPUs did nothing for {whole} of the time that they were there{who}."
+    idlest = max(placed, key=lambda cost: cost.idle or 0.0, default=None)
+    worst = (
+        f"; most of all those of {idlest.component} ({share(idlest.idle)} of an iteration)"
+        if idlest and idlest.idle
+        else ""
+    )
+    return f"GPUs were idle for {whole} of the time{worst}."
 
 
 def _others(story: RunStory) -> str:
-    kinds = Counter((one.lane, one.kind) for one in story.happenings)
-    said = []
+    kinds = Counter((event.lane, event.kind) for event in story.timeline_events)
+    parts = []
     for key, words in (
         (("nodes", "joined"), "node{s} joined"),
-        (("nodes", "lost"), "node{s} went"),
+        (("nodes", "lost"), "node{s} left"),
         (("tasks", "evicted"), "task{s} evicted"),
     ):
         if kinds[key]:
-            said.append(f"{kinds[key]} {words.format(s='s' if kinds[key] != 1 else '')}")
-    came, went = kinds["workers", "worker"], kinds["workers", "left"]
-    if came or went:
-        said.append(f"workers came {counted(came, 'time')} and went {counted(went, 'time')}")
-    return _sentence(", ".join(said)) if said else ""
+            parts.append(f"{kinds[key]} {words.format(s='s' if kinds[key] != 1 else '')}")
+    started, stopped = kinds["workers", "worker"], kinds["workers", "left"]
+    if started or stopped:
+        parts.append(f"workers started {counted(started, 'time')} and stopped {counted(stopped, 'time')}")
+    return _sentence(", ".join(parts)) if parts else ""
 
 
 def _losses(story: RunStory) -> str:
-    lost = [one for one in story.happenings if (one.lane, one.kind) == ("run", "lost")]
-    void = [one for one in story.done if one.void]
-    said = []
+    lost = [event for event in story.timeline_events if (event.lane, event.kind) == ("run", "lost")]
+    void = [record for record in story.done if record.void]
+    parts = []
     if lost:
-        said.append(f"{counted(len(lost), 'loss').replace('losss', 'losses')}, the last: {lost[-1].reason}")
+        parts.append(f"{counted(len(lost), 'loss').replace('losss', 'losses')}, the last: {lost[-1].reason}")
     if story.resumes:
-        said.append(f"resumed {counted(story.resumes, 'time')}")
+        parts.append(f"resumed {counted(story.resumes, 'time')}")
     if void:
-        again = duration(sum(one.iteration.wall_s for one in void))
-        said.append(f"{counted(len(void), 'iteration')} run again ({again})")
-    return _sentence("; ".join(said)) if said else ""
+        again = duration(sum(record.iteration.wall_s for record in void))
+        parts.append(f"{counted(len(void), 'iteration')} run again ({again})")
+    return _sentence("; ".join(parts)) if parts else ""
 
 
 def _sentence(text: str) -> str:
-    """With a capital and a full stop; the rest as it is."""
     return f"{text[:1].upper()}{text[1:]}."
 
 

@@ -1,9 +1,9 @@
-"""The timeline of a run: a row for each GPU, grouped by node, and above them what happened beside the work.
+"""The timeline of a run: a row per GPU, grouped by node, with events in lanes above.
 
-`run_chart` makes the nouns of a picture from a story, `static_svg` draws them once and for all (without scripts, and
-on paper), `chart_data` gives them to `assets/run_timeline.js`, which draws the same to zoom into. GPUs that do the same
-are one track, drawn in one stroke, so that neither the page nor a frame grows with GPUs times stretches. What no
-stretch covers while a node is there is idle; where a node is not there, there is nothing.
+`run_chart` makes the chart from a story, `static_svg` draws it as a still picture (without scripts, and on paper),
+`chart_data` passes it to `assets/run_timeline.js`, which draws the same with zoom. GPUs that do the same share a track,
+drawn in one path, so that neither the page nor a frame grows with GPUs times bars. Time without a bar while a node is
+present is idle; while it is absent, nothing is drawn.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.render.html.kit.chart import BarLook, ChartBar, joined
-from trimtab.render.html.kit.labels import duration, escape, fit, text_width, ticks
-from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.chart import BarLook, ChartBar, merge_bars
+from trimtab.render.html.kit.labels import counted, duration, escape, fit, text_width, ticks
+from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
-from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode, counted
+from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode
 from trimtab.render.html.run.story import RunStory
 
 Rows = tuple[tuple[int, int, int], ...]
-"""Neighbouring rows: which node (-1: those of components on CPUs), the first and the last of its rows."""
+"""Adjacent rows: node index (-1: CPU components), first and last row."""
 
 LANES = {"moves": "moves", "nodes": "nodes", "tasks": "tasks", "workers": "workers", "run": "run"}
-"""What is marked above the rows, one line for each that there is."""
+"""Lanes of marks above the rows."""
 
 SHAPES = {
     "plan": "M-1 0L0 -1L1 0L0 1Z",
@@ -46,13 +46,13 @@ SHAPES = {
     "ended": "M-.8 -.8H.8V.8H-.8Z",
     "told": "M-1 -.8H1V.4H.2L-.5 1V.4H-1Z",
 }
-"""Outlines of marks, two units wide and high around their middle; told apart without colour."""
+"""Outlines of marks, two units wide and high around their centre; distinct without colour."""
 
 SHAPE_WORDS = {
-    "plan": "plan", "move": "move begins", "arrived": "move is done", "rollback": "rolled back", "advice": "advice",
-    "joined": "node joined", "draining": "node will go", "lost": "lost", "quota": "quota", "evicted": "evicted",
-    "task": "task", "worker": "worker comes", "left": "worker goes", "range": "range", "saved": "state saved",
-    "resumed": "resumed", "told": "told",
+    "plan": "plan", "move": "move begins", "arrived": "move done", "rollback": "rolled back", "advice": "advice",
+    "joined": "node joined", "draining": "node draining", "lost": "lost", "quota": "quota", "evicted": "evicted",
+    "task": "task", "worker": "worker started", "left": "worker stopped", "range": "range", "saved": "checkpoint",
+    "resumed": "resumed", "told": "note",
 }  # fmt: skip
 
 _LOOKS: tuple[BarLook, ...] = ("run", "switch", "sync")
@@ -63,20 +63,19 @@ _CROWDED_PX = 7.0
 
 @dataclass(frozen=True)
 class TimelineTrack:
-    """Rows that do the same at all times drawn here; bars in order, none over another."""
+    """Rows with the same bars; bars in order, without overlap."""
 
     rows: Rows
     bars: tuple[ReportBar, ...]
 
     @property
     def height(self) -> int:
-        """How many rows it has."""
         return sum(last - first + 1 for _, first, last in self.rows)
 
 
 @dataclass(frozen=True)
 class RunChart:
-    """A run to be drawn."""
+    """The chart of a run."""
 
     keys: tuple[str, ...]
     nodes: tuple[ReportNode, ...]
@@ -85,17 +84,16 @@ class RunChart:
     marks: tuple[ReportEvent, ...]
     moves: tuple[ReportMigration, ...]
     end_s: float
-    is_open: bool = False  # it may go on
+    is_open: bool = False  # it may continue
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """The lines above the rows that have something to show."""
         used = {mark.lane for mark in self.marks}
         return tuple(lane for lane in LANES if lane in used)
 
     @property
     def used_gpu_s(self) -> float:
-        """GPU seconds with anything in them."""
+        """GPU seconds with a bar."""
         return sum(
             track.height * sum(bar.end - bar.start for bar in track.bars)
             for track in self.tracks
@@ -103,17 +101,16 @@ class RunChart:
         )
 
     @property
-    def there_gpu_s(self) -> float:
-        """GPU seconds that there were."""
+    def available_gpu_s(self) -> float:
+        """GPU seconds of all nodes while present."""
         return sum(
             node.gpus * ((self.end_s if until is None else until) - since)
             for node in self.nodes
-            for since, until in node.lives
+            for since, until in node.presence
         )
 
 
 def run_chart(story: RunStory) -> RunChart:
-    """The picture of a run."""
     places = {node.name: at for at, node in enumerate(story.nodes)}
     on_cpu = story.on_cpu
     rows_of: dict[tuple[int, str, int], Rows] = {}
@@ -121,29 +118,29 @@ def run_chart(story: RunStory) -> RunChart:
     for bar in story.bars:
         key = (bar.plan, bar.component, bar.gpus)
         if key not in rows_of:
-            seats = story.plans[bar.plan].seats(bar.component) if bar.plan >= 0 else ()
-            rows_of[key] = _rows(seats[: bar.gpus] if bar.gpus else seats, places)
-            if not seats and bar.component in on_cpu:
+            gpu_slots = story.plans[bar.plan].gpu_slots(bar.component) if bar.plan >= 0 else ()
+            rows_of[key] = _rows(gpu_slots[: bar.gpus] if bar.gpus else gpu_slots, places)
+            if not gpu_slots and bar.component in on_cpu:
                 at = on_cpu.index(bar.component)
                 rows_of[key] = ((-1, at, at),)
         if rows_of[key]:
             bars.setdefault(rows_of[key], []).append(bar)
-    tracks = tuple(TimelineTrack(rows, tuple(_apart(some))) for rows, some in bars.items())
+    tracks = tuple(TimelineTrack(rows, tuple(_without_overlap(row_bars))) for rows, row_bars in bars.items())
     return RunChart(
         story.components,
         tuple(story.nodes),
         on_cpu,
         tracks,
-        tuple(sorted(story.happenings, key=lambda one: one.t_s)),
+        tuple(sorted(story.timeline_events, key=lambda event: event.t_s)),
         tuple(story.moves),
         story.end_s,
         not story.state,
     )
 
 
-def _rows(seats: tuple[GpuKey, ...], places: Mapping[str, int]) -> Rows:
+def _rows(gpu_slots: tuple[GpuKey, ...], places: Mapping[str, int]) -> Rows:
     found: list[list[int]] = []
-    for node, gpu in sorted((places[name], gpu) for name, gpu in seats):
+    for node, gpu in sorted((places[name], gpu) for name, gpu in gpu_slots):
         if found and found[-1][0] == node and found[-1][2] == gpu - 1:
             found[-1][2] = gpu
         else:
@@ -151,27 +148,27 @@ def _rows(seats: tuple[GpuKey, ...], places: Mapping[str, int]) -> Rows:
     return tuple((node, first, last) for node, first, last in found)
 
 
-def _apart(bars: list[ReportBar]) -> Iterator[ReportBar]:
+def _without_overlap(bars: list[ReportBar]) -> Iterator[ReportBar]:
     free_from = 0.0
-    for bar in sorted(bars, key=lambda one: (one.start, one.end)):
+    for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
         start = max(bar.start, free_from)
         if bar.end > start:
             yield bar if start == bar.start else replace(bar, start=start)
             free_from = bar.end
 
 
-# ---- for the script --------------------------------------------------------------------------------------------------
+# ---- script data ----------------------------------------------------------------------------------------------------
 
 
 def chart_data(chart: RunChart) -> dict[str, Any]:
-    """The picture as the script takes it; its head says what the fields are."""
-    # A ten-thousandth of the run is finer than any screen until one zooms in a hundredfold; then a microsecond counts.
+    """The chart as the script takes it; the script's head comment describes the fields."""
+    # Four decimals are finer than a pixel even when zoomed in a hundredfold; short runs get microseconds.
     digits = 6 if chart.end_s < 1000 else 4
     key = {name: at for at, name in enumerate(chart.keys)}
     return {
         "keys": list(chart.keys),
         "nodes": [
-            {"name": node.name, "kind": node.kind, "gpus": node.gpus, "lives": [list(life) for life in node.lives]}
+            {"name": node.name, "kind": node.kind, "gpus": node.gpus, "lives": [list(life) for life in node.presence]}
             for node in chart.nodes
         ],
         "cpu": list(chart.on_cpu),
@@ -212,16 +209,16 @@ def _why(mark: ReportEvent) -> str:
     return f"{mark.code}: {mark.reason}" if mark.code and mark.reason else mark.code or mark.reason
 
 
-# ---- once and for all ------------------------------------------------------------------------------------------------
+# ---- still picture --------------------------------------------------------------------------------------------------
 
 
 def static_svg(chart: RunChart, width: int, prefix: str, title: str) -> str:
-    """The whole run in one picture that stands still."""
+    """The run as a still picture."""
     return _Drawing(chart, width, escape(prefix)).draw(title)
 
 
 class _Drawing:
-    """One drawing in progress; `y` is how far down it is."""
+    """A drawing in progress; `y` is the bottom of what is drawn."""
 
     def __init__(self, chart: RunChart, width: int, prefix: str) -> None:
         self.chart, self.width, self.prefix = chart, width, prefix
@@ -258,23 +255,16 @@ class _Drawing:
         self.separators()
         self.through(top, bottom)
         grid = self.grid(bottom)
-        p = self.prefix
         words = (
             f"{counted(sum(node.gpus for node in self.chart.nodes), 'GPU')} of "
             f"{counted(len(self.chart.nodes), 'node')} over {duration(self.chart.end_s)}. "
-            "What happened is listed below the picture."
+            "Events are listed below the picture."
         )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(bottom + 4)}" '
-            f'width="{self.width}" height="{px(bottom + 4)}" role="img" aria-labelledby="{p}-title {p}-desc">'
-            f'<title id="{p}-title">{escape(title)}</title><desc id="{p}-desc">{escape(words)}</desc>'
-            f'<defs><pattern id="{p}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
-            f"{''.join(grid)}{''.join(self.out)}</svg>\n"
-        )
+        body = hatch_pattern(self.prefix) + "".join(grid) + "".join(self.out)
+        return svg_document(body, self.width, bottom + 4, self.prefix, title, words)
 
     def places(self) -> None:
-        """Where the rows of each node and of the CPU components begin."""
+        """Compute where the rows of each node and of the CPU components begin."""
         for node in self.chart.nodes:
             named = bool(node.name) or len(self.chart.nodes) > 1
             self.y += _NODE_PX if named else 6.0
@@ -305,17 +295,16 @@ class _Drawing:
         self.y += _LANE_PX
 
     def idle(self, node: ReportNode, top: float) -> None:
-        """The times in which a node is there; what nothing is drawn over is idle."""
-        for since, until in node.lives:
+        """Shade the intervals in which a node is present; bars are drawn over it."""
+        for since, until in node.presence:
             x0, x1 = self.x(since), self.x(self.chart.end_s if until is None else until)
             tip = f"{node.name or 'GPUs'}: idle where nothing is drawn"
             self.out.append(rect(x0, top, x1 - x0, node.gpus * self.row, "track idle", tip))
 
     def head(self, node: ReportNode, top: float) -> None:
-        """The names of a node and of its GPUs."""
         if node.name or len(self.chart.nodes) > 1:
             self.out.append(rect(self.left, top - _NODE_PX, self.right - self.left, _NODE_PX, "head"))
-            name = node.name or "GPUs that no node was named for"
+            name = node.name or "GPUs without a node name"
             has = f"{node.gpus} × {node.kind}" if node.kind else counted(node.gpus, "GPU")
             has = fit(has, self.right / 3, 12)
             shown = fit(name, self.right - text_width(has, 12) - 16, 13, bold=True)
@@ -325,7 +314,7 @@ class _Drawing:
             self.out += [self.label(f"GPU {gpu}", top + (gpu + 0.5) * self.row) for gpu in range(node.gpus)]
 
     def blocks(self, rows: Rows) -> list[tuple[float, float]]:
-        """Top and bottom of rows that are drawn in one stroke; heads of nodes between them are painted over it."""
+        """Top and bottom of rows that are drawn in one path; node heads are painted over it."""
         found: list[tuple[float, float, int, int]] = []
         for node, first, last in rows:
             if node < 0:
@@ -342,26 +331,26 @@ class _Drawing:
 
     def track(self, track: TimelineTrack) -> None:
         blocks = self.blocks(track.rows)
-        stretches = (
+        bars = (
             ChartBar(bar.start, bar.end, bar.component, _look(bar.doing), "void" if bar.void else "")
             for bar in track.bars
         )
-        for one in joined(stretches, JOIN_PX / self.scale if self.scale else 0.0):
-            x0, x1 = self.x(one.start), self.x(one.end)
-            colour = "sync" if one.look == "sync" else f"k{self.colour[one.key]}"
-            what = {"run": one.key, "switch": f"{one.key}: switch", "sync": "weight sync"}[one.look]
-            tip = f"{what}{' (run again later)' if one.note else ''}\n{duration(one.start)} to {duration(one.end)}"
-            opacity = max(one.busy, 0.2) * (0.35 if one.note else 1.0)
+        for bar in merge_bars(bars, JOIN_PX / self.scale if self.scale else 0.0):
+            x0, x1 = self.x(bar.start), self.x(bar.end)
+            colour = "sync" if bar.look == "sync" else f"k{self.colour[bar.key]}"
+            what = {"run": bar.key, "switch": f"{bar.key}: switch", "sync": "weight sync"}[bar.look]
+            tip = f"{what}{' (run again later)' if bar.note else ''}\n{duration(bar.start)} to {duration(bar.end)}"
+            opacity = max(bar.busy, 0.2) * (0.35 if bar.note else 1.0)
             faded = f' fill-opacity="{opacity:.2f}"' if opacity < 0.995 else ""
-            # One path for all blocks: a stretch is one thing, on however many nodes.
+            # One path for all blocks of a bar, on any number of nodes.
             shape = "".join(f"M{px(x0)} {px(a)}H{px(x1)}V{px(b)}H{px(x0)}Z" for a, b in blocks)
             title = "&#10;".join(map(escape, tip.splitlines()))
             self.out.append(f'<path class="bar {colour}" d="{shape}"{faded}><title>{title}</title></path>')
-            if one.look == "switch" and x1 - x0 > 3:
+            if bar.look == "switch" and x1 - x0 > 3:
                 self.out.append(f'<path class="inside" d="{shape}" fill="url(#{self.prefix}-hatch)"/>')
 
     def separators(self) -> None:
-        """Thin lines in the colour of the page make rows of blocks."""
+        """Separate the rows with thin lines in the background colour."""
         lines = ""
         for node, top in zip(self.chart.nodes, self.tops, strict=True):
             lines += "".join(
@@ -395,7 +384,7 @@ def _look(doing: str) -> BarLook:
 
 
 def _crowds(marks: list[ReportEvent], x: Any) -> Iterator[list[ReportEvent]]:
-    """Marks that would lie over each other, together."""
+    """Group marks that would overlap."""
     group: list[ReportEvent] = []
     for mark in marks:
         if group and (x(mark.t_s) - x(group[0].t_s) >= _CROWDED_PX):
@@ -423,7 +412,7 @@ def _move_tip(move: ReportMigration) -> str:
 
 
 def legend(chart: RunChart) -> str:
-    """Colours and marks in words, for both ways of drawing."""
+    """The legend of colours and marks, for both ways of drawing."""
     looks = {bar.doing for track in chart.tracks for bar in track.bars}
     items = [
         f'<li><span class="tt-key key{at % COLOURS}"></span>{escape(name)}</li>' for at, name in enumerate(chart.keys)

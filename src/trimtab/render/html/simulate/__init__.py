@@ -1,1 +1,1 @@
-"""Pages of simulations."""
+"""Simulations: pages, tables and what sweeps recommend."""

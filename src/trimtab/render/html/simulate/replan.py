@@ -1,6 +1,6 @@
-"""A simulation of RL jobs as text, for programs, and as a page: how long runs took, and what moves cost and gained.
+"""A simulation of RL jobs as text, data and a page: run times, and what moves cost and gained.
 
-Every number comes from the runs. Regret is what a run took more than the free oracle under the same seed.
+Every number comes from the runs. Regret is the extra time against the free oracle under the same seed.
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.markup import escape
 
-from trimtab.core.errors import InputError
-from trimtab.render.html.kit import labels as lettering
-from trimtab.render.html.plan_report import page_head
+from trimtab.render.html.kit.labels import escape as escape_html
+from trimtab.render.html.kit.page import list_section, page_foot, page_head, page_header
 from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
-from trimtab.render.html.simulate.report import both, compared, foot, line, section
-from trimtab.render.live.simulate import loop_runs
+from trimtab.render.html.simulate.report import both, compared, line, section
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
 from trimtab.render.text.simulate import brief
-from trimtab.replay.common.recommend import Recommendation, best, recommend
+from trimtab.replay.common.recommend import Recommendation
 from trimtab.replay.pool.figures import spread
 from trimtab.replay.replan.runner import ReplanFigures
-from trimtab.replay.replan.scenario import ReplanPolicy, ReplanScenario, with_rule
+from trimtab.replay.replan.scenario import ReplanScenario
 
 FIGURES = (
     "total_s",
@@ -43,12 +41,11 @@ FIGURES = (
 LONG = ("walls_s", "moved")  # not in tables
 HEADS = ("Total", "Against kept", "Above oracle", "Moves", "In moves", "Run again", "Waiting")
 ITERATIONS = (1.0, "")
-APART = 1_000  # seeds that judge a sweep are so much higher
 
 
 @dataclass(frozen=True)
 class ReplanRow:
-    """One policy over all seeds. Shares are against another policy under the same seed; None: it did not run."""
+    """A policy over all seeds. Shares are against another policy under the same seed; None: it did not run."""
 
     policy: str
     figures: dict[str, tuple[float, float]]
@@ -58,21 +55,19 @@ class ReplanRow:
     against_kept: tuple[float, float] | None
 
     def mean(self, name: str) -> float:
-        """The mean over seeds."""
         return self.figures[name][0]
 
 
 def rows(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> list[ReplanRow]:
-    """A row for each policy."""
     oracle, kept = (_totals(scenario, runs, use) for use in ("oracle", "kept"))
     made = []
     for policy in scenario.policies:
-        known = [one for one in runs if one.policy == policy.name]
+        known = [run for run in runs if run.policy == policy.name]
         made.append(
             ReplanRow(
                 policy.name,
-                {name: spread(float(getattr(one, name)) for one in known) for name in FIGURES},
-                sum(one.finished for one in known),
+                {name: spread(float(getattr(run, name)) for run in known) for name in FIGURES},
+                sum(run.finished for run in known),
                 len(known),
                 _beside(known, oracle),
                 _beside(known, kept),
@@ -82,61 +77,21 @@ def rows(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> list[Replan
 
 
 def _totals(scenario: ReplanScenario, runs: Sequence[ReplanFigures], use: str) -> dict[int, float]:
-    name = next((one.name for one in scenario.policies if one.use == use), None)
-    return {one.seed: one.total_s for one in runs if one.policy == name and one.finished}
+    name = next((policy.name for policy in scenario.policies if policy.use == use), None)
+    return {run.seed: run.total_s for run in runs if run.policy == name and run.finished}
 
 
 def _beside(known: Sequence[ReplanFigures], other: dict[int, float]) -> tuple[float, float] | None:
-    shares = [one.total_s / other[one.seed] - 1 for one in known if one.finished and other.get(one.seed)]
+    shares = [run.total_s / other[run.seed] - 1 for run in known if run.finished and other.get(run.seed)]
     return spread(shares) if shares else None
-
-
-# ---- sweeps -----------------------------------------------------------------------------------------------------
-
-
-def swept(scenario: ReplanScenario, key: str, values: Sequence[float], where: str) -> ReplanScenario:
-    """The scenario with the loop once as it is and once for every other value of a setting."""
-    base = _base(scenario)
-    tried = [with_rule(base, key, value, where) for value in values]
-    tried = [one for one in tried if one.rules != base.rules]
-    if not tried:
-        raise InputError(f"{key} has these values already", where=where)
-    others = tuple(one for one in scenario.policies if one is not base)
-    return replace(scenario, policies=(base, *tried, *others))
-
-
-def _base(scenario: ReplanScenario) -> ReplanPolicy:
-    return next((one for one in scenario.policies if one.use == "trimtab"), ReplanPolicy("trimtab", "trimtab"))
-
-
-def recommendation(scenario: ReplanScenario, runs: Sequence[ReplanFigures], jobs: int) -> Recommendation:
-    """What to do about the setting that was swept. Runs more: seeds that did not choose judge.
-
-    A setting with which a run did not finish is none to choose.
-    """
-    base = _base(scenario)
-    tried = [one for one in scenario.policies if one is base or one.name.startswith(f"{base.name}, ")]
-    finished = [one for one in tried if all(run.finished for run in runs if run.policy == one.name)]
-    figures = {one.name: _seconds(runs, one) for one in tried if one in finished or one is base}
-    choice = best(base.name, figures)
-    asked = tuple(one for one in tried if one.name in (base.name, choice))
-    seeds = tuple(one + APART for one in scenario.seeds)
-    judges = loop_runs(replace(scenario, policies=asked, seeds=seeds), jobs)
-    judged_by = {one.name: _seconds(judges, one) for one in asked}
-    return recommend(base.name, figures, "the time of the run", judged_by)
-
-
-def _seconds(runs: Sequence[ReplanFigures], policy: ReplanPolicy) -> dict[int, float]:
-    return {one.seed: one.total_s for one in runs if one.policy == policy.name}
 
 
 # ---- text and data ----------------------------------------------------------------------------------------------
 
 
 def as_csv(runs: Sequence[ReplanFigures]) -> str:
-    """A line for each run."""
     page = io.StringIO()
-    lines = [{name: value for name, value in asdict(one).items() if name not in LONG} for one in runs]
+    lines = [{name: value for name, value in asdict(run).items() if name not in LONG} for run in runs]
     writer = csv.DictWriter(page, list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
@@ -144,11 +99,10 @@ def as_csv(runs: Sequence[ReplanFigures]) -> str:
 
 
 def as_json(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice: Recommendation | None = None) -> str:
-    """As JSON."""
     data: dict[str, Any] = {
         "scenario": scenario.name,
         "assumptions": scenario.assumptions(),
-        "policies": {one.name: one.text() for one in scenario.policies},
+        "policies": {policy.name: policy.text() for policy in scenario.policies},
         "seeds": list(scenario.seeds),
         "recommendation": None if advice is None else asdict(advice),
         "summary": [
@@ -161,7 +115,7 @@ def as_json(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice: Rec
             }
             for row in rows(scenario, runs)
         ],
-        "runs": [asdict(one) for one in runs],
+        "runs": [asdict(run) for run in runs],
     }
     return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -171,7 +125,6 @@ def _data(figure: tuple[float, float] | None) -> dict[str, float] | None:
 
 
 def print_answer(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice: Recommendation | None = None) -> None:
-    """The table for people."""
     out.print(f"[bold]{escape(scenario.name)}[/]")
     for sentence in scenario.assumptions():
         out.print(f"  {escape(sentence)}", style="dim")
@@ -185,11 +138,11 @@ def print_answer(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice
     show(table)
     if advice is not None:
         out.print(f"\n{escape(advice.sentence)}")
-    events, seconds = sum(one.events for one in runs), sum(one.seconds for one in runs)
-    decisions, looks = sum(one.decisions for one in runs), sum(one.looks for one in runs)
+    events, seconds = sum(run.events for run in runs), sum(run.seconds for run in runs)
+    decisions, looks = sum(run.decisions for run in runs), sum(run.looks for run in runs)
     out.print(
         f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {decisions:,} decisions, each with its reason; "
-        f"what must be true was looked at {looks:,} times, and held",
+        f"{looks:,} invariant checks passed",
         style="dim",
     )
 
@@ -235,36 +188,34 @@ def report(
     command: str | None,
     advice: Recommendation | None = None,
 ) -> str:
-    """The report as HTML. `command` is what made it."""
+    """The report as HTML. `command` made it."""
     made, seeds = rows(scenario, runs), len(scenario.seeds)
-    first = [one for one in runs if one.seed == scenario.seeds[0]]
+    first = [run for run in runs if run.seed == scenario.seeds[0]]
     totals = [PolicyBar(row.policy, *row.figures["total_s"], _cells(row, seeds)[0]) for row in made]
     body = "".join(
         line(at, row.policy, "".join(f'<td class="number">{cell}</td>' for cell in _cells(row, seeds)))
         for at, row in enumerate(made)
     )
-    said = f"From the first iteration to the last. {_over(scenario)}."
+    lede = f"From the first iteration to the last. {_over(scenario)}."
     parts = [
         page_head(scenario.name),
-        '<header>\n<p class="eyebrow">trimtab simulate</p>\n'
-        f"<h1>{lettering.escape(scenario.name)}</h1>\n"
-        f'<p class="lede">{lettering.escape("; ".join(scenario.assumptions()[:2]))}.</p>\n</header>',
+        page_header("trimtab simulate", scenario.name, f"{'; '.join(scenario.assumptions()[:2])}."),
         section(
-            "total", "Time of the run", said, both(lambda w, p: bars_svg("Time of the run", totals, w, p), "total"),
+            "total", "Time of the run", lede, both(lambda w, p: bars_svg("Time of the run", totals, w, p), "total"),
             HEADS, body,
         ),
         _over_iterations(first),
         _moves(first),
-        *([] if advice is None else [_plain("advice", "What the sweep recommends", [advice.sentence])]),
+        *([] if advice is None else [list_section("advice", "What the sweep recommends", [advice.sentence])]),
         compared(scenario),
-        _plain("assumed", "What was assumed", [*scenario.assumptions(), _held(scenario, runs)]),
-        foot(command),
+        list_section("assumed", "What was assumed", [*scenario.assumptions(), _checks(scenario, runs)]),
+        page_foot(command),
     ]  # fmt: skip
     return "\n".join(parts) + "\n"
 
 
 def _over_iterations(runs: Sequence[ReplanFigures]) -> str:
-    curves = [PolicyCurve(one.policy, range(1, len(one.walls_s) + 1), one.walls_s) for one in runs if one.walls_s]
+    curves = [PolicyCurve(run.policy, range(1, len(run.walls_s) + 1), run.walls_s) for run in runs if run.walls_s]
     drawn = both(lambda w, p: curves_svg("Seconds of an iteration", curves, w, p, "s", ITERATIONS), "walls")
     return (
         '<section aria-labelledby="h-walls">\n<h2 id="h-walls">Seconds of an iteration</h2>\n'
@@ -274,36 +225,35 @@ def _over_iterations(runs: Sequence[ReplanFigures]) -> str:
 
 
 def _moves(runs: Sequence[ReplanFigures]) -> str:
-    """Every move of the first seed; the oracle's are for nothing and left out."""
-    heads = ("After iteration", "Why", "To", "Stood still", "Ended")
+    """Every move of the first seed, without the oracle's, which cost nothing."""
+    heads = ("After iteration", "Why", "To", "Pause", "Ended")
     body = ""
     for at, run in enumerate(runs):
-        for one in run.moved:
-            if one.code == "FREE":
+        for move in run.moved:
+            if move.code == "FREE":
                 continue
-            cells = (str(one.after), one.code, one.plan, brief(one.seconds), "arrived" if one.arrived else "undone")
-            body += line(at, run.policy, "".join(f"<td>{lettering.escape(cell)}</td>" for cell in cells))
+            cells = (
+                str(move.after),
+                move.code,
+                move.plan,
+                brief(move.seconds),
+                "arrived" if move.arrived else "undone",
+            )
+            body += line(at, run.policy, "".join(f"<td>{escape_html(cell)}</td>" for cell in cells))
     if not body:
-        return _plain("moves", "Moves", [f"With seed {runs[0].seed} nobody moved."])
+        return list_section("moves", "Moves", [f"No moves with seed {runs[0].seed}."])
     columns = "".join(f'<th scope="col">{head}</th>' for head in ("Policy", *heads))
     return (
         '<section aria-labelledby="h-moves">\n<h2 id="h-moves">Moves</h2>\n'
-        f"<p>With seed {runs[0].seed}. The oracle's are free and left out.</p>\n"
+        f"<p>With seed {runs[0].seed}. The oracle's moves are free and left out.</p>\n"
         '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-moves" tabindex="0"><table>\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>{body}</tbody></table></div></div>\n</section>"
     )
 
 
-def _plain(key: str, title: str, said: Sequence[str]) -> str:
-    items = "".join(f"<li>{lettering.escape(one)}</li>" for one in said)
-    head = f'<section aria-labelledby="h-{key}">\n<h2 id="h-{key}">{title}</h2>'
-    return f'{head}\n<ul class="plain">{items}</ul>\n</section>'
-
-
-def _held(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> str:
+def _checks(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> str:
     seeds = ", ".join(map(str, scenario.seeds))
-    looks = sum(one.looks for one in runs)
+    looks = sum(run.looks for run in runs)
     return (
-        f"seeds {seeds} decide noise, moves and failures, the same for every policy; what must be true was looked at "
-        f"{looks:,} times"
+        f"seeds {seeds} decide noise, moves and failures, the same for every policy; {looks:,} invariant checks passed"
     )

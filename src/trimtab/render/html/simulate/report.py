@@ -1,21 +1,19 @@
-"""A simulation as a page to look at: what was compared, how policies did, what happened over time, what was assumed.
+"""A simulation as an HTML page: the comparison, each policy's figures, time series and assumptions.
 
-The page is whole by itself: it loads and sends nothing. What is drawn stands in tables too, and every number comes from
-the runs: nothing is decided here.
+Everything drawn is in tables too, and every number comes from the runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trimtab import __version__
 from trimtab.render.html.kit.labels import escape
-from trimtab.render.html.plan_report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
+from trimtab.render.html.kit.page import NARROW_PX, WIDE_PX, list_section, page_foot, page_head, page_header
+from trimtab.render.html.kit.page import both as draw_both
 from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
 from trimtab.render.text.simulate import PolicyComparison, brief
 from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.summary import PolicySummary, summary
-from trimtab.replay.pool.figures import ALL, PoolFigures
+from trimtab.replay.pool.figures import ALL, PolicySummary, PoolFigures, summary
 
 _WIDTHS = (("wide", WIDE_PX - 60), ("narrow", NARROW_PX))
 Drawing = Callable[[int, str], str]
@@ -31,7 +29,7 @@ def report(
     until: str = "the last submission",
     advice: Recommendation | None = None,
 ) -> str:
-    """The report as HTML. `command` is what made it; `until`: what is shown over time ends there."""
+    """The report as HTML. `command` made it; the time series end at `until`."""
     rows = summary(runs)
     first = scenario.seeds[0]
     parts = [
@@ -40,16 +38,15 @@ def report(
         *([] if advice is None else [recommended(advice)]),
         *(_class(name, rows, len(scenario.seeds)) for name in runs[0].classes),
         _cluster(rows, len(scenario.seeds), until),
-        _over_time([one for one in runs if one.seed == first], first if len(scenario.seeds) > 1 else None, until),
+        _over_time([run for run in runs if run.seed == first], first if len(scenario.seeds) > 1 else None, until),
         compared(scenario),
         _assumed(scenario, runs),
-        foot(command),
+        page_foot(command),
     ]
     return "\n".join(parts) + "\n"
 
 
 def recommended(advice: Recommendation) -> str:
-    """What a sweep recommends, as a section of a page."""
     return (
         '<section aria-labelledby="h-advice">\n<h2 id="h-advice">What the sweep recommends</h2>\n'
         f"<p>{escape(advice.sentence[:1].upper() + advice.sentence[1:])}.</p>\n</section>"
@@ -69,15 +66,11 @@ def _headline(scenario: PolicyComparison, rows: Sequence[PolicySummary], runs: S
         ("Utilisation", f"<dd>{first.mean('utilisation'):.1%}<small>{escape(first.policy)}</small></dd>"),
         (
             "Checked",
-            f'<dd class="good">{sum(one.looks for one in runs):,}<small>looks at what must be true</small></dd>',
+            f'<dd class="good">{sum(run.looks for run in runs):,}<small>invariant checks passed</small></dd>',
         ),
     ]
-    drawn = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in tiles)
-    return (
-        f'<header>\n<p class="eyebrow">trimtab {verb}</p>\n<h1>{escape(scenario.name)}</h1>\n'
-        f'<p class="lede">{escape(". ".join(one[:1].upper() + one[1:] for one in scenario.assumptions()[:2]))}.</p>\n'
-        f'<dl class="numbers">{drawn}</dl>\n</header>'
-    )
+    intro = (sentence[:1].upper() + sentence[1:] for sentence in scenario.assumptions()[:2])
+    return page_header(f"trimtab {verb}", scenario.name, ". ".join(intro) + ".", tiles)
 
 
 def _class(name: str, rows: Sequence[PolicySummary], seeds: int) -> str:
@@ -94,7 +87,7 @@ def _class(name: str, rows: Sequence[PolicySummary], seeds: int) -> str:
     keys = ("wait_mean_s", "wait_p50_s", "wait_p99_s", "completion_mean_s", "completion_p99_s")
     body = ""
     for at, row in enumerate(rows):
-        # The spread of means alone: a table of spreads is too wide to be read.
+        # Only the spread of means: a table with all spreads is too wide.
         several = {key: seeds if key.endswith("mean_s") else 1 for key in keys}
         cells = "".join(f'<td class="number">{_with_spread(row, f"{name}.{key}", several[key])}</td>' for key in keys)
         cells += f'<td class="number">{row.mean(f"{name}.slowdown_mean"):,.2f}×</td>'
@@ -126,34 +119,33 @@ def _cluster(rows: Sequence[PolicySummary], seeds: int, until: str) -> str:
             f"{row.mean('redone_gpu_h'):,.1f} GPU h",
             brief(row.mean("makespan_s")),
         )
-        body += line(at, row.policy, "".join(f'<td class="number">{one}</td>' for one in words))
-    said = f"Work that did not have to be done again, as a share of all GPU time until {escape(until)}."
-    return section("cluster", "Cluster", said, pictures, heads, body)
+        body += line(at, row.policy, "".join(f'<td class="number">{cell}</td>' for cell in words))
+    lede = f"Work that was not redone, as a share of all GPU time until {escape(until)}."
+    return section("cluster", "Cluster", lede, pictures, heads, body)
 
 
 def _across(seconds: float) -> tuple[float, str]:
-    """The unit in which so long a time is drawn, and its word."""
+    """The unit for the time axis in seconds, and its label."""
     units = ((86_400.0, " d"), (3_600.0, " h"), (60.0, " min"))
-    return next((one for one in units if seconds >= 2 * one[0]), (1.0, " s"))
+    return next((unit for unit in units if seconds >= 2 * unit[0]), (1.0, " s"))
 
 
 def _over_time(runs: Sequence[PoolFigures], seed: int | None, until: str) -> str:
-    waiting = [PolicyCurve(one.policy, one.curves.at, one.curves.waiting) for one in runs]
-    used = [PolicyCurve(one.policy, one.curves.at, one.curves.used_gpus) for one in runs]
-    across = _across(max((one.curves.at[-1] for one in runs if one.curves.at), default=0.0))
-    first = both(lambda wide, name: curves_svg("Tasks that wait", waiting, wide, name, "tasks", across), "waiting")
+    waiting = [PolicyCurve(run.policy, run.curves.at, run.curves.waiting) for run in runs]
+    used = [PolicyCurve(run.policy, run.curves.at, run.curves.used_gpus) for run in runs]
+    across = _across(max((run.curves.at[-1] for run in runs if run.curves.at), default=0.0))
+    first = both(lambda wide, name: curves_svg("Waiting tasks", waiting, wide, name, "tasks", across), "waiting")
     second = both(lambda wide, name: curves_svg("GPUs in use", used, wide, name, "GPUs", across), "used")
     words = "Until" if seed is None else f"With seed {seed}, until"
     return (
         f'<section aria-labelledby="h-time">\n<h2 id="h-time">Over time</h2>\n<p>{words} {escape(until)}.</p>\n'
-        f'<div class="card"><h3>Tasks that wait</h3><figure>{first}</figure></div>\n'
+        f'<div class="card"><h3>Waiting tasks</h3><figure>{first}</figure></div>\n'
         f'<div class="card"><h3>GPUs in use</h3><figure>{second}</figure></div>\n</section>'
     )
 
 
 def compared(scenario: PolicyComparison) -> str:
-    """What the policies are."""
-    items = "".join(f"<li><b>{escape(one.name)}</b>: {escape(one.text())}</li>" for one in scenario.policies)
+    items = "".join(f"<li><b>{escape(policy.name)}</b>: {escape(policy.text())}</li>" for policy in scenario.policies)
     return (
         '<section aria-labelledby="h-policies">\n<h2 id="h-policies">What was compared</h2>\n'
         f'<ul class="plain">{items}</ul>\n</section>'
@@ -161,35 +153,29 @@ def compared(scenario: PolicyComparison) -> str:
 
 
 def _assumed(scenario: PolicyComparison, runs: Sequence[PoolFigures]) -> str:
-    events = sum(one.events for one in runs)
-    said = [
+    events = sum(run.events for run in runs)
+    sentences = [
         *scenario.assumptions(),
-        f"seeds {', '.join(map(str, scenario.seeds))}: what is drawn by chance depends on them alone, the same for "
+        f"seeds {', '.join(map(str, scenario.seeds))}: all random draws depend on them alone, the same for "
         "every policy",
-        f"{events:,} events; full checks of all books: {sum(one.checks for one in runs)}",
+        f"{events:,} events; {sum(run.checks for run in runs)} full checks of the state",
     ]
-    items = "".join(f"<li>{escape(one)}</li>" for one in said)
-    return (
-        '<section aria-labelledby="h-assumed">\n<h2 id="h-assumed">What was assumed</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>'
-    )
+    return list_section("assumed", "What was assumed", sentences)
 
 
 # ---- pieces -------------------------------------------------------------------------------------------------------
 
 
 def both(draw: Drawing, prefix: str) -> str:
-    """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
-    return "".join(
-        draw(width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1) for name, width in _WIDTHS
-    )
+    """The same picture for a wide and a narrow page."""
+    return draw_both(draw, prefix, _WIDTHS)
 
 
-def section(key: str, title: str, said: str, pictures: str, heads: Sequence[str], body: str) -> str:
-    """A part of the page: pictures, and a table with a line for each policy."""
+def section(key: str, title: str, lede: str, pictures: str, heads: Sequence[str], body: str) -> str:
+    """A section with pictures, and a table with a row per policy."""
     columns = "".join(f'<th scope="col" class="number">{head}</th>' for head in heads)
     return (
-        f'<section aria-labelledby="h-{escape(key)}">\n<h2 id="h-{escape(key)}">{escape(title)}</h2>\n<p>{said}</p>\n'
+        f'<section aria-labelledby="h-{escape(key)}">\n<h2 id="h-{escape(key)}">{escape(title)}</h2>\n<p>{lede}</p>\n'
         f'<div class="card"><figure>{pictures}</figure>\n'
         f'<div class="scroll" role="region" aria-labelledby="h-{escape(key)}" tabindex="0"><table>\n'
         f'<thead><tr><th scope="col">Policy</th>{columns}</tr></thead>\n<tbody>{body}</tbody>\n</table></div></div>\n'
@@ -198,7 +184,7 @@ def section(key: str, title: str, said: str, pictures: str, heads: Sequence[str]
 
 
 def line(at: int, policy: str, cells: str) -> str:
-    """A line of a table, in the colour of its policy."""
+    """A table row in the colour of its policy."""
     return (
         f'<tr><th scope="row"><span class="named"><span class="tt-key key{at % 8}"></span>'
         f"<span>{escape(policy)}</span></span></th>{cells}</tr>\n"
@@ -213,12 +199,3 @@ def _with_spread(row: PolicySummary, name: str, seeds: int) -> str:
 def _share_with_spread(row: PolicySummary, name: str, seeds: int) -> str:
     mean, deviation = row.figures[name]
     return f"{mean:.1%}" + (f" ± {deviation:.1%}" if seeds > 1 else "")
-
-
-def foot(command: str | None) -> str:
-    """The end of the page. `command` is what made it."""
-    made = f" Made by <code>{escape(command)}</code>." if command else ""
-    return (
-        f"</main>\n<footer><p>trimtab {escape(__version__)}.{made}</p></footer>\n"
-        f"<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
-    )

@@ -1,8 +1,8 @@
-"""A simulation of rollouts as text, for programs, and as a page: how long steps took, and how many engines it took.
+"""A simulation of rollouts as text, data and a page: step times and engine-seconds.
 
-Every number comes from the runs. The bound beside them, of steps: the engine-seconds in which a static fleet of the
-best pace had anything to do at all. Whoever knew everything and could sleep and wake for nothing would need that at the
-same pace. Of a trace: in every second the fewest engines that take the load there was.
+Every number comes from the runs. The clairvoyant bound: for steps, the engine-seconds in which a static fleet of the
+best pace had any work, which is what a policy needs that knows the future and sleeps and wakes at no cost. For a trace,
+the fewest engines that serve the load in every second.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.markup import escape
 
-from trimtab import __version__
-from trimtab.render.html.kit import labels as lettering
-from trimtab.render.html.plan_report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
+from trimtab.render.html.kit.labels import escape as escape_html
+from trimtab.render.html.kit.page import card, list_section, page_foot, page_head, page_header, section
 from trimtab.render.html.simulate.pictures import PolicyBar, bars_svg
+from trimtab.render.html.simulate.report import both, recommended
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
 from trimtab.render.text.simulate import brief
@@ -28,7 +28,7 @@ from trimtab.replay.pool.figures import spread
 from trimtab.replay.rollout.runner import FIGURES, NO_WAIT_S, RolloutFigures, clairvoyant_engine_s
 from trimtab.replay.rollout.scenario import RolloutScenario
 
-SAME_PACE = 1.02  # steps that take no more than this times as long are of one pace
+SAME_PACE = 1.02  # steps within this ratio count as equally fast
 HEADS = (
     "Step",
     "Worst step",
@@ -44,29 +44,27 @@ HEADS = (
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One policy over all seeds."""
+    """A policy over all seeds."""
 
     policy: str
     figures: dict[str, tuple[float, float]]
-    against: float | None  # engine-seconds over those of the cheapest static fleet that is as fast; None: none is
-    regret: float | None  # engine-seconds over those of the clairvoyant, less one
+    against: float | None  # engine-seconds relative to the cheapest static fleet as fast; None: none is
+    regret: float | None  # engine-seconds relative to the clairvoyant bound, minus 1
 
     def mean(self, name: str) -> float:
-        """The mean over seeds."""
         return self.figures[name][0]
 
 
 def rows(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> list[RolloutRow]:
-    """A row for each policy."""
     found = {}
     for policy in scenario.policies:
-        known = [one for one in runs if one.policy == policy.name]
-        found[policy.name] = {name: spread(getattr(one, name) for one in known) for name in FIGURES}
-    static = [found[one.name] for one in scenario.policies if one.use == "static"]
+        known = [run for run in runs if run.policy == policy.name]
+        found[policy.name] = {name: spread(getattr(run, name) for run in known) for name in FIGURES}
+    static = [found[policy.name] for policy in scenario.policies if policy.use == "static"]
     bound = clairvoyant_s(scenario, runs)
     made = []
     for name, figures in found.items():
-        rivals = [one["engine_s"][0] for one in static if _as_fast(scenario, one, figures)]
+        rivals = [fleet["engine_s"][0] for fleet in static if _as_fast(scenario, fleet, figures)]
         engine_s = figures["engine_s"][0]
         against = engine_s / min(rivals) if rivals else None
         made.append(RolloutRow(name, figures, against, None if bound is None else engine_s / bound - 1))
@@ -76,51 +74,49 @@ def rows(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> list[Roll
 Means = Mapping[str, tuple[float, float]]
 
 
-def _as_fast(scenario: RolloutScenario, one: Means, other: Means) -> bool:
-    """Whether steps, or waits for an engine, are no longer than those of the other."""
+def _as_fast(scenario: RolloutScenario, figures: Means, other: Means) -> bool:
+    """Whether steps, or waits for an engine, are no longer than those of `other`."""
     if scenario.trace is None:
-        return one["step_s"][0] <= SAME_PACE * other["step_s"][0]
-    return one["wait_p99_s"][0] <= max(other["wait_p99_s"][0], NO_WAIT_S)
+        return figures["step_s"][0] <= SAME_PACE * other["step_s"][0]
+    return figures["wait_p99_s"][0] <= max(other["wait_p99_s"][0], NO_WAIT_S)
 
 
 def clairvoyant_s(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> float | None:
-    """Engine-seconds of one who knows everything and moves for nothing; None: nothing static ran."""
-    numbers = {one.name: one.elastic.max_workers for one in scenario.policies if one.use == "static"}
+    """The clairvoyant bound in engine-seconds; None without a static policy."""
+    numbers = {policy.name: policy.elastic.max_workers for policy in scenario.policies if policy.use == "static"}
     if not numbers:
         return None
     if scenario.trace is not None:
-        first = [(numbers[one.policy], one) for one in runs if one.policy in numbers and one.seed == scenario.seeds[0]]
+        first = [(numbers[run.policy], run) for run in runs if run.policy in numbers and run.seed == scenario.seeds[0]]
         return clairvoyant_engine_s(first, scenario.fleet.limit)
-    known = {name: [one for one in runs if one.policy == name] for name in numbers}
-    pace_s = min(spread(one.step_s for one in each)[0] for each in known.values())
+    known = {name: [run for run in runs if run.policy == name] for name in numbers}
+    pace_s = min(spread(run.step_s for run in fleet_runs)[0] for fleet_runs in known.values())
     return min(
-        spread(one.busy_s for one in each)[0]
-        for each in known.values()
-        if spread(one.step_s for one in each)[0] <= SAME_PACE * pace_s
+        spread(run.busy_s for run in fleet_runs)[0]
+        for fleet_runs in known.values()
+        if spread(run.step_s for run in fleet_runs)[0] <= SAME_PACE * pace_s
     )
 
 
 def as_csv(runs: Sequence[RolloutFigures]) -> str:
-    """A line for each run."""
     page = io.StringIO()
-    lines = [_plain(one) for one in runs]
+    lines = [_plain(run) for run in runs]
     writer = csv.DictWriter(page, list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return page.getvalue()
 
 
-def _plain(one: RolloutFigures) -> dict[str, Any]:
-    return {name: value for name, value in asdict(one).items() if name != "loads"}
+def _plain(run: RolloutFigures) -> dict[str, Any]:
+    return {name: value for name, value in asdict(run).items() if name != "loads"}
 
 
 def as_json(scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: Recommendation | None = None) -> str:
-    """As JSON."""
     made = rows(scenario, runs)
     data: dict[str, Any] = {
         "scenario": scenario.name,
         "assumptions": scenario.assumptions(),
-        "policies": {one.name: one.text() for one in scenario.policies},
+        "policies": {policy.name: policy.text() for policy in scenario.policies},
         "seeds": list(scenario.seeds),
         "clairvoyant_engine_s": clairvoyant_s(scenario, runs),
         "recommendation": None if advice is None else asdict(advice),
@@ -133,7 +129,7 @@ def as_json(scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: R
             }
             for row in made
         ],
-        "runs": [_plain(one) for one in runs],
+        "runs": [_plain(run) for run in runs],
     }
     return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -141,7 +137,6 @@ def as_json(scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: R
 def print_answer(
     scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: Recommendation | None = None
 ) -> None:
-    """The table for people."""
     made = rows(scenario, runs)
     out.print(f"[bold]{escape(scenario.name)}[/]")
     for sentence in scenario.assumptions():
@@ -159,14 +154,14 @@ def print_answer(
     bound = clairvoyant_s(scenario, runs)
     if bound is not None:
         out.print(
-            f"\nclairvoyant: {bound:,.0f} engine-seconds at the best pace; nobody at all can do it with "
+            f"\nclairvoyant: {bound:,.0f} engine-seconds at the best pace; no policy can do it with "
             f"fewer than {made[0].mean('least_engine_s'):,.0f}",
             style="dim",
         )
-    events, seconds = sum(one.events for one in runs), sum(one.seconds for one in runs)
-    answered = sum(one.answered for one in runs)
+    events, seconds = sum(run.events for run in runs), sum(run.seconds for run in runs)
+    answered = sum(run.answered for run in runs)
     out.print(
-        f"{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {answered:,} requests, each answered once and whole",
+        f"{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {answered:,} requests, each answered exactly once",
         style="dim",
     )
 
@@ -196,58 +191,48 @@ def report(
     command: str | None,
     advice: Recommendation | None = None,
 ) -> str:
-    """The report as HTML. `command` is what made it."""
+    """The report as HTML. `command` made it."""
     made = rows(scenario, runs)
     bound = clairvoyant_s(scenario, runs)
-    said = [*scenario.assumptions(), *(f"{one.name}: {one.text()}" for one in scenario.policies)]
+    sentences = [*scenario.assumptions(), *(f"{policy.name}: {policy.text()}" for policy in scenario.policies)]
     if bound is not None:
-        said.append(f"clairvoyant: {bound:,.0f} engine-seconds at the best pace, asleep whenever not needed")
-    items = "".join(f"<li>{lettering.escape(one)}</li>" for one in said)
+        sentences.append(f"clairvoyant: {bound:,.0f} engine-seconds at the best pace, asleep whenever not needed")
     engine = [PolicyBar(row.policy, *row.figures["engine_s"], f"{row.mean('engine_s'):,.0f}") for row in made]
     if bound is not None:
         engine.append(PolicyBar("clairvoyant", bound, 0.0, f"{bound:,.0f}"))
     steps = [PolicyBar(row.policy, *row.figures["step_s"], brief(row.mean("step_s"))) for row in made]
     columns = "".join(f'<th scope="col" class="number">{head}</th>' for head in HEADS)
     body = "".join(
-        f'<tr><th scope="row">{lettering.escape(row.policy)}</th>'
+        f'<tr><th scope="row">{escape_html(row.policy)}</th>'
         + "".join(f'<td class="number">{cell}</td>' for cell in _cells(row))
         + "</tr>\n"
         for row in made
     )
-    made_by = f" Made by <code>{lettering.escape(command)}</code>." if command else ""
-    return (
-        f"{page_head(scenario.name)}\n"
-        f'<header>\n<p class="eyebrow">trimtab simulate</p>\n<h1>{lettering.escape(scenario.name)}</h1>\n'
-        f'<p class="lede">{lettering.escape(scenario.assumptions()[1])}.</p>\n</header>\n'
-        f"{_figure('engine', 'Engine-seconds', 'Of a step with its training, or of the whole trace.', engine)}"
-        f"{_figure('steps', 'Step time', 'From the first prompt to the last answer.', steps)}"
-        f"{_advice(advice)}"
-        '<section aria-labelledby="h-table">\n<h2 id="h-table">All figures</h2>\n<p>Against static: engine-seconds '
-        "over those of the cheapest static fleet whose steps are as short, within 2 %, or whose waits are.</p>\n"
-        '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-table" tabindex="0"><table>\n'
-        f'<thead><tr><th scope="col">Policy</th>{columns}</tr></thead>\n<tbody>{body}</tbody></table></div></div>\n'
-        '</section>\n<section aria-labelledby="h-assumed">\n<h2 id="h-assumed">What was assumed</h2>\n'
-        f'<ul class="plain">{items}</ul>\n</section>\n'
-        f"</main>\n<footer><p>trimtab {lettering.escape(__version__)}.{made_by}</p></footer>\n"
-        f"<script>{COPY_SCRIPT}</script>\n</body>\n</html>\n"
+    static = (
+        "Against static: engine-seconds over those of the cheapest static fleet with steps as short, within 2 %, "
+        "or with waits as short."
     )
+    parts = [
+        page_head(scenario.name),
+        page_header("trimtab simulate", scenario.name, f"{scenario.assumptions()[1]}."),
+        _figure("engine", "Engine-seconds", "Of a step with its training, or of the whole trace.", engine),
+        _figure("steps", "Step time", "From the first prompt to the last answer.", steps),
+        *([] if advice is None else [recommended(advice)]),
+        section(
+            "table",
+            "All figures",
+            static,
+            card(
+                f'<div class="scroll bare" role="region" aria-labelledby="h-table" tabindex="0"><table>\n'
+                f'<thead><tr><th scope="col">Policy</th>{columns}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+            ),
+        ),
+        list_section("assumed", "What was assumed", sentences),
+        page_foot(command),
+    ]
+    return "\n".join(parts) + "\n"
 
 
-def _advice(advice: Recommendation | None) -> str:
-    if advice is None:
-        return ""
-    return (
-        '<section aria-labelledby="h-advice">\n<h2 id="h-advice">What the sweep recommends</h2>\n'
-        f"<p>{lettering.escape(advice.sentence)}.</p>\n</section>\n"
-    )
-
-
-def _figure(key: str, title: str, said: str, bars: Sequence[PolicyBar]) -> str:
-    drawn = "".join(
-        bars_svg(title, bars, width, f"{key}-{name}").replace('class="tt"', f'class="tt {name}"', 1)
-        for name, width in (("wide", WIDE_PX - 60), ("narrow", NARROW_PX))
-    )
-    return (
-        f'<section aria-labelledby="h-{key}">\n<h2 id="h-{key}">{title}</h2>\n<p>{said}</p>\n'
-        f'<div class="card"><figure>{drawn}</figure></div>\n</section>\n'
-    )
+def _figure(key: str, title: str, lede: str, bars: Sequence[PolicyBar]) -> str:
+    drawn = both(lambda width, prefix: bars_svg(title, bars, width, prefix), key)
+    return section(key, title, lede, card(f"<figure>{drawn}</figure>"))

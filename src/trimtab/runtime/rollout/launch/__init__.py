@@ -1,1 +1,1 @@
-"""Starting and ending rollout engines: processes of this machine, or tasks on slots of a pool."""
+"""Launchers of rollout engines: local processes, or tasks on slots of a pool."""

@@ -1,8 +1,8 @@
-"""Who waits for room that rollout engines hold: told to the rollout pool, which may give up engines for them.
+"""Reports tasks that wait for resources held by rollout engines, so that the rollout pool may give up engines.
 
-A waiter of the slots' cluster counts when nothing but rollout engines would have to end for it to start. Whoever may
-evict by its priority does so by itself and is none. Who has got its room is out of it at the next look, and engines
-that are on their way out already are counted off: otherwise more would be given up than anybody wants.
+A waiting task counts if only rollout engines would have to end for it to start. Tasks that may evict by priority do so
+themselves and do not count. Engines that are already draining are subtracted: otherwise more would be given up than
+needed.
 """
 
 from __future__ import annotations
@@ -19,60 +19,59 @@ from trimtab.runtime.rollout.launch.slots import SlotLauncher
 
 log = logging.getLogger("trimtab.rollout")
 
-EVERY_S = 1.0
-MOST = 32  # waiters that are asked about at each look, first in the queue first
+INTERVAL_S = 1.0
+MAX_WAITERS = 32  # explained at each check, in queue order
 
 
 class DemandWatch:
-    """Looks for them, and tells."""
+    """Finds waiting tasks and reports them to the rollout pool."""
 
-    def __init__(self, launcher: SlotLauncher, use_s: float = 600.0, every_s: float = EVERY_S) -> None:
+    def __init__(self, launcher: SlotLauncher, use_s: float = 600.0, every_s: float = INTERVAL_S) -> None:
         if not use_s > 0 or not every_s > 0:
             raise InputError(f"use_s {use_s:g}, every_s {every_s:g}", where="takers", hint="above 0 seconds")
         self._launcher = launcher
         self._use_s, self._every_s = use_s, every_s
-        self._told: tuple[Taker, ...] = ()
+        self._reported: tuple[Taker, ...] = ()
 
-    async def look_again_and_again(self) -> None:
-        """Until cancelled."""
+    async def watch_demand(self) -> None:
         while True:
             try:
-                found = await self.found()
-                if found != self._told:
-                    self._told = found
+                found = await self.find()
+                if found != self._reported:
+                    self._reported = found
                     self._launcher.pool.takers(found)
             except TrimtabError as fault:
-                log.warning("who waits for slots could not be asked: %s", fault.what)
+                log.warning("demand for slots could not be read: %s", fault.what)
             await asyncio.sleep(self._every_s)
 
-    async def found(self) -> tuple[Taker, ...]:
-        """Who could use workers now, and how many."""
+    async def find(self) -> tuple[Taker, ...]:
+        """Tasks that could use workers now, and how many workers each."""
         launcher = self._launcher
-        ours = {place.line.task.id for place in launcher.places.values()}
-        held = {place.line.task.id for place in launcher.places.values() if place.up}
+        own = {slot.member.task.id for slot in launcher.worker_slots.values()}
+        held = {slot.member.task.id for slot in launcher.worker_slots.values() if slot.up}
         pools = (await launcher.ask("status"))["pools"].values()
-        waiting = [task for pool in pools for task in pool["queue"] if task not in ours]
+        waiting = [task for pool in pools for task in pool["queue"] if task not in own]
         leaving = self._leaving()
-        found = []
-        for task in waiting[:MOST] if held else ():
+        takers = []
+        for task in waiting[:MAX_WAITERS] if held else ():
             explanation: TaskExplanation = await launcher.ask("explain", task)
             wanted = self._wanted(explanation, held)
-            counted_off = min(wanted, leaving)
-            leaving -= counted_off
-            if wanted > counted_off:
+            subtracted = min(wanted, leaving)
+            leaving -= subtracted
+            if wanted > subtracted:
                 use_s = getattr(explanation, "estimate_s", 0.0) or self._use_s
-                found.append(Taker(task, wanted - counted_off, use_s))
-        return tuple(found)
+                takers.append(Taker(task, wanted - subtracted, use_s))
+        return tuple(takers)
 
     def _wanted(self, explanation: TaskExplanation, held: set[str]) -> int:
-        """How many workers would have to go; 0 where that would not help, or where they are going already."""
+        """Number of workers that would have to leave; 0 if that would not help, or they are leaving already."""
         needs = set(explanation.needs)
         if explanation.reason.code is ReasonCode.evicting or not needs <= held:
             return 0
         return len(needs)
 
     def _leaving(self) -> int:
-        """Workers that give up their slots already, and not because the slots' pool took them."""
-        places = self._launcher.places
-        draining = (one.worker for one in self._launcher.pool.workers() if one.state is WorkerState.draining)
-        return sum(worker in places and not places[worker].taken for worker in draining)
+        """Workers that are giving up their slots, except those evicted by the slots' pool."""
+        slots = self._launcher.worker_slots
+        draining = (view.worker for view in self._launcher.pool.workers() if view.state is WorkerState.draining)
+        return sum(worker in slots and not slots[worker].taken for worker in draining)

@@ -1,8 +1,8 @@
-"""Engines that follow nodes: one startable worker for every place that the nodes of a cluster have, within limits.
+"""Adjusts the number of startable workers to the nodes of a cluster, within limits.
 
-A node that joins brings workers, which are started when they are needed and there is room; one that drains or is lost
-takes as many away, its own first. How many of them serve at a time is decided elsewhere. What must never happen: a
-worker removed that serves on a node that stays, while one that has no node is there to be removed.
+A joining node adds workers, which are started on demand; a draining or lost node removes as many, its own first. How
+many of them serve is decided by the pool. What must never happen: a worker that serves on a staying node is removed
+while a worker without a node could be removed instead.
 """
 
 from __future__ import annotations
@@ -23,66 +23,66 @@ log = logging.getLogger("trimtab.rollout")
 MakeSpec = Callable[[str], WorkerSpec]
 
 
-def on_slots(worker: str, **settings: object) -> WorkerSpec:
-    """A worker on a slot: stopped rather than put to sleep, for asleep it would keep its slot."""
+def slot_worker(worker: str, **settings: object) -> WorkerSpec:
+    """A worker on a slot: stopped instead of put to sleep, because a sleeping engine would keep its slot."""
     return WorkerSpec(worker, startable=True, can_sleep=False, **settings)  # type: ignore[arg-type]
 
 
-def places_on(node: NodeView, unit: Resources, per_node: int | None = None) -> int:
-    """Engines that a node has room for: what others than trimtab hold of it is left out."""
-    if node.state not in (NodeState.ready, NodeState.suspect) or not node.told:
-        return 0  # one that is silent for a moment keeps what it has
+def engines_that_fit(node: NodeView, unit: Resources, per_node: int | None = None) -> int:
+    """Number of engines that fit on a node, beside what is used outside trimtab."""
+    if node.state not in (NodeState.ready, NodeState.suspect) or not node.announced:
+        return 0  # a suspect node keeps its workers
     free = node.facts.total.minus(node.outside)
     fit = min((free.get(name) // units for name, units in unit), default=0)
     return fit if per_node is None else min(fit, per_node)
 
 
 class EnginesPerNode:
-    """As many workers as there are places, at least `least` and at most `most`."""
+    """As many workers as engines fit on the nodes, within `min_workers` and `max_workers`."""
 
     def __init__(
         self,
         launcher: SlotLauncher,
         *,
-        least: int = 0,
-        most: int = 64,
+        min_workers: int = 0,
+        max_workers: int = 64,
         per_node: int | None = None,
         name: str = "engine",
-        spec: MakeSpec = on_slots,
+        spec: MakeSpec = slot_worker,
     ) -> None:
-        if not 0 <= least <= most or (per_node is not None and per_node < 1):
+        if not 0 <= min_workers <= max_workers or (per_node is not None and per_node < 1):
             raise InputError(
-                f"least {least}, most {most}, per_node {per_node}", where="engines that follow nodes",
-                hint="0 <= least <= most, and at least 1 for each node",
+                f"min_workers {min_workers}, max_workers {max_workers}, per_node {per_node}", where="engines per node",
+                hint="0 <= min_workers <= max_workers, and per_node at least 1",
             )  # fmt: skip
         self._launcher = launcher
-        self._least, self._most, self._per_node = least, most, per_node
+        self._min_workers, self._max_workers, self._per_node = min_workers, max_workers, per_node
         self._name, self._spec = name, spec
         self._numbers = itertools.count(1)
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self.workers: list[str] = []
 
-    def hear(self, nodes: Iterable[NodeView]) -> None:
-        """The nodes are these: add or remove workers."""
-        there = {one.node: one for one in nodes}
-        places = sum(places_on(one, self._launcher.unit, self._per_node) for one in there.values())
-        wanted = max(self._least, min(self._most, places))
+    def update(self, nodes: Iterable[NodeView]) -> None:
+        """Adds or removes workers for these nodes."""
+        by_name = {node.node: node for node in nodes}
+        fit = sum(engines_that_fit(node, self._launcher.unit, self._per_node) for node in by_name.values())
+        wanted = max(self._min_workers, min(self._max_workers, fit))
         while len(self.workers) < wanted:
             worker = f"{self._name}-{next(self._numbers)}"
             self._launcher.pool.add_startable(self._spec(worker), self._launcher)
             self.workers.append(worker)
         surplus = len(self.workers) - wanted
         if surplus > 0:
-            for worker in sorted(self.workers, key=lambda one: self._worth(one, there))[:surplus]:
+            for worker in sorted(self.workers, key=lambda worker: self._removal_rank(worker, by_name))[:surplus]:
                 self._remove(worker)
 
-    def _worth(self, worker: str, there: dict[str, NodeView]) -> int:
-        """Who goes first: those whose node goes or is gone, then those without one."""
-        place = self._launcher.places.get(worker)
-        if place is None or not place.line.there:
+    def _removal_rank(self, worker: str, nodes: dict[str, NodeView]) -> int:
+        """Removed first: workers whose node leaves or is gone, then those without a node."""
+        slot = self._launcher.worker_slots.get(worker)
+        if slot is None or not slot.member.there:
             return 1
-        node = there.get(place.line.node)
-        return 0 if place.node_goes or node is None or node.state is not NodeState.ready else 2
+        node = nodes.get(slot.member.node)
+        return 0 if slot.node_leaving or node is None or node.state is not NodeState.ready else 2
 
     def _remove(self, worker: str) -> None:
         self.workers.remove(worker)

@@ -1,10 +1,9 @@
-"""One engine's process on this machine: begun on a free port, watched, ended for certain, with its last words.
+"""An engine's process on this machine: started on a free port, watched, ended, with the end of its log.
 
-Used by whoever starts engines here: the launcher of local processes, and the task that holds a slot on a node. What is
-started is a guard, which starts the engine and ends whatever came of it. Where a person may be at a terminal, both are
-in a session of their own: Ctrl-C is to reach the pool, which stops engines in order, and not engines under running
-requests. On a slot they stay in the group of the slot's process, by which the warden of the node finds them when that
-process was killed: the slot is not given on before they are gone.
+Used by the launcher of local processes and by the task that holds a slot. What is started is a guard process, which
+starts the engine and ends all of its descendants. Locally both run in a session of their own: Ctrl-C must reach the
+pool, which stops engines in order, and not engines under running requests. On a slot they stay in the process group of
+the slot's task, so that the node agent finds them if that task is killed: the slot is not reused before they are gone.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from pathlib import Path
 from trimtab.core.errors import InputError
 from trimtab.runtime.http.tokens import without_tokens
 from trimtab.runtime.procs.ports import is_free
-from trimtab.runtime.procs.processes import ProcessIdentity, below, gone, send, table
+from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, send, table
 from trimtab.runtime.rollout.launch.launcher import EngineProcessState
 from trimtab.runtime.rollout.launch.process_guard import NOT_FOUND
 
 GUARD = "trimtab.runtime.rollout.launch.process_guard"
-KILL_S = 10.0  # for a killed process to vanish
-WORDS_KEPT = 4_000  # characters of a log that are read for its last words
-LINES_SAID = 12
+KILL_S = 10.0  # for a killed process to disappear
+LOG_TAIL_CHARS = 4_000  # read from the end of a log
+LOG_TAIL_LINES = 12
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now. Somebody else may take it before the engine does: then another is tried."""
+    """A port that is free now. If another process takes it first, the start is retried with another port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as one:
-            one.bind((host, 0))
-            return int(one.getsockname()[1])
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((host, 0))
+            return int(sock.getsockname()[1])
     except OSError as fault:
         raise InputError(f"nothing can listen on {host}: {fault.strerror}", hint="an address of this machine") from None
 
 
 class EngineProcess:
-    """One engine, its guard, and all that it starts."""
+    """An engine, its guard, and all their descendants."""
 
     def __init__(
         self,
@@ -54,45 +53,43 @@ class EngineProcess:
         *,
         stop_s: float,
         folder: str = "",
-        apart: bool = True,
+        own_session: bool = True,
     ) -> None:
         self.log = log
-        self._apart = apart  # in a session of its own
+        self._own_session = own_session
         self._stop_s = stop_s
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
-            self._since = out.tell()  # what is before this was said by an engine before it
+            self._since = out.tell()  # the log before this is of earlier engines
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", GUARD, str(os.getpid()), str(stop_s), folder, *line],
                 env={**without_tokens(os.environ), **settings},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=apart,
+                start_new_session=own_session,
             )
         self.pid = self._popen.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._popen.poll() is None
 
-    def seen(self, port: int) -> EngineProcessState:
-        """How it is: whether it runs, and has its port."""
-        ended = self.how_it_ended()
+    def probe(self, port: int) -> EngineProcessState:
+        ended = self.exit_reason()
         return (
-            EngineProcessState(ended, robbed=not is_free(port))
+            EngineProcessState(ended, port_taken=not is_free(port))
             if ended
             else EngineProcessState(listens=self._listens(port))
         )
 
     def _listens(self, port: int) -> bool:
-        """Whether it, and not somebody else, has this port."""
-        links = (link for one in self._family() for link in _links(one.pid))
+        """Whether this engine, and not another process, listens on the port."""
+        links = (link for process in self._tree() for link in _links(process.pid))
         return not {int(link[8:-1]) for link in links if link.startswith("socket:[")}.isdisjoint(_listening(port))
 
-    def how_it_ended(self) -> str:
-        """What became of it, with its last words; empty while it runs."""
+    def exit_reason(self) -> str:
+        """How it ended, with the end of its log; empty while it runs."""
         status = self._popen.poll()
         if status is None:
             return ""
@@ -102,52 +99,50 @@ class EngineProcess:
             how = f"it was ended by {_name(-status if status < 0 else status - 128)}"
         else:
             how = f"it ended with status {status}"
-        words = self.last_words()
-        return f"{how}; the end of {self.log}:\n{words}" if words else f"{how}, and said nothing ({self.log})"
+        tail = self.log_tail()
+        return f"{how}; the end of {self.log}:\n{tail}" if tail else f"{how}, with an empty log ({self.log})"
 
-    def last_words(self) -> str:
-        """The last lines of what it printed."""
+    def log_tail(self) -> str:
+        """Last lines of its log."""
         try:
             with self.log.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._since, end - WORDS_KEPT))
-                said = file.read().decode(errors="replace")
+                file.seek(max(self._since, end - LOG_TAIL_CHARS))
+                text = file.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join([line for line in said.splitlines() if line.strip()][-LINES_SAID:])
+        return "\n".join([line for line in text.splitlines() if line.strip()][-LOG_TAIL_LINES:])
 
-    # ---- its end
+    # ---- ending
 
-    def tell(self) -> None:
-        """Ask it to end; what is left of it after its time is killed by the guard."""
+    def terminate(self) -> None:
+        """SIGTERM; after `stop_s` the guard kills what is left."""
         if self.alive:
             self._popen.terminate()
 
     def kill(self) -> None:
-        """It and all that came of it, at once. Also after a guard that was killed before it could do its duty."""
-        for one in self._family():
-            send(one, signal.SIGKILL)
+        """Kills it and its descendants, also if the guard was killed first."""
+        for process in self._tree():
+            send(process, signal.SIGKILL)
 
     def end(self) -> bool:
-        """In order, then for certain; whether it is gone. Waits."""
-        self.tell()
+        """Terminates, then kills; whether it is gone. Blocks."""
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(self._stop_s + KILL_S)
-        return self._clear()
+        return self._kill_tree()
 
-    async def end_beside(self) -> bool:
-        """As `end`, while other things go on."""
-        self.tell()
+    async def end_async(self) -> bool:
+        self.terminate()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.ended(), self._stop_s + KILL_S)
-        return await asyncio.to_thread(self._clear)
+        return await asyncio.to_thread(self._kill_tree)
 
     async def ended(self) -> None:
-        """Returns when it is gone."""
         loop = asyncio.get_running_loop()
         if not self.alive:
             return
-        handle = os.pidfd_open(self.pid)  # not given to another before it is reaped, which only this object does
+        handle = os.pidfd_open(self.pid)  # the pid is not reused before it is reaped, which only this object does
         over = asyncio.Event()
         loop.add_reader(handle, over.set)
         try:
@@ -157,18 +152,18 @@ class EngineProcess:
             os.close(handle)
         self._popen.wait(KILL_S)
 
-    def _clear(self) -> bool:
+    def _kill_tree(self) -> bool:
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(KILL_S)
-        return not self.alive and not gone(self._family(), KILL_S)
+        return not self.alive and not gone(self._tree(), KILL_S)
 
-    def _family(self) -> list[ProcessIdentity]:
-        """The guard, what descends from it, and what is in its session, also where the guard is gone."""
-        found = set(below(self.pid)) if self.alive else set()
+    def _tree(self) -> list[ProcessIdentity]:
+        """The guard, its descendants, and its session, even if the guard is gone."""
+        found = set(descendants(self.pid)) if self.alive else set()
         for pid, row in table().items():
-            # A number is not given anew while it names a session.
-            if (self._apart and row.session == self.pid) or (self.alive and pid == self.pid):
+            # A pid is not reused while it names a session.
+            if (self._own_session and row.session == self.pid) or (self.alive and pid == self.pid):
                 found.add(ProcessIdentity(pid, row.born))
         return list(found)
 
@@ -181,7 +176,7 @@ def _name(number: int) -> str:
 
 
 def _listening(port: int) -> set[int]:
-    """Sockets, by their numbers in the kernel, that listen on a port of any address here."""
+    """Inodes of sockets that listen on a port."""
     found: set[int] = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -191,7 +186,7 @@ def _listening(port: int) -> set[int]:
 
 
 def _links(pid: int) -> list[str]:
-    """What a process has open."""
+    """Open files of a process."""
     found = []
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):

@@ -1,10 +1,9 @@
-"""The one process between whoever starts an engine and the engine: ends all of it, once, whatever happens to either.
+"""Guard process between a launcher and an engine: ends the engine and all its descendants, whatever happens.
 
-An engine starts processes of its own, which outlive it when it is killed, and hold its memory. So the guard takes in
-whatever loses its parent below it, and ends everything that descends from it: when it is told to (SIGTERM is passed on
-to the engine alone, and after the stated time everybody is killed), when the engine has ended by itself, and at once
-when the process that started it is gone. If the guard itself is killed, the kernel kills the engine. It ends with the
-engine's status. Run as a module: the number of its parent, seconds from SIGTERM to SIGKILL, a folder, the command.
+An engine starts processes that outlive it when it is killed, and hold its memory. So the guard is a subreaper and ends
+everything below it: on SIGTERM (passed to the engine alone; after the stated time everything is killed), when the
+engine has ended, and at once when the parent process is gone. If the guard is killed, the kernel kills the engine. It
+exits with the engine's status. Run as a module: parent pid, seconds from SIGTERM to SIGKILL, folder, command.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import sys
 import time
 from typing import NoReturn
 
-from trimtab.runtime.procs.processes import below, send
+from trimtab.runtime.procs.processes import descendants, send
 
-LOOK_S = 0.25  # between looks at whether the parent is still there
-CLEAR_S = 10.0  # for killed processes to vanish
-NOT_FOUND = 127  # as a shell has it
+PARENT_CHECK_S = 0.25  # between checks of the parent
+CLEAR_S = 10.0  # for killed processes to disappear
+NOT_FOUND = 127  # as in a shell
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
@@ -32,15 +31,15 @@ class EngineSupervisor:
     def __init__(self, parent: int, stop_s: float, folder: str, command: list[str]) -> None:
         self._parent = parent
         self._stop_s = stop_s
-        self._engine = _begun(folder, command)
+        self._engine = _spawn_engine(folder, command)
         self._status: int | None = None
         self._kill_at: float | None = None
 
     def run(self) -> int:
-        """Until nothing is left; the engine's status."""
+        """Runs until nothing is left; returns the engine's status."""
         while self._status is None:
-            heard = signal.sigtimedwait(_WATCHED, LOOK_S)
-            if heard is not None and heard.si_signo in (signal.SIGTERM, signal.SIGINT) and self._kill_at is None:
+            received = signal.sigtimedwait(_WATCHED, PARENT_CHECK_S)
+            if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT) and self._kill_at is None:
                 self._kill_at = time.monotonic() + self._stop_s
                 os.kill(self._engine, signal.SIGTERM)
             late = self._kill_at is not None and time.monotonic() >= self._kill_at
@@ -54,14 +53,14 @@ class EngineSupervisor:
         return self._status
 
     def _kill(self) -> bool:
-        """Everybody; whether there was anybody."""
-        left = below(os.getpid())
-        for one in left:
-            send(one, signal.SIGKILL)
+        """Kills all descendants; whether there were any."""
+        left = descendants(os.getpid())
+        for process in left:
+            send(process, signal.SIGKILL)
         return bool(left)
 
     def _reap(self) -> None:
-        """Take note of children that ended, our own and those that came to us."""
+        """Reaps children, including adopted ones."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -72,8 +71,8 @@ class EngineSupervisor:
                     self._status = 128 - code if code < 0 else code
 
 
-def _begun(folder: str, command: list[str]) -> int:
-    """The engine, as a child that the kernel kills if this process dies."""
+def _spawn_engine(folder: str, command: list[str]) -> int:
+    """Starts the engine as a child that the kernel kills if this process dies."""
     guard = os.getpid()
     pid = os.fork()
     if pid:
@@ -96,7 +95,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> NoReturn:
-    """Guard what the command line says."""
     parent, stop_s, folder, *command = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,8 +1,7 @@
-"""Engines as processes of this machine.
+"""Launcher of engines as processes of this machine.
 
-The pool asks for an engine and gets one that serves; a process that ends by itself is told at once. What must never
-happen: a process that outlives the pool or the process that the pool is in, two engines of one worker at the same
-time, two engines on the same devices where devices were named.
+An engine that ends by itself is reported at once. What must never happen: a process that outlives the pool or the
+pool's process; two engines of a worker at the same time; two engines on the same devices, if devices were named.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from trimtab.runtime.rollout.launch.launcher import (
     EngineProcessState,
     LauncherCallbacks,
     Started,
-    address,
-    plain,
+    base_url,
+    safe_name,
 )
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
-from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, serving
+from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")
 
 
 class ProcessLauncher:
-    """Starts and ends engines as processes here.
+    """Starts and stops engines as local processes.
 
-    `devices` are values of CUDA_VISIBLE_DEVICES, one for each engine that runs at the same time ("0", "1", or "0,1" for
-    one that needs two); without them every engine sees what this process sees. Logs lie in `logs`, one for each worker.
+    `devices` are values of CUDA_VISIBLE_DEVICES, one per engine that runs at the same time ("0", "1", or "0,1" for two
+    GPUs); without them every engine sees what this process sees. Logs are in `logs`, one file per worker.
     """
 
     def __init__(
@@ -62,32 +61,29 @@ class ProcessLauncher:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self.background = Background(prefix="engines")
 
-    # ---- what the pool asks
+    # ---- for the pool
 
     async def start(self, worker: str, version: int, path: str | None) -> Started:
-        """An engine that serves."""
         for _ in range(PORT_TRIES - 1):
             with contextlib.suppress(PortTakenError):
                 return await self._begin(worker, version, path)
         return await self._begin(worker, version, path)
 
     async def stop(self, worker: str) -> None:
-        """SIGTERM, then SIGKILL; gone afterwards."""
+        """SIGTERM, then SIGKILL."""
         watching = self._watching.pop(worker, None)
         if watching is not None:
             watching.cancel()
         process = self._running.get(worker)
-        if process is not None and not await process.end_beside():
-            raise UnreachableError(f"process {process.pid} of {worker} was killed, and is still there")
+        if process is not None and not await process.end_async():
+            raise UnreachableError(f"process {process.pid} of {worker} still exists after SIGKILL")
         self._running.pop(worker, None)
         self._device_of.pop(worker, None)
 
     async def restart(self, worker: str, version: int, path: str | None) -> Started:
-        """Another engine in the place of this one, with other weights."""
         return await self.start(worker, version, path)
 
     async def close(self) -> None:
-        """Ends all."""
         ends = await asyncio.gather(*(self.stop(worker) for worker in list(self._running)), return_exceptions=True)
         for fault in ends:
             if isinstance(fault, BaseException):
@@ -97,53 +93,51 @@ class ProcessLauncher:
             self._session = None
 
     def devices_of(self, worker: str) -> str:
-        """The devices that its engine has to itself; empty where none were named, or it has none now."""
+        """Devices of its engine; empty if none were named, or it has none now."""
         return self._device_of.get(worker, "")
 
     def log_of(self, worker: str) -> Path:
-        """Where what its engines print is kept."""
-        return self.logs / f"{plain(worker)}.log"
+        return self.logs / f"{safe_name(worker)}.log"
 
-    # ---- how it is done
+    # ---- internals
 
     async def _begin(self, worker: str, version: int, path: str | None) -> Started:
-        await self.stop(worker)  # whatever is left of the one before
+        await self.stop(worker)  # the previous engine
         command, port = self.command, free_port(self.command.host)
         line = command.line(name=worker, host=command.host, port=port, version=version, path=path)
         settings = {**command.settings, **self._device(worker)}
         process = EngineProcess(line, settings, self.log_of(worker), stop_s=command.stop_s, folder=command.folder)
         self._running[worker] = process
         self._session = self._session or open_session()
-        url = address(command.host, port)
+        url = base_url(command.host, port)
 
-        async def look() -> EngineProcessState:
-            return await asyncio.to_thread(process.seen, port)  # reads all of /proc
+        async def probe() -> EngineProcessState:
+            return await asyncio.to_thread(process.probe, port)  # reads all of /proc
 
         try:
-            engine, note = await serving(worker, url, command, self._session, look, self._deadlines)
+            engine, note = await wait_until_serving(worker, url, command, self._session, probe, self._deadlines)
         except BaseException:
-            process.kill()  # `stop` sees it gone
+            process.kill()  # `stop` waits for it
             raise
         self._watching[worker] = self.background.start(
             f"process of {worker}",
             functools.partial(self._watch, worker, process),
             on_failed=lambda _, error: self._pool.died(worker, f"its process cannot be watched: {describe(error)}"),
         )
-        return Started(engine, command.starts_with(version, path), url, note=note)
+        return Started(engine, command.started_version(version, path), url, note=note)
 
     async def _watch(self, worker: str, process: EngineProcess) -> None:
-        """Tell the pool when it ends unasked."""
+        """Reports an unexpected end to the pool."""
         await process.ended()
-        why = process.how_it_ended()
+        why = process.exit_reason()
         log.warning("the engine of %s is gone: %s", worker, why)
         self._pool.died(worker, why)
         self._watching.pop(worker, None)
 
     def _device(self, worker: str) -> dict[str, str]:
-        """Devices that no other engine has."""
         if not self._devices:
             return {}
-        free = [one for one in self._devices if one not in self._device_of.values()]
+        free = [device for device in self._devices if device not in self._device_of.values()]
         if not free:
             raise InfeasibleError(
                 f"all {len(self._devices)} sets of devices have an engine", where=f"worker {worker}",

@@ -1,8 +1,8 @@
-"""Waiting for an engine that was just begun, until it really serves.
+"""Waits until a new engine serves.
 
-A port that is open says little: engines listen long before they serve, and somebody else may have taken the port and
-answer there. So the software is asked what it is, its adapter is asked whether it would serve, and the process is
-looked at: it must live, and the port must be its own. A wait that fails says what the engine said last.
+An open port is not enough: engines listen long before they serve, and another process may have taken the port. So the
+software is detected, its adapter is asked for its state, and the process is checked: it must be alive and own the port.
+A failed wait reports the end of the engine's log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import require_private
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState
 
-FIRST_S, LONGEST_S = 0.05, 1.0  # between looks: more often at first, for some engines start in half a second
+FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # back-off: some engines start in half a second
 PORT_TRIES = 3
 
 ProcessProbe = Callable[[], Awaitable[EngineProcessState]]
@@ -31,28 +31,28 @@ class EngineEndedError(UnreachableError):
 
 
 class PortTakenError(EngineEndedError):
-    """It ended, and somebody else has the port that it was given: another one may do."""
+    """It ended because another process has its port: retry with another port."""
 
 
-async def serving(
+async def wait_until_serving(
     name: str,
     url: str,
     command: EngineCommand,
     session: aiohttp.ClientSession,
-    look: ProcessProbe,
+    probe: ProcessProbe,
     deadlines: EngineDeadlines | None,
 ) -> tuple[HttpEngine, str]:
-    """The adapter of the engine, once it would serve, and what a person should know of it."""
+    """Returns the engine's adapter once it would serve, and a warning about its release."""
     await require_private(url)
-    began, pause_s = time.monotonic(), FIRST_S
+    began, pause_s = time.monotonic(), FIRST_POLL_S
     seen = "it does not listen yet"
     while True:
-        process = await look()
+        process = await probe()
         if process.ended:
-            kind = PortTakenError if process.robbed else EngineEndedError
-            raise kind(f"the engine of {name} did not come up: {process.ended}", hint=_shown(command))
+            kind = PortTakenError if process.port_taken else EngineEndedError
+            raise kind(f"the engine of {name} did not start: {process.ended}", hint=_shown(command))
         if process.listens:
-            engine, note, seen = await _asked(name, url, command, session, deadlines)
+            engine, note, seen = await _try_attach(name, url, command, session, deadlines)
             if engine is not None:
                 return engine, note
         if time.monotonic() - began > command.start_s:
@@ -61,17 +61,17 @@ async def serving(
                 hint="a large model needs longer: start_s",
             )  # fmt: skip
         await asyncio.sleep(pause_s)
-        pause_s = min(LONGEST_S, pause_s * 1.5)
+        pause_s = min(MAX_POLL_S, pause_s * 1.5)
 
 
-async def _asked(
+async def _try_attach(
     name: str,
     url: str,
     command: EngineCommand,
     session: aiohttp.ClientSession,
     deadlines: EngineDeadlines | None,
 ) -> tuple[HttpEngine | None, str, str]:
-    """The engine where it would serve, a note, and what was seen."""
+    """The engine if it would serve, a warning, and its state."""
     try:
         engine, dialect = await attach(name, url, session, deadlines)
     except TrimtabError as fault:

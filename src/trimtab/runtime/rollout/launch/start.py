@@ -1,6 +1,6 @@
-"""Two short ways to have engines started: as processes of this machine, or on slots of a pool of a Ray cluster.
+"""Adds engines to a rollout pool: as local processes, or on slots of a pool of a Ray cluster.
 
-Both add startable workers to a rollout pool, which starts and stops them as they are needed.
+Both add startable workers, which the rollout pool starts and stops on demand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trimtab.core.errors import InputError
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.rollout.launch.demand import DemandWatch
-from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, on_slots
+from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, slot_worker
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, LauncherCallbacks
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
@@ -27,10 +27,10 @@ def engines_as_processes(
     limit: int = 64,
     **settings: Any,
 ) -> ProcessLauncher:
-    """So many workers, each a process here when it runs. Further settings are those of `ProcessLauncher`."""
+    """Adds `workers` local processes. Further settings are those of `ProcessLauncher`."""
     _checked(workers)
     launcher = ProcessLauncher(pool, command, **settings)
-    # Started here, it can be started again: an engine that cannot sleep is stopped when it is not needed.
+    # An engine that cannot sleep is stopped when it is not needed.
     sleeps = command.kind in ("vllm", "sglang")
     for number in range(1, workers + 1):
         spec = WorkerSpec(f"{name}-{number}", limit=limit, startable=True, can_sleep=sleeps, can_pause=sleeps)
@@ -46,8 +46,8 @@ def engines_on_slots(
     *,
     resources: Mapping[str, float],
     workers: int | None = None,
-    least: int = 0,
-    most: int = 64,
+    min_workers: int = 0,
+    max_workers: int = 64,
     per_node: int | None = None,
     name: str = "engine",
     limit: int = 64,
@@ -56,27 +56,29 @@ def engines_on_slots(
     use_s: float = 600.0,
     **settings: Any,
 ) -> SlotLauncher:
-    """Workers on slots of the pool `slots`: `workers` of them, or as many as the nodes have places for.
+    """Adds workers on slots of the pool `slots`: `workers` of them, or as many as fit on the nodes.
 
-    `lends`: who waits for room that engines hold is told to the rollout pool's scaling, with `use_s` for those who do
-    not say how long they will need it. Further settings are those of `SlotLauncher`.
+    `lends`: tasks that wait for resources held by engines are reported to the rollout pool's scaling, with `use_s` as
+    the duration of those without an estimate. Further settings are those of `SlotLauncher`.
     """
     launcher = SlotLauncher(pool, session, slots, command, resources=resources, **settings)
 
     def spec(worker: str) -> WorkerSpec:
         pauses = command.kind in ("vllm", "sglang")
-        return on_slots(worker, limit=limit, size=size, can_pause=pauses)
+        return slot_worker(worker, limit=limit, size=size, can_pause=pauses)
 
     if workers is None:
-        follower = EnginesPerNode(launcher, least=least, most=most, per_node=per_node, name=name, spec=spec)
-        launcher.on_nodes.append(follower.hear)
+        follower = EnginesPerNode(
+            launcher, min_workers=min_workers, max_workers=max_workers, per_node=per_node, name=name, spec=spec
+        )
+        launcher.on_nodes.append(follower.update)
     else:
         _checked(workers)
         for number in range(1, workers + 1):
             pool.add_startable(spec(f"{name}-{number}"), launcher)
     launcher.listen()
     if lends:
-        launcher.also(DemandWatch(launcher, use_s).look_again_and_again)
+        launcher.add_loop(DemandWatch(launcher, use_s).watch_demand)
     return launcher
 
 

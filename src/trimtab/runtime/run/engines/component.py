@@ -5,10 +5,10 @@
       engine: package.module:Engine   # a class with generate(order) ...; or command: "vllm serve ... --port {port}"
       gpus_each: 1
 
-A step asks all that its batch asks for and gives back what came of it. Every answer is whole, whatever became of the
-engines meanwhile: killed, evicted, removed. Weights reach every engine before the next step, and those that join or
-come back later before they serve. What is drawn is drawn from (seed, iteration, batch, prompt), where the engine draws
-from its seed: so an answer that was made twice, or in a run that was resumed, is the same answer.
+A step sends all requests of its batch and returns their results. Every completion is whole, even if engines were
+killed, evicted or removed meanwhile. Weights reach every engine before the next step, and engines that join later
+before they serve. Requests are seeded from (seed, iteration, batch, prompt) if the engine samples from its seed: a
+request that is answered twice, or in a resumed run, gets the same completion.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 from trimtab.runtime.run.component import Batch, Place, Result, find_class
 from trimtab.runtime.run.engines.engine_pool import RunEnginePool
-from trimtab.runtime.run.engines.object_engine import cannot_refit
+from trimtab.runtime.run.engines.object_engine import no_refit_error
 from trimtab.runtime.run.engines.settings import EngineSettings
 
-LOOK_S = 1.0  # between looks at whether there is any hope for a step
+CHECK_S = 1.0  # between checks whether any engine can still serve
 STATE = "weights.pickle"
-SEEDS = 2**31  # what every engine takes
+SEEDS = 2**31  # seeds below this are valid for every engine
 
 
 class EngineRollout:
@@ -44,26 +44,26 @@ class EngineRollout:
         self.place = place
         self.settings = _settings(ask, settings)
         near = place.near or Path.cwd()
-        self._ask = _asking(self.settings, place, near)
-        self._version = 0  # the run's number of the weights
-        self._number = 0  # the pool's: it only ever grows, also where a run goes back
+        self._ask = _make_ask_object(self.settings, place, near)
+        self._version = 0  # the run's version of the weights
+        self._weights_number = 0  # the pool's version: it only grows, even if a run goes back
         self._weights: Any = None
-        self._at: dict[str, Any] = {}  # by the path that stands for them: the last two
-        self._fleet = RunEnginePool(self.settings, place, near, self._at.__getitem__)
+        self._weights_by_path: dict[str, Any] = {}  # by the path that stands for them: the last two
+        self._engines = RunEnginePool(self.settings, place, near, self._weights_by_path.__getitem__)
         try:
-            self._fleet.wait(self._fleet.served(), None)
+            self._engines.wait(self._engines.wait_ready(), None)
         except BaseException:
-            self._fleet.close()
+            self._engines.close()
             raise
 
-    # ---- what a run calls ------------------------------------------------------------------------------------------
+    # ---- component interface -------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> Result:
-        """All requests of a batch, answered."""
+        """Generate completions for all requests of a batch."""
         prompts, params = _requests(self._ask.requests(batch), self.place.component)
-        each = [self._seeded(one, batch, index) for index, one in enumerate(params)]
-        completions, workers = self._fleet.wait(self._asked(prompts, each), None)
-        samples = [sample for one in completions for sample in one.samples]
+        each = [self._seeded(sampling, batch, index) for index, sampling in enumerate(params)]
+        completions, workers = self._engines.wait(self._generate_all(prompts, each), None)
+        samples = [sample for completion in completions for sample in completion.samples]
         for sample in samples:
             if sample.end in (End.failed, End.cancelled):
                 raise UnreachableError(f"a request was not answered: {sample.reason.sentence}")
@@ -72,103 +72,96 @@ class EngineRollout:
         return Result(result.data, {**self._metrics(samples, workers), **result.metrics})
 
     def sync(self, weights: Any, version: int) -> None:
-        """Every engine has these weights before it serves again."""
-        if not self._fleet.takes_weights:
-            raise cannot_refit(self.place.component)
-        self._number += 1
-        path = self._stored(weights)
+        """Give these weights to every engine before it serves again."""
+        if not self._engines.takes_weights:
+            raise no_refit_error(self.place.component)
+        self._weights_number += 1
+        path = self._store_weights(weights)
         self._weights, self._version = weights, version
         rules = self.settings.rollout_rules(0, 1)
-        self._fleet.wait(self._refitted(self._number, path), rules.refit_s + rules.pause_s)
+        self._engines.wait(self._refit_all(self._weights_number, path), rules.refit_s + rules.pause_s)
 
     def offload(self) -> None:
-        """Leave the GPUs to others."""
-        self._fleet.offload()
+        self._engines.offload()
 
     def onload(self) -> None:
-        """Come back to them."""
-        self._fleet.onload()
+        self._engines.onload()
 
     def save(self, path: Path) -> None:
-        """The weights, and their number."""
         (path / STATE).write_bytes(pickle.dumps((self._version, self._weights), protocol=5))
 
     def load(self, path: Path) -> None:
-        """Go on with weights that were saved."""
         version, weights = pickle.loads((path / STATE).read_bytes())
         if weights is not None:
             self.sync(weights, version)
 
     def resize(self, gpus: int) -> None:
-        """Go on with so many GPUs: engines come, or hand over what they have and go."""
-        self._fleet.resize(gpus)
+        """Engines are added, or hand over their requests and are removed."""
+        self._engines.resize(gpus)
 
-    def span(self, least: int, most: int) -> None:
-        """Between so many GPUs and so many are its own to use."""
-        self._fleet.span(least, most)
+    def span(self, min_gpus: int, max_gpus: int) -> None:
+        """The component may use this range of GPUs."""
+        self._engines.span(min_gpus, max_gpus)
 
     def workers(self) -> list[dict[str, Any]]:
         """Each engine: name, state, running, reason."""
         return [
             {
-                "name": one.worker,
-                "state": one.state.value,
-                "running": one.running,
-                "code": one.reason.code.value,
-                "reason": one.reason.sentence,
+                "name": worker.worker,
+                "state": worker.state.value,
+                "running": worker.running,
+                "code": worker.reason.code.value,
+                "reason": worker.reason.sentence,
             }
-            for one in self._fleet.views()
+            for worker in self._engines.views()
         ]
 
     def health(self) -> bool | str:
         """True, unless no engine will ever serve."""
 
-        async def look() -> str:
-            return self._fleet.hopeless()
+        async def failure() -> str:
+            return self._engines.permanent_failure()
 
-        return self._fleet.wait(look(), None) or True
+        return self._engines.wait(failure(), None) or True
 
     def close(self) -> None:
-        """End all engines."""
-        self._fleet.close()
+        self._engines.close()
 
     @property
     def gateway_url(self) -> str:
-        """Where agents outside ask the same engines; empty where there is no gateway."""
-        return self._fleet.gateway_url
+        return self._engines.gateway_url
 
     @property
-    def fleet(self) -> RunEnginePool:
-        """The engines and the pool before them."""
-        return self._fleet
+    def engine_pool(self) -> RunEnginePool:
+        return self._engines
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
-
-    async def _asked(
+    async def _generate_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> tuple[list[Completion], int]:
-        """The answers, and how many engines serve when the last one is there."""
-        pool = self._fleet.pool
-        asking = asyncio.gather(*(pool.generate([prompt], one) for prompt, one in zip(prompts, params, strict=True)))
+        """The completions, and how many engines serve at the end."""
+        pool = self._engines.pool
+        pending = asyncio.gather(
+            *(pool.generate([prompt], sampling) for prompt, sampling in zip(prompts, params, strict=True))
+        )
         try:
-            while not asking.done():
-                await asyncio.wait({asking}, timeout=LOOK_S)
-                if not asking.done():
-                    self._fleet.require_hope()
+            while not pending.done():
+                await asyncio.wait({pending}, timeout=CHECK_S)
+                if not pending.done():
+                    self._engines.raise_if_no_engine_left()
         finally:
-            asking.cancel()
-        active = sum(one.state is WorkerState.active for one in pool.workers())
-        return [one for row in asking.result() for one in row], active
+            pending.cancel()
+        active = sum(worker.state is WorkerState.active for worker in pool.workers())
+        return [completion for row in pending.result() for completion in row], active
 
-    async def _refitted(self, number: int, path: str) -> None:
-        async with self._fleet.pool.refit(number) as refit:
+    async def _refit_all(self, number: int, path: str) -> None:
+        async with self._engines.pool.refit(number) as refit:
             await refit.load(path)
-        known = self._fleet.pool.weights
-        for old in [one for one in known if one < number - 1]:
+        known = self._engines.pool.weights
+        for old in [version for version in known if version < number - 1]:
             del known[old]
 
-    def _stored(self, weights: Any) -> str:
-        """The path that stands for these weights: their own, or one that engines here are given the weights for."""
+    def _store_weights(self, weights: Any) -> str:
+        """The path that stands for these weights: their own, or a key for engines in this process."""
         if self.settings.command is not None:
             if not isinstance(weights, str | Path):
                 raise InputError(
@@ -177,13 +170,13 @@ class EngineRollout:
                     hint="let the trainer's weights() write a checkpoint and give its path",
                 )
             return str(weights)
-        path = f"weights-{self._number}"
-        self._at[path] = self._shared(weights)
-        for old in list(self._at)[:-2]:
-            del self._at[old]
+        path = f"weights-{self._weights_number}"
+        self._weights_by_path[path] = self._put_weights(weights)
+        for old in list(self._weights_by_path)[:-2]:
+            del self._weights_by_path[old]
         return path
 
-    def _shared(self, weights: Any) -> Any:
+    def _put_weights(self, weights: Any) -> Any:
         if not self.place.on_slots:
             return weights
         import ray
@@ -198,11 +191,11 @@ class EngineRollout:
         return replace(params, seed=int.from_bytes(digest, "little") % (SEEDS - params.n))
 
     def _metrics(self, samples: Sequence[Sample], workers: int) -> dict[str, float]:
-        tokens = sum(len(one.token_ids) for one in samples)
+        tokens = sum(len(sample.token_ids) for sample in samples)
         figures = {
             "tokens": tokens,
             "length": tokens / max(1, len(samples)),
-            "resumed": sum(len(one.workers) > 1 or one.moves + one.restarts > 0 for one in samples),
+            "resumed": sum(len(sample.workers) > 1 or sample.moves + sample.restarts > 0 for sample in samples),
             "workers": workers,
         }
         if self.gateway_url:
@@ -221,17 +214,17 @@ def _settings(ask: str, given: Mapping[str, Any]) -> EngineSettings:
 
 
 def _signature() -> inspect.Signature:
-    """What a job file may set: so a setting that there is not is refused before anything is made."""
+    """Signature for job files, so that unknown settings are refused before anything is created."""
     own = inspect.signature(EngineSettings).parameters.values()
-    named = [one.replace(kind=one.KEYWORD_ONLY) for one in own]
+    named = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
     return inspect.Signature([*named, inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY)])
 
 
 EngineRollout.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
-def _asking(settings: EngineSettings, place: Place, near: Path) -> Any:
-    """The object that makes requests of a batch, and of answers what the step gives."""
+def _make_ask_object(settings: EngineSettings, place: Place, near: Path) -> Any:
+    """The user's object that makes requests of a batch and the step's output of completions."""
     where = "settings.ask"
     kind = find_class(settings.ask, near, where)
     for method in ("requests", "answers"):
@@ -243,7 +236,7 @@ def _asking(settings: EngineSettings, place: Place, near: Path) -> Any:
             )
     given = dict(settings.ask_settings)
     parameters = inspect.signature(kind).parameters.values()
-    if any(one.name == "place" or one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.name == "place" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         given["place"] = place
     try:
         inspect.signature(kind).bind(**given)
@@ -252,13 +245,13 @@ def _asking(settings: EngineSettings, place: Place, near: Path) -> Any:
     return kind(**given)
 
 
-def _requests(asked: Any, component: str) -> tuple[list[Sequence[int]], list[SamplingParams]]:
-    """Prompts, and for each how to answer it."""
+def _requests(pair: Any, component: str) -> tuple[list[Sequence[int]], list[SamplingParams]]:
+    """Prompts and the SamplingParams of each."""
     hint = "requests(batch) gives (prompts, SamplingParams), or (prompts, one SamplingParams for each)"
-    if not isinstance(asked, tuple) or len(asked) != 2:
-        raise InputError(f"{component} was not told what to ask", where="settings.ask", hint=hint)
-    prompts, params = list(asked[0]), asked[1]
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise InputError(f"{component}: requests(batch) did not return a pair", where="settings.ask", hint=hint)
+    prompts, params = list(pair[0]), pair[1]
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(each) != len(prompts) or not all(isinstance(one, SamplingParams) for one in each):
+    if len(each) != len(prompts) or not all(isinstance(sampling, SamplingParams) for sampling in each):
         raise InputError(f"{len(prompts)} prompts and {len(each)} SamplingParams", where="settings.ask", hint=hint)
     return prompts, each

@@ -1,11 +1,11 @@
-"""The engines of a run's rollout component: a rollout pool on a thread of its own, and workers for it to start.
+"""The engines of a run's rollout component: a rollout pool on its own thread, and a launcher for its workers.
 
-Where the component has slots to itself, each engine is a task of the run's pool that others may evict by priority, with
-notice: it is drained, what it had goes on elsewhere, and it is back when a slot is free. Elsewhere engines live in the
-component's process, or as its children. What must never happen: a task, process or thread that is left after `close`, a
-worker that is removed while what it had has nowhere to go on.
+If the component has slots to itself, each engine is a task of the run's pool that may be preempted by priority, with
+notice: it is drained, its requests continue on other engines, and it returns when a slot is free. Otherwise engines run
+in the component's process or as its children. What must never happen: a task, process or thread that is left after
+`close`, a worker that is removed while its requests cannot continue elsewhere.
 
-Doors may be used from any thread; each waits for the pool's loop, with a deadline.
+Public methods may be called from any thread; each waits for the pool's event loop, with a deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.rollout.launch.launcher import Launcher
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.pool import RolloutPool
-from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run import control_files
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.engine_thread import engine_class, methods_of
 from trimtab.runtime.run.engines.event_log import EngineEventLog
@@ -46,14 +46,14 @@ T = TypeVar("T")
 
 ANSWER_S = 30.0
 CLOSE_S = 60.0
-LOOK_S = 0.5
-DIARY_S = 0.25
-MOST_THREADS = 256  # each engine here has one while it is spoken to
+POLL_S = 0.5
+EVENT_LOG_S = 0.25
+MAX_THREADS = 256  # each engine in this process uses one during a call
 S = WorkerState
 
 
 class RunEnginePool:
-    """Engines for `gpus` GPUs, and the pool before them."""
+    """Engines for `gpus` GPUs, and the rollout pool in front of them."""
 
     def __init__(self, settings: EngineSettings, place: Place, near: Path | None, weights_at: WeightsAt) -> None:
         self.settings = settings
@@ -66,18 +66,18 @@ class RunEnginePool:
         if settings.engine is not None:
             self._kind = engine_class(settings.engine, settings.engine_settings, near, "settings.engine")
         self._methods = methods_of(self._kind)
-        self._count, self._least, self._most = 0, 0, 0
+        self._count, self._min_engines, self._max_engines = 0, 0, 0
         self._workers: list[str] = []
         self._session: Session | None = None
         self._launcher: Launcher | None = None
         self._gateway: Any = None
-        self._off = False  # others have the GPUs
+        self._offloaded = False  # other components have the GPUs
         self._closed = False
-        self._diary: EngineEventLog | None = None
-        self._writing: asyncio.Task[None] | None = None
-        self._beside = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=f"trimtab-{place.component}-beside")
+        self._event_log: EngineEventLog | None = None
+        self._event_task: asyncio.Task[None] | None = None
+        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"trimtab-{place.component}-beside")
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self._beside)
+        self._loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._run, name=f"trimtab-{place.component}-pool", daemon=True)
         self._thread.start()
         try:
@@ -90,10 +90,10 @@ class RunEnginePool:
             self.close()
             raise
 
-    # ---- from any thread -------------------------------------------------------------------------------------------
+    # ---- from any thread -----------------------------------------------------------------------------------------
 
     def wait(self, work: Coroutine[Any, Any, T], within_s: float | None) -> T:
-        """Have something done on the pool's loop; what it gives, or raises."""
+        """Run a coroutine on the pool's loop and return its result."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(within_s)
@@ -104,7 +104,6 @@ class RunEnginePool:
             raise UnreachableError(f"the rollout pool did not answer within {within_s:g} s") from None
 
     def close(self) -> None:
-        """End all of it: engines, tasks, the pool, its thread."""
         if self._closed:
             return
         self._closed = True
@@ -116,36 +115,33 @@ class RunEnginePool:
             self._session.close()
 
     def resize(self, gpus: int) -> None:
-        """So many GPUs from now on. Engines that go hand over what they have first."""
+        """Set the number of GPUs. Engines that are removed hand over their requests first."""
         self._count = max(1, gpus // self.settings.gpus_each)
-        self._least, self._most = min(self._least, self._count), max(self._most, self._count)
-        self.wait(self._arrange(), self._leave_s())
+        self._min_engines, self._max_engines = min(self._min_engines, self._count), max(self._max_engines, self._count)
+        self.wait(self._reconcile(), self._removal_s())
 
-    def span(self, least: int, most: int) -> None:
-        """Between so many GPUs and so many: without `elastic`, as many of them as the plan gave."""
+    def span(self, min_gpus: int, max_gpus: int) -> None:
+        """Set the range of GPUs: without `elastic`, as many of them as the plan gave are used."""
         each = self.settings.gpus_each
-        self._least, self._most = least // each, max(1, most // each)
-        self.wait(self._arrange(), self._leave_s())
+        self._min_engines, self._max_engines = min_gpus // each, max(1, max_gpus // each)
+        self.wait(self._reconcile(), self._removal_s())
 
     def offload(self) -> None:
-        """Engines that can sleep do, or, where they are processes that cannot, end."""
-        if self._leaves_gpus and not self._off:
-            self._off = True
-            self.wait(self._switch(), self._leave_s())
+        """Put engines to sleep, or stop engine processes that cannot sleep."""
+        if self._can_release_gpus and not self._offloaded:
+            self._offloaded = True
+            self.wait(self._apply_offload(), self._removal_s())
 
     def onload(self) -> None:
-        """They are back."""
-        if self._off:
-            self._off = False
-            self.wait(self._switch(), self.settings.start_s)
+        if self._offloaded:
+            self._offloaded = False
+            self.wait(self._apply_offload(), self.settings.start_s)
 
     def views(self) -> tuple[WorkerView, ...]:
-        """All workers, as the pool sees them."""
-
-        async def look() -> tuple[WorkerView, ...]:
+        async def workers() -> tuple[WorkerView, ...]:
             return self.pool.workers()
 
-        return self.wait(look(), ANSWER_S)
+        return self.wait(workers(), ANSWER_S)
 
     def pids(self) -> dict[str, int]:
         """Processes of engines on slots, by worker."""
@@ -153,30 +149,29 @@ class RunEnginePool:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether engines can be given weights."""
         return self._command is not None or {"refit", "version"} <= self._methods
 
-    # ---- on the loop -----------------------------------------------------------------------------------------------
+    # ---- on the loop ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
         finally:
-            self._beside.shutdown(wait=False, cancel_futures=True)
+            self._executor.shutdown(wait=False, cancel_futures=True)
             self._loop.close()
 
     async def _begin(self) -> None:
         settings, each = self.settings, self.settings.gpus_each
         self._count = max(1, self.place.gpus // each)
-        self._least, self._most = 0, self._count
+        self._min_engines, self._max_engines = 0, self._count
         rules = settings.rollout_rules(min(1, self._count), self._count)
         self.pool = RolloutPool(rules, settings.elastic_config() or STATIC, look_s=1.0)
         await self.pool.start()
-        self._diary = EngineEventLog(self.pool, self.place.folder, self.place.component)
-        self._writing = Background().start("rollout-diary", self._write_down, policy=NEVER_GIVE_UP)
+        self._event_log = EngineEventLog(self.pool, self.place.folder, self.place.component)
+        self._event_task = Background().start("rollout-diary", self._poll_folder, policy=NEVER_GIVE_UP)
         self._launcher = self._make_launcher()
-        await self._arrange()
+        await self._reconcile()
         given = settings.gateway_settings()
         if given is not None:
             await self._open_gateway(given)
@@ -194,51 +189,53 @@ class RunEnginePool:
         if self._gateway is not None:
             await self._gateway.stop(0.0)
         if hasattr(self, "pool"):
-            if self._writing is not None:
-                self._writing.cancel()
-            self._look_around()
+            if self._event_task is not None:
+                self._event_task.cancel()
+            self._write_events()
             await self.pool.stop()
-            self._look_around("the component ends")
+            self._write_events("the component ends")
         if self._launcher is not None:
             await self._launcher.close()
-        left = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
-        for one in left:
-            one.cancel()
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    async def _write_down(self) -> None:
+    async def _poll_folder(self) -> None:
         while True:
-            self._take_asks()
-            self._look_around()
-            await asyncio.sleep(DIARY_S)
+            self._take_requests()
+            self._write_events()
+            await asyncio.sleep(EVENT_LOG_S)
 
-    def _take_asks(self) -> None:
-        """What people ask of a worker; what is not done is written down with the reason."""
+    def _take_requests(self) -> None:
+        """Apply control requests for workers; refused ones go to the event log with the reason."""
         folder, component = self.place.folder, self.place.component
-        for one in asks.taken(folder, asks.of_workers(component)) if folder is not None else ():
-            worker, given = str(one.get("worker")), one.get("deadline_s")
+        for request in (
+            control_files.take_requests(folder, control_files.workers_queue(component)) if folder is not None else ()
+        ):
+            worker, given = str(request.get("worker")), request.get("deadline_s")
             try:
                 deadline_s = None if given is None else float(given)
                 if deadline_s is not None and not 0 <= deadline_s < float("inf"):
                     raise ValueError(f"a deadline of {given} s")
-                if one.get("ask") == "drain":
-                    self.pool.drain(worker, deadline_s, str(one.get("why", "")))
-                elif one.get("ask") == "resume":
+                if request.get("ask") == "drain":
+                    self.pool.drain(worker, deadline_s, str(request.get("why", "")))
+                elif request.get("ask") == "resume":
                     self.pool.resume(worker)
             except (TrimtabError, ValueError, TypeError) as refused:
-                assert self._diary is not None
-                self._diary.note(worker, f"it is not done: {getattr(refused, 'what', refused)}")
+                assert self._event_log is not None
+                self._event_log.write_refusal(worker, f"refused: {getattr(refused, 'what', refused)}")
 
-    def _look_around(self, last: str = "") -> None:
-        if self._diary is not None:
-            self._diary.look(last)
+    def _write_events(self, last: str = "") -> None:
+        if self._event_log is not None:
+            self._event_log.write_changes(last)
 
-    # ---- workers ---------------------------------------------------------------------------------------------------
+    # ---- workers -------------------------------------------------------------------------------------------------
 
     def _make_launcher(self) -> Launcher:
         settings, place = self.settings, self.place
         if self._session is not None:
-            return self._on_slots()
+            return self._slot_launcher()
         if self._command is not None:
             each = settings.gpus_each
             rows = [place.devices[at : at + each] for at in range(0, len(place.devices) - each + 1, each)]
@@ -249,7 +246,7 @@ class RunEnginePool:
         methods, start_s = self._methods, float(settings.start_s)
         return ObjectLauncher(self._kind, settings.engine_settings, methods, self._place_of, self._weights_at, start_s)
 
-    def _on_slots(self) -> Launcher:
+    def _slot_launcher(self) -> Launcher:
         from trimtab.runtime.rollout.launch.demand import DemandWatch
         from trimtab.runtime.rollout.launch.slots import SlotLauncher
         from trimtab.runtime.run.engines.slot_engines import ActorLauncher, EngineObjectSpec
@@ -257,7 +254,7 @@ class RunEnginePool:
         settings, place = self.settings, self.place
         assert self._session is not None
         assert place.pool is not None
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "resources": {"gpu": float(settings.gpus_each)},
             "priority": settings.priority,
             "labels": {"component": place.component, "role": "engine"},
@@ -266,22 +263,22 @@ class RunEnginePool:
         }
         launcher: SlotLauncher
         if self._command is not None:
-            launcher = SlotLauncher(self.pool, self._session, place.pool, self._command, **how)
+            launcher = SlotLauncher(self.pool, self._session, place.pool, self._command, **options)
         else:
             assert settings.engine is not None
             actor = EngineObjectSpec(
                 settings.engine, self._place_of(""), settings.engine_settings, self._near, float(settings.start_s)
             )
             launcher = ActorLauncher(
-                self.pool, self._session, place.pool, actor, self._methods, self._weights_at, **how
+                self.pool, self._session, place.pool, actor, self._methods, self._weights_at, **options
             )
         launcher.listen()
         if settings.elastic is not None:
-            launcher.also(DemandWatch(launcher).look_again_and_again)
+            launcher.add_loop(DemandWatch(launcher).watch_demand)
         return launcher
 
     def _place_of(self, worker: str) -> Place:
-        """Where an engine is: like its component, with GPUs of its own where they are known."""
+        """The place of an engine: its component's, with GPUs of its own if they are known."""
         each, devices = self.settings.gpus_each, self.place.devices
         own = devices
         if worker in self._workers and len(devices) >= each:
@@ -302,82 +299,81 @@ class RunEnginePool:
             can_pause=pauses,
         )
 
-    async def _arrange(self) -> None:
-        """As many workers as the plan says; whoever goes does so in order."""
+    async def _reconcile(self) -> None:
+        """Match the number of workers to the plan; surplus ones are drained and removed."""
         elastic = self.settings.elastic is not None
-        wanted = self._most if elastic else max(self._least, min(self._count, self._most))
+        wanted = self._max_engines if elastic else max(self._min_engines, min(self._count, self._max_engines))
         assert self._launcher is not None
-        self._look_around()
-        leaving = self._leavers(len(self._workers) - wanted)
+        self._write_events()
+        leaving = self._workers_to_remove(len(self._workers) - wanted)
         for worker in leaving:
             self._workers.remove(worker)
         while len(self._workers) < wanted:
-            taken = {_number(one) for one in (*self._workers, *leaving)}
+            taken = {_number(name) for name in (*self._workers, *leaving)}
             number = next(n for n in range(1, wanted + len(leaving) + 1) if n not in taken)
             worker = f"{self.place.component}-{number}"
             self._workers.append(worker)
             self.pool.add_startable(self._spec(worker), self._launcher)
-        least = min(max(self._least, 1), wanted) if not self._off else 0
-        self.pool.set_range(least, wanted)
+        minimum = min(max(self._min_engines, 1), wanted) if not self._offloaded else 0
+        self.pool.set_range(minimum, wanted)
         await asyncio.gather(*(self.pool.remove(worker, why="the plan gives fewer GPUs") for worker in leaving))
 
-    def _leavers(self, count: int) -> list[str]:
-        """Those that do not serve first, then those with the least to do, then the latest."""
+    def _workers_to_remove(self, count: int) -> list[str]:
+        """Inactive ones first, then those with the fewest requests, then the newest."""
         if count <= 0:
             return []
-        views = {one.worker: one for one in self.pool.workers()}
+        views = {view.worker: view for view in self.pool.workers()}
         worth = {w: (views[w].state is S.active, views[w].running, -_number(w)) for w in self._workers}
-        return sorted(self._workers, key=lambda one: worth[one])[:count]
+        return sorted(self._workers, key=lambda worker: worth[worker])[:count]
 
     @property
-    def _leaves_gpus(self) -> bool:
-        """Whether engines here can give their memory back: by sleeping, or because they are processes that end."""
+    def _can_release_gpus(self) -> bool:
+        """Whether engines can free GPU memory: by sleeping, or because they are processes that end."""
         return self._session is None and (self._command is not None or {"sleep", "wake"} <= self._methods)
 
-    async def _switch(self) -> None:
+    async def _apply_offload(self) -> None:
         pool, wanted = self.pool, len(self._workers)
-        if self._off:
+        if self._offloaded:
             pool.set_range(0, wanted)
             pool.scale(0, why="others have the GPUs")
             busy = (S.active, S.draining, S.starting)
-            await pool.until(lambda: not any(one.state in busy for one in pool.workers()), self._leave_s())
+            await pool.until(lambda: not any(worker.state in busy for worker in pool.workers()), self._removal_s())
             return
         pool.release_scale()
-        await self._arrange()
-        await self.served()
+        await self._reconcile()
+        await self.wait_ready()
 
-    async def served(self) -> None:
-        """Wait until all engines serve that are not in others' hands; no longer than `ready_s`.
+    async def wait_ready(self) -> None:
+        """Wait until all engines serve that are not on preempted slots, at most `ready_s`.
 
-        UnreachableError where none ever will.
+        UnreachableError if none ever will.
         """
         end = time.monotonic() + self.settings.ready_s
-        while not self._all_there() and (left_s := end - time.monotonic()) > 0:
-            self.require_hope()
-            await self.pool.until(self._all_there, min(left_s, LOOK_S))
+        while not self._all_ready() and (left_s := end - time.monotonic()) > 0:
+            self.raise_if_no_engine_left()
+            await self.pool.until(self._all_ready, min(left_s, POLL_S))
 
-    def _all_there(self) -> bool:
+    def _all_ready(self) -> bool:
         views = self.pool.workers()
-        waits = [one for one in views if one.state is not S.active and not one.taken]
-        return any(one.state is S.active for one in views) and not waits
+        waits = [view for view in views if view.state is not S.active and not view.taken]
+        return any(view.state is S.active for view in views) and not waits
 
-    def _leave_s(self) -> float:
+    def _removal_s(self) -> float:
         rules = self.settings.rollout_rules(0, 1)
         return rules.drain_s + rules.abort_s + rules.sleep_s + rules.stop_s + ANSWER_S
 
-    def hopeless(self) -> str:
-        """Why no engine will ever serve; empty while one might. Asked on the loop."""
+    def permanent_failure(self) -> str:
+        """Why no engine will ever serve; empty while one might. Call on the loop."""
         why = ""
-        for one in self.pool.workers():
-            last = self.pool.story(one.worker)[-1].reason
-            if one.state is not S.lost or one.taken or last.code is not ReasonCode.restarts_used:
+        for view in self.pool.workers():
+            last = self.pool.story(view.worker)[-1].reason
+            if view.state is not S.lost or view.taken or last.code is not ReasonCode.restarts_used:
                 return ""
             why = last.sentence
         return why
 
-    def require_hope(self) -> None:
-        """Raise where no engine will ever serve."""
-        why = self.hopeless()
+    def raise_if_no_engine_left(self) -> None:
+        why = self.permanent_failure()
         if why:
             raise UnreachableError(f"no engine of {self.place.component} serves: {why}")
 

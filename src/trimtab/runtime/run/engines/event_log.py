@@ -1,9 +1,8 @@
-"""What became of a rollout's engines, written down as it happens: a line for each change of state, with its reason.
+"""Event log of a rollout's engines: a line for each state change, with its reason.
 
-That all of them get new weights after an iteration is no news. The component is busy with a step for as long as one
-takes, and cannot be asked meanwhile; whoever follows the run reads the file instead, as far as it has got. How much
-each has to do changes all the time: that stands in a file of its own, which has the newest figures alone. A disk that
-is full loses lines, never the run.
+Refits after every iteration are not logged. A component cannot be called during a step, so the run reads this file
+instead. Load figures change all the time and are kept in a file of their own, which holds only the latest. A full disk
+loses lines, never the run.
 """
 
 from __future__ import annotations
@@ -26,24 +25,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEFT = "left"
-LOAD_S = 0.5  # between two writings of loads
-BEAT_S = 5.0  # they are written again when nothing has changed, so that those of a process that is gone are known
-STALE_S = 20.0  # then nobody writes them any more
-NO_NEWS = (
-    ReasonCode.joined,
-    ReasonCode.refitting,
-)  # it is started in the same moment; and gets weights after every iteration
+LOAD_S = 0.5  # between two writes of the load file
+HEARTBEAT_S = 5.0  # the load file is rewritten even if unchanged, so that one of a dead process is recognised
+STALE_S = 20.0  # after this the writer is gone
+NOT_LOGGED = (ReasonCode.joined, ReasonCode.refitting)  # a start follows at once; a refit comes after every iteration
 
 
-def diary_of(folder: Path, component: str) -> Path:
-    """Where a component's engines are written about."""
+def event_log_path(folder: Path, component: str) -> Path:
     return folder / f"{component}.workers.jsonl"
 
 
-def read_diary(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The lines behind so many bytes, and how many bytes there are now.
+def read_event_log(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Lines after byte `since`, and the new position.
 
-    A line has `at`, `worker`, `state`, `running` (requests it has to do), `code` and `reason`.
+    A line has `at`, `worker`, `state`, `running` (requests), `code` and `reason`.
     """
     try:
         with path.open("rb") as file:
@@ -51,7 +46,7 @@ def read_diary(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
             new = file.read()
     except OSError:
         return [], since
-    whole = new[: new.rfind(b"\n") + 1]  # the last line may be half there
+    whole = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
     found = []
     for line in whole.splitlines():
         try:
@@ -66,13 +61,12 @@ def _checked(line: Any) -> dict[str, Any]:
     return {"at": decode(float, line["at"]), "running": decode(int, line["running"]), **words}
 
 
-def load_of(folder: Path, component: str) -> Path:
-    """Where it stands how much a component's engines have to do."""
+def load_path(folder: Path, component: str) -> Path:
     return folder / f"{component}.load.json"
 
 
 def read_load(path: Path) -> dict[str, tuple[int, int]]:
-    """By worker: requests that it has, and how many it takes at most. Empty where nobody writes it now."""
+    """By worker: running requests and the limit. Empty if the file is stale."""
     try:
         if time.time() - path.stat().st_mtime > STALE_S:
             return {}
@@ -83,47 +77,49 @@ def read_load(path: Path) -> dict[str, tuple[int, int]]:
 
 
 class EngineEventLog:
-    """Writes down what the pool tells of its workers."""
+    """Writes state changes of the pool's workers."""
 
     def __init__(self, pool: RolloutPool, folder: Path | None, component: str) -> None:
         self._pool = pool
-        self._path = None if folder is None else diary_of(folder, component)
-        self._load_path = None if folder is None else load_of(folder, component)
+        self._path = None if folder is None else event_log_path(folder, component)
+        self._load_path = None if folder is None else load_path(folder, component)
         self._seen: dict[str, tuple[float, str]] = {}  # by worker: when, and which state
         self._load = ""
         self._load_at = float("-inf")
 
-    def look(self, last: str = "") -> None:
-        """Write what is new. `last`: why all of them are gone, where they are."""
+    def write_changes(self, last: str = "") -> None:
+        """Write what is new. `last`: why all of them are gone, if they are."""
         lines: list[dict[str, Any]] = []
         now, clock = time.time(), time.monotonic()
-        there = {one.worker: one for one in self._pool.workers()} if not last else {}
-        for worker, view in there.items():
+        views = {view.worker: view for view in self._pool.workers()} if not last else {}
+        for worker, view in views.items():
             since, state = self._seen.get(worker, (0.0, ""))
-            for chapter in self._pool.story(worker):
-                if chapter.at <= since:
+            for entry in self._pool.story(worker):
+                if entry.at <= since:
                     continue
-                since = chapter.at
-                if chapter.reason.code in NO_NEWS:
+                since = entry.at
+                if entry.reason.code in NOT_LOGGED:
                     continue
-                if chapter.state != state or chapter.reason.code is ReasonCode.returned:
-                    state = str(chapter.state)
-                    code, reason = chapter.reason.code.value, chapter.reason.sentence
-                    lines.append(_line(now - clock + chapter.at, worker, state, code, reason, view.running))
+                if entry.state != state or entry.reason.code is ReasonCode.returned:
+                    state = str(entry.state)
+                    code, reason = entry.reason.code.value, entry.reason.sentence
+                    lines.append(_line(now - clock + entry.at, worker, state, code, reason, view.running))
             self._seen[worker] = since, state
-        for worker in [one for one in self._seen if one not in there]:
+        for worker in [name for name in self._seen if name not in views]:
             del self._seen[worker]
             code = ReasonCode.completed if last else ReasonCode.by_hand
             lines.append(_line(now, worker, LEFT, code.value, last or "it was removed"))
-        self._write(sorted(lines, key=lambda one: float(one["at"])))
-        self._write_load({} if last else {one.worker: [one.running, one.spec.limit] for one in there.values()}, clock)
+        self._write(sorted(lines, key=lambda line: float(line["at"])))
+        self._write_load(
+            {} if last else {view.worker: [view.running, view.spec.limit] for view in views.values()}, clock
+        )
 
-    def note(self, worker: str, reason: str) -> None:
-        """Something that was asked of a worker is not done; why."""
-        for one in self._pool.workers():
-            if one.worker == worker:
+    def write_refusal(self, worker: str, reason: str) -> None:
+        """Log that a request for a worker was refused."""
+        for view in self._pool.workers():
+            if view.worker == worker:
                 self._write(
-                    [_line(time.time(), worker, one.state.value, ReasonCode.refused.value, reason, one.running)]
+                    [_line(time.time(), worker, view.state.value, ReasonCode.refused.value, reason, view.running)]
                 )
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
@@ -133,12 +129,12 @@ class EngineEventLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{json.dumps(line)}\n" for line in lines))
         except OSError:
-            return  # the run goes on without its diary
+            return  # the run goes on without its event log
 
     def _write_load(self, loads: dict[str, list[int]], clock: float) -> None:
-        """Replace the figures where they have changed; not again and again within a moment."""
+        """Replace the load figures if they changed, at most every LOAD_S."""
         text, past_s = json.dumps(loads), clock - self._load_at
-        wait_s = BEAT_S if text == self._load else LOAD_S
+        wait_s = HEARTBEAT_S if text == self._load else LOAD_S
         if self._load_path is None or (loads and past_s < wait_s):
             return
         self._load, self._load_at = text, clock

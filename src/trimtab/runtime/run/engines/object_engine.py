@@ -1,8 +1,8 @@
-"""The rollout pool's side of engines that are objects: an adapter that speaks in exchanges, and a launcher for here.
+"""Engine adapter for engine objects on a thread, here or in another process, and a launcher for this process.
 
-The adapter is the one for actors, only that its calls and streams share one conversation: whatever is said in one turn
-of the loop goes out together, and while something is awaited one exchange follows the other. An idle engine is not
-asked for anything. An exchange that fails ends everything that is awaited, each with its own error.
+Like the actor adapter, but calls and streams share one channel: what is sent in one turn of the loop goes out together,
+and while a reply is awaited one exchange follows another. An idle engine causes no traffic. A failed exchange ends all
+pending calls and streams with an error.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineReply
 
 log = logging.getLogger("trimtab.rollout")
 
-WAIT_S = 0.05  # of one exchange: what is said meanwhile waits for its end
+WAIT_S = 0.05  # of one exchange: later messages wait for its end
 HERE_GATHER_S = 0.002  # between threads an exchange costs next to nothing
 
 ExchangeCall = Callable[[list[EngineMessage], float], Awaitable[list[EngineReply]]]
 WeightsAt = Callable[[str], Any]
-"""What the trainer gave, by the path that stands for it."""
+"""The trainer's weights, by the path that stands for them."""
 
 
 class ThreadedEngine(ActorEngine):
-    """An engine object at a desk, here or in another process."""
+    """An engine object on an EngineThread, here or in another process."""
 
     def __init__(
         self,
@@ -57,22 +57,22 @@ class ThreadedEngine(ActorEngine):
         self._exchange = exchange
         self._weights_at = weights_at
         self._keys = itertools.count(1)
-        self._saying: list[EngineMessage] = []
+        self._unsent: list[EngineMessage] = []
         self._calls: dict[str, asyncio.Future[Any]] = {}
         self._streams: dict[str, _Stream] = {}
-        self._talking: asyncio.Task[None] | None = None
+        self._exchange_task: asyncio.Task[None] | None = None
 
-    # ---- calls and streams -----------------------------------------------------------------------------------------
+    # ---- calls and streams ---------------------------------------------------------------------------------------
 
     async def _call(self, method: str, *given: Any, within_s: float | None = None) -> Any:
         seconds = self.deadlines.change_s if within_s is None else within_s
         key = f"c{next(self._keys)}"
         answer = self._calls[key] = asyncio.get_running_loop().create_future()
-        self.say(("call", key, (method, given)))
+        self.send(("call", key, (method, given)))
         try:
             value = await asyncio.wait_for(answer, seconds)
         except asyncio.TimeoutError:
-            self.say(("end", key, None))
+            self.send(("end", key, None))
             raise EngineWedgedError(f"{method}() had no answer in {seconds:g} s", engine=self.name) from None
         finally:
             self._calls.pop(key, None)
@@ -81,59 +81,58 @@ class ThreadedEngine(ActorEngine):
         return value
 
     async def _refit(self, refit: WeightUpdate) -> None:
-        told = {**dataclasses.asdict(refit), "weights": self._weights_at(refit.path)}
-        await self._call("refit", told, within_s=self.deadlines.refit_s)
+        payload = {**dataclasses.asdict(refit), "weights": self._weights_at(refit.path)}
+        await self._call("refit", payload, within_s=self.deadlines.refit_s)
 
-    def _events(self, flight: OpenStream) -> EventStream:
-        order = {**vars(flight.order), "id": flight.key, "token_ids": list(flight.order.token_ids)}
-        return _Stream(self, flight.key, order)
+    def _events(self, stream: OpenStream) -> EventStream:
+        order = {**vars(stream.request), "id": stream.key, "token_ids": list(stream.request.token_ids)}
+        return _Stream(self, stream.key, order)
 
-    def open(self, key: str, order: dict[str, Any], stream: _Stream) -> None:
-        """Begin an order; what comes of it is put there."""
+    def open_stream(self, key: str, order: dict[str, Any], stream: _Stream) -> None:
         self._streams[key] = stream
-        self.say(("order", key, order))
+        self.send(("order", key, order))
 
-    def shut(self, key: str) -> None:
-        """It is over, or not wanted any more."""
+    def close_stream(self, key: str) -> None:
         if self._streams.pop(key, None) is not None:
-            self.say(("end", key, None))
+            self.send(("end", key, None))
 
     async def close(self) -> None:
-        """Ends what is open, and the conversation."""
         await super().close()
-        if self._talking is not None:
-            self._talking.cancel()
-            await asyncio.wait({self._talking}, timeout=self.deadlines.call_s)
+        if self._exchange_task is not None:
+            self._exchange_task.cancel()
+            await asyncio.wait({self._exchange_task}, timeout=self.deadlines.call_s)
 
-    # ---- the conversation ------------------------------------------------------------------------------------------
+    # ---- exchanges -----------------------------------------------------------------------------------------------
 
-    def say(self, what: EngineMessage) -> None:
-        """With the next exchange."""
-        self._saying.append(what)
-        if self._talking is None or self._talking.done():
-            self._talking = asyncio.get_running_loop().create_task(self._talk(), name=f"rollout-talk-{self.name}")
+    def send(self, what: EngineMessage) -> None:
+        """Send with the next exchange."""
+        self._unsent.append(what)
+        if self._exchange_task is None or self._exchange_task.done():
+            self._exchange_task = asyncio.get_running_loop().create_task(
+                self._exchange_loop(), name=f"rollout-talk-{self.name}"
+            )
 
-    async def _talk(self) -> None:
+    async def _exchange_loop(self) -> None:
         try:
-            await asyncio.sleep(0)  # what else is said in this turn of the loop goes along
-            while self._saying or self._calls or self._streams:
-                what, self._saying = self._saying, []
-                for told in await self._exchange(what, WAIT_S if self._calls or self._streams else 0.0):
-                    self._heard(*told)
+            await asyncio.sleep(0)  # messages sent in this turn of the loop go along
+            while self._unsent or self._calls or self._streams:
+                what, self._unsent = self._unsent, []
+                for item in await self._exchange(what, WAIT_S if self._calls or self._streams else 0.0):
+                    self._on_reply(*item)
         except asyncio.CancelledError:
-            self._broke(EngineGoneError("its adapter was closed", engine=self.name))
+            self._fail_all(EngineGoneError("its adapter was closed", engine=self.name))
             raise
         except Exception as error:
             what_happened = error.what if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
-            self._broke(EngineGoneError(what_happened, engine=self.name))
+            self._fail_all(EngineGoneError(what_happened, engine=self.name))
 
-    def _heard(self, verb: str, key: str, content: Any) -> None:
-        # Whoever is answered is awaited no longer: else the next exchange would wait for what cannot come.
+    def _on_reply(self, verb: str, key: str, content: Any) -> None:
+        # An answered call is removed at once: else the next exchange would wait for it.
         stream, call = self._streams.get(key), self._calls.pop(key, None)
         if stream is not None:
             if verb == "raised":
                 content = EngineFailedError(f"generate() raised {content}", engine=self.name)
-            stream.put(_OVER if verb == "over" else content)
+            stream.put(_END if verb == "over" else content)
             if verb != "piece":
                 del self._streams[key]
         elif call is not None and not call.done():
@@ -142,8 +141,8 @@ class ThreadedEngine(ActorEngine):
             else:
                 call.set_result(content)
 
-    def _broke(self, error: EngineError) -> None:
-        self._saying = []
+    def _fail_all(self, error: EngineError) -> None:
+        self._unsent = []
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
@@ -153,7 +152,7 @@ class ThreadedEngine(ActorEngine):
 
 
 class _Methods:
-    """Stands for the handle of an actor, of which only the names of its methods are asked."""
+    """Stands for an actor handle, of which only the method names are read."""
 
     def __init__(self, names: frozenset[str]) -> None:
         for name in names:
@@ -161,33 +160,32 @@ class _Methods:
 
 
 class _Stream:
-    """One order's pieces, as a stream of events. There are many of them, so each costs a future and a timer at most."""
+    """Chunks of one order as an event stream. There are many, so each costs at most a future and a timer."""
 
     def __init__(self, engine: ThreadedEngine, key: str, order: dict[str, Any]) -> None:
         self._engine, self._key, self._order = engine, key, order
-        self._come: deque[Any] = deque()
+        self._items: deque[Any] = deque()
         self._waiting: asyncio.Future[None] | None = None
         self._seconds = engine.deadlines.first_bytes_s
         self._begun = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, told: Any) -> None:
-        """A piece, the end, or an error."""
-        self._come.append(told)
+    def put(self, item: Any) -> None:
+        self._items.append(item)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     def close(self, *, on_purpose: bool = False) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._engine.shut(self._key)
-        self.put(EngineGoneError("its stream was closed", engine=self._engine.name))  # to whoever still waits for it
+        self._engine.close_stream(self._key)
+        self.put(EngineGoneError("its stream was closed", engine=self._engine.name))  # ends a pending read
 
     def close_within(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
 
     async def rest(self) -> None:
-        """Nothing comes after the last piece."""
+        """Nothing comes after the last chunk."""
 
     def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         return self
@@ -196,23 +194,23 @@ class _Stream:
         name = self._engine.name
         if not self._begun:
             self._begun = True
-            self._engine.open(self._key, self._order, self)
-        if not self._come:
+            self._engine.open_stream(self._key, self._order, self)
+        if not self._items:
             await self._wait()
-        if not self._come:
+        if not self._items:
             raise EngineWedgedError(f"generate() gave nothing for {self._seconds:g} s", engine=name)
-        told = self._come.popleft()
-        if told is _OVER:
+        item = self._items.popleft()
+        if item is _END:
             raise StopAsyncIteration
-        if isinstance(told, EngineError):
-            raise told
-        if not isinstance(told, dict):
-            raise EngineMalformedError(f"it gave a {type(told).__name__} and no dictionary", engine=name)
+        if isinstance(item, EngineError):
+            raise item
+        if not isinstance(item, dict):
+            raise EngineMalformedError(f"it gave a {type(item).__name__} and no dictionary", engine=name)
         self._seconds = self._engine.deadlines.silence_s
-        return told
+        return item
 
     async def _wait(self) -> None:
-        """Until something comes, or its time is up."""
+        """Until an item comes or the time is up."""
         loop = asyncio.get_running_loop()
         waiting = self._waiting = loop.create_future()
         late = loop.call_later(self._seconds, lambda: None if waiting.done() else waiting.set_result(None))
@@ -222,21 +220,21 @@ class _Stream:
             late.cancel()
 
 
-_OVER = object()
+_END = object()
 
 
 def started(engine: ThreadedEngine, path: str | None, node: str = "") -> Started:
-    """An engine that was just made: with weights of its own, which count only where the trainer has given none yet.
+    """A new engine with weights of its own, which count only if the trainer has given none yet.
 
-    The pool sees that it is behind, and has it refitted before it serves.
+    Otherwise the pool sees that it is behind and refits it before it serves.
     """
-    if path is not None and EngineCapability.refit not in engine.verbs:
-        raise cannot_refit(engine.name)
+    if path is not None and EngineCapability.refit not in engine.capabilities:
+        raise no_refit_error(engine.name)
     return Started(engine, 0 if path is None else None, "", node)
 
 
-def cannot_refit(worker: str) -> InfeasibleError:
-    """For an engine that takes no weights."""
+def no_refit_error(worker: str) -> InfeasibleError:
+    """For an engine without `refit` while the job has weights for it."""
     return InfeasibleError(
         "the engine takes no weights, and the job has some for it", where=f"worker {worker}",
         hint="give its class refit(refit), with refit['weights'] and refit['version'], and version()",
@@ -244,7 +242,7 @@ def cannot_refit(worker: str) -> InfeasibleError:
 
 
 class ObjectLauncher:
-    """Engine objects in this process, each at a desk of its own: no Ray, no other process."""
+    """Engine objects in this process, each on its own thread: no Ray, no other process."""
 
     def __init__(
         self,
@@ -260,21 +258,20 @@ class ObjectLauncher:
         self._kind, self._settings, self._methods = kind, settings, methods
         self._place_of, self._weights_at = place_of, weights_at
         self._deadlines = deadlines
-        self._desks: dict[str, EngineThread] = {}
-        self._making = asyncio.Lock()  # one at a time: seeds and devices of a process are everybody's
+        self._threads: dict[str, EngineThread] = {}
+        self._start_lock = asyncio.Lock()  # one at a time: seeds and devices are process-wide
 
     async def start(self, worker: str, version: int, path: str | None) -> Started:
-        """An engine that would serve."""
         await self.stop(worker)
         try:
-            async with self._making:
-                desk = await asyncio.to_thread(self._desk, worker)
+            async with self._start_lock:
+                thread = await asyncio.to_thread(self._make_thread, worker)
         except Exception as error:
-            raise UnreachableError(f"the engine of {worker} could not be made: {error}") from error
-        self._desks[worker] = desk
+            raise UnreachableError(f"the engine of {worker} could not be created: {error}") from error
+        self._threads[worker] = thread
 
         async def exchange(what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
-            return await asyncio.to_thread(desk.exchange, what, wait_s)
+            return await asyncio.to_thread(thread.exchange, what, wait_s)
 
         engine = ThreadedEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
         state = await engine.ready()
@@ -282,20 +279,18 @@ class ObjectLauncher:
             raise UnreachableError(f"the engine of {worker} is not ready: {state.why}")
         return started(engine, path)
 
-    def _desk(self, worker: str) -> EngineThread:
+    def _make_thread(self, worker: str) -> EngineThread:
         place = self._place_of(worker)
         return EngineThread(self._kind, self._settings, place, within_s=self._start_s, gather_s=HERE_GATHER_S)
 
     async def restart(self, worker: str, version: int, path: str | None) -> Started:
-        """Only for engines that take no weights, and this one would not either."""
-        raise cannot_refit(worker)
+        """Only for engines without refit, which this launcher refuses."""
+        raise no_refit_error(worker)
 
     async def stop(self, worker: str) -> None:
-        """It is gone afterwards."""
-        desk = self._desks.pop(worker, None)
-        if desk is not None:
-            await asyncio.to_thread(desk.close)
+        thread = self._threads.pop(worker, None)
+        if thread is not None:
+            await asyncio.to_thread(thread.close)
 
     async def close(self) -> None:
-        """Ends all."""
-        await asyncio.gather(*(self.stop(worker) for worker in list(self._desks)))
+        await asyncio.gather(*(self.stop(worker) for worker in list(self._threads)))

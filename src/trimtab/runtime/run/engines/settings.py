@@ -1,4 +1,4 @@
-"""What a job file says of a rollout component that is a pool of engines, checked before anything is made."""
+"""Settings of a rollout component that is a pool of engines, checked before anything is created."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from trimtab.model.rollout import Owner, Ownership, RolloutRules
 from trimtab.runtime.rollout.launch.launcher import EngineCommand
 
 T = TypeVar("T")
-LEAST_MONITOR_S = RANGES["monitoring_interval"][0]
+MIN_MONITOR_S = RANGES["monitoring_interval"][0]
 
-OF_OURS = ("least", "most", "capacity", "version", "ownership", "classes")
-"""Rules that the run sets, and not the job file."""
+RUN_RULES = (
+    "min_workers",
+    "max_workers",
+    "capacity",
+    "version",
+    "ownership",
+    "classes",
+)  # set by the run, not by the job file
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of `EngineRollout`; seconds, unless said otherwise. Either `engine` or `command` is given."""
+    """Settings of `EngineRollout`; seconds, unless stated otherwise. Either `engine` or `command` is given."""
 
     ask: str
     engine: str | None = None
@@ -29,21 +35,21 @@ class EngineSettings:
     engine_settings: Mapping[str, Any] = field(default_factory=dict)
     ask_settings: Mapping[str, Any] = field(default_factory=dict)
     gpus_each: int = 1
-    capacity: int = 64  # requests at once, on each
+    capacity: int = 64  # concurrent requests, on each
     gateway: Any = False
     priority: float = 5.0  # of engines on slots: below that of the run's components
-    notice_s: float = 20.0  # for what an engine has, when its slot goes to others
-    room_s: float = 5.0  # a slot that is not there after so long is waited for in the queue
+    notice_s: float = 20.0  # for an engine's requests, when its slot is preempted
+    room_s: float = 5.0  # a slot that is not free after this is waited for in the queue
     start_s: float = 120.0
-    ready_s: float = 30.0  # the component is made when an engine serves, or after so long
-    seeds: bool = True  # every request gets a seed from the run's, where `ask` gives none
+    ready_s: float = 30.0  # the component is ready when an engine serves, or after this
+    seeds: bool = True  # every request without a seed gets one from the run's
     elastic: Mapping[str, Any] | None = None
     rules: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.engine is None) == (self.command is None):
             raise InputError(
-                "which engine it is has to be stated once",
+                "exactly one of engine and command is required",
                 where="settings",
                 hint="either engine: package.module:Class, or command: a command line with {port}",
             )
@@ -65,7 +71,7 @@ class EngineSettings:
         self.elastic_config()
 
     def engine_command(self) -> EngineCommand | None:
-        """How an engine's process is started; None where engines are objects."""
+        """How an engine process is started; None if engines are objects."""
         if self.command is None:
             return None
         where = "settings.command"
@@ -73,23 +79,27 @@ class EngineSettings:
         given: dict[str, Any] = {"model": "", "start_s": float(self.start_s)}
         return EngineCommand(**{**given, **_section(written, EngineCommand, where)})
 
-    def rollout_rules(self, least: int, most: int) -> RolloutRules:
-        """How the pool judges engines and requests."""
+    def rollout_rules(self, min_workers: int, max_workers: int) -> RolloutRules:
+        """Rules of the rollout pool."""
         given = _section(self.rules, RolloutRules, "settings.rules")
         for name, value in given.items():
-            fewest: float = LEAST_MONITOR_S if name == "monitor_s" else 0
-            if type(value) in (int, float) and not fewest <= value <= LONGEST_S:
-                hint = f"from {fewest:g} to {LONGEST_S:g}"
+            minimum: float = MIN_MONITOR_S if name == "monitor_s" else 0
+            if type(value) in (int, float) and not minimum <= value <= LONGEST_S:
+                hint = f"from {minimum:g} to {LONGEST_S:g}"
                 raise InputError(f"{name} is {value:g}", where=f"settings.rules.{name}", hint=hint)
-        for name in OF_OURS:
+        for name in RUN_RULES:
             if name in given:
-                raise InputError(f"{name} is the run's to set", where=f"settings.rules.{name}")
-        # Weights reach whoever has not got them by the pool's own doing: also those who join, or come back, later. Only
-        # a process is started with them.
+                raise InputError(f"{name} is set by the run", where=f"settings.rules.{name}")
+        # The pool refits workers that lack the current weights, also those that join later. Only a process is started
+        # with them.
         owner = Owner.trimtab if self.command is None else Owner.trainer
         usual = {"monitor_s": 1.0, "drain_s": float(self.notice_s), "back_off_s": 0.5, "retries": 20}
         return RolloutRules(
-            **{**usual, **given}, least=least, most=most, capacity=self.capacity, ownership=Ownership(refit=owner)
+            **{**usual, **given},
+            min_workers=min_workers,
+            max_workers=max_workers,
+            capacity=self.capacity,
+            ownership=Ownership(refit=owner),
         )
 
     def elastic_config(self) -> ElasticConfig | None:
@@ -101,7 +111,7 @@ class EngineSettings:
         return ElasticConfig(**{"requests_per_worker_capacity": self.capacity, **given})
 
     def gateway_settings(self) -> dict[str, Any] | None:
-        """Settings of the gateway; None where there is none."""
+        """Settings of the gateway; None without one."""
         if self.gateway is False or self.gateway is None:
             return None
         known = ("host", "port", "token", "model_name", "max_concurrent", "default_max_tokens")
@@ -109,7 +119,7 @@ class EngineSettings:
 
 
 def _section(given: Any, kind: type, where: str) -> dict[str, Any]:
-    return _checked(given, tuple(one.name for one in fields(kind)), where)
+    return _checked(given, tuple(setting.name for setting in fields(kind)), where)
 
 
 def _checked(given: Any, known: tuple[str, ...], where: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Text to token ids and back, by the tokenizer that an engine has, over HTTP.
+"""Tokenizers of engines over HTTP.
 
-Optional: `texts_of` is None for an engine that has none to offer. Ids go in and out of the pool; text is for whoever
-wants it, and nothing about a generation depends on it. What comes back is checked to be ids or text before anybody uses
-it. An engine reads text also while it is paused or asleep.
+Optional: `tokenizer_of` is None for an engine without one. The pool takes and gives token ids; no generation depends on
+text. Answers are checked to be ids or text. Engines tokenize also while paused or asleep.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from trimtab.runtime.engines.http_engine import HttpEngine
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """A tokenizer. Every call is bounded by the engine's deadline for calls and raises the errors of `engine.py`."""
+    """A tokenizer. Calls are bounded by the engine's `call_s` and raise the errors of `engine.py`."""
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        """The ids of a prompt, with what the model wants at its beginning."""
+        """Ids of a prompt, including BOS if the model needs it."""
 
     async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """What they write; with `special`, also tokens that are no text, where the engine can leave them out at all."""
+        """Text of ids; `special` includes special tokens, if the engine can omit them at all."""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """The ids of a conversation by the model's own template; `options` are the template's."""
+        """Ids of a conversation by the model's chat template; `options` are the template's."""
 
     async def model(self) -> str:
-        """What the engine calls its model."""
+        """Model name at the engine."""
 
     async def vocabulary(self) -> int | None:
-        """How many ids the model knows; None where nobody says, or where the engine refuses others by itself."""
+        """Vocabulary size; None: unknown, or the engine rejects unknown ids itself."""
 
 
 RENDER_OPTIONS: dict[str, frozenset[str]] = {
@@ -41,7 +40,7 @@ RENDER_OPTIONS: dict[str, frozenset[str]] = {
     "vllm": frozenset({"add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"}),
     "sglang": frozenset({"continue_final_message", "chat_template_kwargs"}),
 }
-"""What of a chat concerns its template, by kind of engine."""
+"""Chat fields that concern the template, by kind of engine."""
 
 
 class _HttpTokenizer:
@@ -49,98 +48,87 @@ class _HttpTokenizer:
         self._engine = engine
 
     async def model(self) -> str:
-        told = await self._engine.wire.get("/v1/models")
+        reply = await self._engine.wire.get("/v1/models")
         try:
-            return str(told["data"][0]["id"])
+            return str(reply["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise self._nonsense("/v1/models names no model", told) from None
+            raise self._nonsense("/v1/models names no model", reply) from None
 
     async def vocabulary(self) -> int | None:
-        """See `Tokenizer`."""
         return None
 
     async def _ids(self, path: str, body: Mapping[str, Any]) -> tuple[int, ...]:
-        told = await self._engine.wire.post(path, body)
-        ids = told.get("tokens") if isinstance(told, dict) else None
-        if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-            raise self._nonsense(f"{path} gave no ids", told)
+        reply = await self._engine.wire.post(path, body)
+        ids = reply.get("tokens") if isinstance(reply, dict) else None
+        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+            raise self._nonsense(f"{path} gave no ids", reply)
         return tuple(ids)
 
     async def _text(self, path: str, body: Mapping[str, Any], key: str) -> str:
-        told = await self._engine.wire.post(path, body)
-        text = told.get(key) if isinstance(told, dict) else None
+        reply = await self._engine.wire.post(path, body)
+        text = reply.get(key) if isinstance(reply, dict) else None
         if not isinstance(text, str):
-            raise self._nonsense(f"{path} gave no text", told)
+            raise self._nonsense(f"{path} gave no text", reply)
         return text
 
-    def _nonsense(self, what: str, told: Any) -> EngineMalformedError:
-        return EngineMalformedError(f"{what}: {str(told)[:80]!r}", engine=self._engine.name)
+    def _nonsense(self, what: str, reply: Any) -> EngineMalformedError:
+        return EngineMalformedError(f"{what}: {str(reply)[:80]!r}", engine=self._engine.name)
 
 
 class LlamaCppTokenizer(_HttpTokenizer):
-    """Writes special tokens out always."""
+    """Always writes special tokens."""
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        """As its `/completion` reads a prompt."""
         return await self._ids("/tokenize", {"content": text, "add_special": True, "parse_special": True})
 
     async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """See `Tokenizer`."""
         return await self._text("/detokenize", {"tokens": list(ids)}, "content") if ids else ""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """See `Tokenizer`."""
         body = {"messages": list(messages), **options}
         return await self.tokenize(await self._text("/apply-template", body, "prompt"))
 
     async def vocabulary(self) -> int | None:
-        """It tells, with its model."""
-        told = await self._engine.wire.get("/v1/models")
+        reply = await self._engine.wire.get("/v1/models")
         try:
-            return int(told["data"][0]["meta"]["n_vocab"])
+            return int(reply["data"][0]["meta"]["n_vocab"])
         except (KeyError, IndexError, TypeError, ValueError):
             return None
 
 
 class VllmTokenizer(_HttpTokenizer):
-    """Writes special tokens out always. Ids that the model does not know it refuses by itself."""
+    """Always writes special tokens. The server rejects unknown ids itself."""
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        """See `Tokenizer`."""
         return await self._ids("/tokenize", {"prompt": text, "add_special_tokens": True})
 
     async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """See `Tokenizer`."""
         return await self._text("/detokenize", {"tokens": list(ids)}, "prompt") if ids else ""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """See `Tokenizer`."""
         return await self._ids("/tokenize", {"messages": list(messages), **options})
 
 
 class SglangTokenizer(_HttpTokenizer):
-    """Conversations need a release that takes messages at `/tokenize`; an older one refuses them."""
+    """Conversations need a release that takes messages at `/tokenize`; older ones reject them."""
 
     async def vocabulary(self) -> int | None:
-        """From the model's own file, where it lies here too: an id that the model does not know ends this server."""
-        told = await self._engine.wire.get("/model_info")
+        """From the model's config file, if it is local: an unknown id kills this server."""
+        reply = await self._engine.wire.get("/model_info")
         try:
-            config = json.loads((Path(told["model_path"]) / "config.json").read_text(encoding="utf-8"))
+            config = json.loads((Path(reply["model_path"]) / "config.json").read_text(encoding="utf-8"))
             return int(config.get("text_config", config)["vocab_size"])
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return None
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        """See `Tokenizer`."""
         return await self._ids("/tokenize", {"prompt": text, "add_special_tokens": True})
 
     async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """See `Tokenizer`."""
         body = {"tokens": list(ids), "skip_special_tokens": not special}
         return await self._text("/detokenize", body, "text") if ids else ""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """See `Tokenizer`."""
         return await self._ids("/tokenize", {"messages": list(messages), **options})
 
 
@@ -151,10 +139,10 @@ _KINDS: dict[str, type[LlamaCppTokenizer | VllmTokenizer | SglangTokenizer]] = {
 }
 
 
-def texts_of(engine: object) -> Tokenizer | None:
-    """The tokenizer of an engine, where it has one that can be asked.
+def tokenizer_of(engine: object) -> Tokenizer | None:
+    """Tokenizer of an engine, if it has one.
 
-    An adapter that is not over HTTP (a Ray actor) may offer one itself, as an attribute `texts`.
+    Adapters that are not over HTTP (Ray actors) may offer one as an attribute `texts`.
     """
     own: Tokenizer | None = getattr(engine, "texts", None)
     if own is not None:

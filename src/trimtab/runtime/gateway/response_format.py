@@ -1,4 +1,4 @@
-"""What a dialect has to be able to say, and what its forms share."""
+"""Response format protocol, and helpers of its implementations."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.rollout.sampling import Chunk, Completion
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
-"""JSON in ASCII: a text with half a surrogate in it cannot break an answer."""
+"""ASCII JSON, so that lone surrogates cannot break a response."""
 
 
 class ResponseFormat(Protocol):
-    """How one call is answered."""
+    """Format of the response to one call."""
 
     call: GenerationCall
 
     async def whole(self, completions: Sequence[Completion]) -> Any:
-        """The body of an answer that comes in one piece."""
+        """Body of a response in one piece."""
 
     async def event(self, prompt: int, chunk: Chunk) -> bytes:
-        """What is sent for a chunk; nothing where it says nothing new."""
+        """Bytes for a chunk; empty if it adds nothing."""
 
-    def cut(self, why: str) -> bytes:
-        """What is sent where a stream ends before its answers do: each ends as aborted, with what it had."""
+    def aborted(self, why: str) -> bytes:
+        """Ends the unfinished answers of a stream as aborted, with what they have."""
 
     def fault(self, refusal: Refusal) -> bytes:
-        """What is sent where a stream has begun and cannot be carried on."""
+        """Error within a stream that has begun."""
 
     def end(self) -> bytes:
-        """What is sent last."""
+        """Last bytes of a stream."""
 
 
 def sse(data: str) -> bytes:
@@ -41,5 +41,4 @@ def sse(data: str) -> bytes:
 
 
 def flag(extra: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Of what is passed on to engines."""
     return bool(extra.get(name, default))
