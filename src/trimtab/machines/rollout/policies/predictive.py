@@ -205,7 +205,7 @@ def _in_step(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_
     pause_s = pattern.pause_s() - _back_s(sample, interval_s)
     if pause_s <= 0 or pattern.left_s(sample.now) + pause_s <= worth_s:
         return sample.serving, f"{left}, and the next one comes too soon to release a worker"
-    return sample.serving - sample.idle, f"{left}, and {workers_text(sample.idle)} are idle"
+    return sample.serving - sample.idle, f"{left}, {workers_text(sample.idle)} idle"
 
 
 def _rent_s(sample: LoadSample) -> float:
