@@ -178,7 +178,7 @@ def test_a_change_is_asked_for_with_the_token_and_refused_without(opened: Any, r
         page.locator("#p-workers").get_by_role("button", name="rollout w0").click()
         page.get_by_role("button", name="Drain this worker").click()
         dialog = page.get_by_role("dialog", name="Drain this worker")
-        expect(dialog).to_contain_text("Worker rollout w0 gets nothing new")
+        expect(dialog).to_contain_text("Worker rollout w0 takes no new requests")
         dialog.get_by_role("button", name="Apply", exact=True).click()
         expect(page.locator("#notes")).to_contain_text("requested: worker rollout w0 takes no new requests")
         assert heard() == 0

@@ -307,7 +307,7 @@ class RolloutWorld:
         if one.workers < one.before:
             self.counted["down"] += 1
             active = sum(view.state is S.active for view in self.machine.workers())
-            least = self.machine.sample().least
+            least = self.machine.sample().min_workers
             assert active >= least or not self.served.intersection(one.changed), f"{active} serve, of {least}"
             assert self.begun is None, "somebody leaves during a refit"
         else:

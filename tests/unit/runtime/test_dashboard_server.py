@@ -342,7 +342,7 @@ def test_a_run_whose_dashboard_cannot_start_goes_on(tmp_path: Path, capsys: pyte
     with beside(said.append, port=99_999)(tmp_path / "new", None):
         pass
     assert said == []
-    assert "no dashboard" in capsys.readouterr().err
+    assert "the dashboard could not start" in capsys.readouterr().err
     with beside(said.append, port=0)(tmp_path / "new", None):
         assert len(said) == 1
         assert said[0].startswith("dashboard: http://127.0.0.1:")
