@@ -34,6 +34,7 @@ from trimtab.runtime.workers.node_agent_client import node_agent_name
 from waiting import until
 
 CPU = {"cpu": 1}
+WAIT_S = 300.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,13 +166,13 @@ def test_a_submitted_object_is_made_once_and_called_directly(pool: Pool) -> None
     assert task.call("pid") == task.members[0].pid
     assert "host" in task.how
     task.complete()
-    assert task.wait("ended", timeout=20) is TaskState.done
-    assert task.result(timeout=5) is None
+    assert task.wait("ended", timeout=WAIT_S) is TaskState.done
+    assert task.result(timeout=WAIT_S) is None
 
 
 def test_the_entry_methods_value_is_the_result(pool: Pool) -> None:
     task = pool.submit(Counter, resources=CPU, run="double", run_args=(21,))
-    assert task.result(timeout=30) == 42
+    assert task.result(timeout=WAIT_S) == 42
     assert task.state is TaskState.done
     assert task.wait("running", timeout=1) is TaskState.done
 
@@ -179,7 +180,7 @@ def test_the_entry_methods_value_is_the_result(pool: Pool) -> None:
 def test_what_the_entry_method_raises_is_told_with_its_traceback(pool: Pool) -> None:
     task = pool.submit(Counter, resources=CPU, run="fail")
     with pytest.raises(TaskFailedError, match="as asked") as failed:
-        task.result(timeout=30)
+        task.result(timeout=WAIT_S)
     assert "in fail" in failed.value.trace
     assert failed.value.explanation is not None
     assert failed.value.explanation.reason.code is ReasonCode.raised
@@ -193,7 +194,7 @@ def test_what_a_called_method_raises_is_raised_and_the_task_goes_on(pool: Pool) 
         task.call("no_such_method")
     assert task.call("add", 1) == 1
     task.cancel()
-    assert task.wait("cancelled", timeout=20) is TaskState.cancelled
+    assert task.wait("cancelled", timeout=WAIT_S) is TaskState.cancelled
 
 
 def test_a_gang_starts_whole_and_answers_by_rank(pool: Pool) -> None:
@@ -203,8 +204,8 @@ def test_a_gang_starts_whole_and_answers_by_rank(pool: Pool) -> None:
     with pytest.raises(InputError, match="not 2"):
         task.call("rank", rank=2)
     task.complete()
-    task.wait("done", timeout=20)
-    results = pool.submit(Counter, resources=[CPU, CPU], run="rank").result(timeout=30)
+    task.wait("done", timeout=WAIT_S)
+    results = pool.submit(Counter, resources=[CPU, CPU], run="rank").result(timeout=WAIT_S)
     assert results == [("0", "2"), ("1", "2")]
 
 
@@ -212,12 +213,12 @@ def test_a_gang_starts_whole_and_answers_by_rank(pool: Pool) -> None:
 def test_a_constructor_that_raises_fails_the_task_with_its_words_and_its_traceback(pool: Pool, plain: bool) -> None:
     task = pool.submit(Cannot, resources=CPU, plain=plain)
     with pytest.raises(TaskFailedError, match="not today") as failed:
-        task.wait("running", timeout=60)
+        task.wait("running", timeout=WAIT_S)
     for told in (failed.value.trace, str(failed.value)):
         assert "in __init__" in told
         assert "RuntimeError: not today" in told
     with pytest.raises(TaskFailedError):
-        task.call("anything", timeout=5)
+        task.call("anything", timeout=WAIT_S)
 
 
 def test_ray_knows_that_the_process_of_a_task_was_meant_to_end(session: Session, pool: Pool, cluster: Any) -> None:
@@ -236,10 +237,10 @@ def test_ray_knows_that_the_process_of_a_task_was_meant_to_end(session: Session,
     for task in tasks:
         task.complete()
     deaf = pool.submit(Deaf, resources=CPU, run="hold")
-    deaf.wait("running", timeout=60)
+    deaf.wait("running", timeout=WAIT_S)
     pids.append(deaf.members[0].pid)
     deaf.cancel()
-    deaf.wait("ended", timeout=60)
+    deaf.wait("ended", timeout=WAIT_S)
     until(lambda: len(how_ended(pids)) == len(pids))
     assert set(how_ended(pids).values()) <= {"INTENDED_USER_EXIT", "INTENDED_SYSTEM_EXIT"}
 
@@ -249,12 +250,12 @@ def test_async_classes_become_plain_actors_and_say_why(pool: Pool) -> None:
     assert task.call("answer") == 42
     assert "async" in task.how
     task.cancel()
-    task.wait("ended", timeout=20)
+    task.wait("ended", timeout=WAIT_S)
 
 
 def test_large_arguments_and_results_travel_through_files(pool: Pool) -> None:
     task = pool.submit(Counter, resources=CPU, run="double", run_args=(b"x" * 3_000_000,))
-    assert len(task.result(timeout=60)) == 6_000_000
+    assert len(task.result(timeout=WAIT_S)) == 6_000_000
 
 
 def test_other_clients_see_the_same_tasks(session: Session, pool: Pool) -> None:
@@ -267,7 +268,7 @@ def test_other_clients_see_the_same_tasks(session: Session, pool: Pool) -> None:
     again.close()
     assert task.call("add", 1) == 5
     task.complete()
-    task.wait("ended", timeout=20)
+    task.wait("ended", timeout=WAIT_S)
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------
@@ -280,15 +281,15 @@ def test_a_duplicate_id_is_refused_before_anything_is_touched(session: Session, 
         pool.submit(Counter, (100,), resources=CPU, id="twin")
     os.kill(task.members[0].pid, signal.SIGKILL)  # what runs after a loss is still the first one's class
     with pytest.raises(TaskFailedError, match="PROCESS_DIED"):
-        task.wait("done", timeout=30)
+        task.wait("done", timeout=WAIT_S)
 
 
 def test_the_id_of_an_ended_task_begins_a_new_life(pool: Pool) -> None:
-    assert pool.submit(Counter, resources=CPU, id="phoenix", run="double", run_args=(1,)).result(timeout=30) == 2
+    assert pool.submit(Counter, resources=CPU, id="phoenix", run="double", run_args=(1,)).result(timeout=WAIT_S) == 2
     second = pool.submit(Counter, (7,), resources=CPU, id="phoenix")
     assert second.call("add", 1) == 8
     second.complete()
-    second.wait("done", timeout=20)
+    second.wait("done", timeout=WAIT_S)
     assert second.result(timeout=1) is None
 
 
@@ -329,20 +330,20 @@ def test_wrong_asks_come_back_as_input_errors(session: Session, pool: Pool) -> N
 def test_what_can_never_run_fails_at_once_and_what_waits_says_why(session: Session, pool: Pool) -> None:
     never = pool.submit(Counter, resources={"cpu": 400})
     with pytest.raises(TaskFailedError, match="NEVER_FITS"):
-        never.call("pid", timeout=5)
+        never.call("pid", timeout=WAIT_S)
     holders = [pool.submit(Counter, resources={"cpu": 2}) for _ in range(2)]
     for holder in holders:
-        holder.wait("running", timeout=30)
+        holder.wait("running", timeout=WAIT_S)
     waiter = pool.submit(Counter, resources=CPU)
     with pytest.raises(TaskTimeoutError, match="QUOTA") as late:
         waiter.wait("running", timeout=0.3)
     assert late.value.explanation is not None
     assert late.value.explanation.position == 1
     holders[0].complete()
-    assert waiter.call("add", 1, timeout=30) == 1
+    assert waiter.call("add", 1, timeout=WAIT_S) == 1
     for task in (waiter, holders[1]):
         task.cancel()
-        task.wait("ended", timeout=20)
+        task.wait("ended", timeout=WAIT_S)
 
 
 # ---- losses -----------------------------------------------------------------------------------------------------
@@ -353,21 +354,21 @@ def test_a_killed_process_is_noticed_and_the_call_under_way_says_so(pool: Pool) 
     pid = task.call("pid")
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(TaskInterruptedError, match="PROCESS_DIED") as interrupted:
-        task.call("sleep", 60, timeout=30)
+        task.call("sleep", 60, timeout=WAIT_S)
     assert interrupted.value.explanation is not None
     assert interrupted.value.explanation.state in (TaskState.cancelling, TaskState.failed)
     with pytest.raises(TaskFailedError, match="died"):
-        task.wait("done", timeout=30)
+        task.wait("done", timeout=WAIT_S)
 
 
 def test_a_killed_process_is_started_again_as_often_as_it_may(pool: Pool) -> None:
     task = pool.submit(Counter, resources=CPU, restarts=1)
     os.kill(task.call("pid"), signal.SIGKILL)
     until(lambda: task.seen.attempt == 2)
-    assert task.call("attempt", timeout=30) == "2"
+    assert task.call("attempt", timeout=WAIT_S) == "2"
     os.kill(task.call("pid"), signal.SIGKILL)
     with pytest.raises(TaskFailedError, match="RESTARTS_USED"):
-        task.wait("done", timeout=30)
+        task.wait("done", timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("shared_dir", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -381,11 +382,11 @@ def test_an_evicted_task_returns_with_its_state(tmp_path: Path, shared_dir: bool
         dry = session.would_evict("p", {"cpu": 2}, priority=9.0)
         assert [victim for victim, _ in dry.victims] == [low.id]
         high = pool.submit(Counter, resources={"cpu": 2}, priority=9.0)
-        assert high.call("add", 1, timeout=30) == 1
+        assert high.call("add", 1, timeout=WAIT_S) == 1
         assert not exists(first)
         assert low.state is TaskState.evicted
         high.complete()
-        assert low.call("add", 0, timeout=30) == 42
+        assert low.call("add", 0, timeout=WAIT_S) == 42
         assert low.seen.evictions == 1
         assert (len(list((tmp_path / "states").iterdir())) == 1) if shared_dir else True
 
@@ -395,13 +396,13 @@ def test_state_handlers_of_a_pool_save_and_restore_what_cannot_itself(session: S
     pool.state_handlers(lambda actor: actor.path, lambda actor, state: setattr(actor, "path", state + "!"))
     session.preemption(cancel_timeout_s=2.0)
     task = pool.submit(Diary, (os.devnull,), resources=CPU)
-    task.wait("running", timeout=30)
+    task.wait("running", timeout=WAIT_S)
     task.evict()
     until(lambda: task.seen.attempt == 2 and task.state is TaskState.running)
     assert task.seen.evictions == 1
     assert task.call("__getattribute__", "path") == os.devnull + "!"
     pool.drop()
-    task.wait("ended", timeout=20)
+    task.wait("ended", timeout=WAIT_S)
 
 
 # ---- the controller is killed -----------------------------------------------------------------------------------
@@ -418,7 +419,7 @@ def test_killed_in_the_middle_of_many_tasks_nothing_is_lost_and_nothing_is_doubl
             )
             for at in range(6)  # four at a time
         ]
-        works[0].wait("running", timeout=30)
+        works[0].wait("running", timeout=WAIT_S)
         kill_controller(session)
         time.sleep(1.0)
         kill_controller(session)
@@ -427,7 +428,7 @@ def test_killed_in_the_middle_of_many_tasks_nothing_is_lost_and_nothing_is_doubl
             assert (tmp_path / f"{at}.txt").read_text().count("began") == 1
         assert service.call("add", 1) == 8
         late = pool.submit(Counter, resources=CPU, run="double", run_args=(4,))
-        assert late.result(timeout=30) == 8
+        assert late.result(timeout=WAIT_S) == 8
         assert session.status()["faults"] == []
 
 
@@ -439,7 +440,7 @@ def test_killed_while_a_task_starts_the_task_is_made_once(tmp_path: Path) -> Non
         task = pool.submit(Diary, (str(diary), 4.0), resources=CPU)
         until(diary.exists)
         kill_controller(session)
-        task.call("write", "called", timeout=30)
+        task.call("write", "called", timeout=WAIT_S)
         assert diary.read_text().split() == ["made", "called"]
         assert task.seen.attempt == 1
 
@@ -453,7 +454,7 @@ def test_what_died_while_the_controller_was_away_is_started_again(tmp_path: Path
         os.kill(controller, signal.SIGKILL)
         os.kill(member, signal.SIGKILL)
         until(lambda: session.status()["pid"] != controller)
-        assert task.call("attempt", timeout=30) == "2"
+        assert task.call("attempt", timeout=WAIT_S) == "2"
 
 
 @pytest.mark.long
@@ -464,7 +465,7 @@ def test_a_submission_under_way_when_the_controller_dies_is_taken_once() -> None
         os.kill(pid, signal.SIGSTOP)  # the call is sent and not answered
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
         task = pool.submit(Counter, resources=CPU, id="once", run="double", run_args=(3,))
-        assert task.result(timeout=60) == 6
+        assert task.result(timeout=WAIT_S) == 6
         assert [one.id for one in session.tasks()] == ["once"]
 
 
@@ -512,11 +513,11 @@ def test_a_journal_that_is_gone_is_said_and_what_runs_is_taken_up_again(tmp_path
         # The pool is as it was: its quota is used by what was taken up, its reserved slot is no second one.
         again = session.pool("p", {"cpu": 3}, reserved=[{"cpu": 1}])
         third = again.submit(Counter, resources=CPU, id="third")
-        assert third.call("add", 1, timeout=30) == 1
+        assert third.call("add", 1, timeout=WAIT_S) == 1
         assert session.status()["pools"]["p"]["slots"]["reserved"] == 1
         assert session.would_evict("p", CPU).found is False
         task.complete()
-        task.wait("ended", timeout=30)
+        task.wait("ended", timeout=WAIT_S)
         assert not exists(pids[0])
 
 
@@ -636,7 +637,7 @@ def client(session: Session, work: str, cluster: Any) -> subprocess.Popen[str]:
 def test_two_client_processes_use_one_controller_at_once(cluster: Any) -> None:
     work = (
         "tasks = [pool.submit(Own, resources={'cpu': 1}, run='square', run_args=(n,)) for n in range(6)]\n"
-        "print(sum(task.result(timeout=60) for task in tasks), flush=True)\n"
+        "print(sum(task.result(timeout=WAIT_S) for task in tasks), flush=True)\n"
         "session.close()\n"
     )
     with own_session() as session:
@@ -663,9 +664,9 @@ def test_a_client_that_dies_takes_along_what_was_to_end_with_it_and_nothing_else
         time.sleep(3)  # the lease is renewed meanwhile
         assert session.task("mine").state is TaskState.running
         other.kill()
-        other.communicate(timeout=20)
+        other.communicate(timeout=WAIT_S)
         with pytest.raises(TaskCancelledError, match="CLIENT_DIED"):
-            session.task("mine").result(timeout=30)
+            session.task("mine").result(timeout=WAIT_S)
         assert session.task("everybodys").call("square", 3) == 9
 
 
@@ -673,10 +674,10 @@ def test_a_session_that_closes_ends_what_was_to_end_with_it(pool: Pool) -> None:
     leaving = connect(name="shared")
     leaving.pool("mine", CPU, ends_with_me=True)
     task = leaving.pool("main").submit(Counter, resources=CPU, ends_with_me=True)
-    task.wait("running", timeout=30)
+    task.wait("running", timeout=WAIT_S)
     leaving.close()
     with pytest.raises(TaskCancelledError, match="CLIENT_DIED"):
-        Task(pool._session, task.id).result(timeout=20)
+        Task(pool._session, task.id).result(timeout=WAIT_S)
     assert until(lambda: "mine" not in pool._session.status()["pools"])
 
 
@@ -690,7 +691,7 @@ def test_without_any_ray_a_session_brings_its_own_and_leaves_nothing(tmp_path: P
         "with connect('local', cpus=2) as session:\n"
         "    pool = session.pool('p', {'cpu': 1})\n"
         "    print(session.how)\n"
-        "    print(pool.submit(Own, resources={'cpu': 1}).call('pid', timeout=60))\n"
+        "    print(pool.submit(Own, resources={'cpu': 1}).call('pid', timeout=WAIT_S))\n"
         "    print(session.status()['pid'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
@@ -716,16 +717,16 @@ def test_what_others_hold_of_a_node_is_seen_and_waited_for(session: Session, clu
             pass
 
     holder = Holder.remote()
-    cluster.get(holder.here.remote(), timeout=30)
+    cluster.get(holder.here.remote(), timeout=WAIT_S)
     until(lambda: session.status()["nodes"][0]["outside"].get("cpu") == 6)
     pool = session.pool("wide", {"cpu": 8})
     task = pool.submit(Counter, resources={"cpu": 5})
     with pytest.raises(TaskTimeoutError, match="NO_ROOM"):
         task.wait("running", timeout=1)
     cluster.kill(holder)
-    assert task.call("add", 1, timeout=30) == 1
+    assert task.call("add", 1, timeout=WAIT_S) == 1
     pool.drop()
-    task.wait("ended", timeout=20)
+    task.wait("ended", timeout=WAIT_S)
 
 
 def test_a_placement_group_that_somebody_removes_is_noticed(session: Session, cluster: Any) -> None:
@@ -735,12 +736,12 @@ def test_a_placement_group_that_somebody_removes_is_noticed(session: Session, cl
 
     pool = session.pool("shaky", {"cpu": 1})
     task = pool.submit(Counter, resources=CPU, restarts=1)
-    task.wait("running", timeout=30)
+    task.wait("running", timeout=WAIT_S)
     (ours,) = [key for key, one in placement_group_table().items() if ":shaky:" in one["name"]]
     remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(ours))))
     until(lambda: task.seen.attempt == 2 and task.state is TaskState.running)
     pool.drop()
-    task.wait("ended", timeout=20)
+    task.wait("ended", timeout=WAIT_S)
 
 
 def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_status(

@@ -124,7 +124,7 @@ def test_a_renewal_that_fails_in_an_unknown_way_is_tried_again() -> None:
     link = types.SimpleNamespace(ray=fake, how="", embedded=False, close=lambda: None)
     controller = types.SimpleNamespace(name="c", ask=ask, facts={"notes": []})
     session = Session(cast(RayConnection, link), cast(ControllerConnection, controller), lease_s=0.1)
-    session._live_with()
+    session._keep_lease()
     assert often.wait(60)
     assert set(asked) == {"renew"}
     session.close()

@@ -290,7 +290,7 @@ def test_ray_serves_the_metrics_of_pools_over_http(exporter: str) -> None:
         pool.submit(Actor, resources={"cpu": 1}, id="later", priority=1.0)
         group = {"size": 1, "wanted": 3, "redone": 2, "restarts": 1, "join_to_step_s": [0.5, 2.0], "drain_lead_s": [4]}
         session.ask("publish", "group", "trainers", group, session.client)
-        session._live_with()
+        session._keep_lease()
         wanted: dict[str, tuple[float, dict[str, str]]] = {
             "ray_trimtab_preemption_count_total": (1, {"pool": "rl", "reason": "PRIORITY"}),
             "ray_trimtab_preemption_execution_latency_ms_count": (1, {"pool": "rl"}),

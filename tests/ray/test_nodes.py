@@ -284,7 +284,7 @@ def test_what_a_client_says_of_its_group_is_shown_until_it_leaves(nodes: Nodes) 
     with connect(name="nodes") as other:
         other.ask("publish", "group", "trainers", facts, other.client)
         other.ask("want", other.client, [UNIT] * 4)
-        other._live_with()
+        other._keep_lease()
         status = other.status()
         assert [(one["id"], one["size"]) for one in status["groups"]] == [("trainers", 1)]
         assert status["wanted"] == [UNIT] * 4
@@ -318,4 +318,4 @@ def test_nothing_of_the_links_is_left_in_the_journal_but_what_happened(session: 
     directory = Path(session.status()["journal"]["dir"]) / "nodes"
     lines = [json.loads(line) for path in directory.glob("journal-*.jsonl") for line in path.read_text().splitlines()]
     kinds = {line[1] for line in lines if isinstance(line, list)}
-    assert {"NodeSeen", "NodeGone", "LinkBroken", "DrainAsked"} <= kinds
+    assert {"NodeSeen", "NodeGone", "ConnectionBroken", "DrainRequested"} <= kinds

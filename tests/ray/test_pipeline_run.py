@@ -174,7 +174,7 @@ def test_the_command_says_what_was_measured(capsys: pytest.CaptureFixture[str]) 
     assert "bit-identical" in printed
     with pytest.raises(InputError, match="the model to run"):
         run_answer(planned, emulate=False)
-    with pytest.raises(UnreachableError, match="not the model's"):
+    with pytest.raises(UnreachableError, match="differs from the model's"):
         run_answer(
             answered(schedule((1, 2, 0, 0))), emulate=False, factory=f"{MODELS}:random", model_input="8",
             microbatches=4,

@@ -182,7 +182,7 @@ def test_explain_says_why_a_group_is_not_larger(capsys: pytest.CaptureFixture[st
         status, out, _ = call(capsys, "explain", "trainers")
         words = " ".join(out.split())
         assert status == 0
-        for part in ("group trainers is working", "1 work, 2 wanted, limits 1 or more", "8 gpu", "t-0002 asked -"):
+        for part in ("group trainers is working", "1 work, 2 wanted, limits 1 or more", "8 gpu", "t-0002 pending -"):
             assert part in words
         assert "NO_NODE: it asks 8 gpu, and no node is large enough" in words
         assert asked(capsys, "explain", "trainers")["members"] == members

@@ -420,7 +420,7 @@ def test_a_taker_is_who_waits_for_engines_alone_and_less_what_is_being_given_up_
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for wrong in ({"least": 3, "most": 2}, {"per_node": 0}):
+    for wrong in ({"min_workers": 3, "max_workers": 2}, {"per_node": 0}):
         with pytest.raises(InputError):
             EnginesPerNode(Ledger(), **wrong)  # type: ignore[arg-type]
     for resources, said in (({"GPU": 1}, "did you mean gpu"), ({}, "needs resources"), ({"gpu": -1}, "negative")):

@@ -585,7 +585,7 @@ def test_a_past_run_is_planned_with_what_it_measured_at_its_end(
     data = json.loads(capsys.readouterr().out)
     rested = " ".join(data["assumptions"])
     assert "costs are those of 20 iterations of the run in runs/emulated-1: rollout on" in rested
-    assert "rollout grew to" in rested
+    assert "rollout drifted to" in rested
     assert "your placement" in [one["label"] for one in data["alternatives"]]
     predicted_s = data["components"]["rollout"]["seconds"] * len(data["components"]["rollout"]["gpus"]) / 4
     assert predicted_s == pytest.approx(3 * 0.004, rel=0.01)  # it has trebled

@@ -262,8 +262,8 @@ def test_with_elastic_settings_engines_that_nobody_needs_are_not_kept() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"engine": None}, "which engine it is"),
-        ({"command": "vllm serve {model}"}, "which engine it is"),
+        ({"engine": None}, "exactly one of engine and command"),
+        ({"command": "vllm serve {model}"}, "exactly one of engine and command"),
         ({"engine": None, "command": "vllm serve {model}"}, "no {port}"),
         ({"engine": "engines_for_runs:NoEngine"}, "has no generate"),
         ({"engine_settings": {"size": 3}}, "cannot be made with these settings"),
