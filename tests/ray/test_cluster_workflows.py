@@ -131,6 +131,7 @@ def test_ctrl_c_while_the_cluster_starts_leaves_nothing_behind(place: Place, ter
     assert not place.cluster().standing
 
 
+@pytest.mark.long
 def test_a_terminal_that_is_closed_takes_its_cluster_along(place: Place, terminal: Open) -> None:
     first = start(terminal, place, 0)
     first.process.send_signal(signal.SIGHUP)

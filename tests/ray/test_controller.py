@@ -209,7 +209,7 @@ def test_a_gang_starts_whole_and_answers_by_rank(pool: Pool) -> None:
     assert results == [("0", "2"), ("1", "2")]
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["host", "plain actor"])
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.long)], ids=["host", "plain actor"])
 def test_a_constructor_that_raises_fails_the_task_with_its_words_and_its_traceback(pool: Pool, plain: bool) -> None:
     task = pool.submit(Cannot, resources=CPU, plain=plain)
     with pytest.raises(TaskFailedError, match="not today") as failed:
@@ -221,6 +221,7 @@ def test_a_constructor_that_raises_fails_the_task_with_its_words_and_its_traceba
         task.call("anything", timeout=WAIT_S)
 
 
+@pytest.mark.long
 def test_ray_knows_that_the_process_of_a_task_was_meant_to_end(session: Session, pool: Pool, cluster: Any) -> None:
     from ray.core.generated.common_pb2 import WorkerExitType
     from ray.core.generated.gcs_pb2 import WorkerTableData

@@ -23,7 +23,9 @@ def blocks(page: Path) -> list[str]:
 
 
 # These start clusters and engines, and what they show is tested by its own name too.
-LONG = re.compile(r"trimtab demo|try_it\.sh|trimtab cluster start|engines\.yaml|profile layers|partition .*--run")
+LONG = re.compile(
+    r"trimtab demo|try_it\.sh|trimtab cluster start|engines\.yaml|profile layers|layers\.py|partition .*--run"
+)
 
 
 def commands() -> list[Any]:

@@ -279,6 +279,7 @@ def group_states() -> list[str]:
     return [one for one in states if one != "REMOVED"]
 
 
+@pytest.mark.long
 def test_a_member_that_hangs_is_ended_and_its_step_is_done_again(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
@@ -308,6 +309,7 @@ def test_an_unhealthy_member_is_replaced_and_gets_the_state_of_the_others(
         assert counted.group.view()["restarts"] == 1
 
 
+@pytest.mark.long
 def test_two_losses_at_once_are_made_good(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
@@ -322,6 +324,7 @@ def test_two_losses_at_once_are_made_good(
         assert kinds(happened).count("lost") == 2
 
 
+@pytest.mark.long
 def test_a_member_lost_while_others_commit_does_not_have_the_step_counted_twice(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
@@ -363,6 +366,7 @@ def test_what_a_member_raises_is_raised_and_the_step_does_not_count(
         assert "lost" not in kinds(happened)
 
 
+@pytest.mark.long
 def test_a_commit_that_raises_half_way_leaves_no_half_of_a_step_in_any_member(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
@@ -414,6 +418,7 @@ def test_a_constructor_that_raises_is_said_at_once(nodes: Nodes, session: Sessio
         group.step(1, timeout=WAIT_S)
 
 
+@pytest.mark.long
 def test_a_member_leaves_for_a_task_of_higher_priority_and_the_group_grows_again(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
@@ -433,6 +438,7 @@ def test_a_member_leaves_for_a_task_of_higher_priority_and_the_group_grows_again
     pool.drop()
 
 
+@pytest.mark.long
 def test_the_only_member_keeps_its_state_when_its_room_is_taken_and_given_back(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:

@@ -135,6 +135,7 @@ def test_each_client_s_tasks_run_its_own_code_with_its_own_variables(
         assert client(tmp_path, cluster, controller, word, brought=brought) == [[word, *secrets]] * 2
 
 
+@pytest.mark.long
 def test_a_task_that_waits_keeps_its_code_when_its_client_is_gone_and_the_controller_was_killed(
     tmp_path: Path, cluster: Any, controller: str
 ) -> None:

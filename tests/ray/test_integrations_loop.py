@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"step +(\d+): reward ([\d.]+), (\d+) samples, (\d+) moved; version (\d+) on (.+)")
 
 
+@pytest.mark.long
 def test_the_loop_learns_and_loses_no_sample_with_an_engine() -> None:
     done = subprocess.run(
         [sys.executable, "examples/rollout_loop/loop.py", "--steps", "14", "--lose-one-at", "6"],

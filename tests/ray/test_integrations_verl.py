@@ -229,6 +229,7 @@ def cluster() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.mark.long
 def test_as_an_actor_it_lets_places_come_back_however_many_wait_and_sees_a_server_die(cluster: None) -> None:
     async def story() -> None:
         handles = {name: ray.remote(Server).options(num_cpus=0).remote() for name in ("one", "two")}

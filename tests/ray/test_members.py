@@ -826,6 +826,7 @@ def test_a_plain_actor_has_its_name_its_devices_and_its_place_and_can_be_stopped
     world_of(story)
 
 
+@pytest.mark.long
 def test_a_decorated_class_and_an_async_one_are_told_and_saved_too() -> None:
     async def story(world: World) -> None:
         places = await world.group(CPU, CPU)
@@ -925,6 +926,7 @@ class Announces:
 # ---- recovery -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_rest() -> None:
     async def before(world: World) -> tuple[str, TaskWorker, TaskWorker, int]:
         await world.warm(1)

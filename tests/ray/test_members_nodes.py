@@ -50,6 +50,7 @@ def group(name: str, strategy: PlacementStrategy, *nodes: str, wait_s: float = W
     return CreatePlacementGroup(name, "pool", (CPU,) * len(nodes), nodes, strategy, time.monotonic() + wait_s)
 
 
+@pytest.mark.long
 def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluster: Cluster) -> None:
     added = [cluster.add_node(num_cpus=2), cluster.add_node(num_cpus=2)]
     a, b = (node.node_id for node in added)

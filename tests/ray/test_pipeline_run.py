@@ -78,6 +78,7 @@ def test_the_output_is_the_models_bit_for_bit(factory: str, model_input: str, wh
     assert all(stage.compute_s > 0 for stage in done.stages)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("planned", "buffers"),
     [
@@ -101,6 +102,7 @@ def test_a_slow_stage_holds_back_those_before_it() -> None:
     assert done.stages[0].blocked_s > 0.3
 
 
+@pytest.mark.long
 def test_a_profiled_model_runs_as_planned_and_short_times_are_stretched() -> None:
     measured = layers.profile_layers(f"{MODELS}:mlp", model_input="8", batch_size=2, repeats=3).as_data()
     compute = layer_files.measured(measured).time_s
@@ -119,6 +121,7 @@ def test_a_block_that_fails_is_told_with_its_stage() -> None:
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.long
 def test_a_stage_whose_process_dies_is_told(cluster: Any) -> None:
     with pytest.raises(UnreachableError, match=r"stage 2 \(host-1\) failed: its process died"):
         run(schedule((1, 1, 0, 0), (2, 2, 0, 0)), *chain("dies_in_a_stage", "8"))
@@ -162,6 +165,7 @@ def answered(planned: Schedule) -> PartitionAnswer:
     return PartitionAnswer(job, "throughput", planned, 0.0, True, True, (), "")
 
 
+@pytest.mark.long
 def test_the_command_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     planned = answered(schedule((1, 2, 0.1, 0.05), (3, 4, 0.05, 0)))
     done = run_answer(planned, emulate=True, microbatches=4)

@@ -270,6 +270,7 @@ def test_a_controller_that_is_not_there_is_not_made(
     assert {one["name"] for one in before if one["name"].endswith("controller")} <= names
 
 
+@pytest.mark.long
 def test_among_several_controllers_one_is_named(capsys: pytest.CaptureFixture[str], session: Session) -> None:
     other = connect(name="another")
     try:

@@ -188,6 +188,7 @@ def test_a_state_saved_to_a_full_disk_is_not_lost(tmp_path: Path, shared_dir: bo
         assert task.seen.attempt == 2
 
 
+@pytest.mark.long
 def test_a_state_that_only_its_node_has_outlives_the_controller(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "3m") as disk, own_session(journal_dir=str(disk / "journal")) as session:
         session.preemption(cancel_timeout_s=60.0, save_timeout_s=60.0)

@@ -68,6 +68,7 @@ def test_it_shrinks_to_a_small_cluster_and_leaves_nothing_there(small_ray: Any) 
     assert left_in(small_ray) == []
 
 
+@pytest.mark.long
 def test_its_exit_status_tells_that_something_did_not_happen(
     small_ray: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +81,7 @@ def test_its_exit_status_tells_that_something_did_not_happen(
     assert "1 checks failed" in said
 
 
+@pytest.mark.long
 def test_it_cleans_up_after_ctrl_c(small_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: Any) -> None:
         assert self._scheduler.submit(**self._task("rollout-00", rlhf_demo.ROLLOUT))["success"]

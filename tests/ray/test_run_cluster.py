@@ -99,6 +99,7 @@ def test_a_component_that_raises_ends_the_run_with_its_name_and_the_reason(sessi
     assert "out of memory" in end.reason.sentence
 
 
+@pytest.mark.long
 def test_a_component_that_is_killed_comes_back_and_no_iteration_counts_twice(session: Session, tmp_path: Path) -> None:
     run = job(tmp_path, 8, use="run_parts:Noting", settings={"pause_s": 0.02})
     folder = tmp_path / "killed"

@@ -496,6 +496,7 @@ def test_on_ray_a_component_whose_process_dies_comes_back_and_nothing_counts_twi
     assert read_run(tmp_path / "runs/small-1").metrics[5]["trainer"]["total"] == 9.5  # batches 9 and 10 of the run
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_here")
 def test_on_ray_a_component_that_hangs_ends_the_run_and_leaves_no_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -131,6 +131,7 @@ def test_a_component_that_is_killed_is_made_anew_and_no_iteration_counts_twice(h
     assert events(tmp_path / "run", "lost")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [pytest.param("save", marks=pytest.mark.long), "place"])
 def test_a_component_that_is_killed_amid_a_move(house: House, tmp_path: Path, stage: str) -> None:
     disturbed(house, tmp_path, at_stage(stage), lambda: kill_one(house, "trainer"))
@@ -222,6 +223,7 @@ def killed_amid_a_move(house: House, folder: Path) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_driver_that_is_killed_amid_a_move_is_resumed_and_nothing_counts_twice(house: House, tmp_path: Path) -> None:
     folders = [tmp_path / f"run-{attempt}" for attempt in range(3)]
     folder = next((one for one in folders if killed_amid_a_move(house, one)), None)

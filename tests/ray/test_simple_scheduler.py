@@ -270,6 +270,7 @@ def test_the_guides_scenes_run_as_they_stand(ray: Any) -> None:
 # ---- submitting and calling -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_host_and_a_plain_actor_are_called_alike(scheduler: SimpleScheduler, ray: Any) -> None:
     scheduler.ensure_pool("alike", resources={"cpu": 2})
     host = scheduler.submit(task_id="h", pool="alike", actor_class=Plain, resources=CPU)["agent"]
@@ -311,6 +312,7 @@ def test_memory_is_in_mb_and_ray_is_told_bytes(scheduler: SimpleScheduler, ray: 
     assert (pool["resources"]["memory"], pool["used"]["memory"]) == (1024.0, 600.0)
 
 
+@pytest.mark.long
 def test_tasks_know_their_gpus_in_hosts_and_in_plain_actors(scheduler: SimpleScheduler, ray: Any) -> None:
     scheduler.ensure_pool("gpus", resources={"cpu": 2, "gpu": 2})
     asked = {"pool": "gpus", "resources": {"cpu": 0.5, "gpu": 1}}
@@ -436,6 +438,7 @@ def test_cancel_is_called_when_somebody_evicts_or_deletes_by_hand(scheduler: Sim
     assert not diary.exists()
 
 
+@pytest.mark.long
 def test_other_pools_are_left_alone_unless_the_policy_says_so(scheduler: SimpleScheduler) -> None:
     rules = {"role": {"train": ["batch"]}}
     for pool in ("research", "production"):
