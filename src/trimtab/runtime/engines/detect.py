@@ -86,6 +86,7 @@ async def attach(
     dialect = await detect(url, session, deadlines)
     engine = KINDS[dialect.kind](name, url, session, deadlines)
     engine.dialect, engine.release = f"{dialect.kind} {dialect.release}".strip(), dialect.known
+    engine.release_note = dialect.note
     with suppress(TrimtabError):  # it is asked again at the first call
         await engine.discover()
     return engine, dialect

@@ -105,7 +105,7 @@ class GatedEngine:
     def __init__(self, name: str, deadlines: EngineDeadlines | None = None) -> None:
         self.name, self.deadlines = name, deadlines or EngineDeadlines()
         self.dialect = ""
-        self.release = ReleaseSupport.tried
+        self.release, self.release_note = ReleaseSupport.tried, ""
         # By request id.
         self._open_streams: dict[str, OpenStream] = {}
         self._attempts, self._instance = 0, secrets.token_hex(4)
@@ -414,6 +414,18 @@ class GatedEngine:
                 engine=self.name, hint="engines that trimtab starts need no vouching",
             )  # fmt: skip
         self._record = WeightRecord(version, process)
+
+    @property
+    def discarded(self) -> bool:
+        """Its weights are gone or unknown until a refit."""
+        return self._discarded
+
+    @property
+    def weights_known_by(self) -> str:
+        """What says which weights it has: the engine, the record made here, or nothing."""
+        if EngineCapability.version in self.capabilities:
+            return "engine"
+        return "record" if self.launched or self._process_seen is not None else "nothing"
 
     def vouched(self, version: str) -> None:
         """The caller knows which weights it has, for example after a restart."""
