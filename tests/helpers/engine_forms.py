@@ -45,7 +45,9 @@ def schema(fields: dict[str, tuple[str, ...]], bodies: dict[str, tuple[str, ...]
                 "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/Body{path[1:]}"}}}
             }
         page[path] = {"post": call}
-    parts = {f"Body{path[1:]}": {"properties": {name: {} for name in names}} for path, names in bodies.items()}
+    parts: dict[str, Any] = {
+        f"Body{path[1:]}": {"properties": {name: {} for name in names}} for path, names in bodies.items()
+    }
     return {"openapi": "3.1.0", "paths": page, "components": {"schemas": parts}}
 
 
@@ -200,7 +202,7 @@ class SglangForm(SglangStub):
             router.add_get("/openapi.json", self._page)
 
     async def _page(self, request: web.Request) -> web.Response:
-        bodies = {"/update_weights_from_disk": ("model_path", "load_format")}
+        bodies: dict[str, tuple[str, ...]] = {"/update_weights_from_disk": ("model_path", "load_format")}
         if self.form["pause"] == "mode":
             bodies["/pause_generation"] = ("mode",)
         if self.form["tags"]:
