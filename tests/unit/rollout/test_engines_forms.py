@@ -190,7 +190,7 @@ def test_an_engine_that_trimtab_started_needs_no_start_time() -> None:
 def test_a_path_that_two_versions_had_proves_nothing() -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         await engine.refit(WeightUpdate("/weights/latest", "1"))
-        with pytest.raises(EngineFailedError, match=r"pool\.vouch"):
+        with pytest.raises(EngineFailedError, match=r"several versions share it; call pool\.vouch\('one'\)"):
             await engine.refit(WeightUpdate("/weights/latest", "2"))
         stub.loaded = "sent by NCCL"
         with pytest.raises(EngineFailedError, match=r"pool\.vouch"):

@@ -409,10 +409,10 @@ class GatedEngine:
         self._has_weights()
         if process is None:
             raise EngineFailedError(
-                "it has loaded the weights, but reports neither their version nor when its process started, so a "
-                "restart would not be seen: call pool.vouch(worker) if nothing restarts it",
-                engine=self.name, hint="engines that trimtab starts need no vouching",
-            )  # fmt: skip
+                f"it has the weights, but a restart would not be seen: {self._unproven()}; "
+                f"call pool.vouch({self.name!r}) if nothing restarts it",
+                engine=self.name,
+            )
         self._record = WeightRecord(version, process)
 
     @property
@@ -455,6 +455,10 @@ class GatedEngine:
             self._replaced()
         self._process_seen = process
         return process
+
+    def _unproven(self) -> str:
+        """Why nothing shows that its process is the same."""
+        return "it reports neither their version nor when its process started"
 
     def _replaced(self) -> None:
         """Forgets what was found out about the process before."""

@@ -186,6 +186,11 @@ class SglangEngine(HttpEngine):
         self._path_of_record, self._process_seen = path if only else "", None
         await super().refitted(version)
 
+    def _unproven(self) -> str:
+        if self._path_of_record == "":
+            return "it reports only their path, which proves nothing if there is none, or several versions share it"
+        return super()._unproven()
+
     async def _process(self) -> str | None:
         """Not shown; but the path of its weights is, and a new process has the path that it was started with."""
         info = await self._info()
