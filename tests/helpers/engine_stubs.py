@@ -90,7 +90,8 @@ class Stub:
 
     @web.middleware
     async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        self.asked.append((request.path, dict(request.query)))
+        if request.method != "OPTIONS":  # only asks whether there is such a call
+            self.asked.append((request.path, dict(request.query)))
         if self.dead:
             assert request.transport is not None
             request.transport.close()
@@ -194,6 +195,7 @@ class VllmStub(Stub):
             router.add_get("/is_paused", self._is_paused)
             router.add_get("/is_sleeping", self._is_sleeping)
             router.add_get("/weight_info", self._weight_info)
+            router.add_get("/get_world_size", self._world_size)
             for path, handler in (
                 ("/pause", self._pause), ("/resume", self._resume), ("/sleep", self._sleep), ("/wake_up", self._wake),
                 ("/abort_requests", self._abort), ("/reset_prefix_cache", self._reset),
@@ -249,6 +251,9 @@ class VllmStub(Stub):
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
+
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_answers import run
+from engine_forms import SglangForm, VllmForm
 from engine_scenes import expected
 from engine_stubs import SglangStub, Stub, VllmStub
 from trimtab.machines.rollout.machine import STATIC
@@ -76,6 +77,10 @@ class Scene:
 
 
 def stub_of(kind: str) -> Stub:
+    """A server of a kind, or of one of its releases: `vllm 0.26.0`."""
+    kind, _, release = kind.partition(" ")
+    if release:
+        return VllmForm(release) if kind == "vllm" else SglangForm(release)
     return VllmStub() if kind == "vllm" else SglangStub()
 
 

@@ -931,3 +931,20 @@ def test_what_the_policy_decided_last_is_in_a_snapshot():
     again = RolloutMachine.load(data, elastic)
     assert again.scaling() == bench.machine.scaling()
     assert again.dump() == data
+
+
+def test_workers_whose_refits_failed_too_often_take_part_in_the_next_one_and_a_pool_may_go_back() -> None:
+    bench = Bench(ownership=OURS, tries=2)
+    bench.tell(e.RefitBegun(1, RefitWay.disk, InFlight.move))
+    for _ in range(2):
+        for name in ("w0", "w1"):
+            bench.failed(name)
+        bench.wait(600.0)
+    assert {bench.state(name) for name in ("w0", "w1")} == {S.stale}
+    assert (bench.machine.version, bench.machine.served_version) == (1, 0)
+    bench.tell(e.RefitBegun(0, RefitWay.disk, InFlight.move))
+    assert [member.worker for member in bench.machine.membership().members] == ["w0", "w1"]
+    for name in ("w0", "w1"):
+        bench.done(name)
+    assert {bench.state(name) for name in ("w0", "w1")} == {S.active}
+    assert RolloutMachine.load(json.loads(json.dumps(bench.machine.dump()))).served_version == 0

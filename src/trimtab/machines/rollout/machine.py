@@ -145,6 +145,11 @@ class RolloutMachine:
     def version(self) -> int:
         return self._state.version
 
+    @property
+    def served_version(self) -> int:
+        """The last version that a worker served; it differs from `version` after a refit that no worker confirmed."""
+        return self._state.counters.served_version
+
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def _on_demand_seen(self, event: e.DemandSeen) -> None:

@@ -160,6 +160,7 @@ class RolloutCounters:
 
     now: float = 0.0
     version: int = 0  # of the trainer's weights
+    served_version: int = 0  # the last one that a worker served: what a pool can go back to after a failed refit
     min_workers: int = 1
     max_workers: int = 1
     arrivals: int = 0

@@ -1,5 +1,8 @@
 """Refits: membership, when the trainer may begin, which workers serve afterwards. The trainer moves the weights.
 
+A refit may go back to an older version, for example to the last one that served. Workers whose refits failed too often
+are not retried, but take part in every refit that the trainer begins: none is left out for good.
+
 Membership is frozen from begin to end: a collective whose set of engines changes under way hangs for ever. Workers that
 join or leave meanwhile are part of the next sync; a new one is STALE until then. From begin on only the new version is
 current. Workers on which a refit fails are left STALE with no version, and the others go on; if all fail, no worker
@@ -43,7 +46,7 @@ class RefitCoordinator:
             return before
         members, offset = [], 0
         for worker in self.state.workers_in(*TAKES_PART):
-            if not (worker.leaving or worker.reclaimed or worker.disabled):
+            if not (worker.leaving or worker.reclaimed):
                 members.append(RefitMember(worker.id, worker.spec.size, offset, worker.incarnation))
                 offset += worker.spec.size
         old = {(member.worker, member.incarnation) for member in before.members}
@@ -95,6 +98,7 @@ class RefitCoordinator:
     def _quiesce(self, worker: RolloutWorker, event: e.RefitBegun) -> None:
         reason = Reason(ReasonCode.refitting, f"version {event.version} is being loaded")
         worker.action, worker.retry_at = None, None  # actions in progress were for older weights
+        worker.disabled, worker.failures = False, 0
         if worker.state is not S.empty:
             self.workers.to_stale(worker, reason)
         if not worker.held:

@@ -27,7 +27,10 @@ class RolloutState:
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
         self.counters = RolloutCounters(
-            version=rules.version, min_workers=rules.min_workers, max_workers=rules.max_workers
+            version=rules.version,
+            served_version=rules.version,
+            min_workers=rules.min_workers,
+            max_workers=rules.max_workers,
         )
         self.workers: dict[str, RolloutWorker] = {}  # in order of joining
         self.requests: dict[str, RolloutRequest] = {}  # accepted and not answered

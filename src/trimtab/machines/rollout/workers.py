@@ -399,6 +399,7 @@ class WorkerTransitions:
         assert not worker.was_lost, worker.id
         if worker.action is not None and worker.action.verb is WorkerVerb.refit:
             worker.action = None
+        self.state.counters.served_version = worker.version
         self.transition(worker, S.active, reason)
 
     def to_stale(self, worker: RolloutWorker, reason: Reason) -> None:

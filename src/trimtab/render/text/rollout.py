@@ -93,6 +93,9 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
     warned = [warning for warning in data["warnings"] if warning["ago_s"] <= WARNED_S][-WARNINGS_SHOWN:]
     if warned:
         parts += ["", *(Text.from_markup(f"[yellow]warning:[/] {escape(_warning(warning))}") for warning in warned)]
+    for remark in data.get("remarks", ()):
+        sentence = f"{', '.join(remark['workers'])} {remark['sentence']}"
+        parts += ["", Text.from_markup(f"[dim]weights:[/] {escape(sentence)}")]
     failed = [loop for loop in data.get("background", ()) if loop["failures"]]
     if failed:
         parts += ["", *(Text.from_markup(f"[red]background:[/] {escape(_failed_loop(loop))}") for loop in failed)]

@@ -39,10 +39,12 @@ from trimtab.runtime.engines.gated import DeltaReader, EventStream, GatedEngine,
 
 _NEEDS = {
     EngineCapability.pause: ("pause", "resume"),
+    EngineCapability.keep: ("pause", "resume"),
     EngineCapability.sleep: ("sleep", "wake"),
     EngineCapability.flush: ("flush",),
     EngineCapability.refit: ("refit", "version"),
     EngineCapability.version: ("version",),
+    EngineCapability.load: ("load",),
 }
 
 

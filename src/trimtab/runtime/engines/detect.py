@@ -1,12 +1,13 @@
 """Detects which engine software answers at an address, and its release.
 
-The adapter depends on both. An untested release is accepted with a note; anything that answers like none of the known
-servers is an error.
+The adapter depends on the software only; what its release can do, the adapter asks. An untested release is a remark of
+`trimtab rollout doctor`; anything that answers like none of the known servers is an error.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
@@ -21,8 +22,8 @@ from trimtab.runtime.engines.vllm import VllmEngine
 from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 KINDS: dict[str, type[HttpEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
-TESTED_RELEASES = {"vllm": "0.32", "sglang": "0.5", "llamacpp": ""}
-"""Releases that the adapters were written for; llama.cpp has builds, not releases."""
+TESTED_RELEASES: dict[str, tuple[str, ...]] = {"vllm": ("0.32", "0.26"), "sglang": ("0.5",), "llamacpp": ()}
+"""Releases that the adapters ran against; llama.cpp has builds, not releases."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class EngineDialect:
 
     kind: str
     release: str  # empty: not reported
-    note: str = ""  # warning about the release
+    note: str = ""  # remark about the release
     known: ReleaseSupport = ReleaseSupport.tried
 
 
@@ -71,8 +72,10 @@ def _dialect(kind: str, info: dict[str, object]) -> EngineDialect:
     tried = TESTED_RELEASES[kind]
     if not release or release == "b0-unknown":
         return EngineDialect(kind, release, f"this {kind} does not say its release", ReleaseSupport.unsaid)
-    if tried and not re.match(rf"v?{re.escape(tried)}(\.|$|\D)", release):
-        return EngineDialect(kind, release, f"{kind} {release} was never tried; {tried} was", ReleaseSupport.untried)
+    if tried and not any(re.match(rf"v?{re.escape(each)}(\.|$|\D)", release) for each in tried):
+        were = "was" if len(tried) == 1 else "were"
+        note = f"{kind} {release} was never tried; {' and '.join(tried)} {were}"
+        return EngineDialect(kind, release, note, ReleaseSupport.untried)
     return EngineDialect(kind, release)
 
 
@@ -83,4 +86,7 @@ async def attach(
     dialect = await detect(url, session, deadlines)
     engine = KINDS[dialect.kind](name, url, session, deadlines)
     engine.dialect, engine.release = f"{dialect.kind} {dialect.release}".strip(), dialect.known
+    engine.release_note = dialect.note
+    with suppress(TrimtabError):  # it is asked again at the first call
+        await engine.discover()
     return engine, dialect

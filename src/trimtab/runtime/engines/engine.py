@@ -52,10 +52,12 @@ class EngineCapability(str, enum.Enum):
     """What not every engine supports."""
 
     pause = "pause"  # by the engine itself; without it the adapter only stops sending
+    keep = "keep"  # a pause that holds running requests and continues them after resume
     sleep = "sleep"
     flush = "flush"
     refit = "refit"
-    version = "version"
+    version = "version"  # it reports the version of its weights; without it, what was recorded here counts
+    load = "load"  # it reports how many requests it has
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,14 @@ class WeightUpdate:
     path: str
     version: str
     way: str = "disk"
+
+
+@dataclass(frozen=True)
+class WeightRecord:
+    """Which weights an engine has that cannot say so itself. It holds while the engine's process is the same."""
+
+    version: str
+    process: str | None  # what identified the process; None: to be read at the next state check
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,14 @@ from trimtab.runtime.engines.engine import (
     PartialOutput,
     PauseMode,
     StreamDelta,
+    WeightRecord,
     WeightUpdate,
 )
 
 _SETTLE_S = 1.0
 """How long an engine's own figures may lag."""
 _POLL_S = 0.02
+LAUNCHED = "started by trimtab, which sees its process end"
 _EMPTY = "its weights were discarded or half replaced, and no refit has been confirmed since"
 
 
@@ -78,8 +80,9 @@ class OpenStream:
     def __init__(self, request: GenerateRequest, attempt: str) -> None:
         self.request = request
         # Request id at the engine, never reused: SGLang aborts an id once more
-        # two seconds after its stream has ended, even if it is in use again by then.
-        self.key = f"{request.id}.{attempt}"
+        # two seconds after its stream has ended, even if it is in use again by then, and releases before 0.5.5 abort
+        # every id that begins like the given one: hence the end mark.
+        self.key = f"{request.id}.{attempt}."
         self.events: EventStream | None = None
         self.aborting = False
         self.ended = False  # by itself, successfully or not
@@ -102,7 +105,7 @@ class GatedEngine:
     def __init__(self, name: str, deadlines: EngineDeadlines | None = None) -> None:
         self.name, self.deadlines = name, deadlines or EngineDeadlines()
         self.dialect = ""
-        self.release = ReleaseSupport.tried
+        self.release, self.release_note = ReleaseSupport.tried, ""
         # By request id.
         self._open_streams: dict[str, OpenStream] = {}
         self._attempts, self._instance = 0, secrets.token_hex(4)
@@ -117,6 +120,13 @@ class GatedEngine:
         self._next_check: asyncio.Task[EngineState] | None = None
         # Aborts being sent for requests whose clients have disconnected.
         self._abort_tasks: set[asyncio.Task[None]] = set()
+        # What an engine that cannot say its weight version was last given, and in which process.
+        self._record: WeightRecord | None = None
+        self._process_seen: str | None = None
+        self._boots = 0
+        self.launched = False  # its launcher reports the end of its process, and makes a new adapter for the next
+        self.model_path = ""  # of the weights that it was started with, if it says so
+        self.lacks: dict[EngineCapability, str] = {}  # what this engine cannot do, and what would change that
         self._discarded = False  # weights are gone or unknown until a refit is confirmed, whatever the engine reports
 
     # State.
@@ -129,8 +139,9 @@ class GatedEngine:
             return replace(state, elsewhere=self._paused_externally)
         except TrimtabError as error:
             return EngineState(
-                False, error.what, paused=bool(self._paused), asleep=bool(self._asleep), dialect=self.dialect
-            )
+                False, error.what, paused=bool(self._paused), asleep=bool(self._asleep), dialect=self.dialect,
+                boots=self._boots,
+            )  # fmt: skip
 
     async def load(self) -> EngineLoad:
         await self._ensure_reachable()
@@ -140,7 +151,21 @@ class GatedEngine:
         if self._discarded:
             return None
         await self._ensure_reachable()
-        return await self._version()
+        return await self._current_version()
+
+    async def discover(self) -> None:
+        """Asks the engine what it can do; `capabilities` is right afterwards."""
+        await self._ensure_reachable()
+
+    @property
+    def sleep_levels(self) -> frozenset[int]:
+        """Levels of `sleep` that it has: 1 keeps the weights, 2 discards them."""
+        return frozenset({1, 2} if EngineCapability.sleep in self.capabilities else ())
+
+    @property
+    def refit_ways(self) -> tuple[str, ...]:
+        """Ways in which new weights can reach it."""
+        return ("disk",) if EngineCapability.refit in self.capabilities else ()
 
     # Generating.
 
@@ -273,6 +298,7 @@ class GatedEngine:
 
     async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
         await self._ensure_reachable()
+        before = self._closed_reason, self._paused_externally, self._paused
         self._closed_reason, self._paused_externally, self._paused = (
             f"a pause ({mode.value}) was requested",
             False,
@@ -281,7 +307,11 @@ class GatedEngine:
         ends = list(self._open_streams.values()) if mode is PauseMode.abort else []
         for stream in ends:
             stream.aborting = True
-        await self._pause(mode)
+        try:
+            await self._pause(mode)
+        except NotSupportedError:  # nothing was sent
+            self._closed_reason, self._paused_externally, self._paused = before
+            raise
         self._closed_reason, self._paused = f"it is paused ({mode.value})", mode
         for stream in ends:
             if stream.events is not None:
@@ -297,12 +327,17 @@ class GatedEngine:
         self._closed_reason, self._paused_externally, self._paused = "", False, None
 
     async def sleep(self, level: int = 1) -> None:
-        self._require_capability(EngineCapability.sleep)
         if level not in (1, 2):
             raise InputError(f"there is no sleep of level {level}", hint="1 keeps the weights, 2 discards them")
         await self._ensure_reachable()
+        self._require_capability(EngineCapability.sleep)
+        if level not in self.sleep_levels:
+            raise NotSupportedError(
+                f"{self.dialect or self.kind} cannot release memory and keep its weights", where=f"engine {self.name}",
+                hint="sleep with level 2, and refit it after waking",
+            )  # fmt: skip
         await self._close_when_idle(f"a sleep (level {level}) was requested")
-        if self._paused is None:
+        if self._paused is None and EngineCapability.pause in self.capabilities:
             # Another client may send between the check and the release; a pause turns that crash into an abort.
             await self.pause(PauseMode.abort)
         if level == 2:
@@ -312,8 +347,8 @@ class GatedEngine:
         await self._sleep(level)
 
     async def wake(self, tags: Collection[MemoryTag] | None = None) -> None:
-        self._require_capability(EngineCapability.sleep)
         await self._ensure_reachable()
+        self._require_capability(EngineCapability.sleep)
         chosen = set(tags) if tags is not None else {MemoryTag.weights, MemoryTag.kv_cache}
         await self._wake(chosen)
         self._asleep -= chosen
@@ -327,12 +362,11 @@ class GatedEngine:
             await self.resume()
 
     async def flush(self) -> None:
-        self._require_capability(EngineCapability.flush)
         await self._ensure_reachable()
+        self._require_capability(EngineCapability.flush)
         await self._flush()
 
     async def refit(self, refit: WeightUpdate) -> None:
-        self._require_capability(EngineCapability.refit)
         if refit.way != "disk":
             raise NotSupportedError(
                 f"weights by '{refit.way}' are sent by the trainer", where=f"engine {self.name}",
@@ -341,25 +375,93 @@ class GatedEngine:
         if MemoryTag.weights in self._asleep:
             raise EnginePausedError("its weights are asleep", engine=self.name, hint="wake the weights first")
         await self._ensure_reachable()
+        self._require_capability(EngineCapability.refit)
+        reason, discarded = self._closed_reason, self._discarded
         if self._paused is None:
             await self._close_when_idle("it is being refitted")
         # Until the new version is confirmed its weights are unknown: neither the old nor the new.
         self._discarded = True
-        await self._refit(refit)
+        try:
+            await self._refit(refit)
+        except NotSupportedError:  # refused before anything was loaded
+            self._closed_reason, self._discarded = reason, discarded
+            raise
         await self.refitted(refit.version)
 
     async def refitted(self, version: str) -> None:
-        """The trainer has sent new weights; accepted unless the engine reports another version."""
+        """The trainer has sent new weights; accepted unless the engine reports another version.
+
+        For an engine that reports none, the version is recorded with its process.
+        """
         await self._ensure_reachable()
-        confirmed = await self._version()
-        if confirmed != version and EngineCapability.version in self.capabilities:
+        if EngineCapability.version in self.capabilities:
+            confirmed = await self._version()
+            if confirmed != version:
+                raise EngineFailedError(
+                    f"after the refit it reports version '{confirmed}' and not '{version}'", engine=self.name,
+                    hint="send the weight version together with the weights",
+                )  # fmt: skip
+            self._has_weights()
+            return
+        boots, process = self._boots, await self._see_process()
+        if self._boots != boots:
+            raise EngineFailedError("its process was replaced during the refit", engine=self.name)
+        self._has_weights()
+        if process is None:
             raise EngineFailedError(
-                f"after the refit it reports version '{confirmed}' and not '{version}'", engine=self.name,
-                hint="send the weight version together with the weights",
-            )  # fmt: skip
+                f"it has the weights, but a restart would not be seen: {self._unproven()}; "
+                f"call pool.vouch({self.name!r}) if nothing restarts it",
+                engine=self.name,
+            )
+        self._record = WeightRecord(version, process)
+
+    @property
+    def discarded(self) -> bool:
+        """Its weights are gone or unknown until a refit."""
+        return self._discarded
+
+    @property
+    def weights_known_by(self) -> str:
+        """What says which weights it has: the engine, the record made here, or nothing."""
+        if EngineCapability.version in self.capabilities:
+            return "engine"
+        return "record" if self.launched or self._process_seen is not None else "nothing"
+
+    def vouched(self, version: str) -> None:
+        """The caller knows which weights it has, for example after a restart."""
+        self._record = WeightRecord(version, None)
+        self._has_weights()
+
+    def _has_weights(self) -> None:
         self._discarded = False
         if not self._asleep and self._paused is None and not self._paused_externally:
             self._closed_reason = ""
+
+    async def _current_version(self) -> str | None:
+        """As the engine reports it or, where it cannot, as recorded for the process that answers now."""
+        if EngineCapability.version in self.capabilities:
+            return await self._version()
+        process = await self._see_process()
+        if self._record is not None and self._record.process is None:
+            self._record = WeightRecord(self._record.version, process)
+        return None if self._record is None or process is None else self._record.version
+
+    async def _see_process(self) -> str | None:
+        """Identifies the engine's process; another than before counts as a boot, and what was recorded is void."""
+        process = LAUNCHED if self.launched else await self._process()
+        if self._process_seen is not None and process != self._process_seen:
+            self._boots += 1
+            self._record = None
+            self._replaced()
+        self._process_seen = process
+        return process
+
+    def _unproven(self) -> str:
+        """Why nothing shows that its process is the same."""
+        return "it reports neither their version nor when its process started"
+
+    def _replaced(self) -> None:
+        """Forgets what was found out about the process before."""
 
     async def close(self) -> None:
         for stream in self._open_streams.values():
@@ -389,6 +491,8 @@ class GatedEngine:
             raise EngineBusyError(
                 f"{len(self._open_streams)} requests run there", engine=self.name, hint="drain or abort them first"
             )
+        if EngineCapability.load in self.lacks:
+            return  # nothing else is known
         load = await self._settled_load()
         if not load.fresh:
             raise EngineBusyError(
@@ -429,7 +533,11 @@ class GatedEngine:
 
     def _require_capability(self, verb: EngineCapability) -> None:
         if verb not in self.capabilities:
-            raise NotSupportedError(f"{self.kind} has no way to {verb.value}", where=f"engine {self.name}")
+            why = self.lacks.get(verb, "")
+            raise NotSupportedError(
+                f"{self.dialect or self.kind} has no way to {verb.value}{why and f': {why}'}",
+                where=f"engine {self.name}",
+            )
 
     async def _ensure_reachable(self) -> None:
         """Checks and facts needed before the first call."""
@@ -459,6 +567,10 @@ class GatedEngine:
 
     async def _version(self) -> str | None:
         return None
+
+    async def _process(self) -> str | None:
+        """What identifies the engine's process, for example its start time; None: it does not show it."""
+        return self.kind
 
     async def _abort(self, keys: Collection[str] | None) -> bool:
         """Aborts by engine request ids; False if the engine only reacts to a closed connection."""

@@ -45,7 +45,6 @@ class LlamaCppEngine(HttpEngine):
     kind = "llamacpp"
     keeps_alive = False  # it closes keep-alive connections
 
-    _boots = 0
     _tokens_seen = 0.0  # token counter at the last check; a new process starts at 0
     _vocabulary: Vocabulary | None = None
     _vocabulary_lock: asyncio.Lock | None = None

@@ -10,6 +10,11 @@ itself as unhealthy; so it is never called here. `/ready` answers at once, with 
 freeze while paused, except after a pause by abort: a reading whose timestamp does not move is stale. Releasing memory
 with requests running kills the server; `GatedEngine.sleep` prevents that. Releasing the weights discards them: the
 version is None until a refit, whatever the server reports.
+
+Releases differ, so the server is asked: a pause since 0.4.9, which aborts whatever it is told before 0.5.6; tags for
+memory since 0.4.9, without which a release discards the weights; a weight version since 0.5.1; `/v1/loads` since 0.5.8,
+`/get_load` with requests from 0.5.3 and with tokens only from 0.4.7 on. Without a weight version, the path that the
+server names in its model information shows which of the recorded weights it has.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Any
 from trimtab.core.errors import TrimtabError
 from trimtab.runtime.engines.engine import (
     EngineCapability,
+    EngineDeadlines,
     EngineFailedError,
     EngineLoad,
     EngineMalformedError,
@@ -33,18 +39,26 @@ from trimtab.runtime.engines.engine import (
     FinishReason,
     GenerateRequest,
     MemoryTag,
+    NotSupportedError,
     PauseMode,
     StreamDelta,
     TopLogprobs,
     WeightUpdate,
 )
 from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
-from trimtab.runtime.engines.http_engine import HttpEngine
+from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
 from trimtab.runtime.engines.wire import NoSuchPathError
 
 _FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
 _MODES = {PauseMode.abort: "abort", PauseMode.wait: "abort", PauseMode.keep: "retract"}
 _NOT_READY = "another client paused it, or it is starting or ending: /ready says no"
+_PATHS = (
+    "/ready", "/server_info", "/v1/loads", "/get_load", "/metrics", "/pause_generation", "/continue_generation",
+    "/abort_request", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
+    "/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed",
+    "/update_weights_from_ipc", "/init_weights_update_group",
+)  # fmt: skip
 _STALE_S = 5.0
 """A load older than this that has not moved since the last reading is stale."""
 
@@ -56,12 +70,25 @@ class SglangEngine(HttpEngine):
     capabilities = frozenset(
         {
             EngineCapability.pause,
+            EngineCapability.keep,
             EngineCapability.sleep,
             EngineCapability.flush,
             EngineCapability.refit,
             EngineCapability.version,
+            EngineCapability.load,
         }
     )
+
+    _calls: ServedCalls | None = None  # None: not asked yet
+    _tags = True  # memory is released in parts
+    # Path of the recorded weights. None: the one that is read next; empty: it proves nothing, because weights came
+    # without a path, or several versions had this one.
+    _path_of_record: str | None = None
+    _path_loaded = ""  # by the refit in progress
+
+    def __init__(self, name: str, url: str, session: Any, deadlines: EngineDeadlines | None = None) -> None:
+        super().__init__(name, url, session, deadlines)
+        self._version_of: dict[str, str] = {}  # first version that was loaded from a path
 
     _load_stamps: Any = None  # the engine's timestamp of its last loads
     _loads_read = False  # loads were read before
@@ -93,19 +120,103 @@ class SglangEngine(HttpEngine):
     def _reader(self, request: GenerateRequest) -> DeltaReader:
         return _SglangReader(request, self.name, self._abandoned)
 
+    async def _ensure_reachable(self) -> None:
+        await super()._ensure_reachable()
+        if self._calls is None:
+            info = await self._info()
+            calls = await served_calls(self.wire, _PATHS)
+            # The metrics page is no route of the server, so it is on no list.
+            counted = calls.has("/v1/loads") or calls.has("/get_load") or await self._counts_by_metrics()
+            self._learn(calls, "weight_version" in info if isinstance(info, dict) else False, counted)
+            if isinstance(info, dict) and not self.model_path:
+                self.model_path = str(info.get("model_path") or "")
+
+    def _learn(self, calls: ServedCalls, has_version: bool, counted: bool) -> None:
+        """What it can do, by the calls that it has."""
+        pauses = calls.has("/pause_generation")
+        offered = {
+            EngineCapability.pause: pauses,
+            EngineCapability.keep: calls.takes("/pause_generation", "mode", otherwise=calls.has("/server_info")),
+            # Memory released under requests of other clients kills it: they must be seen, or be stopped.
+            EngineCapability.sleep: calls.has("/release_memory_occupation") and (counted or pauses),
+            EngineCapability.flush: calls.has("/flush_cache"),
+            EngineCapability.refit: calls.has("/update_weights_from_disk"),
+            EngineCapability.version: has_version,
+            EngineCapability.load: counted,
+        }
+        self._calls = calls
+        self._tags = calls.takes("/release_memory_occupation", "tags", otherwise=pauses)
+        self.capabilities = frozenset(verb for verb, has in offered.items() if has)
+        self.lacks = {verb: "this release has no such call" for verb, has in offered.items() if not has}
+        if not counted:
+            self.lacks[EngineCapability.load] = "start it with --enable-metrics"
+
+    async def _counts_by_metrics(self) -> bool:
+        try:
+            return "sglang:num_running_reqs" in await gauges(self.wire)
+        except (NoSuchPathError, EngineRefusedError):
+            return False
+
+    def _has(self, path: str) -> bool:
+        return self._calls is not None and self._calls.has(path)
+
+    @property
+    def sleep_levels(self) -> frozenset[int]:
+        return super().sleep_levels if self._tags else super().sleep_levels - {1}
+
+    @property
+    def refit_ways(self) -> tuple[str, ...]:
+        ways = list(super().refit_ways)
+        if self._has("/init_weights_update_group") and self._has("/update_weights_from_distributed"):
+            ways.append("collective")
+        if self._has("/update_weights_from_tensor") or self._has("/update_weights_from_ipc"):
+            ways.append("same_gpu")
+        return tuple(ways)
+
+    def _replaced(self) -> None:
+        self._calls, self._path_of_record = None, None
+
+    def vouched(self, version: str) -> None:
+        self._path_of_record, self._process_seen = None, None
+        super().vouched(version)
+
+    async def refitted(self, version: str) -> None:
+        path, self._path_loaded = self._path_loaded, ""
+        only = path and self._version_of.setdefault(path, version) == version
+        self._path_of_record, self._process_seen = path if only else "", None
+        await super().refitted(version)
+
+    def _unproven(self) -> str:
+        if self._path_of_record == "":
+            return "it reports only their path, which proves nothing if there is none, or several versions share it"
+        return super()._unproven()
+
+    async def _process(self) -> str | None:
+        """Not shown; but the path of its weights is, and a new process has the path that it was started with."""
+        info = await self._info()
+        path = str(info.get("model_path") or "") if isinstance(info, dict) else ""
+        if self._path_of_record is None:
+            self._path_of_record = path
+        return f"with the weights of {path}" if path and path == self._path_of_record else None
+
     async def _read_state(self) -> EngineState:
         info = await self._info()
         if not self.dialect:
             self.dialect = f"sglang {await self._release()}"
         if not self._closed_reason or self._paused_externally:
             self._update_gate(await self._not_serving(), asleep=False, why=_NOT_READY)
-        version = None if self._discarded else _version_in(info)
+        version = _version_in(info) if EngineCapability.version in self.capabilities else await self._current_version()
         paused = self._paused is not None or self._paused_externally
         why = self._closed_reason or "it answers"
-        return EngineState(not self._closed_reason, why, version, paused, bool(self._asleep), self.dialect)
+        return EngineState(
+            not self._closed_reason, why, None if self._discarded else version, paused, bool(self._asleep),
+            self.dialect, boots=self._boots,
+        )  # fmt: skip
 
     async def _not_serving(self) -> bool:
         """Whether it accepts no requests: they would hang until it is resumed."""
+        if EngineCapability.load not in self.capabilities:
+            return False
         try:
             await self.wire.get("/ready")
         except NoSuchPathError:
@@ -144,6 +255,40 @@ class SglangEngine(HttpEngine):
         return "of unknown release"
 
     async def _load(self) -> EngineLoad:
+        if EngineCapability.load not in self.capabilities:
+            raise NotSupportedError(
+                f"{self.dialect or 'sglang'} does not say how many requests it has", where=f"engine {self.name}",
+                hint=self.lacks[EngineCapability.load],
+            )  # fmt: skip
+        if self._has("/v1/loads"):
+            return await self._load_v1()
+        return await (self._load_old() if self._has("/get_load") else self._load_metrics())
+
+    async def _load_old(self) -> EngineLoad:
+        """`/get_load`: a list with requests of each rank, or before 0.5.3 only the tokens that they hold."""
+        reply = await self.wire.get("/get_load")
+        try:
+            if isinstance(reply, dict):
+                running, waiting = int(int(reply["load"]) > 0), 0
+            else:
+                waiting = sum(int(rank["num_waiting_reqs"]) for rank in reply)
+                running = sum(int(rank["num_reqs"]) for rank in reply) - waiting
+                # Requests that it has not begun to count hold memory already.
+                running = max(running, int(sum(int(rank["num_tokens"]) for rank in reply) > 0 and not waiting))
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineMalformedError(f"/get_load cannot be read: {error!r}", engine=self.name) from None
+        return EngineLoad(running, waiting, None, time.monotonic(), fresh=self._paused is None)
+
+    async def _load_metrics(self) -> EngineLoad:
+        found = await gauges(self.wire)
+        try:
+            running, waiting = int(found["sglang:num_running_reqs"]), int(found["sglang:num_queue_reqs"])
+        except KeyError:
+            raise EngineMalformedError("its metrics do not count requests", engine=self.name) from None
+        used = found.get("sglang:token_usage")
+        return EngineLoad(running, waiting, used, time.monotonic(), fresh=self._paused is None)
+
+    async def _load_v1(self) -> EngineLoad:
         reply = await self.wire.get("/v1/loads", include="core")
         try:
             loads = reply["loads"]
@@ -169,20 +314,37 @@ class SglangEngine(HttpEngine):
         return _version_in(await self._info())
 
     async def _abort(self, keys: Collection[str] | None) -> bool:
+        if not self._has("/abort_request"):
+            return False
         if keys is None:
-            await self.wire.post("/abort_request", {"abort_all": True})
+            try:
+                await self.wire.post("/abort_request", {"abort_all": True})
+            except EngineRefusedError:  # before 0.4.9 it wants an id: requests of other clients stay
+                keys = [stream.key for stream in self._open_streams.values()]
         for key in keys or ():
             await self.wire.post("/abort_request", {"rid": key})
         return True
 
     async def _abort_left(self, key: str) -> None:
         """It takes two seconds to notice a closed connection: wasted forward passes."""
-        with suppress(TrimtabError):
-            await self.wire.post("/abort_request", {"rid": key})
+        if self._has("/abort_request"):
+            with suppress(TrimtabError):
+                await self.wire.post("/abort_request", {"rid": key})
 
     async def _pause(self, mode: PauseMode) -> None:
-        if mode is PauseMode.wait:
-            await self._wait_drained(self._is_busy)  # the server has no waiting pause
+        if mode is PauseMode.keep and EngineCapability.keep not in self.capabilities:
+            raise NotSupportedError(
+                f"{self.dialect or 'sglang'} cannot hold running requests", where=f"engine {self.name}",
+                hint="abort or wait",
+            )  # fmt: skip
+        if mode is PauseMode.wait:  # the server has no waiting pause
+            await self._wait_drained(self._is_busy if EngineCapability.load in self.capabilities else None)
+        if EngineCapability.pause not in self.capabilities:
+            # Before 0.4.9 there is no pause: the gate is closed, and requests of other clients go on.
+            if mode is PauseMode.abort:
+                await self.abort()
+            await self._wait_drained()
+            return
         await self._post("/pause_generation", {"mode": _MODES[mode]})
 
     async def _is_busy(self) -> bool:
@@ -193,19 +355,23 @@ class SglangEngine(HttpEngine):
         """`retract` has released the memory of every request; they are recomputed afterwards."""
 
     async def _resume(self) -> None:
-        await self._post("/continue_generation", {})
+        if EngineCapability.pause in self.capabilities:
+            await self._post("/continue_generation", {})
 
     async def _sleep(self, level: int) -> None:
         # The cache refers to memory that is about to be released.
         await self._flush()
         tags = [MemoryTag.kv_cache.value, *([MemoryTag.weights.value] if level == 2 else [])]
-        await self._post("/release_memory_occupation", {"tags": tags})
+        await self._post("/release_memory_occupation", {"tags": tags} if self._tags else {})
         if level == 1:
             self._asleep = {MemoryTag.kv_cache}
 
     async def _wake(self, tags: set[MemoryTag]) -> None:
         wanted = sorted(tag.value for tag in tags & self._asleep)
-        if wanted:
+        if wanted and not self._tags:
+            await self._post("/resume_memory_occupation", {})
+            self._asleep = set()  # all of it is awake, whatever was asked for
+        elif wanted:
             await self._post("/resume_memory_occupation", {"tags": wanted})
 
     async def _flush(self) -> None:
@@ -217,6 +383,7 @@ class SglangEngine(HttpEngine):
             {"model_path": refit.path, "weight_version": refit.version, "abort_all_requests": False},
             within_s=self.deadlines.refit_s,
         )
+        self._path_loaded = refit.path
 
     async def _post(self, path: str, body: Any) -> Any:
         return await self.wire.post(path, body, within_s=self.deadlines.change_s)

@@ -8,6 +8,10 @@ log-probabilities are those of the model before temperature unless the server wa
 Everything beyond generating needs development mode (VLLM_SERVER_DEV_MODE=1), in which every client that reaches the
 server controls it: hence the private address. `/health` says 200 while paused or asleep, so `/is_paused` and
 `/is_sleeping` are read. Requests that arrive while paused hang and are in neither gauge; only `/load` counts them.
+
+Releases differ in what development mode has, so the server is asked: no pause before 0.12 and none that keeps running
+requests before 0.16; `/collective_rpc` since 0.10.2, with a `reload_weights` that takes a path since 0.16; a weight
+version since 0.27. Without one, what was loaded is recorded for the process that `/metrics` shows to be the same.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from trimtab.runtime.engines.engine import (
     FinishReason,
     GenerateRequest,
     MemoryTag,
+    NotSupportedError,
     PauseMode,
     StreamDelta,
     TopLogprobs,
@@ -33,10 +38,16 @@ from trimtab.runtime.engines.engine import (
 )
 from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
 from trimtab.runtime.engines.wire import NoSuchPathError
 
 _FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
 _DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 on a private interface"
+_PATHS = (
+    "/pause", "/resume", "/abort_requests", "/sleep", "/wake_up", "/reset_prefix_cache", "/collective_rpc",
+    "/weight_info", "/update_weight_version", "/init_weight_transfer_engine", "/update_weights", "/get_world_size",
+    "/is_sleeping",
+)  # fmt: skip
 
 
 class VllmEngine(HttpEngine):
@@ -46,14 +57,18 @@ class VllmEngine(HttpEngine):
     capabilities = frozenset(
         {
             EngineCapability.pause,
+            EngineCapability.keep,
             EngineCapability.sleep,
             EngineCapability.flush,
             EngineCapability.refit,
             EngineCapability.version,
+            EngineCapability.load,
         }
     )
 
     _model = ""
+    _calls: ServedCalls | None = None  # None: not asked yet
+    _reloads_by_path: bool | None = None  # `reload_weights` takes a path; None: not tried yet
 
     def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
@@ -88,8 +103,44 @@ class VllmEngine(HttpEngine):
             models = await self.wire.get("/v1/models")
             try:
                 self._model = str(models["data"][0]["id"])
-            except (KeyError, IndexError, TypeError):
+                self.model_path = str(models["data"][0].get("root") or "")
+            except (KeyError, IndexError, TypeError, AttributeError):
                 raise EngineMalformedError("/v1/models names no model", engine=self.name) from None
+        if self._calls is None:
+            self._learn(await served_calls(self.wire, _PATHS))
+
+    def _learn(self, calls: ServedCalls) -> None:
+        """What it can do, by the calls that it has."""
+        keeps = calls.takes("/pause", "mode", otherwise=calls.has("/get_world_size"))
+        offered = {
+            EngineCapability.pause: calls.has("/pause"),
+            EngineCapability.keep: keeps,
+            EngineCapability.sleep: calls.has("/sleep"),
+            EngineCapability.flush: calls.has("/reset_prefix_cache"),
+            EngineCapability.refit: calls.has("/collective_rpc"),
+            EngineCapability.version: calls.has("/weight_info") and calls.has("/update_weight_version"),
+            EngineCapability.load: True,
+        }
+        self._calls = calls
+        self.capabilities = frozenset(verb for verb, has in offered.items() if has)
+        development = calls.has("/reset_prefix_cache") or calls.has("/sleep")
+        why = "this release has no such call" if development else _DEVELOPMENT
+        self.lacks = {verb: why for verb, has in offered.items() if not has}
+
+    def _has(self, path: str) -> bool:
+        return self._calls is not None and self._calls.has(path)
+
+    @property
+    def refit_ways(self) -> tuple[str, ...]:
+        by_transfer = self._has("/init_weight_transfer_engine") and self._has("/update_weights")
+        return super().refit_ways + (("collective", "same_gpu") if by_transfer else ())
+
+    def _replaced(self) -> None:
+        self._calls, self._reloads_by_path = None, None
+
+    async def _process(self) -> str | None:
+        started = (await gauges(self.wire)).get("process_start_time_seconds")
+        return None if started is None else f"started at {started:.2f}"
 
     async def _read_state(self) -> EngineState:
         await self.wire.get("/health")
@@ -100,9 +151,12 @@ class VllmEngine(HttpEngine):
             )
         paused, asleep = await self._flag("/is_paused", "is_paused"), await self._flag("/is_sleeping", "is_sleeping")
         self._update_gate(paused, asleep)
-        version = None if self._discarded else await self._version()
+        version = await self._current_version()
         why = self._closed_reason or "it answers"
-        return EngineState(not self._closed_reason, why, version, paused or bool(self._paused), asleep, self.dialect)
+        return EngineState(
+            not self._closed_reason, why, None if self._discarded else version, paused or bool(self._paused), asleep,
+            self.dialect, boots=self._boots,
+        )  # fmt: skip
 
     async def _flag(self, path: str, key: str) -> bool:
         answer = await self._maybe(path)
@@ -132,15 +186,37 @@ class VllmEngine(HttpEngine):
         return None if version is None else str(version)
 
     async def _abort(self, keys: Collection[str] | None) -> bool:
+        if not self._has("/abort_requests"):
+            return False
         # Its own ids of the requests of a completion; the reported number of aborts means nothing.
         chosen = {} if keys is None else {"request_ids": [f"cmpl-{key}-0" for key in keys]}
-        await self.wire.post("/abort_requests", chosen)
+        try:
+            await self.wire.post("/abort_requests", chosen)
+        except EngineRefusedError:
+            if keys is not None:
+                raise
+            # With --tokens-only it wants ids: those of other clients stay.
+            mine = [f"cmpl-{stream.key}-0" for stream in self._open_streams.values()]
+            await self.wire.post("/abort_requests", {"request_ids": mine})
         return True
 
     async def _pause(self, mode: PauseMode) -> None:
-        await self._changed("/pause", "paused", mode=mode.value)
+        if mode is PauseMode.keep and EngineCapability.keep not in self.capabilities:
+            why = self.lacks[EngineCapability.keep]
+            raise NotSupportedError(f"{self.dialect or 'vllm'} cannot hold running requests: {why}")
+        if EngineCapability.pause not in self.capabilities and EngineCapability.flush in self.capabilities:
+            # Before 0.12 there is no pause: the gate is closed, and requests of other clients go on.
+            if mode is PauseMode.abort:
+                await self.abort()
+            await self._wait_drained()
+            return
+        # Before 0.16 there is no mode, but a flag that later ones ignore.
+        waits = {"wait_for_inflight_requests": "true"} if mode is PauseMode.wait else {}
+        await self._changed("/pause", "paused", mode=mode.value, **waits)
 
     async def _resume(self) -> None:
+        if EngineCapability.pause not in self.capabilities:
+            return
         await self._changed("/resume", "resumed")
         if await self._flag("/is_paused", "is_paused"):
             raise EngineFailedError("it confirmed the resume, but is paused", engine=self.name)
@@ -163,17 +239,45 @@ class VllmEngine(HttpEngine):
         await self._dev("/reset_prefix_cache")
 
     async def _refit(self, refit: WeightUpdate) -> None:
-        await self._dev(
-            "/collective_rpc",
-            {"method": "reload_weights", "kwargs": {"weights_path": refit.path}},
-            within_s=self.deadlines.refit_s,
-        )
+        await self._reload(refit.path)
         # The cache was computed with the old weights. Held requests are recomputed.
         if self._paused is PauseMode.keep:
             await self._dev("/reset_prefix_cache", reset_running_requests="true")
         else:
             await self._dev("/reset_prefix_cache")
-        await self._dev("/update_weight_version", {"new_version": refit.version})
+        if EngineCapability.version in self.capabilities:
+            await self._dev("/update_weight_version", {"new_version": refit.version})
+
+    async def _reload(self, path: str) -> None:
+        """All workers read the weights. Before 0.16 they read those of their model configuration."""
+        if self._reloads_by_path is not False:
+            try:
+                await self._rpc("reload_weights", weights_path=path)
+            except NoSuchPathError:
+                raise NotSupportedError(
+                    f"POST /collective_rpc is unknown there (404), so {self.dialect or 'vllm'} cannot load weights",
+                    where=f"engine {self.name}", hint=_DEVELOPMENT,
+                ) from None  # fmt: skip
+            except EngineFailedError:
+                if self._reloads_by_path or not await self._reload_configured(path):
+                    raise
+                self._reloads_by_path = False
+                return
+            self._reloads_by_path = True
+        elif not await self._reload_configured(path):
+            raise EngineFailedError(f"it has not loaded {path}: its log says why", engine=self.name)
+
+    async def _reload_configured(self, path: str) -> bool:
+        try:
+            await self._rpc("update_config", overrides={"model_config": {"model": path}})
+            await self._rpc("reload_weights")
+        except (EngineFailedError, EngineRefusedError):
+            return False
+        return True
+
+    async def _rpc(self, method: str, **arguments: Any) -> None:
+        body = {"method": method, "kwargs": arguments}
+        await self.wire.post("/collective_rpc", body, within_s=self.deadlines.refit_s)
 
     async def _changed(self, path: str, wanted: str, **query: Any) -> None:
         answer = await self._dev(path, **query)

@@ -89,6 +89,9 @@ class EngineHttpClient:
     async def post(self, path: str, body: Any = None, *, within_s: float | None = None, **query: Any) -> Any:
         return await self._call("POST", path, body, query, within_s)
 
+    async def options(self, path: str) -> Any:
+        return await self._call("OPTIONS", path, None, {}, None)
+
     async def _call(self, method: str, path: str, body: Any, query: dict[str, Any], within_s: float | None) -> Any:
         if self.session.closed:
             raise EngineGoneError(f"{method} {path}: the session is closed", engine=self.name)

@@ -2,7 +2,7 @@
 
 Each worker with an engine has its own check loop, so a hanging engine delays no other. An unreachable engine is
 reported as unhealthy, and the machine decides when it is lost. An engine that turns out to be a new process, or to
-have other weights than were confirmed, was restarted outside trimtab and does not serve until its weights are
+report other weights than were confirmed, was restarted outside trimtab and does not serve until its weights are
 confirmed. A check that fails for any reason counts as unhealthy: no worker stays active without checks.
 """
 
@@ -61,19 +61,22 @@ class EngineHealthChecker:
         state = await engine.ready()
         if handle.engine is not engine or core.handles.get(worker) is not handle:
             return
-        handle.state = state
+        handle.state, before = state, handle.reported
+        handle.reported = state.version
         view = core.machine.worker(worker)
         if view is None or view.doing is not None:
             return  # its state is changing because of that action
         if state.up or state.paused or state.asleep:
-            await self._on_state(worker, handle, state, view)
+            await self._on_state(worker, handle, state, view, before)
         else:
             self._unhealthy(worker, handle, state.why)
 
-    async def _on_state(self, worker: str, handle: WorkerHandle, state: EngineState, view: WorkerView) -> None:
+    async def _on_state(
+        self, worker: str, handle: WorkerHandle, state: EngineState, view: WorkerView, before: str | None
+    ) -> None:
         core = self._core
         handle.unhealthy_since = None
-        if self._restarted(handle, state, view):
+        if self._restarted(handle, state, view, before):
             handle.boots = state.boots
             core.handle_event(e.WorkerUp(worker, version_number(state.version)))
             return
@@ -89,14 +92,16 @@ class EngineHealthChecker:
         core.handle_event(e.WorkerHealthy(worker))
         await self._load(worker, handle)
 
-    def _restarted(self, handle: WorkerHandle, state: EngineState, view: WorkerView) -> bool:
+    def _restarted(self, handle: WorkerHandle, state: EngineState, view: WorkerView, before: str | None) -> bool:
         if view.state is S.lost or state.boots != handle.boots:
             return True
         offered = handle.engine is not None and Offers.version in handle.engine.capabilities
         if not offered or state.version is None or view.version is None or view.state not in (S.active, S.draining):
             return False
         reported = version_number(state.version)
-        return reported is not None and reported != view.version
+        if reported is None:  # a name, as new processes report it
+            return before != state.version and version_number(before) == view.version
+        return reported != view.version
 
     async def _load(self, worker: str, handle: WorkerHandle) -> None:
         engine = handle.engine

@@ -54,6 +54,7 @@ class WorkerHandle:
     load: EngineLoad | None = None
     slept: Reason | None = None  # memory released by the last sleep
     boots: int = 0
+    reported: str | None = None  # weight version that it reported last
     unhealthy_since: float | None = None
     resume_after_refit: bool = False  # it woke without weights; its gate is closed until a refit
     health_task: asyncio.Task[None] | None = None
@@ -87,6 +88,7 @@ class RolloutCore:
     keyed_answers: dict[str, PendingRequest] = field(default_factory=dict)
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
+    restoring: int | None = None  # version that a failed refit is being reverted to
     counters: Counter[str] = field(default_factory=Counter)
     warnings: deque[tuple[float, str, str, ReasonCode | None]] = field(
         default_factory=lambda: deque(maxlen=WARNINGS_KEPT)

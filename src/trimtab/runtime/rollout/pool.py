@@ -22,6 +22,7 @@ import aiohttp
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.core.reasons import ReasonCode, StoryEntry
 from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.events import RefitOver
 from trimtab.machines.rollout.machine import STATIC, RolloutMachine
 from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.model.elastic_config import ElasticConfig
@@ -50,7 +51,7 @@ from trimtab.runtime.rollout.reconcile import RolloutReconciler
 from trimtab.runtime.rollout.refits import RefitSession, RefitWaiters
 from trimtab.runtime.rollout.request_api import RequestApi
 from trimtab.runtime.rollout.status import status
-from trimtab.runtime.rollout.worker_actions import WorkerActions
+from trimtab.runtime.rollout.worker_actions import WorkerActions, record_weights
 
 
 class RolloutPool(RequestApi):
@@ -154,17 +155,18 @@ class RolloutPool(RequestApi):
             raise InputError(f"there is a worker {name} already", hint="remove it first, or give this one another name")
         found_at = await addresses(url)
         self._require_new(url, found_at)
-        engine, dialect = await attach_engine(name, url, self._session, self._deadlines)
+        engine, _ = await attach_engine(name, url, self._session, self._deadlines)
         self._require_new(url, found_at)  # it may have been attached meanwhile
         spec = WorkerSpec(
             name,
             limit=limit,
             size=size,
             can_sleep=Offers.sleep in engine.capabilities,
-            can_pause=Offers.pause in engine.capabilities,
+            can_pause=Offers.keep in engine.capabilities,
+            sleep_keeps_weights=1 in engine.sleep_levels or not engine.sleep_levels,
             node=node,
         )
-        return await self.add_engine(engine, spec, version=version, url=url, note=dialect.note, addresses=found_at)
+        return await self.add_engine(engine, spec, version=version, url=url, addresses=found_at)
 
     def worker_at(self, found_at: frozenset[tuple[str, int]]) -> str | None:
         """The worker attached by a URL that leads to any of these addresses (`engines.wire.addresses`)."""
@@ -194,6 +196,7 @@ class RolloutPool(RequestApi):
             version = version_number(state.version)
         if version is None and self.version == self._core.machine.rules.version:
             version = self.version
+        record_weights(engine, version)
         handle = self._core.handles[spec.id] = WorkerHandle(
             spec, engine, url, addresses, node=spec.node, note=note, state=state
         )
@@ -203,8 +206,6 @@ class RolloutPool(RequestApi):
         except BaseException:
             del self._core.handles[spec.id]
             raise
-        if note:
-            self._core.warn(spec.id, note)
         if state.paused and not state.asleep:
             self._core.handle_event(e.PausedExternally(spec.id))
         if state.asleep:
@@ -275,8 +276,9 @@ class RolloutPool(RequestApi):
 
     def vouch(self, worker: str, version: int | None = None) -> None:
         """Confirms which weights a worker has (default: the trainer's), for example after a restart."""
-        self._core.worker_handle(worker)
-        self._core.handle_event(e.RefitConfirmed(worker, self.version if version is None else version))
+        version = self.version if version is None else version
+        record_weights(self._core.worker_handle(worker).engine, version, by_caller=True)
+        self._core.handle_event(e.RefitConfirmed(worker, version))
 
     def scale(self, workers: int, for_s: float | None = None, why: str = "") -> None:
         """Sets the number of workers, until `release_scale` or for `for_s`. Overrides the policy."""
@@ -309,6 +311,19 @@ class RolloutPool(RequestApi):
         return RefitSession(
             self._refits, self._actions, version, _choice(RefitWay, way), _choice(InFlight, in_flight), wait_s
         )
+
+    async def restore(self, path: str | None = None) -> RefitOver:
+        """Brings the pool back after a failed refit: the last version that served serves again.
+
+        Engines that still have it are confirmed; the others load it from `path`. Default: from where it was loaded
+        before or, if that was never said, from the model that they were started with.
+        """
+        self._require_running()
+        session = self.refit(self._core.machine.served_version, in_flight=InFlight.move)
+        async with session:
+            await session.restore(path)
+        assert session.outcome is not None
+        return session.outcome
 
     def hold(
         self, workers: int, *, name: str = "hold", for_s: float | None = None, wait_s: float = 600.0

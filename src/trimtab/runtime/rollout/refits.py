@@ -7,7 +7,7 @@
 
 Leaving the block ends the refit. Engines that were neither confirmed nor failed must then report the version; after
 an exception, unconfirmed engines count as failed. An engine without the new weights is out of service; the others go
-on.
+on. A refit that failed on all of them says how the pool is brought back: `pool.restore()`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
 from trimtab.runtime.rollout.machine_loop import RolloutCore
-from trimtab.runtime.rollout.worker_actions import WorkerActions, resume_after_update
+from trimtab.runtime.rollout.worker_actions import WorkerActions, resume_after_update, said
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class RefitSession:
         self._refits, self._actions, self._core = refits, actions, refits.core
         self._in_flight, self._wait_s = in_flight, wait_s
         self._reported: set[str] = set()
+        self._restores = False
+        self._served = self._core.machine.served_version  # before this refit
         self._membership: Membership | None = None
 
     # ---- for the trainer ---------------------------------------------------------------------------------------------
@@ -108,6 +110,15 @@ class RefitSession:
             return  # the machine does it, maybe in sequence, and is awaited at the end
         await asyncio.gather(*(self._load(member.worker) for member in self.membership.members))
 
+    async def restore(self, path: str | None = None) -> None:
+        """Engines that still have this version are confirmed; the others load it."""
+        if path is not None:
+            self._core.weights[self.version] = str(path)
+        self._restores, self._core.restoring = True, self.version
+        self._core.wake_waiters()
+        if self._core.machine.rules.ownership.refit is Owner.trainer:
+            await asyncio.gather(*(self._load(member.worker) for member in self.membership.members))
+
     def confirm(self, worker: str) -> None:
         """This engine has the new weights."""
         self._reported.add(worker)
@@ -133,7 +144,7 @@ class RefitSession:
                 self._core.handle_event(e.RefitEnded(version))
                 raise UnreachableError(
                     f"the engines were still busy after {self._wait_s:g} s, so version {version} was not sent",
-                    hint="see `trimtab rollout status`",
+                    hint=self._way_back(),
                 )
         except BaseException:
             self._forget()
@@ -156,13 +167,26 @@ class RefitSession:
                 self.outcome = over.result()
         finally:
             self._forget()
+            if self._restores:
+                self._core.restoring = None
+        if error is not None and self.outcome is not None and not self.outcome.current:
+            getattr(error, "add_note", lambda note: None)(self._way_back())  # since Python 3.11
         if error is None and self.outcome is not None and self.membership.members and not self.outcome.current:
             worker = self._core.machine.worker(self.outcome.failed[0])
             why = "" if worker is None else f"; {worker.worker}: {worker.reason.sentence}"
             raise InfeasibleError(
                 f"no engine has version {self.version}: {self.outcome.reason.sentence}{why}",
-                hint="begin the refit again; until then nothing is served",
+                hint=self._way_back(),
             )
+
+    def _way_back(self) -> str:
+        """Which call brings the pool back."""
+        if self._restores:
+            return f"await pool.restore(path) with weights of version {self.version}, or refit to another version"
+        return (
+            f"await pool.restore() brings version {self._served} back, and a new refit brings other weights; "
+            "until then nothing is served"
+        )
 
     async def _settle(self, error: BaseException | None) -> None:
         left = [member.worker for member in self.membership.members if member.worker not in self._reported]
@@ -184,7 +208,7 @@ class RefitSession:
         except asyncio.TimeoutError:
             self.fail(worker, f"it has not loaded them in {self._core.machine.rules.refit_s:g} s")
         except (TrimtabError, OSError) as error:
-            self.fail(worker, getattr(error, "what", None) or str(error))
+            self.fail(worker, said(error))
         else:
             self.confirm(worker)
 
@@ -197,7 +221,7 @@ class RefitSession:
             await handle.engine.refitted(str(self.version))
             await resume_after_update(handle)
         except (TrimtabError, OSError) as error:
-            self.fail(worker, getattr(error, "what", None) or str(error))
+            self.fail(worker, said(error))
         else:
             self.confirm(worker)
 

@@ -13,6 +13,16 @@ from trimtab.model.rollout import ReleaseSupport, RequestState, WorkerView
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 
 STEPS_SHOWN = 20
+REMARKS = {
+    "record": (
+        "cannot say their weight version: what the pool recorded counts while their process is the same, and after a "
+        "restart they are stale"
+    ),
+    "nothing": (
+        "show neither their weight version nor their process: after a refit they are stale until pool.vouch(worker) "
+        "says that they have the weights"
+    ),
+}
 
 
 def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
@@ -49,6 +59,7 @@ def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
             {"ago_s": now - at, "worker": worker, "sentence": sentence, "code": None if code is None else code.value}
             for at, worker, sentence, code in core.warnings
         ],
+        "remarks": _remarks(core),
         "background": _background(core),
         "rules": encode(rules),
         "elastic": {
@@ -57,6 +68,16 @@ def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
         },
         "advice": elastic.warnings(),
     }  # fmt: skip
+
+
+def _remarks(core: RolloutCore) -> list[dict[str, Any]]:
+    """What engines lack and how the pool makes up for it, once for all of them."""
+    found: dict[str, list[str]] = {}
+    for name, handle in core.handles.items():
+        known_by = getattr(handle.engine, "weights_known_by", "engine")
+        if known_by != "engine" and handle.engine is not None and handle.engine.kind in ("vllm", "sglang"):
+            found.setdefault(known_by, []).append(name)
+    return [{"sentence": REMARKS[known_by], "workers": names} for known_by, names in sorted(found.items())]
 
 
 def _background(core: RolloutCore) -> list[dict[str, Any]]:
@@ -89,8 +110,10 @@ def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
         "size": view.spec.size,
         "served": view.served,
         "node": "" if handle is None else handle.node,
-        "note": "" if handle is None else handle.note,
+        "note": "" if handle is None else handle.note or getattr(engine, "release_note", ""),
         "release": None if engine is None else getattr(engine, "release", ReleaseSupport.tried).value,
+        "weights_known_by": getattr(engine, "weights_known_by", None),
+        "refit_ways": list(getattr(engine, "refit_ways", ())),
         "startable": view.spec.startable,
         "can_sleep": view.spec.can_sleep,
         "paused": view.paused,

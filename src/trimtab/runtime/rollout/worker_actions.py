@@ -19,6 +19,7 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import WorkerVerb
 from trimtab.runtime.engines.engine import Engine, EngineError, GenerateRequest, PauseMode, WeightUpdate
 from trimtab.runtime.engines.engine import EngineCapability as Offers
+from trimtab.runtime.engines.gated import GatedEngine
 from trimtab.runtime.engines.memory import sleep_and_verify
 from trimtab.runtime.procs.background import describe
 from trimtab.runtime.rollout.dispatcher import version_number
@@ -73,7 +74,7 @@ class WorkerActions:
         except asyncio.TimeoutError:
             done = e.ActionFailed(action.worker, action.attempt, f"it took more than {left_s:.3g} s")
         except (TrimtabError, OSError) as error:
-            done = e.ActionFailed(action.worker, action.attempt, getattr(error, "what", None) or str(error))
+            done = e.ActionFailed(action.worker, action.attempt, said(error))
         except Exception as error:
             log.exception("%s of %s failed", action.verb.value, action.worker)
             done = e.ActionFailed(action.worker, action.attempt, describe(error))
@@ -98,6 +99,7 @@ class WorkerActions:
         handle.engine, handle.url, handle.node = started.engine, started.url, started.node or handle.node
         handle.note, handle.boots, handle.unhealthy_since, handle.resume_after_refit = started.note, 0, None, False
         self.on_engine(action.worker)
+        record_weights(started.engine, started.version)
         return e.ActionDone(action.worker, action.attempt, started.version, started.note)
 
     async def _stop(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
@@ -114,7 +116,8 @@ class WorkerActions:
             return e.ActionDone(action.worker, action.attempt)
         await engine.wake()
         version = await engine.version()
-        handle.resume_after_refit = Offers.version in engine.capabilities and version is None
+        emptied = Offers.version in engine.capabilities or bool(getattr(engine, "discarded", False))
+        handle.resume_after_refit = emptied and version is None
         return e.ActionDone(action.worker, action.attempt, version_number(version))
 
     async def _sleep(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
@@ -139,31 +142,44 @@ class WorkerActions:
 
     async def _refit(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
         version = self._core.machine.version if action.version is None else action.version
-        await self._core.until(lambda: version in self._core.weights, action.deadline - self._core.clock())
+        await self._core.until(
+            lambda: version in self._core.weights or self._core.restoring == version,
+            action.deadline - self._core.clock(),
+        )
+        view = self._core.machine.worker(action.worker)
+        if view is None or view.doing is not WorkerVerb.refit:
+            raise InfeasibleError("it is not needed any more")  # confirmed meanwhile: it may serve already
         await self.load(handle, action.worker, version)
         return e.ActionDone(action.worker, action.attempt, version)
 
     async def load(self, handle: WorkerHandle, worker: str, version: int) -> None:
         """Loads weights from disk into an engine, or raises."""
-        path = self._core.weights.get(version)
-        if path is None:
+        engine, path = _require_engine(handle), self._core.weights.get(version)
+        if self._core.restoring == version:
+            if await engine.version() == str(version):
+                await resume_after_update(handle)
+                return
+            path = path or getattr(engine, "model_path", "") or None
+        loads = Offers.refit in engine.capabilities
+        if path is None and (loads or self._core.restoring != version):
             raise InfeasibleError(f"the path of version {version} is unknown", hint="await refit.load(path) sets it")
-        engine = _require_engine(handle)
-        if Offers.refit in engine.capabilities:
+        if loads and path is not None:
             await engine.refit(WeightUpdate(path, str(version)))
             await resume_after_update(handle)
             return
         if handle.launcher is None:
+            why = getattr(engine, "lacks", {}).get(Offers.refit, "")
             raise InfeasibleError(
-                f"a {engine.kind} engine cannot load weights, and this worker has no launcher",
+                f"this {engine.kind} engine cannot load weights{why and f' ({why})'}, and this worker has no launcher",
                 where=worker,
-                hint="restart it with the new weights, then call pool.vouch",
+                hint=f"restart it with these weights, then call pool.vouch({worker!r})",
             )
         await engine.close()
         started = await handle.launcher.restart(worker, version, path)
         handle.engine, handle.url, handle.boots = started.engine, started.url, 0
         if started.version != version:
             raise InfeasibleError(f"it was restarted and has version {started.version}, not {version}")
+        record_weights(started.engine, version)
 
     async def _probe(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
         """Generates one token: a health page proves nothing about a wedged engine."""
@@ -180,6 +196,21 @@ def _require_engine(handle: WorkerHandle) -> Engine:
     if handle.engine is None:
         raise EngineError("it has no engine", engine=handle.spec.id)
     return handle.engine
+
+
+def said(error: Exception) -> str:
+    """An error in one line: what failed, and what to do."""
+    if not isinstance(error, TrimtabError):
+        return str(error)
+    return f"{error.what} ({error.hint})" if error.hint else error.what
+
+
+def record_weights(engine: Engine | None, version: int | None, *, by_caller: bool = False) -> None:
+    """Records the version of an engine that cannot report it, or whose weights the caller vouches for."""
+    if version is None or not isinstance(engine, GatedEngine):
+        return
+    if by_caller or Offers.version not in engine.capabilities:
+        engine.vouched(str(version))
 
 
 async def resume_after_update(handle: WorkerHandle) -> None:

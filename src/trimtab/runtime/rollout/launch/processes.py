@@ -115,7 +115,7 @@ class ProcessLauncher:
             return await asyncio.to_thread(process.probe, port)  # reads all of /proc
 
         try:
-            engine, note = await wait_until_serving(worker, url, command, self._session, probe, self._deadlines)
+            engine = await wait_until_serving(worker, url, command, self._session, probe, self._deadlines)
         except BaseException:
             process.kill()  # `stop` waits for it
             raise
@@ -124,7 +124,7 @@ class ProcessLauncher:
             functools.partial(self._watch, worker, process),
             on_failed=lambda _, error: self._pool.died(worker, f"its process cannot be watched: {describe(error)}"),
         )
-        return Started(engine, command.started_version(version, path), url, note=note)
+        return Started(engine, command.started_version(version, path), url)
 
     async def _watch(self, worker: str, process: EngineProcess) -> None:
         """Reports an unexpected end to the pool."""

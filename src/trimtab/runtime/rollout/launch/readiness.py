@@ -41,8 +41,8 @@ async def wait_until_serving(
     session: aiohttp.ClientSession,
     probe: ProcessProbe,
     deadlines: EngineDeadlines | None,
-) -> tuple[HttpEngine, str]:
-    """Returns the engine's adapter once it would serve, and a warning about its release."""
+) -> HttpEngine:
+    """Returns the engine's adapter once it would serve."""
     await require_private(url)
     began, pause_s = time.monotonic(), FIRST_POLL_S
     seen = "it does not listen yet"
@@ -52,9 +52,10 @@ async def wait_until_serving(
             kind = PortTakenError if process.port_taken else EngineEndedError
             raise kind(f"the engine of {name} did not start: {process.ended}", hint=_shown(command))
         if process.listens:
-            engine, note, seen = await _try_attach(name, url, command, session, deadlines)
+            engine, seen = await _try_attach(name, url, command, session, deadlines)
             if engine is not None:
-                return engine, note
+                engine.launched = True
+                return engine
         if time.monotonic() - began > command.start_s:
             raise UnreachableError(
                 f"the engine of {name} does not serve after {command.start_s:g} s: {seen}", where=url,
@@ -70,18 +71,18 @@ async def _try_attach(
     command: EngineCommand,
     session: aiohttp.ClientSession,
     deadlines: EngineDeadlines | None,
-) -> tuple[HttpEngine | None, str, str]:
-    """The engine if it would serve, a warning, and its state."""
+) -> tuple[HttpEngine | None, str]:
+    """The engine if it would serve, and its state."""
     try:
         engine, dialect = await attach(name, url, session, deadlines)
     except TrimtabError as fault:
-        return None, "", fault.what
+        return None, fault.what
     if command.kind and dialect.kind != command.kind:
         raise InputError(
             f"a {dialect.kind} engine answers, and the command says {command.kind}", where=url, hint=_shown(command)
         )
     state = await engine.ready()
-    return (engine, dialect.note, state.why) if state.up else (None, "", state.why)
+    return (engine if state.up else None), state.why
 
 
 def _shown(command: EngineCommand) -> str:

@@ -281,14 +281,14 @@ class SlotLauncher:
 
         within_s = command.stop_s + ANSWER_S  # a previous engine ends first
         url = await slot.call("launch", command, version, path, within_s=within_s)
-        engine, note = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
+        engine = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
         slot.up = True
         slot.watching = self.background.start(
             f"engine of {slot.worker}",
             functools.partial(self._watch, slot),
             on_failed=lambda _, error: self._engine_gone(slot, f"its engine cannot be watched: {describe(error)}"),
         )
-        return Started(engine, command.started_version(version, path), url, slot.member.node, note)
+        return Started(engine, command.started_version(version, path), url, slot.member.node)
 
     async def _watch(self, slot: WorkerSlot) -> None:
         """Reports an engine that ends before its task."""
