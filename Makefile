@@ -23,11 +23,11 @@ lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/python tools/house.py
 
 types: setup
-	@$(BIN)/mypy
+	@nice -n 19 $(BIN)/mypy
 
 tests: setup
 	@tools/install-browser
-	@$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=40
+	@$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=40
 
 bench: setup
 	@$(BIN)/python -m bench
@@ -37,7 +37,7 @@ coverage: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 test-long: setup
-	@$(BIN)/pytest -m long tests
+	@$(BIN)/pytest -m long -n 3 --dist loadfile --no-loadscope-reorder --durations=40 tests
 
 test-engines: setup
 	@tools/make-engine-envs && $(BIN)/pytest -m engines tests

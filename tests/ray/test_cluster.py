@@ -51,7 +51,7 @@ def here() -> Iterator[Place]:
     """A cluster of a head with four faked GPUs, started in a terminal that has a token which no other terminal has."""
     place = Place()
     place.done(
-        "start", "--detach", "--fake-gpus=4", "--no-dashboard", "--quick-loss", *place.ports,
+        "start", "--detach", "--fake-gpus=4", "--no-dashboard", "--quick-loss", "--timeout", "600", *place.ports,
         RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN,
     )  # fmt: skip
     yield place

@@ -54,6 +54,7 @@ def until(server: DashboardServer, so: Callable[[dict[str, str]], bool]) -> dict
     return dict(panels)
 
 
+@pytest.mark.long
 def test_a_cluster_is_shown_with_its_queue_and_evictions_and_changed_only_by_asking(
     session: Session, server: DashboardServer
 ) -> None:

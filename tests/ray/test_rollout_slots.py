@@ -256,7 +256,7 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
             await until_async(lambda: len(active(pool)) == 1 and any(p.taken for p in launcher.worker_slots.values()))
             [waits] = [place.worker for place in launcher.worker_slots.values() if place.taken]
             view = next(one for one in pool.workers() if one.worker == waits)
-            assert view.state in (WorkerState.inactive, WorkerState.lost)
+            assert view.state is not WorkerState.active
             assert any("no room in pool gpus" in chapter.reason.sentence for chapter in pool.story(waits))
             [place] = [one for one in launcher.worker_slots.values() if not one.taken]
             async with traffic(pool) as flow:
