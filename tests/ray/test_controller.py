@@ -638,13 +638,13 @@ def client(session: Session, work: str, cluster: Any) -> subprocess.Popen[str]:
 def test_two_client_processes_use_one_controller_at_once(cluster: Any) -> None:
     work = (
         "tasks = [pool.submit(Own, resources={'cpu': 1}, run='square', run_args=(n,)) for n in range(6)]\n"
-        "print(sum(task.result(timeout=WAIT_S) for task in tasks), flush=True)\n"
+        "print(sum(task.result(timeout=300) for task in tasks), flush=True)\n"
         "session.close()\n"
     )
     with own_session() as session:
         session.pool("p", {"cpu": 6})
         clients = [client(session, work, cluster) for _ in range(2)]
-        answers = [one.communicate(timeout=120)[0] for one in clients]
+        answers = [one.communicate(timeout=WAIT_S)[0] for one in clients]
         assert answers == ["55\n", "55\n"]
         assert session.status()["tasks"] == {"done": 12}
 
@@ -692,10 +692,10 @@ def test_without_any_ray_a_session_brings_its_own_and_leaves_nothing(tmp_path: P
         "with connect('local', cpus=2) as session:\n"
         "    pool = session.pool('p', {'cpu': 1})\n"
         "    print(session.how)\n"
-        "    print(pool.submit(Own, resources={'cpu': 1}).call('pid', timeout=WAIT_S))\n"
+        "    print(pool.submit(Own, resources={'cpu': 1}).call('pid', timeout=300))\n"
         "    print(session.status()['pid'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=True)
     how, member, controller = done.stdout.splitlines()
     assert how == "a local Ray of its own, as asked"
     assert not exists(int(member))
