@@ -128,7 +128,7 @@ def test_ctrl_c_while_the_cluster_starts_leaves_nothing_behind(place: Place, ter
     first.interrupt()
     assert first.ended() == 130
     assert not place.processes()
-    assert not place.cluster().standing
+    assert not place.cluster().live_nodes
 
 
 @pytest.mark.long
