@@ -45,9 +45,13 @@ WAIT_S = 240.0  # of everything that is waited for here; never reached
 shared: dict[str, Any] = {}  # the loop and the world of this file
 
 
+BY_VALUE = (sys.modules[__name__], sys.modules["waiting"])  # workers cannot import what lies among the tests
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for module in BY_VALUE:
+        cloudpickle.register_pickle_by_value(module)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
@@ -69,7 +73,8 @@ def cluster() -> Iterator[None]:
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
     ray.shutdown()
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    for module in BY_VALUE:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 @dataclass
@@ -959,8 +964,10 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
 def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None, tmp_path: Path) -> None:
     controller = f"c-{uuid.uuid4().hex[:6]}"
     pilot = ray.remote(Pilot).options(num_cpus=0).remote(controller)
-    pilot.start.remote(made(Announces, str(tmp_path / "pid"), plain=plain))
-    asyncio.run(until_async(lambda: (tmp_path / "pid").exists()))
+    starting = pilot.start.remote(made(Announces, str(tmp_path / "pid"), plain=plain))
+    asyncio.run(until_async(lambda: (tmp_path / "pid").exists() or ray.wait([starting], timeout=0)[0]))
+    if ray.wait([starting], timeout=0)[0]:
+        ray.get(starting)
     os.kill(ray.get(pilot.pid.remote()), signal.SIGKILL)
     pid = int((tmp_path / "pid").read_text())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import storm as storms
-from disks import small_disk
+from disks import mounted_disk
 from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives
 from trimtab.core.errors import TrimtabError
 from trimtab.model.pool import ENDED, TaskState
@@ -41,9 +41,10 @@ def storm_over(nodes: int, seed: int) -> Iterator[Storm]:
     cloudpickle.unregister_pickle_by_value(storms)
 
 
-def rage(storm: Storm, session: Session, disk: Path, wanted: int, pause_s: float) -> None:
+def rage(storm: Storm, session: Session, disk: Path | None, wanted: int, pause_s: float) -> None:
     """Until so many faults were made: every thirteenth kills the controller, every fortieth a node, every seventh
-    freezes the process of a task, every eleventh fills the controller's disk, and the others kill a task.
+    freezes the process of a task, every eleventh fills the controller's disk where it has one of its own, and the
+    others kill a task.
 
     While the controller is away, processes that it last named are killed too, and it finds that when it is back.
     """
@@ -64,7 +65,7 @@ def rage(storm: Storm, session: Session, disk: Path, wanted: int, pause_s: float
                     storm.kill_host(running)
             else:
                 running = process_names(member.pid for seen in session.tasks() for member in seen.members)
-                if number % 11 == 0:
+                if disk and number % 11 == 0:
                     storm.fill_disk(disk, running)
                 else:
                     (storm.freeze_host if number % 7 == 0 else storm.kill_host)(running)
@@ -77,8 +78,8 @@ def weather(
     import ray
 
     with (
-        small_disk(directory / "disk", "64m") as disk,
-        connect(name=name, journal_dir=str(disk / "journal")) as session,
+        mounted_disk(directory / "disk", "64m") as disk,
+        connect(name=name, journal_dir=str(directory / "disk" / "journal")) as session,
     ):
         pool = session.pool("p", quota={"cpu": len(storm.nodes) * CPUS}, warm_hosts=len(storm.nodes), wait_s=3_600.0)
         tasks = [f"t{at:03d}" for at in range(count)]
@@ -98,8 +99,8 @@ def weather(
             assert all(map(is_process, lines)), f"two processes of {task} at once: {lines}"
             assert 1 <= len(lines) <= explanation.attempts, f"{task} began {len(lines)} times in {explanation.attempts}"
             processes |= set(lines)
-        status = session.status()
-        assert not status["journal"]["fault"]
+        assert not session.status()["journal"]["fault"]
+        assert not disk or storm.faults.counts["disk full"]
         session.shutdown()
         until(lambda: not any(map(still_lives, processes)), "a process of a task is left behind")
         groups = ray.util.placement_group_table().values()
@@ -111,7 +112,7 @@ def weather(
 def test_sixty_faults_lose_and_double_nothing(tmp_path: Path) -> None:
     with storm_over(nodes=3, seed=7) as storm:
         weather(storm, tmp_path, "storm", 60, 40, seconds=6.0, pause_s=0.1)
-    assert {"task killed", "task frozen", "controller killed", "node killed", "disk full"} == set(storm.faults.counts)
+    assert {"task killed", "task frozen", "controller killed", "node killed"} <= set(storm.faults.counts)
 
 
 @pytest.mark.long

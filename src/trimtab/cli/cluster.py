@@ -303,6 +303,7 @@ def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) ->
     """Shows the cluster until it ends or is interrupted, then cleans up."""
     from trimtab.render.live import cluster as cluster_live
     from trimtab.runtime.localcluster import nodes as local
+    from trimtab.runtime.procs.interrupts import signals_ignored
 
     if not out.is_terminal:
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
@@ -313,7 +314,7 @@ def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) ->
     except KeyboardInterrupt:
         cause = ""
     finally:
-        with cluster_live.ignore_signals():
+        with signals_ignored():
             if not _head_cause(ledger, cluster):
                 err.print("ending the cluster")
             now = ledger.read().get(cluster.address, cluster)
