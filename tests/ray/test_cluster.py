@@ -215,6 +215,7 @@ def test_a_new_cluster_wants_a_token_exactly_where_ray_would(place: Place) -> No
 # ---- a cluster ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_six_adds_at_once_for_three_free_gpus_give_each_gpu_once(here: Place) -> None:
     adding = [here.begin("add", "--timeout", "600") for _ in range(6)]
     ended = [(one, *one.communicate(timeout=600)) for one in adding]

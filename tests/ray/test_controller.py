@@ -409,6 +409,7 @@ def test_state_handlers_of_a_pool_save_and_restore_what_cannot_itself(session: S
 # ---- the controller is killed -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_of_many_tasks_nothing_is_lost_and_nothing_is_doubled(tmp_path: Path) -> None:
     with own_session(journal_dir=str(tmp_path / "journal")) as session:
         pool = session.pool("p", {"cpu": 5}, warm_hosts=1)

@@ -218,38 +218,38 @@ def test_training_goes_on_through_joins_a_loss_and_a_drain_as_if_membership_were
                 if result.size == size:
                     return result
                 assert time.monotonic() < deadline
-                time.sleep(0.05)
+                time.sleep(0.2)
 
         start = len(nodes.there)
         first = train(start)
         assert "joined" not in kinds(happened), "nodes that were there at the start are not new"
-        nodes.add(3)
-        grown = train(start + 3)
+        nodes.add(2)
+        grown = train(start + 2)
         assert grown.world.nodes[:start] == first.world.nodes, "who was there keeps its rank"
-        assert kinds(happened).count("joined") == 3
+        assert kinds(happened).count("joined") == 2
 
         lost = nodes.there[1]
         nodes.kill(lost)
-        after = train(start + 2)
+        after = train(start + 1)
         assert lost.node_id not in after.world.nodes
         assert "node lost" in kinds(happened)
 
         leaver = nodes.there[0]
         session.drain_node(leaver.node_id, 8.0, "a test")
-        drained = train(start + 1)
+        drained = train(start)
         assert leaver.node_id not in drained.world.nodes
         assert drained.redone == 0, "who leaves in time interrupts nothing"
         nodes.there.remove(leaver)
 
         nodes.add(1)
-        train(start + 2)
+        train(start + 1)
         for _ in range(5):
-            train(start + 2)
+            train(start + 1)
         assert group.steps == len(losses)
     expected = fixed_run(len(losses), members=2)
     assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert sum(losses[-5:]) < sum(losses[:5])
-    assert set(sizes) >= {start, start + 3, start + 2, start + 1}
+    assert set(sizes) >= {start, start + 2, start + 1}
     until(lambda: leaver.node_id not in alive())
 
 

@@ -175,7 +175,11 @@ def test_what_a_task_makes_without_a_place_is_in_its_slot_and_ends_with_it(pool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(Engine, {}), (AsyncEngine, {"num_gpus": 0})], ids=["on a host", "as a plain actor"]
+    ("kind", "options"),
+    [
+        pytest.param(Engine, {}, id="on a host"),
+        pytest.param(AsyncEngine, {"num_gpus": 0}, id="as a plain actor", marks=pytest.mark.long),
+    ],
 )
 def test_an_engine_s_workers_have_the_gpus_of_its_slot_also_on_a_full_cluster(
     pool: Pool, kind: type[Engine], options: dict[str, int]
@@ -217,7 +221,7 @@ def ended_by_a_crash(task: Task) -> None:
     task.wait(("ended",), WAIT_S)
 
 
-@pytest.mark.parametrize("end", [ended_by_eviction, ended_by_a_crash])
+@pytest.mark.parametrize("end", [pytest.param(ended_by_eviction, marks=pytest.mark.long), ended_by_a_crash])
 def test_the_workers_of_an_engine_are_gone_before_its_slot_is_given_on(pool: Pool, end: Callable[[Task], None]) -> None:
     task = pool.submit(Engine, (2,), {"max_restarts": -1}, resources={"cpu": 2, "gpu": 2})
     workers = [pid for pid, _ in task.call("workers", timeout=WAIT_S)]

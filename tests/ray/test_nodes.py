@@ -121,6 +121,7 @@ def fleet(session: Session) -> dict[str, dict[str, Any]]:
     return {one["node"]: one for one in session.status()["fleet"]}
 
 
+@pytest.mark.long
 def test_a_killed_node_is_known_to_be_lost_before_ray_knows_it(nodes: Nodes, session: Session, pool: Pool) -> None:
     first = nodes.add()
     task = pool.submit(Seat, awaits_node=True, resources=UNIT, restarts=-1)

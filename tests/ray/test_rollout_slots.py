@@ -215,6 +215,7 @@ def test_an_engine_ends_with_the_process_that_holds_its_slot_and_comes_back_in_a
     run(play(), within_s=300)
 
 
+@pytest.mark.long
 def test_a_slot_that_is_not_needed_goes_to_whoever_waits_and_comes_back_by_priority(
     session: Session, slots: Pool
 ) -> None:

@@ -401,6 +401,7 @@ def same(one: Result, two: Result) -> bool:
     return all(np.array_equal(one.data[name], two.data[name]) for name in ("asked", "answered", "logs"))
 
 
+@pytest.mark.long
 def test_no_answer_is_lost_or_changed_when_engines_die_are_evicted_added_and_removed(
     rollout: EngineRollout, pool: Pool
 ) -> None:

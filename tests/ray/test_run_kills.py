@@ -137,6 +137,7 @@ def test_a_component_that_is_killed_amid_a_move(house: House, tmp_path: Path, st
     disturbed(house, tmp_path, at_stage(stage), lambda: kill_one(house, "trainer"))
 
 
+@pytest.mark.long
 def test_a_node_that_is_lost_leaves_the_run_a_smaller_plan_and_one_that_joins_a_larger_one(
     house: House, tmp_path: Path
 ) -> None:

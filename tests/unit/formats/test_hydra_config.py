@@ -210,7 +210,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=st.dictionaries(KEYS, TREES, max_size=6), raw=st.text(max_size=60))
 def test_no_file_makes_anything_but_a_clear_error(
     tmp_path_factory: pytest.TempPathFactory, tree: object, raw: str
