@@ -4,13 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
+# A test run starts some thousand Python processes: modules are compiled once and not in each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test lint types tests bench coverage test-long test-engines test-frameworks clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@tools/make-venv "$(PYTHON)" "$(VENV)"
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: setup
