@@ -162,7 +162,8 @@ class RolloutPool(RequestApi):
             limit=limit,
             size=size,
             can_sleep=Offers.sleep in engine.capabilities,
-            can_pause=Offers.keep in engine.capabilities,
+            # Tokens that a paused request has made already must be known, or told apart by the engine.
+            can_pause=Offers.keep in engine.capabilities and (engine.pieces.versions or not engine.pieces.whole),
             sleep_keeps_weights=1 in engine.sleep_levels or not engine.sleep_levels,
             node=node,
         )
