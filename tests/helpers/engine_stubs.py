@@ -132,7 +132,7 @@ class Stub:
                         break
                     await self.goes.wait()
                 one.ids.append(follows((one.prompt + one.ids)[-1], self.loaded))
-                one.versions.append(self.loaded)
+                one.versions.append(self.version)
                 self.made += 1
                 if len(one.ids) == 3 and fault in ("cut", "silent", "nonsense", "failure", "late refusal"):
                     if one.every is None and fault not in ("cut", "silent"):

@@ -328,7 +328,7 @@ class SglangEngine(HttpEngine):
         recent = abs(time.time() - newest) < _STALE_S
         fresh = self._paused is None and (recent or (moved and self._loads_read))
         self._loads_read = True
-        return EngineLoad(running, waiting, used, time.monotonic(), fresh, newest if fresh and running else None)
+        return EngineLoad(running, waiting, used, time.monotonic(), fresh, float(used_tokens) if used_tokens else None)
 
     async def _version(self) -> str | None:
         return _version_in(await self._info())

@@ -200,10 +200,11 @@ class Dispatcher:
     ) -> e.AttemptFinished | FinishReason | None:
         """One call of the engine: how it finished, or an end by a stop string across the cut before it."""
         finish, updates = None, self._weight_updates(attempt)
+        self._name_version(attempt)
         async with contextlib.aclosing(engine.generate(request)) as pieces:
             async for piece in pieces:
                 self._require_current(attempt)
-                if request.piece != 1 and piece.token_ids and piece.version is None:
+                if request.piece != 1 and piece.token_ids and not self._says_version(attempt, piece):
                     self._require_weights(attempt, updates)
                 finish = piece.finish or finish
                 if buffer is None:
@@ -223,6 +224,16 @@ class Dispatcher:
                     buffer, attempt.silent = None, False
                 self._core.report_tokens(attempt)
         return finish
+
+    def _name_version(self, attempt: RequestAttempt) -> None:
+        """Engines report the weights that they were started with by a name, not by a number."""
+        handle, view = self._core.handles.get(attempt.worker), self._core.machine.worker(attempt.worker)
+        if handle is not None and view is not None and handle.state is not None and handle.state.version is not None:
+            attempt.named = {handle.state.version: view.version}
+
+    def _says_version(self, attempt: RequestAttempt, piece: StreamDelta) -> bool:
+        name = piece.version
+        return name is not None and (version_number(name) is not None or attempt.named.get(name) is not None)
 
     def _weight_updates(self, attempt: RequestAttempt) -> int:
         handle = self._core.handles.get(attempt.worker)
@@ -247,8 +258,12 @@ class Dispatcher:
             raise EngineError("the attempt was superseded", engine=attempt.worker)
 
     def _take(self, attempt: RequestAttempt, piece: StreamDelta) -> None:
-        if piece.version is not None:
-            attempt.version = version_number(piece.version)
+        if piece.version is not None and piece.token_ids:
+            version = version_number(piece.version)
+            version = attempt.named.get(piece.version) if version is None else version
+            if version != attempt.version:
+                self._core.report_now(attempt)  # the tokens so far are of another version
+                attempt.version = version
         attempt.pending.take(piece)
         if piece.missing:  # at once: an answer with a gap must never be resumed
             self._core.handle_event(

@@ -73,6 +73,7 @@ class RequestAttempt:
     reported: int = 0
     reported_at: float = 0.0
     version: int | None = None
+    named: dict[str, int | None] = field(default_factory=dict)  # versions that the engine reports by a name
     aborting: bool = False
     segments: bool = False  # its calls are short, so an abort may wait for the end of one
     silent: bool = False  # no token reports until it has ended
@@ -196,6 +197,11 @@ class RolloutCore:
             return
         self._unreported.pop((attempt.pending.spec.id, attempt.number), None)
         self._report(attempt, now)
+
+    def report_now(self, attempt: RequestAttempt) -> None:
+        """Reports new tokens of an attempt at once."""
+        self._unreported.pop((attempt.pending.spec.id, attempt.number), None)
+        self._report(attempt, self.clock())
 
     def _report(self, attempt: RequestAttempt, now: float) -> None:
         made = attempt.pending.made
