@@ -200,6 +200,7 @@ class VllmStub(Stub):
         self.version = "default"  # as it reports, whatever is loaded
         self.asleep = False
         self.release = "0.32.0"
+        self.context: int | None = None  # tokens of prompt and answer together
         self.development = True
 
     def routes(self, router: web.UrlDispatcher) -> None:
@@ -228,7 +229,7 @@ class VllmStub(Stub):
         return web.json_response({"version": self.release})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": self.context}]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
