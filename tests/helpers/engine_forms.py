@@ -22,8 +22,11 @@ VLLM: dict[str, dict[str, Any]] = {
     "0.16.0": {"pause": "mode", "abort": None, "version": False, "reload": "path", "transfer": True},
     "0.26.0": {"pause": "mode", "abort": "tokens-only", "version": False, "reload": "path", "transfer": True},
     "0.27.0": {"pause": "mode", "abort": None, "version": True, "reload": "path", "transfer": True},
-    "0.32.0": {"pause": "mode", "abort": "dev", "version": True, "reload": "path", "transfer": True},
-}
+    "0.32.0": {
+        "pause": "mode", "abort": "dev", "version": True, "reload": "path", "transfer": True,
+        "completions": ("cache_salt", "stream_interval"),
+    },
+}  # fmt: skip
 SGLANG: dict[str, dict[str, Any]] = {
     "0.4.6": {"pause": None, "abort": None, "version": False, "tags": False, "loads": None},
     "0.4.8": {"pause": None, "abort": "prefix", "version": False, "tags": False, "loads": "tokens"},
@@ -42,11 +45,13 @@ def schema(fields: dict[str, tuple[str, ...]], bodies: dict[str, tuple[str, ...]
         call: dict[str, Any] = {"parameters": [{"name": name, "in": "query"} for name in fields.get(path, ())]}
         if path in bodies:
             call["requestBody"] = {
-                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/Body{path[1:]}"}}}
+                "content": {
+                    "application/json": {"schema": {"$ref": f"#/components/schemas/{path[1:].replace('/', '_')}"}}
+                }
             }
         page[path] = {"post": call}
     parts: dict[str, Any] = {
-        f"Body{path[1:]}": {"properties": {name: {} for name in names}} for path, names in bodies.items()
+        path[1:].replace("/", "_"): {"properties": {name: {} for name in names}} for path, names in bodies.items()
     }
     return {"openapi": "3.1.0", "paths": page, "components": {"schemas": parts}}
 
@@ -99,13 +104,18 @@ class VllmForm(VllmStub):
             router.add_post(path, handler)
         self.paths = [*posts, "/is_sleeping", *(["/get_world_size"] if form.get("transfer") else [])]
         self.paths += ["/weight_info"] if form["version"] else []
+        self.paths += ["/v1/completions"] if form.get("completions") else []
         if self.openapi:
             router.add_get("/openapi.json", self._page)
 
     async def _page(self, request: web.Request) -> web.Response:
         flag = ("wait_for_inflight_requests", "clear_cache")
         return web.json_response(
-            schema({"/pause": ("mode", *flag) if self.form["pause"] == "mode" else flag}, {}, self.paths)
+            schema(
+                {"/pause": ("mode", *flag) if self.form["pause"] == "mode" else flag},
+                {"/v1/completions": self.form["completions"]} if self.form.get("completions") else {},
+                self.paths,
+            )
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -163,6 +173,7 @@ class SglangForm(SglangStub):
     def __init__(self, release: str, *, openapi: bool = True) -> None:
         super().__init__()
         self.release, self.form, self.openapi = release, SGLANG[release], openapi
+        self.takes_interval = self.form["pause"] is not None
         self.root = self.model_path = "default"
         self.paths: list[str] = []
 

@@ -76,6 +76,8 @@ class GenerateRequest:
     seed: int | None = None
     logprobs: int | None = None  # None: off; 0: of the chosen tokens; n: also of the top n at each position
     extra: Mapping[str, Any] = field(default_factory=dict)  # passed to the engine unchanged
+    piece: int | None = 1  # tokens of a delta, where the engine takes that: 1: as they come; None: one delta, at the end
+    cache_key: str = ""  # prompts are taken from the prefix cache only of requests with the same key
 
     def __post_init__(self) -> None:
         where = f"request {self.id}"
@@ -95,6 +97,19 @@ class GenerateRequest:
         """The same prompt gives the same output, up to rounding."""
         return self.temperature == 0
 
+
+@dataclass(frozen=True)
+class PieceSupport:
+    """In which pieces an engine gives an answer, besides a stream of tokens."""
+
+    whole: bool = False  # at once, at the end
+    interval: bool = False  # a stream with so many tokens for each event, as the request says
+    partial: bool = False  # an aborted request is answered with its tokens so far
+    versions: bool = False  # it says which version of the weights made each token
+    context: int | None = None  # tokens of prompt and answer together
+
+
+STREAMS = PieceSupport()
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Top ids at one position with their log-probabilities, best first."""
@@ -157,6 +172,7 @@ class EngineLoad:
     kv_used_share: float | None
     at: float  # local monotonic time of the reading
     fresh: bool  # False: stale figures of a paused or silent engine
+    progress: float | None = None  # a figure that grows while it generates, for example tokens since its start
 
 
 @dataclass(frozen=True)

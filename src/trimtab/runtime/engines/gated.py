@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import (
+    STREAMS,
     EngineBusyError,
     EngineCapability,
     EngineDeadlines,
@@ -35,6 +37,7 @@ from trimtab.runtime.engines.engine import (
     NotSupportedError,
     PartialOutput,
     PauseMode,
+    PieceSupport,
     StreamDelta,
     WeightRecord,
     WeightUpdate,
@@ -74,6 +77,12 @@ class MalformedOutput(Exception):  # noqa: N818 - not raised beyond this folder
     """An impossible answer of an engine."""
 
 
+def token_ids(given: Sequence[Any]) -> tuple[int, ...]:
+    """Token ids of an event; raises TypeError or OverflowError for anything else."""
+    array("q", given)  # checks all of them without a loop here
+    return tuple(given)
+
+
 class OpenStream:
     """A request whose stream is open."""
 
@@ -101,6 +110,7 @@ class GatedEngine:
 
     kind: ClassVar[str]
     capabilities: frozenset[EngineCapability] = frozenset()
+    pieces: PieceSupport = STREAMS
 
     def __init__(self, name: str, deadlines: EngineDeadlines | None = None) -> None:
         self.name, self.deadlines = name, deadlines or EngineDeadlines()
@@ -127,6 +137,8 @@ class GatedEngine:
         self.launched = False  # its launcher reports the end of its process, and makes a new adapter for the next
         self.model_path = ""  # of the weights that it was started with, if it says so
         self.lacks: dict[EngineCapability, str] = {}  # what this engine cannot do, and what would change that
+        self.progress_at: float | None = None  # when it was last seen to make tokens, on the loop's clock
+        self._progress: float | None = None
         self._discarded = False  # weights are gone or unknown until a refit is confirmed, whatever the engine reports
 
     # State.
@@ -145,7 +157,10 @@ class GatedEngine:
 
     async def load(self) -> EngineLoad:
         await self._ensure_reachable()
-        return await self._load()
+        load = await self._load()
+        if load.progress is not None and load.progress != self._progress:
+            self._progress, self.progress_at = load.progress, asyncio.get_running_loop().time()
+        return load
 
     async def version(self) -> str | None:
         if self._discarded:
@@ -220,7 +235,7 @@ class GatedEngine:
             return await reader.take(event)
         except MalformedOutput as error:
             raise EngineMalformedError(str(error), engine=self.name) from None
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise EngineMalformedError(
                 f"an event that cannot be read ({type(error).__name__}: {error})", engine=self.name
             ) from None

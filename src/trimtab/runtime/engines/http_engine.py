@@ -32,7 +32,9 @@ class HttpEngine(GatedEngine):
 
     def _events(self, stream: OpenStream) -> EventStream:
         path, body = self._generate_call(stream.request, stream.key)
-        return self.wire.events(path, body)
+        # Between two pieces there are no bytes: it is alive as long as it makes tokens.
+        alive_at = None if stream.request.piece == 1 else lambda: self.progress_at
+        return self.wire.events(path, body, whole=stream.request.piece is None, alive_at=alive_at)
 
     def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         """Path and body of a generate call."""

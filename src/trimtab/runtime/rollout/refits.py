@@ -45,6 +45,9 @@ class RefitWaiters:
         core.handlers |= {e.RefitReady: self._ready, e.RefitOver: self._over}
 
     def _ready(self, ready: e.RefitReady) -> None:
+        for member in ready.membership.members:
+            if member.worker in self.core.handles:
+                self.core.handles[member.worker].weight_updates += 1
         found = self.ready.get(ready.version)
         if found is not None and not found.done():
             found.set_result(ready)
