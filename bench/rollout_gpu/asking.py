@@ -209,7 +209,7 @@ class Books:
 
     arrived: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
-    sent: int = 0
+    resumed: dict[str, int] = field(default_factory=dict)  # tokens that were kept, by requests that were sent again
 
     def __call__(self, what: Any, now: float) -> None:
         kind = type(what)
@@ -217,8 +217,8 @@ class Books:
             self.arrived[what.spec.id] += 1
         elif kind is e.AnswerRequest:
             self.answered[what.request] += 1
-        elif kind is e.SendRequest:
-            self.sent += 1
+        elif kind is e.SendRequest and what.attempt > 1:
+            self.resumed[what.request] = what.resumed
 
     @property
     def each_once(self) -> bool:
@@ -255,6 +255,13 @@ class Bench:
         chance = random.Random(next(self._seeds) if seed is None else f"fixed {seed}")
         return [tuple(chance.randrange(FIRST_ID, IDS) for _ in range(self.prompt_tokens)) for _ in range(count)]
 
+    def rules(self, resume_every: str | None = None, **others: Any) -> RolloutRules:
+        """`resume_every` None: as this bench was told, or the pool's default."""
+        every = self.resume_every if resume_every is None else resume_every
+        if every is not None:
+            others["resume_every"] = every
+        return RolloutRules(version=self.fleet.version, **others)
+
     @asynccontextmanager
     async def pool(
         self,
@@ -265,16 +272,13 @@ class Bench:
         keeps_weights: bool = True,
         **rules: Any,
     ) -> AsyncIterator[RolloutPool]:
-        """A pool on these servers; `resume_every` None: as this bench was told.
+        """A pool on these servers.
 
         `gpus`: it reads the driver when an engine sleeps. `keeps_weights` False: it sleeps at level 2.
         """
-        every = self.resume_every if resume_every is None else resume_every
-        if every is not None:
-            rules |= {"resume_every": every}
         version = self.fleet.version
         async with RolloutPool(
-            RolloutRules(version=version, **rules),
+            self.rules(resume_every, **rules),
             deadlines=EngineDeadlines(),
             gpus_of=(lambda worker: (self.gpu,)) if gpus else None,
         ) as pool:

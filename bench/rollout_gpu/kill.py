@@ -51,24 +51,26 @@ async def kill(bench: Bench) -> dict[str, Any]:
         answers = await task
         after_s = time.perf_counter() - killed
         counters = pool.counters
-        rules = pool.status()["rules"]
     bench.fleet.save()
     await asyncio.sleep(SETTLE_S)
     made = at_kill.made[0] + (await bench.direct.generated(urls[1:]))[0] - before[1]
     again, useful = made - tokens_of(answers), tokens_of(answers)
     alone_s = await _rest_alone(bench, urls[1], names, orders, answers, at_kill)
-    every = rules["resume_every"]
+    every = bench.rules().resume_every
     bound = None if every is None else every * at_kill.running[0]
     found = {
         "answers": len(answers), "each_once": books.each_once, "exact": useful == wanted, "tokens": useful,
         "killed_after_s": round(at_kill.at - begun, 2), "made_at_kill": [round(count) for count in at_kill.made],
-        "running_at_kill": list(at_kill.running), "made_again": round(again), "blind_s": round(blind_s, 4),
+        "running_at_kill": list(at_kill.running), "made_again": round(again),
+        "kept_of_the_killed": sum(books.resumed.values()), "blind_s": round(blind_s, 4),
         "resume_every": every, "made_again_at_most": bound, "moved": sum(answer.moves > 0 for answer in answers),
         "restarted": sum(answer.restarts > 0 for answer in answers), "after_kill_s": round(after_s, 2),
         "one_engine_alone_s": round(alone_s, 2), "ratio": round(after_s / alone_s, 3), "counters": dict(counters),
     }  # fmt: skip
     share, allowed = sum(at_kill.made) / wanted, "as many as there were" if bound is None else f"{bound:,.0f}"
     print(f"\none of two engines killed after {at_kill.at - begun:.1f} s, at {share:.0%} of {wanted:,} tokens")
+    print(f"the killed engine had made {at_kill.made[0]:,.0f} tokens of {at_kill.running[0]} answers; "
+          f"{sum(books.resumed.values()):,} of them were kept")  # fmt: skip
     print(f"answers {len(answers)}, each once: {books.each_once}, all of {bench.tokens} tokens: {useful == wanted}; "
           f"moved {found['moved']}, restarted {found['restarted']}")  # fmt: skip
     print(f"made again {again:,.0f} tokens (those of the last {blind_s * 1e3:.1f} ms of that engine may be missing), "
