@@ -1,9 +1,8 @@
-"""A vLLM server that generates at a set speed and costs next to nothing, for measuring what stands before it.
+"""A vLLM server that answers at once and costs next to nothing, for measuring what stands before it.
 
-    python -m bench.instant_vllm [TOKENS_PER_S [STEP_MS]]        # says its port, and serves until it is ended
+    python -m bench.instant_vllm        # says its port, and serves until it is ended
 
-Every request gets TOKENS_PER_S tokens each second (0: all at once), so a piece of an answer takes as long as on a GPU
-whose batch is never full, plus STEP_MS for its first step. Bodies are made once for each number of tokens.
+Bodies are made once for each number of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import functools
 import json
 import re
 import signal
-import sys
 import time
 
 from bench.instant_engine import answer, streamed
@@ -66,8 +64,6 @@ def completed(count: int, streams: bool, logprobs: bool) -> bytes:
 class Server(asyncio.Protocol):
     """One connection."""
 
-    per_s, step_s = 0.0, 0.0
-
     def __init__(self) -> None:
         self.buffer = b""
         self.transport: asyncio.Transport | None = None
@@ -101,12 +97,6 @@ class Server(asyncio.Protocol):
         found = TOKENS.search(body)
         count = int(found[1]) if found else 16
         reply = completed(count, STREAMS.search(body) is not None, LOGPROBS.search(body) is not None)
-        if self.per_s:
-            asyncio.get_running_loop().call_later(self.step_s + count / self.per_s, self.done, count, reply)
-        else:
-            self.done(count, reply)
-
-    def done(self, count: int, reply: bytes) -> None:
         global made
         made += count
         self.write(reply)
@@ -137,6 +127,4 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    Server.per_s, step_ms = (float(word) for word in (*sys.argv[1:3], *("0", "0")[len(sys.argv) - 1 :]))
-    Server.step_s = step_ms / 1_000
     asyncio.run(serve())

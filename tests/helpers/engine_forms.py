@@ -20,8 +20,14 @@ VLLM: dict[str, dict[str, Any]] = {
     "0.11.1": {"pause": None, "abort": "tokens-only", "version": False, "reload": "configured"},
     "0.12.0": {"pause": "flag", "abort": None, "version": False, "reload": "configured"},
     "0.16.0": {"pause": "mode", "abort": None, "version": False, "reload": "path", "transfer": True},
-    "0.26.0": {"pause": "mode", "abort": "tokens-only", "version": False, "reload": "path", "transfer": True},
-    "0.27.0": {"pause": "mode", "abort": None, "version": True, "reload": "path", "transfer": True},
+    "0.26.0": {
+        "pause": "mode", "abort": "tokens-only", "version": False, "reload": "path", "transfer": True,
+        "completions": ("cache_salt",),
+    },
+    "0.27.0": {
+        "pause": "mode", "abort": None, "version": True, "reload": "path", "transfer": True,
+        "completions": ("cache_salt", "stream_interval"),
+    },
     "0.32.0": {
         "pause": "mode", "abort": "dev", "version": True, "reload": "path", "transfer": True,
         "completions": ("cache_salt", "stream_interval"),

@@ -228,7 +228,7 @@ class RolloutRules:
     answers_kept: int = 1_000  # answered requests that are remembered
     key_kept_s: float = 600.0  # how long an answer is returned again for its key
     # An answer is fetched in pieces of so many tokens: what a lost engine costs. None: whole; also inf, or "10 s".
-    resume_every: float | None = 128
+    resume_every: float | None = 512
     resume_every_s: float | None = None  # the same in seconds; the shorter of both counts
 
     def __post_init__(self) -> None:
@@ -262,7 +262,6 @@ class RolloutRules:
             maximum = MAX_TRIES if name == "tries" else MAX_COUNT
             if not is_whole(getattr(self, name), minimum, maximum):
                 raise InputError(f"{name} is {getattr(self, name)}", hint=f"a whole number from {minimum} to {maximum}")
-
 
     def _set_resume_every(self) -> None:
         tokens, seconds = resume_bounds(self.resume_every)

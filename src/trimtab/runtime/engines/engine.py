@@ -76,7 +76,7 @@ class GenerateRequest:
     seed: int | None = None
     logprobs: int | None = None  # None: off; 0: of the chosen tokens; n: also of the top n at each position
     extra: Mapping[str, Any] = field(default_factory=dict)  # passed to the engine unchanged
-    piece: int | None = 1  # tokens of a delta, where the engine takes that: 1: as they come; None: one delta, at the end
+    piece: int | None = 1  # tokens of a delta, where the engine takes it: 1: as they come; None: all, at the end
     cache_key: str = ""  # prompts are taken from the prefix cache only of requests with the same key
 
     def __post_init__(self) -> None:
@@ -92,6 +92,10 @@ class GenerateRequest:
         if "" in self.stop:
             raise InputError("an empty stop string would end every answer at once", where=where)
 
+    def fields(self) -> dict[str, Any]:
+        """For engines that are objects: what to generate, not how it travels."""
+        return {name: value for name, value in vars(self).items() if name not in ("piece", "cache_key")}
+
     @property
     def greedy(self) -> bool:
         """The same prompt gives the same output, up to rounding."""
@@ -104,6 +108,7 @@ class PieceSupport:
 
     whole: bool = False  # at once, at the end
     interval: bool = False  # a stream with so many tokens for each event, as the request says
+    every: int = 1  # tokens for each event of a stream, if the request says nothing
     partial: bool = False  # an aborted request is answered with its tokens so far
     versions: bool = False  # it says which version of the weights made each token
     context: int | None = None  # tokens of prompt and answer together

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import aiohttp
 
 from trimtab.runtime.engines.engine import EngineDeadlines, GenerateRequest
-from trimtab.runtime.engines.gated import EventStream, GatedEngine, OpenStream
+from trimtab.runtime.engines.gated import GatedEngine
+from trimtab.runtime.engines.open_stream import EventStream, OpenStream
 from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 

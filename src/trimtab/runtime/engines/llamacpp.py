@@ -32,8 +32,8 @@ from trimtab.runtime.engines.engine import (
     StreamDelta,
     TopLogprobs,
 )
-from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput
 
 _REPLACED = "\ufffd"
 """Replacement character for invalid UTF-8; a text with it does not identify its bytes."""

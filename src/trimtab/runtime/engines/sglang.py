@@ -46,8 +46,8 @@ from trimtab.runtime.engines.engine import (
     TopLogprobs,
     WeightUpdate,
 )
-from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput, token_ids
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, token_ids
 from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
 from trimtab.runtime.engines.wire import NoSuchPathError
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from trimtab.runtime.engines.engine import (
@@ -37,8 +38,8 @@ from trimtab.runtime.engines.engine import (
     TopLogprobs,
     WeightUpdate,
 )
-from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput, token_ids
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, token_ids
 from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
 from trimtab.runtime.engines.wire import NoSuchPathError
 
@@ -88,7 +89,7 @@ class VllmEngine(HttpEngine):
         }
         if request.piece is not None:
             body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-            if request.piece > 1:
+            if request.piece > 1 and self.pieces.interval:
                 body["stream_interval"] = request.piece
         if request.cache_key and self._salted:
             body["cache_salt"] = request.cache_key
@@ -133,7 +134,9 @@ class VllmEngine(HttpEngine):
         self._calls = calls
         self._salted = calls.takes("/v1/completions", "cache_salt", otherwise=False)
         interval = calls.takes("/v1/completions", "stream_interval", otherwise=False)
-        self.pieces = PieceSupport(True, interval, calls.has("/abort_requests"), context=self._context)
+        self.pieces = replace(
+            self.pieces, interval=interval, partial=calls.has("/abort_requests"), context=self._context
+        )
         self.capabilities = frozenset(verb for verb, has in offered.items() if has)
         development = calls.has("/reset_prefix_cache") or calls.has("/sleep")
         why = "this release has no such call" if development else _DEVELOPMENT

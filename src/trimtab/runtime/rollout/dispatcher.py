@@ -29,7 +29,6 @@ from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.pieces import PiecePlan, PiecePlanner
 from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
 
-
 HALF = "\ufffd"  # how a text ends whose last character is not complete
 MAX_BRIDGES = 4  # tokens asked one by one to complete a character
 

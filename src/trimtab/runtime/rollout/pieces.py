@@ -16,8 +16,8 @@ from trimtab.model.rollout import RolloutRules
 from trimtab.runtime.engines.engine import PieceSupport
 
 FIRST_TOKENS = 32  # of a piece, before the speed of an engine is known
-_GOLDEN = 0.6180339887498949
-_SHORTEST = 0.125  # of a first segment, as a share of the others
+INTERVAL_TOKENS = 128  # of an event; fewer cost the engine, more save next to nothing
+PHASES = 8  # lengths of first segments
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PiecePlanner:
 
     def __init__(self, rules: RolloutRules) -> None:
         self._rules = rules
-        self._phase = 0.0
+        self._phase = 0
 
     def every(self, token_rate: float | None) -> int | None:
         """Tokens of a piece on an engine that makes so many tokens a second for one request; None: no limit."""
@@ -57,9 +57,9 @@ class PiecePlanner:
         every = self.every(token_rate) if may_cut else None
         if every is None or left <= every:
             return PiecePlan(None)
-        if support.interval or every == 1:
-            return PiecePlan(every)
-        # Requests that begin together would all be cut at the same step, and leave the engine idle meanwhile.
-        self._phase = (self._phase + _GOLDEN) % 1.0
-        first = round(every * (_SHORTEST + (1 - _SHORTEST) * self._phase))
-        return PiecePlan(None, every, max(1, min(every, first)))
+        if support.interval or every == 1 or 1 < support.every <= every:
+            return PiecePlan(min(every, INTERVAL_TOKENS))
+        # Requests that begin together would all be cut at the same step, and leave the engine idle meanwhile. A few
+        # groups are better than many: steps that read prompts are slower than steps that only decode.
+        self._phase = self._phase % PHASES + 1
+        return PiecePlan(None, every, -(-every * self._phase // PHASES))

@@ -21,7 +21,7 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
 from trimtab.runtime.rollout.machine_loop import RolloutCore
-from trimtab.runtime.rollout.worker_actions import WorkerActions, resume_after_update, said
+from trimtab.runtime.rollout.worker_actions import WorkerActions, forget_prefixes, resume_after_update, said
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,7 @@ class RefitSession:
             return
         try:
             await handle.engine.refitted(str(self.version))
+            await forget_prefixes(handle.engine)
             await resume_after_update(handle)
         except (TrimtabError, OSError) as error:
             self.fail(worker, said(error))

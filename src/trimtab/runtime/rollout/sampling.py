@@ -15,7 +15,6 @@ from trimtab.core.reasons import Reason
 from trimtab.model.rollout import End, Span
 from trimtab.runtime.engines.engine import GenerateRequest, TopLogprobs
 
-
 WITHOUT_STATE = frozenset({"ignore_eos", "min_p", "logit_bias", "skip_special_tokens", "priority"})
 """Fields of `extra` whose effect on a token does not depend on the tokens before it."""
 
