@@ -444,6 +444,8 @@ class GatedEngine:
         """Refuses while a request runs, or may be running."""
         if self._paused in (PauseMode.abort, PauseMode.wait):
             return  # the engine has confirmed that nothing runs
+        if self._asleep and (await self.ready()).asleep:
+            return  # some of its memory is released, so nothing runs; its load figures are of before
         if self._paused is PauseMode.keep:
             await self._require_retracted()
             return
