@@ -62,6 +62,16 @@ def schema(fields: dict[str, tuple[str, ...]], bodies: dict[str, tuple[str, ...]
     return {"openapi": "3.1.0", "paths": page, "components": {"schemas": parts}}
 
 
+async def crashed(request: web.Request) -> web.Response:
+    """A handler of uvicorn that raised: it answers, and then closes the connection without having said so."""
+    response = web.Response(status=500, text="Internal Server Error")
+    await response.prepare(request)
+    await response.write_eof()
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
 class VllmForm(VllmStub):
     """vLLM of one release, in development mode."""
 
@@ -135,7 +145,7 @@ class VllmForm(VllmStub):
         return web.json_response({"world_size": 1})
 
     async def _not_configured(self, request: web.Request) -> web.Response:
-        return web.Response(status=500, text="Internal Server Error")
+        return await crashed(request)
 
     async def _pause_of_form(self, request: web.Request) -> web.Response:
         if self.form["pause"] == "mode":
@@ -163,12 +173,12 @@ class VllmForm(VllmStub):
         if body["method"] == "update_config":
             self.root_now = given["overrides"]["model_config"]["model"]
         elif self.form["reload"] == "configured" and given:
-            return web.Response(status=500, text="Internal Server Error")  # an unexpected keyword argument
+            return await crashed(request)  # an unexpected keyword argument
         else:
             path = given.get("weights_path", self.root_now)
             if path == "nowhere":
                 self.loaded = "half of nothing"
-                return web.Response(status=500, text="Internal Server Error")
+                return await crashed(request)
             self.loaded = path
         return web.json_response({"results": [None]})
 

@@ -293,7 +293,7 @@ class VllmEngine(HttpEngine):
 
     async def _rpc(self, method: str, **arguments: Any) -> None:
         body = {"method": method, "kwargs": arguments}
-        await self.wire.post("/collective_rpc", body, within_s=self.deadlines.refit_s)
+        await self.wire.post("/collective_rpc", body, within_s=self.deadlines.refit_s, keep_alive=False)
 
     async def _changed(self, path: str, wanted: str, **query: Any) -> None:
         answer = await self._dev(path, **query)

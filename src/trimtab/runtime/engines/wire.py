@@ -87,20 +87,35 @@ class EngineHttpClient:
         """Returns JSON, or text if it is no JSON."""
         return await self._call("GET", path, None, query, within_s)
 
-    async def post(self, path: str, body: Any = None, *, within_s: float | None = None, **query: Any) -> Any:
-        return await self._call("POST", path, body, query, within_s)
+    async def post(
+        self, path: str, body: Any = None, *, within_s: float | None = None, keep_alive: bool = True, **query: Any
+    ) -> Any:
+        """`keep_alive` False: for calls that may fail and be followed by another.
+
+        After an exception uvicorn answers 500 and closes the connection unannounced: the next call would meet that.
+        """
+        return await self._call("POST", path, body, query, within_s, keep_alive)
 
     async def options(self, path: str) -> Any:
         return await self._call("OPTIONS", path, None, {}, None)
 
-    async def _call(self, method: str, path: str, body: Any, query: dict[str, Any], within_s: float | None) -> Any:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        query: dict[str, Any],
+        within_s: float | None,
+        keep_alive: bool = True,
+    ) -> Any:
         if self.session.closed:
             raise EngineGoneError(f"{method} {path}: the session is closed", engine=self.name)
         seconds = within_s if within_s is not None else self.deadlines.call_s
+        headers = self.headers if keep_alive else {"Connection": "close"}
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self.deadlines.connect_s)
         try:
             async with self.session.request(
-                method, self.url + path, json=body, params=query or None, timeout=timeout, headers=self.headers,
+                method, self.url + path, json=body, params=query or None, timeout=timeout, headers=headers,
                 allow_redirects=False,
             ) as response:  # fmt: skip
                 raw = await response.content.read(MAX_EVENT_BYTES + 1)
