@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
     add("--segment", type=int, default=64, help="resume_every of the part segments, in tokens (default: %(default)s)")
     add("--resume-every", help="of speed, refit and kill: tokens, inf, or seconds as '2 s' (default: the pool's)")
     add("--curve", default="32,64,128,256,512,inf", help="settings of the part curve (default: %(default)s)")
-    add("--limit", type=int, help="requests that the pool gives to one engine (default: --max-num-seqs)")
+    add("--limit", type=int, help="requests that the pool gives to one engine (default: twice --max-num-seqs)")
     add("--part-s", type=float, default=300.0, help="seconds for one part (default: %(default)g)")
     given = parser.parse_args()
     given.parts = [name for name in given.only.split(",") if name]
@@ -129,11 +129,22 @@ async def measure(given: argparse.Namespace, fleet: Fleet, models: list[str], ou
             direct.model = (await reply.json())["data"][0]["id"]
         async with opened.get(f"{fleet.urls[0]}/version") as reply:
             version = (await reply.json())["version"]
+        prompts, samples, mean, longest = map(int, [*given.tail.split(","), "0", "0", "0"][:4])
         bench = Bench(
-            fleet, direct, tuple(models), given.limit or given.max_num_seqs, given.answers, given.tokens, given.rounds,
-            tuple(map(int, (given.tail.split(",") + ["0"] * 4)[:4])), given.sampled, given.segment, given.resume_every,  # type: ignore[arg-type]
-            tuple(given.curve.split(",")), given.gpu,
-        )  # fmt: skip
+            fleet,
+            direct,
+            tuple(models),
+            limit=given.limit or 2 * given.max_num_seqs,
+            answers=given.answers,
+            tokens=given.tokens,
+            rounds=given.rounds,
+            tail=(prompts, samples, mean, longest),
+            sampled=given.sampled,
+            segment=given.segment,
+            resume_every=given.resume_every,
+            curve=tuple(given.curve.split(",")),
+            gpu=given.gpu,
+        )
         machine = {
             "vllm": version, "model": direct.model, "python": platform.python_version(), "gpu": gpu_name(given.gpu),
             "engines": len(fleet.urls), "limit": bench.limit, "command": sys.argv[1:], "up_s": round(up_s, 1),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_processes import MODELS, START_S, Process, come_up, engine
+from engine_processes import MODELS, RELEASES, START_S, Process, come_up, engine
 
 from engine_answers import NEAR_TIE, prompts, run
 from trimtab.machines.rollout import events as e
@@ -34,9 +34,9 @@ DEADLINES = EngineDeadlines(call_s=10.0, silence_s=20.0, abort_s=5.0)
 
 @dataclass
 class Fleet:
-    """Servers of one kind. What a test has ended is replaced before the next one."""
+    """Servers of one release. What a test has ended is replaced before the next one."""
 
-    kind: str
+    release: str
     folder: Path
     stack: ExitStack
     servers: list[Process] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Fleet:
 
     def up(self, count: int) -> list[Process]:
         self.servers = [one for one in self.servers if one.alive]
-        fresh = [self.stack.enter_context(engine(self.kind, self.folder)) for _ in range(count - len(self.servers))]
+        fresh = [self.stack.enter_context(engine(self.release, self.folder)) for _ in range(count - len(self.servers))]
         run(_all(come_up(one) for one in fresh), within_s=START_S)
         self.servers += fresh
         if not self.right:
@@ -115,7 +115,7 @@ class Scene:
         assert set(self.answered.values()) == {1}
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=RELEASES)
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ExitStack() as stack:
         yield Fleet(request.param, tmp_path_factory.mktemp("fleet"), stack)
