@@ -72,10 +72,12 @@ def serve(
     import asyncio
 
     from trimtab.formats.rollout import job_section as rollout_file
+    from trimtab.model.rollout import resume_bounds
 
     settings = rollout_file.read(job)
     if resume_every is not None:
-        settings = replace(settings, rules=replace(settings.rules, resume_every=resume_every, resume_every_s=None))
+        tokens, seconds = resume_bounds(resume_every)
+        settings = replace(settings, rules=replace(settings.rules, resume_every=tokens, resume_every_s=seconds))
     for sentence in settings.warnings():
         warn(sentence)
     served = _import_serve()
