@@ -15,6 +15,7 @@ TABLES = (
     "nodes",
     "elastic",
     "rollout",
+    "rollout_pieces",
     "rollout_step",
     "gateway",
     "startup",

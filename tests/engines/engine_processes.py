@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from engine_answers import answer, greedy
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.engines.detect import attach
@@ -22,6 +24,8 @@ from trimtab.runtime.engines.wire import open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / ".venv-engines-vllm" / "tiny"
+RELEASES = {"vllm": "0.32.0", "vllm-0.26": "0.26.0", "vllm-0.11": "0.11.0", "sglang": "0.5.23"}
+"""By the end of the names of their environments (`.venv-engines-vllm` ...)."""
 START_S = 900.0
 """For all that are started together; half a minute each where the machine has nothing else to do."""
 PROMPT = (40, 41, 42, 43, 44)
@@ -32,10 +36,14 @@ _LIBC = ctypes.CDLL(None)
 class Process:
     """One server and all that it started."""
 
-    kind: str
+    release: str  # a key of RELEASES
     url: str
     log: Path
     process: subprocess.Popen[bytes]
+
+    @property
+    def kind(self) -> str:
+        return self.release.partition("-")[0]
 
     @property
     def alive(self) -> bool:
@@ -60,11 +68,13 @@ class Process:
 
 
 @contextmanager
-def engine(kind: str, folder: Path) -> Iterator[Process]:
+def engine(release: str, folder: Path) -> Iterator[Process]:
     """Started, not yet up; ended with the block whatever happened."""
-    port = _free_port()
-    command, environment = (_vllm if kind == "vllm" else _sglang)(port)
-    log = folder / f"{kind}-{port}.log"
+    port, venv = _free_port(), ROOT / f".venv-engines-{release}"
+    if not (venv / ".ready").exists():
+        pytest.skip(f"{release} is not here: tools/make-engine-envs makes it")
+    command, environment = (_sglang if release == "sglang" else _vllm)(venv, port)
+    log = folder / f"{release}-{port}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -76,7 +86,7 @@ def engine(kind: str, folder: Path) -> Iterator[Process]:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    started = Process(kind, f"http://127.0.0.1:{port}", log, process)
+    started = Process(release, f"http://127.0.0.1:{port}", log, process)
     try:
         yield started
     finally:
@@ -108,16 +118,18 @@ def _die_with_parent() -> None:
     _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _vllm(port: int) -> tuple[list[str], dict[str, str]]:
+def _vllm(venv: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    # A release whose transformers cannot read that tokenizer has the same weights with one of its own.
+    own = venv / "tiny"
     command = [
-        str(ROOT / ".venv-engines-vllm/bin/vllm"), "serve", str(MODELS / "v1"), "--host", "127.0.0.1",
+        str(venv / "bin/vllm"), "serve", str((own if own.exists() else MODELS) / "v1"), "--host", "127.0.0.1",
         "--port", str(port), "--enforce-eager", "--dtype", "float32", "--distributed-executor-backend", "uni",
         "--kv-cache-memory-bytes", "64M", "--enable-server-load-tracking", "--max-model-len", "2048",
     ]  # fmt: skip
     return command, {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise three processes and 2.9 GB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_OMP_THREADS_BIND": "all" if venv.name.endswith("-0.11") else "nobind",  # it knows no "nobind"
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -125,9 +137,9 @@ def _vllm(port: int) -> tuple[list[str], dict[str, str]]:
     }
 
 
-def _sglang(port: int) -> tuple[list[str], dict[str, str]]:
+def _sglang(venv: Path, port: int) -> tuple[list[str], dict[str, str]]:
     command = [
-        str(ROOT / ".venv-engines-sglang/bin/python"), "-m", "sglang.launch_server", "--model-path", str(MODELS / "v1"),
+        str(venv / "bin/python"), "-m", "sglang.launch_server", "--model-path", str(MODELS / "v1"),
         "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--attention-backend", "torch_native",
         "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "16", "--context-length", "2048",
         "--disable-overlap-schedule", "--enable-metrics", "--sleep-on-idle",

@@ -7,25 +7,27 @@ elsewhere: up to the first place where the two best tokens are so near that roun
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_processes import MODELS, START_S, Process, come_up, engine
+from engine_processes import MODELS, RELEASES, START_S, Process, come_up, engine
 
 from engine_answers import NEAR_TIE, prompts, run
 from trimtab.machines.rollout import events as e
-from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
+from trimtab.rollout import Completion, RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
 from trimtab.runtime.engines.engine import EngineDeadlines
 
 pytestmark = pytest.mark.engines
 S = WorkerState
 TOKENS, LIMIT, BEGUN, PROMPTS = 500, 8, 5, 12
+PIECE = 50  # tokens that come at once
 ASKED = prompts(PROMPTS, seed=3, longest=40) * 2
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 MEASURED = SamplingParams(max_tokens=TOKENS, temperature=0.0, logprobs=2)
@@ -34,9 +36,9 @@ DEADLINES = EngineDeadlines(call_s=10.0, silence_s=20.0, abort_s=5.0)
 
 @dataclass
 class Fleet:
-    """Servers of one kind. What a test has ended is replaced before the next one."""
+    """Servers of one release. What a test has ended is replaced before the next one."""
 
-    kind: str
+    release: str
     folder: Path
     stack: ExitStack
     servers: list[Process] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Fleet:
 
     def up(self, count: int) -> list[Process]:
         self.servers = [one for one in self.servers if one.alive]
-        fresh = [self.stack.enter_context(engine(self.kind, self.folder)) for _ in range(count - len(self.servers))]
+        fresh = [self.stack.enter_context(engine(self.release, self.folder)) for _ in range(count - len(self.servers))]
         run(_all(come_up(one) for one in fresh), within_s=START_S)
         self.servers += fresh
         if not self.right:
@@ -64,6 +66,12 @@ class Fleet:
         async with RolloutPool(RolloutRules(version=version), deadlines=DEADLINES) as pool:
             await pool.attach(self.servers[0].url, limit=LIMIT, version=version)
             return [one.samples[0] for one in await pool.generate(asked, MEASURED)]
+
+    async def whole(self, asked: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
+        """From one engine, each answer in one request."""
+        async with RolloutPool(RolloutRules(version=self.version, resume_every=math.inf), deadlines=DEADLINES) as pool:
+            await pool.attach(self.servers[0].url, limit=LIMIT, version=self.version)
+            return await pool.generate(asked, params)
 
 
 @dataclass
@@ -115,7 +123,7 @@ class Scene:
         assert set(self.answered.values()) == {1}
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=RELEASES)
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ExitStack() as stack:
         yield Fleet(request.param, tmp_path_factory.mktemp("fleet"), stack)
@@ -126,7 +134,7 @@ def play(fleet: Fleet, count: int, act: Callable[[Scene], Awaitable[None]], **ru
     servers = fleet.up(count)
 
     async def whole() -> None:
-        judged = RolloutRules(min_workers=1, version=fleet.version, **rules)
+        judged = RolloutRules(**{"min_workers": 1, "version": fleet.version, "resume_every": PIECE, **rules})
         async with RolloutPool(judged, deadlines=DEADLINES) as pool:
             scene = Scene(pool, servers)
             pool.add_listener(scene)
@@ -169,6 +177,30 @@ def same(samples: Sequence[Sample], right: Sequence[Sample]) -> None:
     for at, sample in enumerate(samples):
         alike(sample, right[at % len(right)])
     assert sum(sure(one) == len(one.token_ids) for one in right) >= len(right) / 4, "too few were compared to the end"
+
+
+@pytest.mark.parametrize("form", ["segments", "interval", "tokens"])
+def test_an_answer_in_pieces_is_the_whole_answer(fleet: Fleet, form: str) -> None:
+    """Also its log-probabilities: the cache of a segment is that of the whole answer, at float32."""
+    every = {"segments": 37, "interval": 37, "tokens": 1}[form]
+
+    async def act(scene: Scene) -> None:
+        adapter: Any = scene.pool.engine(scene.names[0])
+        assert adapter.pieces.interval, adapter.pieces
+        adapter.pieces = replace(adapter.pieces, interval=form == "interval")
+        params = replace(MEASURED, n=2, min_tokens=40)
+        got = [sample for row in await scene.pool.generate(ASKED[:PROMPTS], params) for sample in row.samples]
+        right = [sample for row in await fleet.whole(ASKED[:PROMPTS], params) for sample in row.samples]
+        scene.settled(got)
+        for sample, whole in zip(got, right, strict=True):
+            alike(sample, whole)
+            certain = min(sure(whole), len(sample.token_ids))
+            assert sample.logprobs is not None
+            assert whole.logprobs is not None
+            for mine, its in zip(sample.logprobs[:certain], whole.logprobs[:certain], strict=True):
+                assert mine == pytest.approx(its, abs=1e-3)
+
+    play(fleet, 1, act, resume_every=every)
 
 
 def test_a_drained_engine_finishes_what_it_has_sleeps_and_serves_again_after_it_was_woken(fleet: Fleet) -> None:

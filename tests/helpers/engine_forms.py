@@ -20,10 +20,19 @@ VLLM: dict[str, dict[str, Any]] = {
     "0.11.1": {"pause": None, "abort": "tokens-only", "version": False, "reload": "configured"},
     "0.12.0": {"pause": "flag", "abort": None, "version": False, "reload": "configured"},
     "0.16.0": {"pause": "mode", "abort": None, "version": False, "reload": "path", "transfer": True},
-    "0.26.0": {"pause": "mode", "abort": "tokens-only", "version": False, "reload": "path", "transfer": True},
-    "0.27.0": {"pause": "mode", "abort": None, "version": True, "reload": "path", "transfer": True},
-    "0.32.0": {"pause": "mode", "abort": "dev", "version": True, "reload": "path", "transfer": True},
-}
+    "0.26.0": {
+        "pause": "mode", "abort": "tokens-only", "version": False, "reload": "path", "transfer": True,
+        "completions": ("cache_salt",),
+    },
+    "0.27.0": {
+        "pause": "mode", "abort": None, "version": True, "reload": "path", "transfer": True,
+        "completions": ("cache_salt", "stream_interval"),
+    },
+    "0.32.0": {
+        "pause": "mode", "abort": "dev", "version": True, "reload": "path", "transfer": True,
+        "completions": ("cache_salt", "stream_interval"),
+    },
+}  # fmt: skip
 SGLANG: dict[str, dict[str, Any]] = {
     "0.4.6": {"pause": None, "abort": None, "version": False, "tags": False, "loads": None},
     "0.4.8": {"pause": None, "abort": "prefix", "version": False, "tags": False, "loads": "tokens"},
@@ -42,13 +51,25 @@ def schema(fields: dict[str, tuple[str, ...]], bodies: dict[str, tuple[str, ...]
         call: dict[str, Any] = {"parameters": [{"name": name, "in": "query"} for name in fields.get(path, ())]}
         if path in bodies:
             call["requestBody"] = {
-                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/Body{path[1:]}"}}}
+                "content": {
+                    "application/json": {"schema": {"$ref": f"#/components/schemas/{path[1:].replace('/', '_')}"}}
+                }
             }
         page[path] = {"post": call}
     parts: dict[str, Any] = {
-        f"Body{path[1:]}": {"properties": {name: {} for name in names}} for path, names in bodies.items()
+        path[1:].replace("/", "_"): {"properties": {name: {} for name in names}} for path, names in bodies.items()
     }
     return {"openapi": "3.1.0", "paths": page, "components": {"schemas": parts}}
+
+
+async def crashed(request: web.Request) -> web.Response:
+    """A handler of uvicorn that raised: it answers, and then closes the connection without having said so."""
+    response = web.Response(status=500, text="Internal Server Error")
+    await response.prepare(request)
+    await response.write_eof()
+    assert request.transport is not None
+    request.transport.close()
+    return response
 
 
 class VllmForm(VllmStub):
@@ -99,13 +120,18 @@ class VllmForm(VllmStub):
             router.add_post(path, handler)
         self.paths = [*posts, "/is_sleeping", *(["/get_world_size"] if form.get("transfer") else [])]
         self.paths += ["/weight_info"] if form["version"] else []
+        self.paths += ["/v1/completions"] if form.get("completions") else []
         if self.openapi:
             router.add_get("/openapi.json", self._page)
 
     async def _page(self, request: web.Request) -> web.Response:
         flag = ("wait_for_inflight_requests", "clear_cache")
         return web.json_response(
-            schema({"/pause": ("mode", *flag) if self.form["pause"] == "mode" else flag}, {}, self.paths)
+            schema(
+                {"/pause": ("mode", *flag) if self.form["pause"] == "mode" else flag},
+                {"/v1/completions": self.form["completions"]} if self.form.get("completions") else {},
+                self.paths,
+            )
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -119,7 +145,7 @@ class VllmForm(VllmStub):
         return web.json_response({"world_size": 1})
 
     async def _not_configured(self, request: web.Request) -> web.Response:
-        return web.Response(status=500, text="Internal Server Error")
+        return await crashed(request)
 
     async def _pause_of_form(self, request: web.Request) -> web.Response:
         if self.form["pause"] == "mode":
@@ -147,12 +173,12 @@ class VllmForm(VllmStub):
         if body["method"] == "update_config":
             self.root_now = given["overrides"]["model_config"]["model"]
         elif self.form["reload"] == "configured" and given:
-            return web.Response(status=500, text="Internal Server Error")  # an unexpected keyword argument
+            return await crashed(request)  # an unexpected keyword argument
         else:
             path = given.get("weights_path", self.root_now)
             if path == "nowhere":
                 self.loaded = "half of nothing"
-                return web.Response(status=500, text="Internal Server Error")
+                return await crashed(request)
             self.loaded = path
         return web.json_response({"results": [None]})
 
@@ -163,6 +189,7 @@ class SglangForm(SglangStub):
     def __init__(self, release: str, *, openapi: bool = True) -> None:
         super().__init__()
         self.release, self.form, self.openapi = release, SGLANG[release], openapi
+        self.takes_interval = self.form["pause"] is not None
         self.root = self.model_path = "default"
         self.paths: list[str] = []
 

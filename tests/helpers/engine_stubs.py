@@ -37,6 +37,8 @@ class Generation:
         self.ids: list[int] = []
         self.versions: list[str] = []
         self.aborted = False
+        self.every: int | None = 1  # tokens of an event; None: one body at the end
+        self.said = 0  # tokens that were sent
 
 
 class Stub:
@@ -46,7 +48,9 @@ class Stub:
         self.step_s = 0.005
         self.running: dict[str, Generation] = {}
         self.asked: list[tuple[str, Any]] = []  # every call that reached it
+        self.bodies: list[dict[str, Any]] = []  # of requests to generate
         self.left = 0  # clients that went away
+        self.made = 0  # tokens
         self.hung = 0  # requests that arrived while it was paused
         self.paused = asyncio.Event()
         self.goes = asyncio.Event()
@@ -113,7 +117,8 @@ class Stub:
         if fault == "refuse":
             return web.json_response({"error": {"message": "too many tokens"}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        if one.every is not None:
+            await response.prepare(request)
         try:
             if not self.goes.is_set():
                 self.hung += 1
@@ -127,11 +132,18 @@ class Stub:
                         break
                     await self.goes.wait()
                 one.ids.append(follows((one.prompt + one.ids)[-1], self.loaded))
-                one.versions.append(self.loaded)
+                one.versions.append(self.version)
+                self.made += 1
                 if len(one.ids) == 3 and fault in ("cut", "silent", "nonsense", "failure", "late refusal"):
+                    if one.every is None and fault not in ("cut", "silent"):
+                        return self._whole_fault(fault)
                     await self._hurt(request, response, fault)
-                event = self.event(one, "length" if len(one.ids) == one.most else None, fault)
-                await self._say(response, event)
+                last = len(one.ids) == one.most
+                if one.every is not None and (last or len(one.ids) - one.said >= one.every or len(one.ids) == 1):
+                    await self._say(response, self.event(one, "length" if last else None, fault))
+                    one.said = len(one.ids)
+            if one.every is None:
+                return web.json_response(self.event(one, "abort" if one.aborted else "length", fault))
             if one.aborted:
                 await self._say(response, self.event(one, "abort", fault))
             await response.write(b"data: [DONE]\n\n")
@@ -141,6 +153,12 @@ class Stub:
         finally:
             self.running.pop(one.key, None)
         return response
+
+    def _whole_fault(self, fault: str) -> web.Response:
+        if fault == "nonsense":
+            return web.Response(body=b"{this is no JSON}")
+        refused = fault == "late refusal"
+        return web.json_response({"error": {"message": "no such grammar"}}, status=400 if refused else 500)
 
     async def _hurt(self, request: web.Request, response: web.StreamResponse, fault: str) -> None:
         if fault == "cut":
@@ -182,6 +200,7 @@ class VllmStub(Stub):
         self.version = "default"  # as it reports, whatever is loaded
         self.asleep = False
         self.release = "0.32.0"
+        self.context: int | None = None  # tokens of prompt and answer together
         self.development = True
 
     def routes(self, router: web.UrlDispatcher) -> None:
@@ -210,22 +229,24 @@ class VllmStub(Stub):
         return web.json_response({"version": self.release})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": self.context}]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         assert body["model"] == "tiny"
         assert body["return_token_ids"]
         self.body = body
-        key = f"cmpl-{body['request_id']}-0"
-        return await self.stream(request, Generation(key, body["prompt"], body["max_tokens"]))
+        self.bodies.append(body)
+        one = Generation(f"cmpl-{body['request_id']}-0", body["prompt"], body["max_tokens"])
+        one.every = body.get("stream_interval", 1) if body.get("stream") else None
+        return await self.stream(request, one)
 
     def event(self, one: Generation, finish: str | None, fault: str) -> dict[str, Any]:
-        new = [] if finish == "abort" else one.ids[-1:]
+        new = one.ids[one.said :]
         count = len(one.ids) + (fault == "miscount" and len(one.ids) > 2)
         choice = {"text": written(new), "token_ids": new, "finish_reason": finish, "stop_reason": None}
         if self.body.get("logprobs") is not None:
-            best = [{f"token_id:{new[0]}": -0.5, "token_id:1": -1.5}] if new else []
+            best = [{f"token_id:{token}": -0.5, "token_id:1": -1.5} for token in new]
             choice["logprobs"] = {"token_logprobs": [-0.5] * len(new), "top_logprobs": best}
         return {"choices": [choice], "usage": {"completion_tokens": count}}
 
@@ -236,6 +257,7 @@ class VllmStub(Stub):
             f'vllm:num_requests_running{{engine="0"}} {len(self.running)}.0',
             'vllm:num_requests_waiting{engine="0"} 0.0',
             'vllm:kv_cache_usage_perc{engine="0"} 0.25',
+            f'vllm:generation_tokens_total{{engine="0"}} {self.made}.0',
         ]
         return web.Response(text="\n".join(lines))
 
@@ -311,6 +333,7 @@ class SglangStub(Stub):
 
     def __init__(self) -> None:
         super().__init__()
+        self.takes_interval = True
         self.version = "default"
         self.release = "0.5.23"
         self.only_new = False  # ids of an event: only the new ones
@@ -357,19 +380,20 @@ class SglangStub(Stub):
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = self.body = await request.json()
-        one = Generation(body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"])
-        if body.get("stream"):
-            try:
-                return await self.stream(request, one)
-            finally:  # once more, whatever has that name by then
-                asyncio.get_running_loop().call_later(0.3, self.abort, [one.key])
-        if not self.goes.is_set():
-            self.hung += 1
-        await self.goes.wait()
-        return web.json_response({"output_ids": [1], "meta_info": {"completion_tokens": 1}})
+        self.bodies.append(body)
+        sampling = body["sampling_params"]
+        one = Generation(body["rid"], body["input_ids"], sampling["max_new_tokens"])
+        if "stream_interval" in sampling and not self.takes_interval:
+            message = "SamplingParams.__init__() got an unexpected keyword argument 'stream_interval'"
+            return web.json_response({"error": {"message": message}}, status=400)
+        one.every = sampling.get("stream_interval", 1) if body.get("stream") else None
+        try:
+            return await self.stream(request, one)
+        finally:  # once more, whatever has that name by then
+            asyncio.get_running_loop().call_later(0.3, self.abort, [one.key])
 
     def event(self, one: Generation, finish: str | None, fault: str) -> dict[str, Any]:
-        new = [] if finish == "abort" else one.ids[-1:]
+        new = one.ids[one.said :]
         spans: list[dict[str, Any]] = []
         for place, version in enumerate(one.versions):
             if not spans or spans[-1]["version"] != version:

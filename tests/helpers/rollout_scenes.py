@@ -22,7 +22,7 @@ PROMPT = (4, 5, 6)
 QUICK = RolloutRules(
     min_workers=1, max_workers=8, drain_s=0.5, abort_s=3.0, stall_s=12.0, suspect_s=0.5, lost_s=2.0,
     back_off_s=0.05, probe_s=3.0,
-    monitor_s=0.1, load_fresh_s=3.0,
+    monitor_s=0.1, load_fresh_s=3.0, resume_every=1,
 )  # fmt: skip
 # The servers share our event loop, which may stand still for a second on a busy machine: none is silent by that.
 DEADLINES = EngineDeadlines(call_s=6.0, change_s=12.0, refit_s=12.0, first_bytes_s=12.0, silence_s=3.0, abort_s=1.5)

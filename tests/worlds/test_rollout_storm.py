@@ -1,8 +1,8 @@
 """Requests through a storm: real engines are killed, frozen, slowed, drained and replaced while 2,000 requests run.
 
-Half of them come from this process, half over HTTP through the gateway. Every request is answered exactly once, and a
-greedy answer is the one that an undisturbed engine gives, also where it was resumed half-way: up to the first place
-where the two best tokens are so near that rounding chooses.
+Half of them come from this process, half over HTTP through the gateway; as streams, in segments and whole. Every
+request is answered exactly once, and a greedy answer is the one that an undisturbed engine gives, also where it was
+resumed half-way: up to the first place where the two best tokens are so near that rounding chooses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from faults import Faults
 from trimtab.core.errors import TrimtabError
 from trimtab.machines.rollout import events as e
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
+from trimtab.runtime.engines.engine import PieceSupport
+from trimtab.runtime.engines.llamacpp import LlamaCppEngine
 from trimtab.runtime.gateway.server import Gateway
 from trimtab.runtime.gateway.settings import GatewaySettings
 
@@ -31,7 +33,7 @@ SLOTS, TOKENS, ASKED = 6, 60, 2_000
 RULES = RolloutRules(
     min_workers=1, max_workers=16, drain_s=0.6, abort_s=2.0, stall_s=6.0, suspect_s=0.6, lost_s=3.0, retries=40,
     back_off_s=0.2,
-    probe_s=2.0, load_fresh_s=2.0,
+    probe_s=2.0, load_fresh_s=2.0, resume_every=20,
 )  # fmt: skip
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 
@@ -184,7 +186,24 @@ async def over_http(url: str, asked: Sequence[tuple[int, ...]]) -> list[Got]:
 
 
 async def in_process(pool: RolloutPool, asked: Sequence[tuple[int, ...]]) -> list[Got]:
-    samples = [one.samples[0] for one in await pool.generate(asked, GREEDY)]
+    """In turn: in segments, whole (a lost engine costs all of it), and streamed."""
+
+    async def streamed(prompt: tuple[int, ...]) -> Sample:
+        ids: list[int] = []
+        async for chunk in pool.stream(prompt, GREEDY):
+            ids = [] if chunk.restarted else [*ids, *chunk.token_ids]
+            if chunk.sample is not None:
+                assert tuple(ids) == chunk.sample.token_ids
+                return chunk.sample
+        raise AssertionError("a stream without an answer")
+
+    segments, whole, streams = await asyncio.gather(
+        pool.generate(asked[::3], GREEDY),
+        pool.generate(asked[1::3], replace(GREEDY, resume=False)),
+        asyncio.gather(*(streamed(prompt) for prompt in asked[2::3])),
+    )
+    rows = ([one.samples[0] for one in segments], [one.samples[0] for one in whole], streams)
+    samples = [rows[at % 3][at // 3] for at in range(len(asked))]
     return [
         Got(one.token_ids, one.text, one.end.value, one.moves, "" if one.ok else str(one.reason)) for one in samples
     ]
@@ -226,6 +245,12 @@ def check(ledger: Ledger, wanted: Sequence[Sample], got: Sequence[Got]) -> None:
         assert answer.token_ids[:certain] == right.token_ids[:certain], answer
         if certain == len(right.token_ids):
             assert (answer.token_ids, answer.end, answer.text) == (right.token_ids, right.end.value, right.text)
+
+
+@pytest.fixture(autouse=True)
+def whole_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of tokens are for callers that stream."""
+    monkeypatch.setattr(LlamaCppEngine, "pieces", PieceSupport(whole=True))
 
 
 def test_every_request_is_answered_once_and_rightly_while_engines_are_killed_frozen_drained_and_replaced(

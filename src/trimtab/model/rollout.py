@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from dataclasses import dataclass, fields
 
 from trimtab.core.errors import InputError
@@ -226,6 +227,9 @@ class RolloutRules:
     affinity_window: int = 64  # queue positions that may be skipped for a prefix hit
     answers_kept: int = 1_000  # answered requests that are remembered
     key_kept_s: float = 600.0  # how long an answer is returned again for its key
+    # An answer is fetched in pieces of so many tokens: what a lost engine costs. None: whole; also inf, or "10 s".
+    resume_every: float | None = 512
+    resume_every_s: float | None = None  # the same in seconds; the shorter of both counts
 
     def __post_init__(self) -> None:
         if not (
@@ -235,6 +239,7 @@ class RolloutRules:
                 f"min_workers is {self.min_workers}, max_workers {self.max_workers}",
                 hint=f"0 <= min_workers <= max_workers <= {MAX_WORKERS}",
             )
+        self._set_resume_every()
         if not is_whole(self.capacity, 1):
             raise InputError(f"capacity is {self.capacity} requests a worker", hint="at least 1")
         if not is_whole(self.version, maximum=math.inf):
@@ -257,6 +262,30 @@ class RolloutRules:
             maximum = MAX_TRIES if name == "tries" else MAX_COUNT
             if not is_whole(getattr(self, name), minimum, maximum):
                 raise InputError(f"{name} is {getattr(self, name)}", hint=f"a whole number from {minimum} to {maximum}")
+
+    def _set_resume_every(self) -> None:
+        tokens, seconds = resume_bounds(self.resume_every)
+        object.__setattr__(self, "resume_every", tokens)
+        if seconds is not None:
+            object.__setattr__(self, "resume_every_s", seconds)
+        if self.resume_every_s is not None and not is_number(self.resume_every_s, SHORTEST_S, LONGEST_S):
+            raise InputError(f"resume_every_s is {self.resume_every_s}", hint=f"seconds, {SHORTEST_S:g} or more")
+
+
+def resume_bounds(given: object) -> tuple[float | None, float | None]:
+    """Tokens and seconds of a `resume_every`: 128, inf, or a text with a unit: `10 s`."""
+    found = re.fullmatch(r"\s*([0-9.]+|inf)\s*(s|tokens)?\s*", given) if isinstance(given, str) else None
+    try:
+        number = float(found[1]) if found is not None else given
+    except ValueError:
+        number = None if found is None else found
+    if number is None or number == math.inf:
+        return None, None
+    if found is not None and found[2] == "s" and is_number(number, SHORTEST_S, LONGEST_S):
+        return None, float(number)  # type: ignore[arg-type]
+    if is_number(number, 1, MAX_COUNT) and number == int(number):  # type: ignore[call-overload]
+        return float(number), None  # type: ignore[arg-type]
+    raise InputError(f"resume_every is {given!r}", hint="tokens, at least 1; seconds as '10 s'; inf: whole answers")
 
 
 @dataclass(frozen=True)

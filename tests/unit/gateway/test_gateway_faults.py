@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ from engine_answers import Whole, answer, greedy, prompts, run
 from engine_scenes import expected
 from engine_servers import LlamaServer, servers
 from engine_stubs import SglangStub, VllmStub
-from gateway_scenes import PROMPT, Front, front, play, play_stubs
+from gateway_scenes import PROMPT, QUICK, Front, front, play, play_stubs
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
 from trimtab.runtime.engines.wire import open_session
@@ -329,7 +330,7 @@ def test_past_its_deadline_a_stop_answers_with_what_there_is() -> None:
         assert len(events[-2]["output_ids"]) > 3
         await until_async(lambda: not stub.running)
 
-    play_stubs([stub], act, model_name="tiny")
+    play_stubs([stub], act, model_name="tiny", rules=replace(QUICK, resume_every=1))
 
 
 def test_a_stopped_gateway_can_be_started_again(engines: list[LlamaServer]) -> None:

@@ -108,6 +108,19 @@ def test_a_refit_from_disk_works_on_every_vllm_that_can_load(release: str) -> No
     scene(VllmForm(release), play)
 
 
+@pytest.mark.parametrize("release", [release for release in VLLM if release != "0.10.0"])
+def test_weights_that_a_sleep_discarded_are_loaded_before_the_cache_is_back(release: str) -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        await engine.sleep(2)
+        await engine.wake([MemoryTag.weights])
+        await engine.refit(WeightUpdate("/weights/1", "1"))
+        await engine.wake([MemoryTag.kv_cache])
+        assert await engine.version() == "1"
+        assert (await answer(engine, greedy("a", PROMPT, 5))).ids == expected(5, "/weights/1")
+
+    scene(VllmForm(release), play)
+
+
 def test_a_vllm_that_cannot_load_weights_says_so_and_serves_on() -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         with pytest.raises(NotSupportedError, match="no way to refit: this release has no such call"):

@@ -108,7 +108,7 @@ def test_tokens_made_by_two_weights_are_told_apart() -> None:
 
         def each(so_far: PartialOutput) -> None:
             if len(so_far.token_ids) == 4:
-                stub.loaded = "v2"
+                stub.loaded = stub.version = "v2"
 
         whole = await answer(engine, greedy("a", PROMPT, 10), each)
         by = dict.fromkeys(("default", "v2"), 0)

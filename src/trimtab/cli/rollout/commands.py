@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +49,10 @@ def serve(
         str | None, typer.Option(help="Address to listen on; beyond loopback the token is required.")
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help="File for the generated token.")] = None,
+    resume_every: Annotated[
+        str | None,
+        typer.Option(help="What a lost engine costs a request: tokens, '10 s', or inf.  [default: as in the job file]"),
+    ] = None,
 ) -> None:
     """Serve the engines of a job file behind one HTTP gateway; show them until Ctrl-C, which drains and stops them.
 
@@ -67,8 +72,12 @@ def serve(
     import asyncio
 
     from trimtab.formats.rollout import job_section as rollout_file
+    from trimtab.model.rollout import resume_bounds
 
     settings = rollout_file.read(job)
+    if resume_every is not None:
+        tokens, seconds = resume_bounds(resume_every)
+        settings = replace(settings, rules=replace(settings.rules, resume_every=tokens, resume_every_s=seconds))
     for sentence in settings.warnings():
         warn(sentence)
     served = _import_serve()

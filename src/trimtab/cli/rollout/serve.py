@@ -249,7 +249,7 @@ class ServedEngines:
             self._devices[name] = functools.partial(launcher.devices_of, name)
             spec = WorkerSpec(
                 name, limit=group.limit, size=group.size, startable=True, can_sleep=group.sleeps,
-                can_pause=group.kind in ("vllm", "sglang"),
+                can_pause=group.kind == "sglang",  # it says which weights made each token
             )  # fmt: skip
             self._pool.add_startable(spec, launcher)
 

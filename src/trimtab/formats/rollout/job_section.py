@@ -33,7 +33,7 @@ from trimtab.formats.run_section import unknown_key
 from trimtab.machines.rollout.machine import STATIC
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.rollout import DEFAULT_CLASS, Owner, Ownership, RequestClass, RolloutRules
+from trimtab.model.rollout import DEFAULT_CLASS, Owner, Ownership, RequestClass, RolloutRules, resume_bounds
 
 SECTION = "rollout"
 ACTION_MARGIN_S = 30.0
@@ -269,6 +269,9 @@ def _rules(
             raise at.error(f"{key} is no key of rules", *keys, hint=f"use {STATED_ELSEWHERE[key]}")
         if key not in known:
             raise unknown_key(key, known, at.place(*keys))
+        if key == "resume_every":
+            _resume_every(value, at, keys)
+            continue
         kind = int if hints[key] is int else float
         if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
             raise at.error(f"{key} is not right: {value!r:.60}", *keys, hint="a number" if kind is float else "a count")
@@ -302,6 +305,13 @@ def _rules(
     except InputError as error:
         error.where = at.place(SECTION, "rules")
         raise
+
+
+def _resume_every(value: Any, at: _FileLocation, keys: tuple[str, ...]) -> None:
+    try:
+        resume_bounds(value)
+    except InputError as error:
+        raise at.error(error.what, *keys, hint=error.hint) from None
 
 
 def _classes(section: RolloutSection) -> tuple[RequestClass, ...]:

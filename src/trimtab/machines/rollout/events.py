@@ -66,6 +66,7 @@ class AttemptFailed:
     why: str
     fatal: bool = False
     engine_died: bool = False  # the engine may have died of this request
+    outdated: bool = False  # no fault: the weights changed under it, and the engine does not say which made a token
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ class LoadReported:
     waiting: int
     kv_used_share: float
     at: float
+    generates: bool = False  # it has made tokens since the last report, though they may not have arrived yet
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,8 @@ class WorkerHealth:
         worker.outside = max(0, event.running + event.waiting - len(worker.held))
         worker.kv_full = event.kv_used_share >= state.rules.kv_full
         worker.load_fresh_until, worker.reports_load = until, True
+        if event.generates:
+            worker.generated_at = state.now
         state.touch("w", worker.id)
         self.load_changed(worker)
 

@@ -84,6 +84,7 @@ class RolloutWorker:
     outside: int = 0  # requests of other clients, by its own figures ...
     kv_full: bool = False
     load_fresh_until: float | None = None  # ... which are fresh until then
+    generated_at: float = 0.0  # when its own figures last showed that it makes tokens
     reports_load: bool = False  # it has reported figures: having none now does not mean idle
     served: int = 0
     story: list[StoryEntry] = field(default_factory=list)

@@ -231,6 +231,8 @@ class RequestTransitions:
         self._release(event.request, event.attempt)
         if request.state is RequestState.moving:
             self._moving_to_queued(request)
+        elif event.outdated:
+            self._requeue(request, event.why)
         elif event.fatal:
             self._fail(request, Reason(ReasonCode.refused, f"{worker.id} rejects the request: {event.why}"))
         else:
@@ -434,7 +436,7 @@ class RequestTransitions:
         worker = self.state.workers[self.state.worker_by_attempt[key]]
         request = self.state.requests.get(sent.request)
         quiet = worker.paused or worker.paused_elsewhere or (request is not None and not request.spec.watched)
-        return None if quiet else sent.last + self.state.rules.stall_s
+        return None if quiet else max(sent.last, worker.generated_at) + self.state.rules.stall_s
 
     def attempt_late(self, key: str) -> None:
         """No token for too long, or an abort was not confirmed."""

@@ -35,7 +35,8 @@ from trimtab.runtime.engines.engine import (
     StreamDelta,
     WeightUpdate,
 )
-from trimtab.runtime.engines.gated import DeltaReader, EventStream, GatedEngine, MalformedOutput, OpenStream
+from trimtab.runtime.engines.gated import GatedEngine
+from trimtab.runtime.engines.open_stream import DeltaReader, EventStream, MalformedOutput, OpenStream
 
 _NEEDS = {
     EngineCapability.pause: ("pause", "resume"),
@@ -65,7 +66,7 @@ class ActorEngine(GatedEngine):
         return getattr(self._handle, method, None) is not None
 
     def _events(self, stream: OpenStream) -> EventStream:
-        request = dataclasses.asdict(stream.request) | {"id": stream.key}
+        request = stream.request.fields() | {"id": stream.key}
         return _Generator(self.name, self._handle, request, self.deadlines)
 
     def _reader(self, request: GenerateRequest) -> DeltaReader:

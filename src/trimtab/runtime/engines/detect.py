@@ -22,7 +22,7 @@ from trimtab.runtime.engines.vllm import VllmEngine
 from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 KINDS: dict[str, type[HttpEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
-TESTED_RELEASES: dict[str, tuple[str, ...]] = {"vllm": ("0.32", "0.26"), "sglang": ("0.5",), "llamacpp": ()}
+TESTED_RELEASES: dict[str, tuple[str, ...]] = {"vllm": ("0.32", "0.26", "0.11"), "sglang": ("0.5",), "llamacpp": ()}
 """Releases that the adapters ran against; llama.cpp has builds, not releases."""
 
 
@@ -74,7 +74,7 @@ def _dialect(kind: str, info: dict[str, object]) -> EngineDialect:
         return EngineDialect(kind, release, f"this {kind} does not say its release", ReleaseSupport.unsaid)
     if tried and not any(re.match(rf"v?{re.escape(each)}(\.|$|\D)", release) for each in tried):
         were = "was" if len(tried) == 1 else "were"
-        note = f"{kind} {release} was never tried; {' and '.join(tried)} {were}"
+        note = f"{kind} {release} was never tried; {', '.join(tried)} {were}"
         return EngineDialect(kind, release, note, ReleaseSupport.untried)
     return EngineDialect(kind, release)
 

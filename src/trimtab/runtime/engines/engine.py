@@ -76,6 +76,8 @@ class GenerateRequest:
     seed: int | None = None
     logprobs: int | None = None  # None: off; 0: of the chosen tokens; n: also of the top n at each position
     extra: Mapping[str, Any] = field(default_factory=dict)  # passed to the engine unchanged
+    piece: int | None = 1  # tokens of a delta, where the engine takes it: 1: as they come; None: all, at the end
+    cache_key: str = ""  # prompts are taken from the prefix cache only of requests with the same key
 
     def __post_init__(self) -> None:
         where = f"request {self.id}"
@@ -90,11 +92,29 @@ class GenerateRequest:
         if "" in self.stop:
             raise InputError("an empty stop string would end every answer at once", where=where)
 
+    def fields(self) -> dict[str, Any]:
+        """For engines that are objects: what to generate, not how it travels."""
+        return {name: value for name, value in vars(self).items() if name not in ("piece", "cache_key")}
+
     @property
     def greedy(self) -> bool:
         """The same prompt gives the same output, up to rounding."""
         return self.temperature == 0
 
+
+@dataclass(frozen=True)
+class PieceSupport:
+    """In which pieces an engine gives an answer, besides a stream of tokens."""
+
+    whole: bool = False  # at once, at the end
+    interval: bool = False  # a stream with so many tokens for each event, as the request says
+    every: int = 1  # tokens for each event of a stream, if the request says nothing
+    partial: bool = False  # an aborted request is answered with its tokens so far
+    versions: bool = False  # it says which version of the weights made each token
+    context: int | None = None  # tokens of prompt and answer together
+
+
+STREAMS = PieceSupport()
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Top ids at one position with their log-probabilities, best first."""
@@ -157,6 +177,7 @@ class EngineLoad:
     kv_used_share: float | None
     at: float  # local monotonic time of the reading
     fresh: bool  # False: stale figures of a paused or silent engine
+    progress: float | None = None  # a figure that grows while it generates, for example tokens since its start
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import (
+    STREAMS,
     EngineBusyError,
     EngineCapability,
     EngineDeadlines,
@@ -35,10 +36,12 @@ from trimtab.runtime.engines.engine import (
     NotSupportedError,
     PartialOutput,
     PauseMode,
+    PieceSupport,
     StreamDelta,
     WeightRecord,
     WeightUpdate,
 )
+from trimtab.runtime.engines.open_stream import DeltaReader, EventStream, MalformedOutput, OpenStream
 
 _SETTLE_S = 1.0
 """How long an engine's own figures may lag."""
@@ -47,60 +50,12 @@ LAUNCHED = "started by trimtab, which sees its process end"
 _EMPTY = "its weights were discarded or half replaced, and no refit has been confirmed since"
 
 
-class DeltaReader(Protocol):
-    """Converts the events of a stream to deltas; raises `MalformedOutput` for impossible ones."""
-
-    async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
-        """Deltas of one event."""
-
-
-class EventStream(Protocol):
-    """An open stream of events; raises the errors of `engine.py`."""
-
-    def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        """Events until the end, or an error."""
-
-    def close(self, *, on_purpose: bool = False) -> None:
-        """Closes the connection, which the engine takes as an abort."""
-
-    def close_within(self, seconds: float) -> None:
-        """Closes it after this time unless it has ended."""
-
-    async def rest(self) -> None:
-        """Reads what follows the last delta."""
-
-
-class MalformedOutput(Exception):  # noqa: N818 - not raised beyond this folder
-    """An impossible answer of an engine."""
-
-
-class OpenStream:
-    """A request whose stream is open."""
-
-    def __init__(self, request: GenerateRequest, attempt: str) -> None:
-        self.request = request
-        # Request id at the engine, never reused: SGLang aborts an id once more
-        # two seconds after its stream has ended, even if it is in use again by then, and releases before 0.5.5 abort
-        # every id that begins like the given one: hence the end mark.
-        self.key = f"{request.id}.{attempt}."
-        self.events: EventStream | None = None
-        self.aborting = False
-        self.ended = False  # by itself, successfully or not
-        self._stream_pieces: list[StreamDelta] = []
-
-    def add(self, piece: StreamDelta) -> None:
-        self._stream_pieces.append(piece)
-        self.ended = piece.finish is not None
-
-    def so_far(self) -> PartialOutput:
-        return PartialOutput.of(self._stream_pieces)
-
-
 class GatedEngine:
     """Common half of an adapter; see `Engine` for the calls."""
 
     kind: ClassVar[str]
     capabilities: frozenset[EngineCapability] = frozenset()
+    pieces: PieceSupport = STREAMS
 
     def __init__(self, name: str, deadlines: EngineDeadlines | None = None) -> None:
         self.name, self.deadlines = name, deadlines or EngineDeadlines()
@@ -127,6 +82,8 @@ class GatedEngine:
         self.launched = False  # its launcher reports the end of its process, and makes a new adapter for the next
         self.model_path = ""  # of the weights that it was started with, if it says so
         self.lacks: dict[EngineCapability, str] = {}  # what this engine cannot do, and what would change that
+        self.progress_at: float | None = None  # when it was last seen to make tokens, on the loop's clock
+        self._progress: float | None = None
         self._discarded = False  # weights are gone or unknown until a refit is confirmed, whatever the engine reports
 
     # State.
@@ -145,7 +102,10 @@ class GatedEngine:
 
     async def load(self) -> EngineLoad:
         await self._ensure_reachable()
-        return await self._load()
+        load = await self._load()
+        if load.progress is not None and load.progress != self._progress:
+            self._progress, self.progress_at = load.progress, asyncio.get_running_loop().time()
+        return load
 
     async def version(self) -> str | None:
         if self._discarded:
@@ -220,7 +180,7 @@ class GatedEngine:
             return await reader.take(event)
         except MalformedOutput as error:
             raise EngineMalformedError(str(error), engine=self.name) from None
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise EngineMalformedError(
                 f"an event that cannot be read ({type(error).__name__}: {error})", engine=self.name
             ) from None
@@ -484,6 +444,8 @@ class GatedEngine:
         """Refuses while a request runs, or may be running."""
         if self._paused in (PauseMode.abort, PauseMode.wait):
             return  # the engine has confirmed that nothing runs
+        if self._asleep and (await self.ready()).asleep:
+            return  # some of its memory is released, so nothing runs; its load figures are of before
         if self._paused is PauseMode.keep:
             await self._require_retracted()
             return

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import aiohttp
 
 from trimtab.runtime.engines.engine import EngineDeadlines, GenerateRequest
-from trimtab.runtime.engines.gated import EventStream, GatedEngine, OpenStream
+from trimtab.runtime.engines.gated import GatedEngine
+from trimtab.runtime.engines.open_stream import EventStream, OpenStream
 from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 
@@ -32,7 +33,9 @@ class HttpEngine(GatedEngine):
 
     def _events(self, stream: OpenStream) -> EventStream:
         path, body = self._generate_call(stream.request, stream.key)
-        return self.wire.events(path, body)
+        # Between two pieces there are no bytes: it is alive as long as it makes tokens.
+        alive_at = None if stream.request.piece == 1 else lambda: self.progress_at
+        return self.wire.events(path, body, whole=stream.request.piece is None, alive_at=alive_at)
 
     def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         """Path and body of a generate call."""

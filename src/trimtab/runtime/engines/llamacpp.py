@@ -5,6 +5,9 @@ counter `tokens_predicted` of the next event shows the gap. A gap is filled from
 vocabulary has exactly one way to write them in that number of tokens; a greedy request may be repeated without
 streaming for just the missing ids. Otherwise the delta reports how many are missing: ids are never guessed.
 
+A whole answer has all its ids, but goes on at the server when its client has left: answers are streamed unless
+`pieces` is set to say otherwise.
+
 The server has no pause, sleep, flush or weight update; a pause only stops sending. It has no min_tokens, stop ids or
 abort: stop ids are checked here, and a closed connection is an abort. Its sampling defaults (top_k 40, min_p 0.05)
 differ from those of `GenerateRequest`, so all parameters are sent. Log-probabilities are those of the model before
@@ -32,8 +35,8 @@ from trimtab.runtime.engines.engine import (
     StreamDelta,
     TopLogprobs,
 )
-from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput
 
 _REPLACED = "\ufffd"
 """Replacement character for invalid UTF-8; a text with it does not identify its bytes."""
@@ -171,7 +174,7 @@ def completion(request: GenerateRequest) -> dict[str, Any]:
         "min_p": 0.0,
         "seed": -1 if request.seed is None else request.seed,
         "n_probs": 0 if request.logprobs is None else max(request.logprobs, 1),
-        "stream": True,
+        "stream": request.piece is not None,
         "return_tokens": True,
         # A cached prompt gives the same answer only up to rounding; prefix affinity is worth more.
         "cache_prompt": True,

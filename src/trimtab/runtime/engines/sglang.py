@@ -20,8 +20,8 @@ server names in its model information shows which of the recorded weights it has
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -41,12 +41,13 @@ from trimtab.runtime.engines.engine import (
     MemoryTag,
     NotSupportedError,
     PauseMode,
+    PieceSupport,
     StreamDelta,
     TopLogprobs,
     WeightUpdate,
 )
-from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, token_ids
 from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
 from trimtab.runtime.engines.wire import NoSuchPathError
 
@@ -90,6 +91,7 @@ class SglangEngine(HttpEngine):
         super().__init__(name, url, session, deadlines)
         self._version_of: dict[str, str] = {}  # first version that was loaded from a path
 
+    pieces = PieceSupport(whole=True, interval=True)
     _load_stamps: Any = None  # the engine's timestamp of its last loads
     _loads_read = False  # loads were read before
 
@@ -109,13 +111,30 @@ class SglangEngine(HttpEngine):
             sampling["sampling_seed"] = request.seed
         body: dict[str, Any] = {
             "rid": key,
-            "input_ids": list(request.token_ids),
+            "input_ids": request.token_ids,
             "sampling_params": sampling | dict(request.extra),
-            "stream": True,
+            "stream": request.piece is not None,
         }
+        if request.piece is not None and request.piece > 1:
+            sampling["stream_interval"] = request.piece
+            body["sampling_params"] = sampling | dict(request.extra)
         if request.logprobs is not None:
             body |= {"return_logprob": True, "top_logprobs_num": request.logprobs}
         return "/generate", body
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
+        try:
+            async with aclosing(super().generate(request)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except (EngineRefusedError, EngineFailedError) as error:
+            if "stream_interval" not in error.what or not self.pieces.interval:
+                raise
+            # An older release: its own interval may be a single token, and every event repeats all of them.
+            self.pieces = replace(self.pieces, interval=False)
+            async with aclosing(super().generate(replace(request, piece=None))) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     def _reader(self, request: GenerateRequest) -> DeltaReader:
         return _SglangReader(request, self.name, self._abandoned)
@@ -145,6 +164,7 @@ class SglangEngine(HttpEngine):
             EngineCapability.load: counted,
         }
         self._calls = calls
+        self.pieces = replace(self.pieces, partial=calls.has("/abort_request"), versions=has_version)
         self._tags = calls.takes("/release_memory_occupation", "tags", otherwise=pauses)
         self.capabilities = frozenset(verb for verb, has in offered.items() if has)
         self.lacks = {verb: "this release has no such call" for verb, has in offered.items() if not has}
@@ -308,7 +328,7 @@ class SglangEngine(HttpEngine):
         recent = abs(time.time() - newest) < _STALE_S
         fresh = self._paused is None and (recent or (moved and self._loads_read))
         self._loads_read = True
-        return EngineLoad(running, waiting, used, time.monotonic(), fresh)
+        return EngineLoad(running, waiting, used, time.monotonic(), fresh, float(used_tokens) if used_tokens else None)
 
     async def _version(self) -> str | None:
         return _version_in(await self._info())
@@ -401,7 +421,7 @@ class _SglangReader:
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         meta = event["meta_info"]
-        ids = tuple(map(int, self._new(event.get("output_ids") or [], int(meta["completion_tokens"]))))
+        ids = token_ids(self._new(event.get("output_ids") or [], int(meta["completion_tokens"])))
         reason = meta.get("finish_reason")
         finish = None
         if reason is not None:
@@ -414,7 +434,9 @@ class _SglangReader:
         matched = reason.get("matched") if reason else None
         whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched)
         start, self._reported = self._reported, self._reported + len(ids)
-        stop = next((at for at, token in enumerate(ids) if self._stops(token, start + at + 1)), None)
+        stop = None
+        if self._watched:
+            stop = next((at for at, token in enumerate(ids) if self._stops(token, start + at + 1)), None)
         if stop is None:
             return _by_version(whole, start, meta)
         self._leave(str(meta["id"]))

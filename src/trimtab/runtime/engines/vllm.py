@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from trimtab.runtime.engines.engine import (
@@ -32,12 +33,13 @@ from trimtab.runtime.engines.engine import (
     MemoryTag,
     NotSupportedError,
     PauseMode,
+    PieceSupport,
     StreamDelta,
     TopLogprobs,
     WeightUpdate,
 )
-from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, token_ids
 from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
 from trimtab.runtime.engines.wire import NoSuchPathError
 
@@ -46,7 +48,7 @@ _DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 on a private interface"
 _PATHS = (
     "/pause", "/resume", "/abort_requests", "/sleep", "/wake_up", "/reset_prefix_cache", "/collective_rpc",
     "/weight_info", "/update_weight_version", "/init_weight_transfer_engine", "/update_weights", "/get_world_size",
-    "/is_sleeping",
+    "/is_sleeping", "/v1/completions",
 )  # fmt: skip
 
 
@@ -66,24 +68,31 @@ class VllmEngine(HttpEngine):
         }
     )
 
+    pieces = PieceSupport(whole=True)
     _model = ""
+    _context: int | None = None  # tokens of prompt and answer together
+    _salted = False  # it keeps prefix caches of requests apart by a salt
     _calls: ServedCalls | None = None  # None: not asked yet
     _reloads_by_path: bool | None = None  # `reload_weights` takes a path; None: not tried yet
 
     def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": list(request.token_ids),
+            "prompt": request.token_ids,
             "request_id": key,
             "max_tokens": request.max_tokens,
             "min_tokens": request.min_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_token_ids": True,
         }
+        if request.piece is not None:
+            body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+            if request.piece > 1 and self.pieces.interval:
+                body["stream_interval"] = request.piece
+        if request.cache_key and self._salted:
+            body["cache_salt"] = request.cache_key
         if request.stop:
             body["stop"] = list(request.stop)
         if request.stop_ids:
@@ -102,8 +111,9 @@ class VllmEngine(HttpEngine):
         if not self._model:
             models = await self.wire.get("/v1/models")
             try:
-                self._model = str(models["data"][0]["id"])
-                self.model_path = str(models["data"][0].get("root") or "")
+                model = models["data"][0]
+                self._model, self.model_path = str(model["id"]), str(model.get("root") or "")
+                self._context = int(model["max_model_len"]) if model.get("max_model_len") else None
             except (KeyError, IndexError, TypeError, AttributeError):
                 raise EngineMalformedError("/v1/models names no model", engine=self.name) from None
         if self._calls is None:
@@ -122,6 +132,11 @@ class VllmEngine(HttpEngine):
             EngineCapability.load: True,
         }
         self._calls = calls
+        self._salted = calls.takes("/v1/completions", "cache_salt", otherwise=False)
+        interval = calls.takes("/v1/completions", "stream_interval", otherwise=False)
+        self.pieces = replace(
+            self.pieces, interval=interval, partial=calls.has("/abort_requests"), context=self._context
+        )
         self.capabilities = frozenset(verb for verb, has in offered.items() if has)
         development = calls.has("/reset_prefix_cache") or calls.has("/sleep")
         why = "this release has no such call" if development else _DEVELOPMENT
@@ -178,7 +193,8 @@ class VllmEngine(HttpEngine):
         open_requests = await self._maybe("/load")
         if isinstance(open_requests, dict) and isinstance(open_requests.get("server_load"), int):
             waiting = max(waiting, open_requests["server_load"] - running)
-        return EngineLoad(running, waiting, found.get("vllm:kv_cache_usage_perc"), time.monotonic(), fresh=not still)
+        used, tokens = found.get("vllm:kv_cache_usage_perc"), found.get("vllm:generation_tokens_total")
+        return EngineLoad(running, waiting, used, time.monotonic(), fresh=not still, progress=tokens)
 
     async def _version(self) -> str | None:
         reply = await self._maybe("/weight_info")
@@ -277,7 +293,7 @@ class VllmEngine(HttpEngine):
 
     async def _rpc(self, method: str, **arguments: Any) -> None:
         body = {"method": method, "kwargs": arguments}
-        await self.wire.post("/collective_rpc", body, within_s=self.deadlines.refit_s)
+        await self.wire.post("/collective_rpc", body, within_s=self.deadlines.refit_s, keep_alive=False)
 
     async def _changed(self, path: str, wanted: str, **query: Any) -> None:
         answer = await self._dev(path, **query)
@@ -303,7 +319,7 @@ class _VllmReader:
             self._count(event)
             return []
         choice = event["choices"][0]
-        ids = tuple(int(token) for token in choice.get("token_ids") or ())
+        ids = token_ids(choice.get("token_ids") or ())
         self._reported += len(ids)
         self._count(event)
         reason = choice.get("finish_reason")

@@ -11,12 +11,13 @@ import asyncio
 import ipaddress
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
@@ -35,8 +36,11 @@ _REST_S = 0.5
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session for any number of engines; connections are unlimited, because the router limits requests."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0))
+    """A session for any number of engines; connections are unlimited, because the router limits requests.
+
+    Idle ones are closed well before engines close them, which is after 5 s.
+    """
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0))
 
 
 async def addresses(url: str) -> frozenset[tuple[str, int]]:
@@ -86,20 +90,35 @@ class EngineHttpClient:
         """Returns JSON, or text if it is no JSON."""
         return await self._call("GET", path, None, query, within_s)
 
-    async def post(self, path: str, body: Any = None, *, within_s: float | None = None, **query: Any) -> Any:
-        return await self._call("POST", path, body, query, within_s)
+    async def post(
+        self, path: str, body: Any = None, *, within_s: float | None = None, keep_alive: bool = True, **query: Any
+    ) -> Any:
+        """`keep_alive` False: for calls that may fail and be followed by another.
+
+        After an exception uvicorn answers 500 and closes the connection unannounced: the next call would meet that.
+        """
+        return await self._call("POST", path, body, query, within_s, keep_alive)
 
     async def options(self, path: str) -> Any:
         return await self._call("OPTIONS", path, None, {}, None)
 
-    async def _call(self, method: str, path: str, body: Any, query: dict[str, Any], within_s: float | None) -> Any:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        query: dict[str, Any],
+        within_s: float | None,
+        keep_alive: bool = True,
+    ) -> Any:
         if self.session.closed:
             raise EngineGoneError(f"{method} {path}: the session is closed", engine=self.name)
         seconds = within_s if within_s is not None else self.deadlines.call_s
+        headers = self.headers if keep_alive else {"Connection": "close"}
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self.deadlines.connect_s)
         try:
             async with self.session.request(
-                method, self.url + path, json=body, params=query or None, timeout=timeout, headers=self.headers,
+                method, self.url + path, json=body, params=query or None, timeout=timeout, headers=headers,
                 allow_redirects=False,
             ) as response:  # fmt: skip
                 raw = await response.content.read(MAX_EVENT_BYTES + 1)
@@ -134,8 +153,10 @@ class EngineHttpClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineFailedError(f"{call} said 200, but success: false: {brief(answer)}", engine=self.name)
 
-    def events(self, path: str, body: Any) -> HttpEventStream:
-        return HttpEventStream(self, path, body)
+    def events(
+        self, path: str, body: Any, *, whole: bool = False, alive_at: Callable[[], float | None] | None = None
+    ) -> HttpEventStream:
+        return HttpEventStream(self, path, body, whole, alive_at)
 
 
 class NoSuchPathError(EngineFailedError):
@@ -146,11 +167,20 @@ class HttpEventStream:
     """An open stream; iterates over the JSON of its events until `[DONE]` or the end of the connection.
 
     A timer per stream closes the connection on silence; reading then fails with `EngineWedgedError`. The reader decides
-    whether the end came with a final event.
+    whether the end came with a final event. `whole`: the answer is one JSON body, which counts as its only event.
+    `alive_at`: when the engine was last seen to generate; silence counts from then.
     """
 
-    def __init__(self, wire: EngineHttpClient, path: str, body: Any) -> None:
+    def __init__(
+        self,
+        wire: EngineHttpClient,
+        path: str,
+        body: Any,
+        whole: bool = False,
+        alive_at: Callable[[], float | None] | None = None,
+    ) -> None:
         self._wire, self._path, self._body = wire, path, body
+        self._whole, self._alive_at = whole, alive_at
         self._response: aiohttp.ClientResponse | None = None
         self._opening: asyncio.Future[aiohttp.ClientResponse] | None = None  # until the response head
         self._timer: asyncio.TimerHandle | None = None
@@ -180,7 +210,7 @@ class HttpEventStream:
 
     async def rest(self) -> None:
         """Reads what follows the last delta, if it comes soon, so that the connection can be reused."""
-        if self._wire.headers or self._response is None:
+        if self._wire.headers or self._response is None or self._whole:
             return
         self.close_within(_REST_S)
         with suppress(aiohttp.ClientError, OSError):
@@ -191,6 +221,9 @@ class HttpEventStream:
         response = await self._open()
         held = b""
         try:
+            if self._whole:
+                yield self._checked(await self._body_of(response))
+                return
             while True:
                 self._waiting_since = asyncio.get_running_loop().time()
                 chunk = await response.content.readany()
@@ -209,13 +242,26 @@ class HttpEventStream:
         except (aiohttp.ClientError, OSError) as error:
             raise self._broken(error) from None
 
+    async def _body_of(self, response: aiohttp.ClientResponse) -> bytes:
+        chunks, size = [], 0
+        self._waiting_since = asyncio.get_running_loop().time()
+        while chunk := await response.content.readany():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > MAX_EVENT_BYTES:
+                raise EngineMalformedError("an answer without end", engine=self._wire.name)
+        if self._timer:
+            self._timer.cancel()
+        return b"".join(chunks)
+
     async def _open(self) -> aiohttp.ClientResponse:
         deadlines = self._wire.deadlines
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s)
         wire = self._wire
         sent = wire.session.post(
-            wire.url + self._path, json=self._body, timeout=timeout, headers=wire.headers, allow_redirects=False
-        )
+            wire.url + self._path, data=msgspec.json.encode(self._body), timeout=timeout,
+            headers={"Content-Type": "application/json", **wire.headers}, allow_redirects=False,
+        )  # fmt: skip
         self._opening = asyncio.ensure_future(_answered(sent))
         self._waiting_since = asyncio.get_running_loop().time()
         self._arm(deadlines.first_bytes_s)
@@ -246,8 +292,9 @@ class HttpEventStream:
                 raise self._failed(_parsed(line[6:]))
             raise EngineMalformedError(f"not an event: {line[:80]!r}", engine=self._wire.name)
         payload = line[5:].strip()
-        if payload == b"[DONE]":
-            return _DONE
+        return _DONE if payload == b"[DONE]" else self._checked(payload)
+
+    def _checked(self, payload: bytes) -> Any:
         event = _parsed(payload)
         if not isinstance(event, dict):
             raise EngineMalformedError(f"an event that is no object: {payload[:80]!r}", engine=self._wire.name)
@@ -275,7 +322,10 @@ class HttpEventStream:
 
     def _check_silence(self) -> None:
         now = asyncio.get_running_loop().time()
-        left_s = self._allowed_s - (now - (now if self._waiting_since is None else self._waiting_since))
+        since = now if self._waiting_since is None else self._waiting_since
+        if self._alive_at is not None:
+            since = max(since, self._alive_at() or since)
+        left_s = self._allowed_s - (now - since)
         if left_s > 0.001:
             self._arm(left_s)
             return
@@ -303,9 +353,12 @@ async def _answered(sent: Any) -> aiohttp.ClientResponse:
 
 def _parsed(raw: bytes) -> Any:
     """JSON, or text if it is no JSON."""
-    text = raw.decode(errors="replace")
     try:
-        return json.loads(text)
+        return msgspec.json.decode(raw)
+    except ValueError:
+        text = raw.decode(errors="replace")
+    try:
+        return json.loads(text)  # it also takes NaN and bytes that are no UTF-8
     except ValueError:
         return text
 

@@ -13,11 +13,28 @@ import contextlib
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, End
-from trimtab.runtime.engines.engine import Engine, EngineError, EngineGoneError, FinishReason, StreamDelta
+from trimtab.runtime.engines.engine import (
+    STREAMS,
+    Engine,
+    EngineError,
+    EngineGoneError,
+    FinishReason,
+    GenerateRequest,
+    PieceSupport,
+    StreamDelta,
+)
 from trimtab.runtime.engines.tokenizer import tokenizer_of
-from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore
+from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore, WorkerHandle
 from trimtab.runtime.rollout.pending_request import PendingRequest
+from trimtab.runtime.rollout.pieces import PiecePlan, PiecePlanner
 from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
+
+HALF = "\ufffd"  # how a text ends whose last character is not complete
+MAX_BRIDGES = 4  # tokens asked one by one to complete a character
+
+
+class WeightsChangedError(EngineError):
+    """The version of the weights that made some tokens is unknown."""
 
 
 class Dispatcher:
@@ -25,6 +42,7 @@ class Dispatcher:
 
     def __init__(self, core: RolloutCore) -> None:
         self._core = core
+        self._planner = PiecePlanner(core.machine.rules)
         core.handlers |= {
             e.SendRequest: self._send,
             e.AbortAttempt: self._abort,
@@ -113,6 +131,10 @@ class Dispatcher:
             if not attempt.aborting:
                 self._core.attempts.pop((send.request, send.attempt), None)
                 raise
+        except WeightsChangedError as error:
+            event = e.AttemptFailed(send.request, send.attempt, self._tokens_made(attempt), error.what, outdated=True)
+            if attempt.aborting:
+                event = e.AbortDone(send.request, send.attempt, self._tokens_made(attempt))
         except EngineError as error:
             event = self._attempt_failed(attempt, error.what, gone=isinstance(error, EngineGoneError) and error.reached)
         except (InputError, InfeasibleError) as error:  # every engine would refuse it
@@ -124,21 +146,65 @@ class Dispatcher:
         self._core.handle_event(event)
 
     async def _stream(self, attempt: RequestAttempt, send: e.SendRequest) -> e.RolloutEvent:
-        engine, pending = self._engine(send.worker), attempt.pending
-        engine_request_id = pending.params.engine_request(
-            attempt.engine_request_id,
-            (*pending.prompt, *pending.ids),
-            send.max_tokens,
-            min(send.min_tokens, send.max_tokens),
-        )
-        buffer = await self._stop_buffer(attempt, engine)
-        if buffer is not None and (stopped := buffer.before()) is not None:
-            await self._finish_at_stop(attempt, buffer, stopped, engine)
-            return e.AttemptFinished(send.request, send.attempt, 0, End.stop)
-        finish = None
-        async with contextlib.aclosing(engine.generate(engine_request_id)) as pieces:
+        """Fetches the answer, in one call of the engine or in segments."""
+        engine, pending, handle = self._engine(send.worker), attempt.pending, self._core.handles[send.worker]
+        support: PieceSupport = getattr(engine, "pieces", STREAMS)
+        plan = self._plan(attempt, support, send)
+        calls = bridges = 0
+        while True:
+            buffer = await self._stop_buffer(attempt, engine)
+            if buffer is not None and (stopped := buffer.before()) is not None:
+                await self._finish_at_stop(attempt, buffer, stopped, engine)
+                return e.AttemptFinished(send.request, send.attempt, pending.made, End.stop, attempt.version)
+            left = send.max_tokens - pending.made
+            asked = plan.tokens(calls, left)
+            if support.context is not None and pending.made:
+                asked = min(asked, support.context - len(pending.prompt) - len(pending.ids))
+                if asked <= 0:
+                    return self._ended(attempt, FinishReason.full)
+            # After half a character an engine may search the prompt for stop strings: it is completed without them.
+            bridge = buffer is not None and pending.before.endswith(HALF) and bridges < MAX_BRIDGES
+            asked, bridges = (1, bridges + 1) if bridge else (asked, 0)
+            request = pending.params.engine_request(
+                attempt.engine_request_id, (*pending.prompt, *pending.ids), asked,
+                min(max(0, send.min_tokens - pending.made), asked), plan.piece, f"trimtab-{send.version}",
+                stops=not bridge,
+            )  # fmt: skip
+            before, began = pending.made, self._core.clock()
+            outcome = await self._call(attempt, engine, request, None if bridge else buffer)
+            if isinstance(outcome, e.AttemptFinished):
+                return outcome
+            self._measure(handle, pending.made - before, self._core.clock() - began)
+            if outcome is not FinishReason.length or asked == left or pending.made - before < asked:
+                if pending.cuts and outcome in (FinishReason.stop, FinishReason.length):
+                    await self._join_text(attempt, engine, outcome)
+                return self._ended(attempt, outcome)
+            if attempt.aborting:
+                return e.AbortDone(send.request, send.attempt, pending.made)
+            pending.cut()
+            calls += 1
+
+    def _plan(self, attempt: RequestAttempt, support: PieceSupport, send: e.SendRequest) -> PiecePlan:
+        pending, handle = attempt.pending, self._core.handles[send.worker]
+        reads_text = not pending.params.stop or tokenizer_of(handle.engine) is not None
+        plan = self._planner.plan(
+            support, streams=pending.chunks is not None, may_cut=pending.params.may_cut(reads_text=reads_text),
+            left=send.max_tokens, token_rate=handle.token_rate,
+        )  # fmt: skip
+        attempt.segments = plan.segment is not None
+        return plan
+
+    async def _call(
+        self, attempt: RequestAttempt, engine: Engine, request: GenerateRequest, buffer: StopStringBuffer | None
+    ) -> e.AttemptFinished | FinishReason | None:
+        """One call of the engine: how it finished, or an end by a stop string across the cut before it."""
+        finish, updates = None, self._weight_updates(attempt)
+        self._name_version(attempt)
+        async with contextlib.aclosing(engine.generate(request)) as pieces:
             async for piece in pieces:
                 self._require_current(attempt)
+                if request.piece != 1 and piece.token_ids and not self._says_version(attempt, piece):
+                    self._require_weights(attempt, updates)
                 finish = piece.finish or finish
                 if buffer is None:
                     self._take(attempt, piece)
@@ -147,14 +213,43 @@ class Dispatcher:
                     stopped = buffer.hold(piece)
                     if stopped is not None:
                         await self._finish_at_stop(attempt, buffer, stopped, engine)
-                        return e.AttemptFinished(send.request, send.attempt, pending.made, End.stop)
+                        return e.AttemptFinished(
+                            attempt.pending.spec.id, attempt.number, attempt.pending.made, End.stop, attempt.version
+                        )
                     if buffer.open and finish is None:
                         continue
                     for held_piece in buffer.held:
                         self._take(attempt, held_piece)
                     buffer, attempt.silent = None, False
                 self._core.report_tokens(attempt)
-        return self._ended(attempt, finish)
+        return finish
+
+    def _name_version(self, attempt: RequestAttempt) -> None:
+        """Engines report the weights that they were started with by a name, not by a number."""
+        handle, view = self._core.handles.get(attempt.worker), self._core.machine.worker(attempt.worker)
+        if handle is not None and view is not None and handle.state is not None and handle.state.version is not None:
+            attempt.named = {handle.state.version: view.version}
+
+    def _says_version(self, attempt: RequestAttempt, piece: StreamDelta) -> bool:
+        name = piece.version
+        return name is not None and (version_number(name) is not None or attempt.named.get(name) is not None)
+
+    def _weight_updates(self, attempt: RequestAttempt) -> int:
+        handle = self._core.handles.get(attempt.worker)
+        return -1 if handle is None else handle.weight_updates
+
+    def _require_weights(self, attempt: RequestAttempt, updates: int) -> None:
+        """Tokens of a piece need a single version of the weights, unless the engine says which made them."""
+        if self._weight_updates(attempt) != updates:
+            raise WeightsChangedError(
+                "the weights changed while it ran, and the engine does not say which made its tokens",
+                engine=attempt.worker,
+            )
+
+    def _measure(self, handle: WorkerHandle, tokens: int, seconds: float) -> None:
+        if tokens > 1 and seconds > 0:
+            rate = tokens / seconds
+            handle.token_rate = rate if handle.token_rate is None else 0.8 * handle.token_rate + 0.2 * rate
 
     def _require_current(self, attempt: RequestAttempt) -> None:
         """Tokens of a superseded attempt must not reach the answer."""
@@ -162,8 +257,12 @@ class Dispatcher:
             raise EngineError("the attempt was superseded", engine=attempt.worker)
 
     def _take(self, attempt: RequestAttempt, piece: StreamDelta) -> None:
-        if piece.version is not None:
-            attempt.version = version_number(piece.version)
+        if piece.version is not None and piece.token_ids:
+            version = version_number(piece.version)
+            version = attempt.named.get(piece.version) if version is None else version
+            if version != attempt.version:
+                self._core.report_now(attempt)  # the tokens so far are of another version
+                attempt.version = version
         attempt.pending.take(piece)
         if piece.missing:  # at once: an answer with a gap must never be resumed
             self._core.handle_event(
@@ -205,6 +304,10 @@ class Dispatcher:
         handle = self._core.handles.get(attempt.worker)
         left_s = max(0.0, 0.8 * (deadline - self._core.clock()))
         if handle is not None and handle.engine is not None:
+            wanted = attempt.pending.spec.id in self._core.pending
+            if wanted and attempt.segments and not getattr(handle.engine, "pieces", STREAMS).partial:
+                await asyncio.wait({task}, timeout=left_s / 2)  # an abort would lose what the segment has made
+                left_s /= 2
             with contextlib.suppress(TrimtabError, asyncio.TimeoutError, OSError):  # the stream is closed below
                 await asyncio.wait_for(handle.engine.abort([attempt.engine_request_id]), left_s / 2)
         await asyncio.wait({task}, timeout=left_s / 2)
@@ -216,7 +319,7 @@ class Dispatcher:
     async def _stop_buffer(self, attempt: RequestAttempt, engine: Engine) -> StopStringBuffer | None:
         """Text so far of a resumed answer: engines hold back text, which an abort loses."""
         pending = attempt.pending
-        if not pending.base:
+        if not pending.ids or (pending.cuts and not pending.params.stop):
             return None
         tokenizer = tokenizer_of(engine)
         if tokenizer is not None:
@@ -230,6 +333,17 @@ class Dispatcher:
                 pending.before = before
                 pending.send_held_text()
         return StopStringBuffer(pending.before, pending.params.stop) if pending.params.stop else None
+
+    async def _join_text(self, attempt: RequestAttempt, engine: Engine, finish: FinishReason) -> None:
+        """Writes the text anew if a cut may have gone through a character: what engines write then differs."""
+        pending, tokenizer = attempt.pending, tokenizer_of(engine)
+        if tokenizer is None or pending.params.stop or pending.text.isascii():
+            return
+        ids = pending.ids[:-1] if finish is FinishReason.stop else pending.ids
+        with contextlib.suppress(EngineError, InputError):
+            text = await tokenizer.detokenize(ids)
+            self._require_current(attempt)
+            pending.rewrite(text)
 
     async def _finish_at_stop(
         self, attempt: RequestAttempt, buffer: StopStringBuffer, stopped: StopMatch, engine: Engine

@@ -111,9 +111,10 @@ class EngineHealthChecker:
         except TrimtabError:
             return  # the next check decides about its health
         if load.fresh and handle.engine is engine and worker in self._core.handles:
-            handle.load = load
+            before, handle.load = handle.load, load
+            generates = load.progress is not None and (before is None or load.progress != before.progress)
             self._core.handle_event(
-                e.LoadReported(worker, load.running, load.waiting, load.kv_used_share or 0.0, load.at)
+                e.LoadReported(worker, load.running, load.waiting, load.kv_used_share or 0.0, load.at, generates)
             )
 
     def _unhealthy(self, worker: str, handle: WorkerHandle, why: str) -> None:

@@ -56,6 +56,8 @@ class WorkerHandle:
     boots: int = 0
     reported: str | None = None  # weight version that it reported last
     unhealthy_since: float | None = None
+    weight_updates: int = 0  # refits that may have changed its weights
+    token_rate: float | None = None  # tokens per second of one request, as last measured
     resume_after_refit: bool = False  # it woke without weights; its gate is closed until a refit
     health_task: asyncio.Task[None] | None = None
 
@@ -71,7 +73,9 @@ class RequestAttempt:
     reported: int = 0
     reported_at: float = 0.0
     version: int | None = None
+    named: dict[str, int | None] = field(default_factory=dict)  # versions that the engine reports by a name
     aborting: bool = False
+    segments: bool = False  # its calls are short, so an abort may wait for the end of one
     silent: bool = False  # no token reports until it has ended
     task: asyncio.Task[None] | None = None
 
@@ -193,6 +197,11 @@ class RolloutCore:
             return
         self._unreported.pop((attempt.pending.spec.id, attempt.number), None)
         self._report(attempt, now)
+
+    def report_now(self, attempt: RequestAttempt) -> None:
+        """Reports new tokens of an attempt at once."""
+        self._unreported.pop((attempt.pending.spec.id, attempt.number), None)
+        self._report(attempt, self.clock())
 
     def _report(self, attempt: RequestAttempt, now: float) -> None:
         made = attempt.pending.made

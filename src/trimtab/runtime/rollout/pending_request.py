@@ -34,8 +34,10 @@ class PendingRequest:
     logprobs: list[float | None] = field(default_factory=list)
     best: list[TopLogprobs] = field(default_factory=list)
     base: int = 0  # tokens kept when this attempt began
-    before: str = ""  # their text
-    texts: list[tuple[int, str]] = field(default_factory=list)  # of this attempt: (number of tokens by then, text)
+    before: str = ""  # text of the tokens before the current call of the engine
+    before_tokens: int = 0  # their number
+    texts: list[tuple[int, str]] = field(default_factory=list)  # of this call: (number of tokens by then, text)
+    cuts: int = 0  # calls of the engine after the first one of this attempt
     sent_text: str = ""  # text sent to a streaming client
     missing: int = 0
     stopped_by: str | int | None = None
@@ -60,8 +62,8 @@ class PendingRequest:
             self.restarts += 1
         discarded = len(self.ids) > resumed or self.missing > 0
         kept = "".join(text for tokens, text in self.texts if tokens <= resumed)
-        self.before = self.before + kept if resumed >= self.base else ""
-        self.texts = []
+        self.before = self.before + kept if resumed >= self.before_tokens else ""
+        self.texts, self.before_tokens, self.cuts = [], resumed, 0
         del self.ids[resumed:], self.logprobs[resumed:], self.best[resumed:]
         self.attempt, self.worker, self.base, self.missing = attempt, worker, resumed, 0
         if not self.workers or self.workers[-1] != worker:
@@ -86,6 +88,11 @@ class PendingRequest:
             self.sent_text += piece.text or ""
             self._send_chunk(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
 
+    def cut(self) -> None:
+        """The engine's call has ended, and the answer continues with another one."""
+        self.before, self.texts, self.before_tokens = self.text, [], len(self.ids)
+        self.cuts += 1
+
     def send_all(self) -> None:
         """Sends everything so far to a streaming client that has nothing yet."""
         if self.chunks is not None and (self.ids or self.before):
@@ -101,6 +108,14 @@ class PendingRequest:
             if rest:
                 self.sent_text += rest
                 self._send_chunk(Chunk(self.index, text=rest))
+
+    def rewrite(self, text: str) -> None:
+        """Replaces the joined text of the calls by the text of all tokens, unless that only adds special tokens."""
+        joined = self.text
+        if not text.startswith(joined):
+            rest = iter(text)
+            if not all(character in rest for character in joined):
+                self.before, self.texts, self.before_tokens = text, [], len(self.ids)
 
     def truncate(self, tokens: int, text: str, stopped_by: str) -> None:
         """Ends the answer at a stop string that was found late, across an interruption."""

@@ -21,7 +21,7 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
 from trimtab.runtime.rollout.machine_loop import RolloutCore
-from trimtab.runtime.rollout.worker_actions import WorkerActions, resume_after_update, said
+from trimtab.runtime.rollout.worker_actions import WorkerActions, forget_prefixes, resume_after_update, said
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class RefitWaiters:
         core.handlers |= {e.RefitReady: self._ready, e.RefitOver: self._over}
 
     def _ready(self, ready: e.RefitReady) -> None:
+        for member in ready.membership.members:
+            if member.worker in self.core.handles:
+                self.core.handles[member.worker].weight_updates += 1
         found = self.ready.get(ready.version)
         if found is not None and not found.done():
             found.set_result(ready)
@@ -219,6 +222,7 @@ class RefitSession:
             return
         try:
             await handle.engine.refitted(str(self.version))
+            await forget_prefixes(handle.engine)
             await resume_after_update(handle)
         except (TrimtabError, OSError) as error:
             self.fail(worker, said(error))

@@ -15,6 +15,9 @@ from trimtab.core.reasons import Reason
 from trimtab.model.rollout import End, Span
 from trimtab.runtime.engines.engine import GenerateRequest, TopLogprobs
 
+WITHOUT_STATE = frozenset({"ignore_eos", "min_p", "logit_bias", "skip_special_tokens", "priority"})
+"""Fields of `extra` whose effect on a token does not depend on the tokens before it."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -48,8 +51,17 @@ class SamplingParams:
         """
         if self.resume is not None:
             return self.resume
+        return self.may_cut(reads_text=reads_text)
+
+    def may_cut(self, *, reads_text: bool) -> bool:
+        """Whether an answer in several requests is distributed as one in a single request, whatever `resume` says."""
         reseeded = self.seed is not None and self.temperature > 0
-        return not reseeded and not self.extra and (reads_text or not self.stop)
+        return (
+            self.resume is not False
+            and not reseeded
+            and WITHOUT_STATE.issuperset(self.extra)
+            and (reads_text or not self.stop)
+        )
 
     def sample(self, index: int) -> SamplingParams:
         """Parameters of one of the n samples."""
@@ -58,14 +70,22 @@ class SamplingParams:
         return replace(self, seed=self.seed + index)
 
     def engine_request(
-        self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int
+        self,
+        name: str,
+        token_ids: tuple[int, ...],
+        max_tokens: int,
+        min_tokens: int,
+        piece: int | None = 1,
+        cache_key: str = "",
+        *,
+        stops: bool = True,
     ) -> GenerateRequest:
         return GenerateRequest(
             name,
             token_ids,
             max_tokens,
             min_tokens,
-            self.stop,
+            self.stop if stops else (),
             self.stop_ids,
             self.temperature,
             self.top_p,
@@ -73,6 +93,8 @@ class SamplingParams:
             self.seed,
             self.logprobs,
             self.extra,
+            piece,
+            cache_key,
         )
 
 

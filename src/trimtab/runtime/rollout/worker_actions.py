@@ -213,6 +213,13 @@ def record_weights(engine: Engine | None, version: int | None, *, by_caller: boo
         engine.vouched(str(version))
 
 
+async def forget_prefixes(engine: Engine) -> None:
+    """Clears a prefix cache of older weights, where the trainer has not done so. Requests there would keep theirs."""
+    if Offers.flush in engine.capabilities:
+        with contextlib.suppress(EngineError):  # requests of other clients run there
+            await engine.flush()
+
+
 async def resume_after_update(handle: WorkerHandle) -> None:
     """Opens the gate of an engine that woke without weights."""
     if handle.resume_after_refit and handle.engine is not None:

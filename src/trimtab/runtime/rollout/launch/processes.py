@@ -7,7 +7,6 @@ pool's process; two engines of a worker at the same time; two engines on the sam
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import tempfile
@@ -29,7 +28,7 @@ from trimtab.runtime.rollout.launch.launcher import (
     safe_name,
 )
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
-from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, wait_until_serving
+from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, EngineEndedError, PortTakenError, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -65,8 +64,15 @@ class ProcessLauncher:
 
     async def start(self, worker: str, version: int, path: str | None) -> Started:
         for _ in range(PORT_TRIES - 1):
-            with contextlib.suppress(PortTakenError):
+            try:
                 return await self._begin(worker, version, path)
+            except PortTakenError:  # noqa: PERF203 - a start takes seconds
+                continue
+            except EngineEndedError as ended:
+                older = self.command.without_interval(ended.what)
+                if older is None:
+                    raise
+                self.command = older
         return await self._begin(worker, version, path)
 
     async def stop(self, worker: str) -> None:

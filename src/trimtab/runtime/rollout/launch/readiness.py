@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import aiohttp
 
@@ -55,6 +56,7 @@ async def wait_until_serving(
             engine, seen = await _try_attach(name, url, command, session, deadlines)
             if engine is not None:
                 engine.launched = True
+                engine.pieces = replace(engine.pieces, every=command.stream_interval)
                 return engine
         if time.monotonic() - began > command.start_s:
             raise UnreachableError(

@@ -33,7 +33,9 @@ def engines_as_processes(
     # An engine that cannot sleep is stopped when it is not needed.
     sleeps = command.kind in ("vllm", "sglang")
     for number in range(1, workers + 1):
-        spec = WorkerSpec(f"{name}-{number}", limit=limit, startable=True, can_sleep=sleeps, can_pause=sleeps)
+        spec = WorkerSpec(
+            f"{name}-{number}", limit=limit, startable=True, can_sleep=sleeps, can_pause=command.kind == "sglang"
+        )
         pool.add_startable(spec, launcher)
     return launcher
 
@@ -64,8 +66,7 @@ def engines_on_slots(
     launcher = SlotLauncher(pool, session, slots, command, resources=resources, **settings)
 
     def spec(worker: str) -> WorkerSpec:
-        pauses = command.kind in ("vllm", "sglang")
-        return slot_worker(worker, limit=limit, size=size, can_pause=pauses)
+        return slot_worker(worker, limit=limit, size=size, can_pause=command.kind == "sglang")
 
     if workers is None:
         follower = EnginesPerNode(

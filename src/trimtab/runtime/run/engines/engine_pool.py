@@ -289,7 +289,7 @@ class RunEnginePool:
     def _spec(self, worker: str) -> WorkerSpec:
         kind = None if self._command is None else self._command.kind
         sleeps = kind in ("vllm", "sglang") if self._command is not None else {"sleep", "wake"} <= self._methods
-        pauses = kind in ("vllm", "sglang") if self._command is not None else {"pause", "resume"} <= self._methods
+        pauses = kind == "sglang" if self._command is not None else {"pause", "resume"} <= self._methods
         return WorkerSpec(
             worker,
             limit=self.settings.capacity,

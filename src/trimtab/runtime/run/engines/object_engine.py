@@ -27,7 +27,7 @@ from trimtab.runtime.engines.engine import (
     EngineWedgedError,
     WeightUpdate,
 )
-from trimtab.runtime.engines.gated import EventStream, OpenStream
+from trimtab.runtime.engines.open_stream import EventStream, OpenStream
 from trimtab.runtime.rollout.launch.launcher import Started
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineReply, EngineThread
@@ -85,7 +85,7 @@ class ThreadedEngine(ActorEngine):
         await self._call("refit", payload, within_s=self.deadlines.refit_s)
 
     def _events(self, stream: OpenStream) -> EventStream:
-        order = {**vars(stream.request), "id": stream.key, "token_ids": list(stream.request.token_ids)}
+        order = {**stream.request.fields(), "id": stream.key, "token_ids": list(stream.request.token_ids)}
         return _Stream(self, stream.key, order)
 
     def open_stream(self, key: str, order: dict[str, Any], stream: _Stream) -> None:

@@ -84,6 +84,8 @@ class EngineSettings:
         given = _section(self.rules, RolloutRules, "settings.rules")
         for name, value in given.items():
             minimum: float = MIN_MONITOR_S if name == "monitor_s" else 0
+            if name == "resume_every":
+                continue  # RolloutRules says what it may be
             if type(value) in (int, float) and not minimum <= value <= LONGEST_S:
                 hint = f"from {minimum:g} to {LONGEST_S:g}"
                 raise InputError(f"{name} is {value:g}", where=f"settings.rules.{name}", hint=hint)
