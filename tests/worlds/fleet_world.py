@@ -657,7 +657,7 @@ class FleetWorld:
                 self.end(name)
             self.look()
             self.deliver()
-            for name in list(self.health):
+            for name in sorted(self.health):
                 self.answer_health(name, None if self.members[name].state == "running" else "no answer")
             self.finish_entering()
             if not self.inbox and self.entering is None:
