@@ -6,6 +6,7 @@ A code for programs and a sentence for users, set where the decision is made and
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -157,3 +158,12 @@ def add_story_entry(story: list[StoryEntry], entry: StoryEntry) -> None:
     """Append an entry; beyond the limit the first entry stays and the oldest after it are dropped."""
     story.append(entry)
     del story[1 : max(1, len(story) - STORY_KEPT + 1)]
+
+
+def record(
+    stories: dict[str, list[StoryEntry]], subject: str, entry: StoryEntry, *, most: int, keep: Collection[str]
+) -> None:
+    """Append to the story of a subject; beyond `most` stories, the oldest that `keep` does not name is dropped."""
+    add_story_entry(stories.setdefault(subject, []), entry)
+    if len(stories) > most:
+        del stories[next(known for known in stories if known != subject and known not in keep)]
