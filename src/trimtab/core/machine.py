@@ -55,6 +55,10 @@ class Machine(Generic[State, Event, Instruction]):
         if len(found) > len(self._handlers) or self._handlers.keys() != set(get_args(self.EVENTS)):
             raise TypeError(f"{type(self).__name__}: exactly one handler for each of its event types is needed")
 
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Instructions for the event. Raises InputError or InfeasibleError: it is refused, and nothing changed."""
         clock, out = self._clock, self._out
