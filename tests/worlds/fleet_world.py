@@ -493,7 +493,7 @@ class FleetWorld:
 
     def _judge_StopMember(self, one: g.StopMember, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         member = self.members[one.member]
-        closing = self.group.phase.value == "closed"
+        closing = self.group.state.phase.value == "closed"
         at_work = self.step is not None and self.world is not None and one.member in self.world.members
         if at_work and not closing and self.told_alive(one.member):
             told = self.interrupt or any(isinstance(other, g.InterruptStep) for other in out)
@@ -534,7 +534,7 @@ class FleetWorld:
         assert world.epoch == len(self.worlds) + 1
         assert enter.deadline > self.now
         assert world.size >= self.spec.min_members, "below the least"
-        limit = max(self.spec.min_members, self.group.requested or self.spec.max_members or 10**9)
+        limit = max(self.spec.min_members, self.group.state.requested or self.spec.max_members or 10**9)
         assert world.size <= limit, "more than the most"
         assert world.reason.sentence
         assert len(world.nodes) == world.size == len(set(world.members))
@@ -621,7 +621,9 @@ class FleetWorld:
         assert [nodes.story(name) for name in self.nodes.nodes] == [self.nodes.story(name) for name in self.nodes.nodes]
         assert group.view() == self.group.view()
         assert (group.size, group.wanted) == (self.group.size, self.group.wanted)
-        assert [group.story(name) for name in group.stories] == [self.group.story(name) for name in self.group.stories]
+        assert [group.story(name) for name in group.state.stories] == [
+            self.group.story(name) for name in self.group.state.stories
+        ]
         self.nodes, self.group = nodes, group
         self.counts["reloads"] += 1
 
