@@ -6,7 +6,7 @@ A code for programs and a sentence for users, set where the decision is made and
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -161,9 +161,10 @@ def add_story_entry(story: list[StoryEntry], entry: StoryEntry) -> None:
 
 
 def record(
-    stories: dict[str, list[StoryEntry]], subject: str, entry: StoryEntry, *, most: int, keep: Collection[str]
+    stories: dict[str, list[StoryEntry]], subject: str, entry: StoryEntry, most: int, *keep: Container[str]
 ) -> None:
-    """Append to the story of a subject; beyond `most` stories, the oldest that `keep` does not name is dropped."""
+    """Append to the story of a subject; beyond `most` stories, the oldest that is in none of `keep` is dropped."""
     add_story_entry(stories.setdefault(subject, []), entry)
     if len(stories) > most:
-        del stories[next(known for known in stories if known != subject and known not in keep)]
+        keep = (*keep, (subject,))
+        del stories[next(known for known in stories if not any(known in kept for kept in keep))]

@@ -162,9 +162,9 @@ def test_stories_keep_their_first_entry_and_the_subjects_that_matter() -> None:
     stories: dict[str, list[StoryEntry]] = {}
     for at in range(STORY_KEPT + 5):
         entry = StoryEntry(float(at), "on", Reason(ReasonCode.stay, "as it is"))
-        record(stories, "run", entry, most=3, keep=("run",))
+        record(stories, "run", entry, 3, ("run",))
     for name in ("x", "y", "z"):
-        record(stories, name, StoryEntry(0.0, "on", Reason(ReasonCode.stay, "as it is")), most=3, keep=("run",))
+        record(stories, name, StoryEntry(0.0, "on", Reason(ReasonCode.stay, "as it is")), 3, ("run",))
     assert list(stories) == ["run", "y", "z"]
     assert len(stories["run"]) == STORY_KEPT
     assert [entry.at for entry in stories["run"]][:2] == [0.0, 6.0]

@@ -61,15 +61,13 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
             return
         self._members.ready_to_gone_with_nodes()
         self._members.fill()
-        if (
-            group.fatal
-            and not group.ever_started
-            and not any(member.stop_by is None for member in group.members.values())
-        ):
+        if group.fatal and not group.ever_started and not group.in_state(*LIVE):
             self._give_up(Reason(ReasonCode.start_failed, f"no member could be started: {group.fatal}"))
         elif group.phase is ElasticPhase.stepping:
             self._interrupt_if_needed()
-        elif group.phase is ElasticPhase.waiting or (group.phase is ElasticPhase.idle and self._members.leaving()):
+        elif group.phase is ElasticPhase.waiting or (
+            group.phase is ElasticPhase.idle and self.state.in_state(MemberState.leaving)
+        ):
             # Between two steps leavers do not wait for the next one.
             self._advance()
 
@@ -128,16 +126,13 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
         group.world, group.departed = world, [entry for entry in group.departed if entry[0] in world.members]
         self._entering_to(ElasticPhase.waiting if group.wants_step else ElasticPhase.idle)
         self._clear_wait()
-        for name in world.members:
-            member = self._members.live_member(name)
-            if member is not None and member.state is MemberState.ready:
+        for member in group.live(world.members):
+            if member.state is MemberState.ready:
                 self._members.ready_to_working(member)
-            if member is not None and member.state is not MemberState.pending:
+            if member.state is not MemberState.pending:
                 member.step = group.step
-        for name in leavers:
-            member = self._members.live_member(name)
-            if member is not None:
-                self._members.leaving_to_gone(member)
+        for member in group.live(leavers):
+            self._members.to_gone(member, member.reason)
         self._members.record(self.spec.name, f"world {world.epoch} of {world.size}", world.reason)
         if group.wants_step and not self._broken() and not self._overdue_leavers():
             # Later newcomers enter at the next boundary: a trickle of them must not delay every step.
@@ -145,24 +140,21 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
 
     @on(e.WorldFailed)
     def _on_world_failed(self, event: e.WorldFailed) -> None:
-        if self.state.next_world is None or event.epoch != self.state.epoch:
-            return
-        self._world_failed(event.members, event.why)
+        if self.state.next_world is not None and event.epoch == self.state.epoch:
+            self._world_failed(event.members, event.why)
 
     def _world_failed(self, blamed: tuple[str, ...], why: str) -> None:
         group = self.state
         assert group.next_world is not None
-        known = any(self._members.live_member(name) is None or name in blamed for name in group.next_world.members)
-        for name in blamed:
-            member = self._members.live_member(name)
-            if member is not None:
-                self._members.to_lost(
-                    member, Reason(ReasonCode.hung, f"world {group.epoch} was not entered: {why}"), end=True
-                )
+        members = group.next_world.members
+        known = len(list(group.live(members))) < len(members) or bool(set(blamed) & set(members))
+        reason = Reason(ReasonCode.hung, f"world {group.epoch} was not entered: {why}")
+        for member in group.live(blamed):
+            self._members.to_lost(member, reason)
         self._entering_to(ElasticPhase.waiting if group.wants_step else ElasticPhase.idle)
-        for member in self._members.leaving():
-            if not self._members.ranked(member.id):  # it was about to get a rank, and to leave again
-                self._members.leaving_to_gone(member)
+        for member in self.state.in_state(MemberState.leaving):
+            if not group.ranked(member.id):  # it was about to get a rank, and to leave again
+                self._members.to_gone(member, member.reason)
         if not known:
             self._failed_attempt(f"world {group.epoch} could not be entered: {why}")
 
@@ -180,9 +172,8 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
         group.failed_attempts = 0
         group.redo = group.wants_step = False
         self._stepping_to(ElasticPhase.idle)
-        for name in group.world.members:
-            member = self._members.live_member(name)
-            if member is None or member.state is MemberState.pending:
+        for member in group.live(group.world.members):
+            if member.state is MemberState.pending:
                 continue
             if member.restart_at is not None and not member.proven:
                 group.rounds = 0
@@ -194,16 +185,13 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
         if group.phase is not ElasticPhase.stepping or event.step != group.step + 1:
             return
         known = group.interrupting is not None or self._broken()
-        for name in event.hung:
-            member = self._members.live_member(name)
-            if member is not None:
-                known = True
-                self._members.to_lost(member, Reason(ReasonCode.hung, f"step {event.step}: {event.why}"), end=True)
+        sentence = f"step {event.step}: {event.why}"
+        for member in group.live(event.hung):
+            known = True
+            self._members.to_lost(member, Reason(ReasonCode.hung, sentence))
         group.redo = True
         self._stepping_to(ElasticPhase.waiting)
-        self._members.record(
-            self.spec.name, "interrupted", Reason(ReasonCode.redone, f"step {event.step}: {event.why}")
-        )
+        self._members.record(self.spec.name, "interrupted", Reason(ReasonCode.redone, sentence))
         if not known:
             self._failed_attempt(f"step {event.step} was interrupted: {event.why}")
 
@@ -232,8 +220,8 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
     @on(e.GroupClosed)
     def _on_group_closed(self, event: e.GroupClosed) -> None:
         reason = Reason(ReasonCode.completed, "the group ends")
-        for member in self._members.in_state(*LIVE):
-            self._members.to_gone(member, reason, end=True)
+        for member in self.state.in_state(*LIVE):
+            self._members.to_gone(member, reason)
         self._over(ElasticPhase.closed, reason)
 
     @on(e.ElasticTick)
@@ -249,12 +237,8 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
             self._interrupt(group.interrupting)
         elif group.phase is ElasticPhase.stepping and group.deadline + GRACE_S <= group.now:
             self._interrupt(Reason(ReasonCode.hung, f"not complete after {self.spec.step_timeout_s:g} s"))
-        elif (
-            group.phase is ElasticPhase.entering
-            and group.deadline + GRACE_S <= group.now
-            and group.next_world is not None
-        ):
-            fresh = tuple(name for name in group.next_world.members if not self._members.ranked(name))
+        elif group.next_world is not None and group.deadline + GRACE_S <= group.now:
+            fresh = tuple(name for name in group.next_world.members if not group.ranked(name))
             self._world_failed(fresh, f"not entered after {self.spec.step_timeout_s:g} s")
 
     # ---- progress ---------------------------------------------------------------------------------------------------
@@ -284,7 +268,7 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
             for member in self.state.members.values()
             if member.state is MemberState.working or (member.state is MemberState.ready and member.node in usable)
         ]
-        leaving = self._members.leaving()
+        leaving = self.state.in_state(MemberState.leaving)
         can_wait = [member for member in leaving if member.leave_by is None or member.leave_by > self.now]
         can_wait.sort(key=lambda member: (member.leave_by is not None, -(member.leave_by or 0.0), member.number))
         stay += can_wait[: max(0, self.spec.min_members - len(stay))]
@@ -336,16 +320,11 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
         if group.world is None:
             return False
         ranked = (MemberState.working, MemberState.leaving)
-        return any(
-            (member := group.members.get(name)) is None or member.state not in ranked for name in group.world.members
-        )
+        return sum(member.state in ranked for member in group.live(group.world.members)) < group.world.size
 
     def _overdue_leavers(self) -> list[ElasticMember]:
-        return [
-            member
-            for member in self.state.members.values()
-            if member.leave_by is not None and member.leave_by <= self.now
-        ]
+        leaving = self.state.in_state(MemberState.leaving)
+        return [member for member in leaving if member.leave_by is not None and member.leave_by <= self.now]
 
     def _interrupt_if_needed(self) -> None:
         group = self.state
@@ -353,9 +332,8 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
             return
         overdue = self._overdue_leavers()
         if self._broken():
-            name, why = (
-                group.departed[-1] if group.departed else ("a member", Reason(ReasonCode.process_died, "it is gone"))
-            )
+            unknown = ("a member", Reason(ReasonCode.process_died, "it is gone"))
+            name, why = group.departed[-1] if group.departed else unknown
             self._interrupt(Reason(why.code, f"{name} is gone: {why.sentence}"))
         elif overdue:
             self._interrupt(Reason(overdue[0].reason.code, f"{overdue[0].id} has to leave first"))
@@ -369,15 +347,14 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
     def _wait(self, there: int) -> None:
         group = self.state
         cause = too_few_reason(group)
-        reason = Reason(
-            ReasonCode.below_min, f"{there} of at least {self.spec.min_members} members are there; {cause.sentence}"
-        )
+        sentence = f"{there} of at least {self.spec.min_members} members are there; {cause.sentence}"
+        reason = Reason(ReasonCode.below_min, sentence)
         if group.wait_deadline is None:
             group.wait_deadline = group.now + self.spec.wait_s
         group.wait_reason = reason
         if group.wait_deadline <= group.now:
-            waited = Reason(ReasonCode.too_late, f"waited {self.spec.wait_s:g} s, as long as it may: {reason.sentence}")
-            self._give_up(waited)
+            waited = f"waited {self.spec.wait_s:g} s, as long as it may: {sentence}"
+            self._give_up(Reason(ReasonCode.too_late, waited))
         elif group.wait_key != cause.code.value:
             group.wait_key = cause.code.value
             self._members.record(self.spec.name, "waiting", reason)
@@ -405,7 +382,7 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
     @property
     def size(self) -> int:
         """Members that have a rank and are up."""
-        return len(self._members.in_state(MemberState.working, MemberState.leaving))
+        return len(self.state.in_state(MemberState.working, MemberState.leaving))
 
     @property
     def wanted(self) -> int:

@@ -17,19 +17,18 @@ from trimtab.machines.elastic.state import (
     LIVE,
     OVER,
     ElasticMember,
-    ElasticPhase,
     ElasticState,
     LeaveCause,
     LostMember,
-    MemberCapacity,
     member_capacity,
 )
 from trimtab.machines.nodes.state import display_name
-from trimtab.model.nodes import MemberState, NodeState, NodeView
+from trimtab.model.nodes import MemberState, NodeState
 
 MAX_STORIES = 200
 GRACE_S = 30.0  # beyond a deadline that the runtime enforces itself
 STOP_TIMEOUT_S = 60.0  # until an unconfirmed StopMember is issued again
+UP = (MemberState.ready, MemberState.working)
 FATAL_WEIGHT = 3  # restarts that a fatal start failure counts for
 
 
@@ -38,7 +37,7 @@ class GroupMembers:
 
     def __init__(self, state: ElasticState, out: list[e.ElasticInstruction]) -> None:
         self.state, self.spec, self._out = state, state.spec, out
-        self._capacity_of: tuple[tuple[NodeView, ...], MemberCapacity] | None = None  # with its nodes
+        self._capacity = member_capacity(state.nodes, state.spec.unit)
 
     # ---- size -------------------------------------------------------------------------------------------------------
 
@@ -47,23 +46,12 @@ class GroupMembers:
         """Target number of members: as requested, or as many as fit, within limits."""
         if self.state.requested is not None:
             return self.state.requested
-        room = self._capacity().capacity(self.state.members)
+        room = self._capacity.capacity(self.state.members)
         return max(self.spec.min_members, room if self.spec.max_members is None else min(self.spec.max_members, room))
-
-    def _capacity(self) -> MemberCapacity:
-        if self._capacity_of is None or self._capacity_of[0] is not self.state.nodes:
-            self._capacity_of = (self.state.nodes, member_capacity(self.state.nodes, self.spec.unit))
-        return self._capacity_of[1]
 
     def _staying(self) -> list[ElasticMember]:
         """Members that are up or pending, and are to stay."""
-        return self.in_state(MemberState.pending, MemberState.ready, MemberState.working)
-
-    def leaving(self) -> list[ElasticMember]:
-        return self.in_state(MemberState.leaving)
-
-    def in_state(self, *states: MemberState) -> list[ElasticMember]:
-        return [member for member in self.state.members.values() if member.state in states]
+        return self.state.in_state(MemberState.pending, MemberState.ready, MemberState.working)
 
     def fill(self) -> None:
         """Start missing members and end surplus ones."""
@@ -97,7 +85,7 @@ class GroupMembers:
         if over <= 0:
             return
         reason = Reason(ReasonCode.shrink, f"members wanted: {self.wanted}; there or on their way: {len(staying)}")
-        pending = [member for member in self.in_state(MemberState.pending) if not self._irreplaceable(member)]
+        pending = [member for member in self.state.in_state(MemberState.pending) if not self._irreplaceable(member)]
         for member in pending[::-1][:over]:
             self._pending_to_gone(member, reason)
         # Members that have their capacity keep it, unless a limit or a request says otherwise.
@@ -110,7 +98,11 @@ class GroupMembers:
         """Members that leave only because fewer were wanted stay, as far as more are wanted again."""
         missing = self.wanted - len(self._staying())
         reason = Reason(ReasonCode.grow, f"members wanted again: {self.wanted}")
-        surplus = [m for m in self.leaving() if all(cause.reason.code is ReasonCode.shrink for cause in m.causes)]
+        surplus = [
+            m
+            for m in self.state.in_state(MemberState.leaving)
+            if all(cause.reason.code is ReasonCode.shrink for cause in m.causes)
+        ]
         for member in surplus[: max(0, missing)]:
             self._leaving_to_staying(member, ReasonCode.shrink, reason)
 
@@ -127,7 +119,7 @@ class GroupMembers:
     def _start_more(self, count: int) -> None:
         """First replacements of leavers, then growth."""
         replaced = {member.replaces for member in self.state.members.values()}
-        leavers = [leaver for leaver in self.leaving() if leaver.id not in replaced]
+        leavers = [leaver for leaver in self.state.in_state(MemberState.leaving) if leaver.id not in replaced]
         for leaver in leavers[:count]:
             sentence = f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}"
             self._new_to_pending(Reason(leaver.reason.code, sentence), leaver.id)
@@ -181,15 +173,13 @@ class GroupMembers:
         return member
 
     def _pending_to_ready(self, member: ElasticMember, node: str) -> None:
-        group = self.state
-        member.node = node
-        member.health_due = group.now + self.spec.health_every_s if self.spec.health_every_s else None
-        group.ever_started = True
-        self._to(member, MemberState.ready, Reason(member.reason.code, f"it runs on node {node_text(group, node)}"))
+        member.node, member.health_due, self.state.ever_started = node, self._health_due(), True
+        sentence = f"it runs on node {node_text(self.state, node)}"
+        self._to(member, MemberState.ready, Reason(member.reason.code, sentence))
 
     def ready_to_gone_with_nodes(self) -> None:
         """A member without a rank does not wait for a boundary when its node drains."""
-        draining = self._capacity().draining
+        draining = self._capacity.draining
         for member in list(self.state.members.values()) if draining else ():
             if member.state is MemberState.ready and member.node in draining:
                 self._to_leaving(member, draining_reason(self.state, member.node), None)
@@ -212,7 +202,7 @@ class GroupMembers:
             self._pending_to_gone(member, reason)
         elif member.state is MemberState.ready and not self._in_next_world(member):
             if not self._irreplaceable(member):
-                self.to_gone(member, reason, end=True)
+                self.to_gone(member, reason)
         else:
             cause = LeaveCause(reason, None if deadline is None else deadline - self.spec.handover_s)
             codes = [cause.reason.code for cause in member.causes]
@@ -230,16 +220,12 @@ class GroupMembers:
         if member.causes:
             self._to(member, MemberState.leaving, member.causes[0].reason)
             return
-        member.health_due = self.state.now + self.spec.health_every_s if self.spec.health_every_s else None
-        ranked = self.state.world is not None and member.id in self.state.world.members
-        self._to(member, MemberState.working if ranked else MemberState.ready, reason)
-
-    def leaving_to_gone(self, member: ElasticMember) -> None:
-        self.to_gone(member, member.reason, end=True)
+        member.health_due = self._health_due()
+        self._to(member, MemberState.working if self.state.ranked(member.id) else MemberState.ready, reason)
 
     def _pending_to_gone(self, member: ElasticMember, reason: Reason) -> None:
         self._uncount_restart(member)  # it never ran
-        self.to_gone(member, reason, end=True)
+        self.to_gone(member, reason)
 
     def _uncount_restart(self, member: ElasticMember) -> None:
         group = self.state
@@ -256,7 +242,7 @@ class GroupMembers:
             if member.restart_node in gone:
                 self._uncount_restart(member)
 
-    def to_lost(self, member: ElasticMember, reason: Reason, *, end: bool, weight: int = 1) -> None:
+    def to_lost(self, member: ElasticMember, reason: Reason, *, end: bool = True, weight: int = 1) -> None:
         """Unplanned loss: replace it, unless it was leaving anyway."""
         group = self.state
         planned, node = member.state is MemberState.leaving, member.node
@@ -271,7 +257,7 @@ class GroupMembers:
             group.rounds += 1
             group.not_before = group.now + (self.back_off(group.rounds - 1) if group.rounds > 1 else 0.0)
 
-    def to_gone(self, member: ElasticMember, reason: Reason, *, end: bool) -> None:
+    def to_gone(self, member: ElasticMember, reason: Reason, *, end: bool = True) -> None:
         member.health_due, member.health_by, member.causes = None, None, ()
         self._to(member, MemberState.gone, reason)
         if end:
@@ -279,9 +265,6 @@ class GroupMembers:
             self._out.append(e.StopMember(member.id, reason))
         else:
             del self.state.members[member.id]
-
-    def _gone_to_forgotten(self, member: ElasticMember) -> None:
-        del self.state.members[member.id]
 
     def _to(self, member: ElasticMember, state: MemberState, reason: Reason) -> None:
         if state is not member.state:
@@ -291,22 +274,15 @@ class GroupMembers:
 
     def _left_world(self, member: ElasticMember, reason: Reason) -> None:
         group = self.state
-        if self.ranked(member.id) or self._in_next_world(member):
+        if self.state.ranked(member.id) or self._in_next_world(member):
             group.departed = [*(entry for entry in group.departed if entry[0] != member.id), (member.id, reason)]
-
-    def ranked(self, name: str) -> bool:
-        return self.state.world is not None and name in self.state.world.members
 
     def _in_next_world(self, member: ElasticMember) -> bool:
         return self.state.next_world is not None and member.id in self.state.next_world.members
 
     def _irreplaceable(self, member: ElasticMember) -> bool:
         """Whether no other member has its state."""
-        others = [
-            other.step
-            for other in self.state.members.values()
-            if other is not member and other.state is not MemberState.gone
-        ]
+        others = [other.step for other in self.state.in_state(*LIVE) if other is not member]
         return member.step is not None and all(step is None or step < member.step for step in others)
 
     # ---- events of nodes and members --------------------------------------------------------------------------------
@@ -316,13 +292,14 @@ class GroupMembers:
         group = self.state
         before = {node.node: display_name(node.node, node.facts) for node in group.nodes}
         group.nodes, group.nodes_known, group.change = event.nodes, True, max(group.change, event.change)
+        self._capacity = member_capacity(event.nodes, self.spec.unit)
         there = {node.node: node for node in event.nodes}
-        for member in [member for member in self.in_state(*LIVE) if member.node]:
+        for member in [member for member in self.state.in_state(*LIVE) if member.node]:
             node = there.get(member.node)
             if node is None and (member.node in before or member.state is not MemberState.ready):
                 # Its process may still run unseen: it is stopped as well.
                 name = before.get(member.node, display_name(member.node, None))
-                self.to_lost(member, Reason(ReasonCode.node_lost, f"node {name} is gone"), end=True)
+                self.to_lost(member, Reason(ReasonCode.node_lost, f"node {name} is gone"))
             elif node is not None and node.state is NodeState.draining:
                 self._to_leaving(member, draining_reason(group, member.node), node.deadline)
             elif node is not None and any(cause.reason.code is ReasonCode.node_draining for cause in member.causes):
@@ -332,7 +309,7 @@ class GroupMembers:
 
     @on(e.MemberPending)
     def _on_member_pending(self, event: e.MemberPending) -> None:
-        member = self.live_member(event.member)
+        member = next(self.state.live([event.member]), None)
         if member is None:
             return
         if member.state is MemberState.pending:
@@ -341,13 +318,13 @@ class GroupMembers:
             member.reason = event.reason
         elif member.state is MemberState.leaving and not self._irreplaceable(member):
             self._left_world(member, event.reason)
-            self.to_gone(member, event.reason, end=True)
+            self.to_gone(member, event.reason)
         else:
             self._back_to_pending(member, event.reason)
 
     @on(e.MemberStarted)
     def _on_member_started(self, event: e.MemberStarted) -> None:
-        member = self.live_member(event.member)
+        member = next(self.state.live([event.member]), None)
         if member is None or member.node == event.node:
             return
         if member.state is not MemberState.pending:
@@ -361,45 +338,37 @@ class GroupMembers:
         if member is None:
             return
         if member.state is MemberState.gone:
-            self._gone_to_forgotten(member)
+            del self.state.members[event.member]
             return
         if event.fatal:
             self.state.fatal = event.why
-        code = ReasonCode.start_failed if event.fatal else ReasonCode.process_died
-        weight = FATAL_WEIGHT if event.fatal else 1
-        self.to_lost(member, Reason(code, event.why), end=False, weight=weight)
+            self.to_lost(member, Reason(ReasonCode.start_failed, event.why), end=False, weight=FATAL_WEIGHT)
+        else:
+            self.to_lost(member, Reason(ReasonCode.process_died, event.why), end=False)
 
     @on(e.MemberLeft)
     def _on_member_left(self, event: e.MemberLeft) -> None:
         member = self.state.members.get(event.member)
         if member is not None and member.state is MemberState.gone:
-            self._gone_to_forgotten(member)
+            del self.state.members[event.member]
         elif member is not None:
             self.to_lost(member, Reason(ReasonCode.process_died, "it ended without being stopped"), end=False)
 
     @on(e.MemberPreempted)
     def _on_member_preempted(self, event: e.MemberPreempted) -> None:
-        member = self.live_member(event.member)
-        if member is not None:
+        for member in self.state.live([event.member]):
             self._to_leaving(member, event.reason, self.state.now + max(0.0, event.within_s))
 
     @on(e.HealthChecked)
     def _on_health_checked(self, event: e.HealthChecked) -> None:
-        member = self.live_member(event.member)
+        member = next(self.state.live([event.member]), None)
         if member is None or member.state is MemberState.pending:
             return
         if event.fault is not None:
-            self._unhealthy(member, event.fault)
+            self.to_lost(member, Reason(ReasonCode.unhealthy, event.fault))
         elif member.health_by is not None:
             member.health_by = None
-            member.health_due = (
-                self.state.now + self.spec.health_every_s if member.state is not MemberState.leaving else None
-            )
-
-    def live_member(self, name: str) -> ElasticMember | None:
-        """The member unless it is gone: late events of gone members change nothing."""
-        member = self.state.members.get(name)
-        return member if member is not None and member.state is not MemberState.gone else None
+            member.health_due = self._health_due() if member.state is not MemberState.leaving else None
 
     # ---- health ----------------------------------------------------------------------------------------------------
 
@@ -407,13 +376,14 @@ class GroupMembers:
         group = self.state
         for member in list(group.members.values()):
             if member.health_by is not None and member.health_by <= group.now:
-                self._unhealthy(member, "no answer to the health call, nor that it timed out")
+                sentence = "no answer to the health call, nor that it timed out"
+                self.to_lost(member, Reason(ReasonCode.unhealthy, sentence))
             elif member.health_by is None and member.health_due is not None and member.health_due <= group.now:
                 member.health_by = group.now + self.spec.health_timeout_s + GRACE_S
                 self._out.append(e.CheckHealth(member.id, self.spec.health_timeout_s))
 
-    def _unhealthy(self, member: ElasticMember, fault: str) -> None:
-        self.to_lost(member, Reason(ReasonCode.unhealthy, fault), end=True)
+    def _health_due(self) -> float | None:
+        return self.state.now + self.spec.health_every_s if self.spec.health_every_s else None
 
     def resend_stops(self) -> None:
         for member in self.state.members.values():
@@ -424,12 +394,11 @@ class GroupMembers:
     # ---- stories ---------------------------------------------------------------------------------------------------
 
     def record(self, subject: str, what: str, reason: Reason) -> None:
-        group = self.state
-        most, keep = MAX_STORIES + len(group.members), (*group.members, self.spec.name)
-        record(group.stories, subject, StoryEntry(group.now, what, reason), most=most, keep=keep)
+        group, entry = self.state, StoryEntry(self.state.now, what, reason)
+        record(group.stories, subject, entry, MAX_STORIES + len(group.members), group.members, (self.spec.name,))
 
     def check(self) -> None:
-        """Raise AssertionError where the members contradict each other."""
+        """Raises AssertionError where the members contradict each other."""
         group = self.state
         for name, member in group.members.items():
             assert name == member.id == f"{self.spec.name}-{member.number:04d}"
@@ -438,26 +407,18 @@ class GroupMembers:
             assert group.stories[name][-1].state == member.state.value, f"{name}: story"
             assert (member.state is MemberState.gone) == (member.stop_by is not None), f"{name}: gone without an end"
             assert member.node or member.state in (MemberState.pending, MemberState.gone), f"{name} works nowhere"
-            assert bool(member.causes) == (member.state is MemberState.leaving), (
-                f"{name}: leaves without a cause, or stays"
-            )
+            assert bool(member.causes) == (member.state is MemberState.leaving), f"{name}: causes"
             assert member.health_by is None or member.node, f"{name}: health"
-            assert member.health_due is None or member.state in (MemberState.ready, MemberState.working), (
-                f"{name}: health"
-            )
-            in_world = self.ranked(name) or self._in_next_world(member)
+            assert member.health_due is None or member.state in UP, f"{name}: health"
+            in_world = self.state.ranked(name) or self._in_next_world(member)
             assert in_world or member.state not in (MemberState.working, MemberState.leaving), f"{name} has no rank"
         numbers = [member.number for member in group.members.values()]
         assert numbers == sorted(numbers), "members in another order than made"
         if group.phase not in OVER and group.nodes_known:
             missing = self.wanted - len(self._staying())
             # A pending member with the only state stays pending, however few are wanted.
-            spared = sum(
-                member.state is MemberState.pending and self._irreplaceable(member) for member in self._staying()
-            )
-            assert -spared <= missing - len(group.unreplaced) <= 0, (
-                f"{missing} are missing, {len(group.unreplaced)} with a reason"
-            )
-            assert group.phase is not ElasticPhase.entering or group.next_world is not None
+            spared = sum(map(self._irreplaceable, group.in_state(MemberState.pending)))
+            known = len(group.unreplaced)
+            assert -spared <= missing - known <= 0, f"{missing} are missing, {known} with a reason"
         assert len(group.restarts) <= self.spec.restarts + FATAL_WEIGHT * max(1, group.created_count)
         assert len(group.stories) <= MAX_STORIES + len(group.members) + 2, "stories without end"

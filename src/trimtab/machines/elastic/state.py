@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from trimtab.core.reasons import Reason, StoryEntry
@@ -116,6 +117,17 @@ class ElasticState:
     redone_count: int = 0
     end_reason: Reason | None = None
     stories: dict[str, list[StoryEntry]] = field(default_factory=dict)  # of the group and its members
+
+    def live(self, names: Iterable[str]) -> Iterator[ElasticMember]:
+        """Those members that are not gone: late events of gone members change nothing."""
+        found = (self.members.get(name) for name in names)
+        return (member for member in found if member is not None and member.state is not MemberState.gone)
+
+    def in_state(self, *states: MemberState) -> list[ElasticMember]:
+        return [member for member in self.members.values() if member.state in states]
+
+    def ranked(self, name: str) -> bool:
+        return self.world is not None and name in self.world.members
 
 
 def units_on(node: NodeView, unit: Resources) -> int:

@@ -385,8 +385,7 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         story = self.state.stories.get(subject)
         if subject == RUN and story and (story[-1].state, story[-1].reason.code) == (state, reason.code):
             return
-        entry = StoryEntry(self._run.now, state, reason)
-        record(self.state.stories, subject, entry, most=STORIES_KEPT, keep=(RUN,))
+        record(self.state.stories, subject, StoryEntry(self._run.now, state, reason), STORIES_KEPT, (RUN,))
 
     # ---- queries -----------------------------------------------------------------------------------------
 
