@@ -65,9 +65,7 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
             self._give_up(Reason(ReasonCode.start_failed, f"no member could be started: {group.fatal}"))
         elif group.phase is ElasticPhase.stepping:
             self._interrupt_if_needed()
-        elif group.phase is ElasticPhase.waiting or (
-            group.phase is ElasticPhase.idle and self.state.in_state(MemberState.leaving)
-        ):
+        elif group.phase is ElasticPhase.waiting or (group.phase is ElasticPhase.idle and group.leaving):
             # Between two steps leavers do not wait for the next one.
             self._advance()
 
@@ -152,7 +150,7 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
         for member in group.live(blamed):
             self._members.to_lost(member, reason)
         self._entering_to(ElasticPhase.waiting if group.wants_step else ElasticPhase.idle)
-        for member in self.state.in_state(MemberState.leaving):
+        for member in self.state.leaving:
             if not group.ranked(member.id):  # it was about to get a rank, and to leave again
                 self._members.to_gone(member, member.reason)
         if not known:
@@ -268,7 +266,7 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
             for member in self.state.members.values()
             if member.state is MemberState.working or (member.state is MemberState.ready and member.node in usable)
         ]
-        leaving = self.state.in_state(MemberState.leaving)
+        leaving = self.state.leaving
         can_wait = [member for member in leaving if member.leave_by is None or member.leave_by > self.now]
         can_wait.sort(key=lambda member: (member.leave_by is not None, -(member.leave_by or 0.0), member.number))
         stay += can_wait[: max(0, self.spec.min_members - len(stay))]
@@ -323,7 +321,7 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
         return sum(member.state in ranked for member in group.live(group.world.members)) < group.world.size
 
     def _overdue_leavers(self) -> list[ElasticMember]:
-        leaving = self.state.in_state(MemberState.leaving)
+        leaving = self.state.leaving
         return [member for member in leaving if member.leave_by is not None and member.leave_by <= self.now]
 
     def _interrupt_if_needed(self) -> None:

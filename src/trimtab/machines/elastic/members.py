@@ -98,11 +98,7 @@ class GroupMembers:
         """Members that leave only because fewer were wanted stay, as far as more are wanted again."""
         missing = self.wanted - len(self._staying())
         reason = Reason(ReasonCode.grow, f"members wanted again: {self.wanted}")
-        surplus = [
-            m
-            for m in self.state.in_state(MemberState.leaving)
-            if all(cause.reason.code is ReasonCode.shrink for cause in m.causes)
-        ]
+        surplus = [m for m in self.state.leaving if all(cause.reason.code is ReasonCode.shrink for cause in m.causes)]
         for member in surplus[: max(0, missing)]:
             self._leaving_to_staying(member, ReasonCode.shrink, reason)
 
@@ -119,7 +115,7 @@ class GroupMembers:
     def _start_more(self, count: int) -> None:
         """First replacements of leavers, then growth."""
         replaced = {member.replaces for member in self.state.members.values()}
-        leavers = [leaver for leaver in self.state.in_state(MemberState.leaving) if leaver.id not in replaced]
+        leavers = [leaver for leaver in self.state.leaving if leaver.id not in replaced]
         for leaver in leavers[:count]:
             sentence = f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}"
             self._new_to_pending(Reason(leaver.reason.code, sentence), leaver.id)

@@ -126,6 +126,10 @@ class ElasticState:
     def in_state(self, *states: MemberState) -> list[ElasticMember]:
         return [member for member in self.members.values() if member.state in states]
 
+    @property
+    def leaving(self) -> list[ElasticMember]:
+        return self.in_state(MemberState.leaving)
+
     def ranked(self, name: str) -> bool:
         return self.world is not None and name in self.world.members
 

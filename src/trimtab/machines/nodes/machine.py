@@ -88,12 +88,10 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
 
     @property
     def version(self) -> int:
-        """Changes with everything that `views` shows."""
         return self.state.version
 
     @property
     def last_change(self) -> int:
-        """Number of the last announced change."""
         return self.state.last_change
 
     # ---- events of Ray ----------------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
             return
         node.silent = False
         if node.state is NodeState.suspect:
-            self._suspect_to_ready(node)
+            self._to_ready(node, Reason(ReasonCode.returned, "its heartbeats are back"))
         elif not node.there and node.listed:
             self._gone_to_there(node, Reason(ReasonCode.returned, "its heartbeats are back"))
 
@@ -300,10 +298,8 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
 
     def _ready_to_suspect(self, node: TrackedNode, reason: Reason) -> None:
         self._to(node, NodeState.suspect, reason)
-        self._cordon(node, reason)
-
-    def _suspect_to_ready(self, node: TrackedNode) -> None:
-        self._to_ready(node, Reason(ReasonCode.returned, "its heartbeats are back"))
+        if node.in_use:
+            self._out.append(e.CordonNode(node.id, reason))
 
     def _to_draining(self, node: TrackedNode) -> None:
         assert node.drain is not None
@@ -391,10 +387,6 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         node.in_use = True
         self._out.append(e.UseNode(node.id, node.facts, node.outside, reason))
 
-    def _cordon(self, node: TrackedNode, reason: Reason) -> None:
-        if node.in_use:
-            self._out.append(e.CordonNode(node.id, reason))
-
     def _drain(self, node: TrackedNode) -> None:
         if node.in_use and node.drain is not None:
             self._out.append(e.DrainNode(node.id, node.drain.deadline, node.drain.reason))
@@ -445,20 +437,11 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         self._announce_due = False
         if not pending:
             return
-        joined, draining, lost = announced[Announced.used], announced[Announced.draining], announced[Announced.absent]
+        changes = announced[Announced.used], announced[Announced.draining], announced[Announced.absent]
+        joined, draining, lost = (tuple(node.id for node in nodes) for nodes in changes)
         self.state.last_change += 1
-        self._out.append(
-            e.AnnounceNodeChange(
-                NodeChange(
-                    self.state.last_change,
-                    self.now,
-                    tuple(node.id for node in joined),
-                    tuple(node.id for node in draining),
-                    tuple(node.id for node in lost),
-                    change_reason(joined, draining, lost),
-                )
-            )
-        )
+        change = NodeChange(self.last_change, self.now, joined, draining, lost, change_reason(*changes))
+        self._out.append(e.AnnounceNodeChange(change))
 
     # ---- queries ----------------------------------------------------------------------------------------------------
 
@@ -478,21 +461,7 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         common = self._most_common()  # clears all views where it changed
         view = self._views.get(node.id)
         if view is None:
-            deadline = node.hold_until if node.state is NodeState.held else None
-            if node.state is NodeState.draining and node.drain is not None:
-                deadline = node.drain.deadline
-            view = self._views[node.id] = NodeView(
-                node.id,
-                node.state,
-                node.facts,
-                node.reason,
-                node.since,
-                node.outside,
-                deadline,
-                node.kind is not None and node.kind != common,
-                len(node.losses),
-                node.announce_by is None,
-            )
+            view = self._views[node.id] = node.view(common)
         return view
 
     def _most_common(self) -> NodeShape | None:
@@ -500,9 +469,8 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         if not self._common_known:
             most = max(self._kinds.values(), default=0)
             kinds = [kind for kind, count in self._kinds.items() if count == most]
-            common = (
-                kinds[0] if len(kinds) == 1 else next((node.kind for node in self._order if node.kind in kinds), None)
-            )
+            first = kinds if len(kinds) == 1 else (node.kind for node in self._order if node.kind in kinds)
+            common = next(iter(first), None)
             if common != self._common:
                 self._views.clear()
             self._common, self._common_known = common, True
@@ -514,10 +482,8 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         if not mine[1]:
             return Reason(reason.code, f"{reason.sentence}; it has no GPU")
         if common is not None and mine != common:
-            return Reason(
-                ReasonCode.unlike,
-                f"{reason.sentence}; it has {gpu_text(mine)}, most have {gpu_text(common)}",
-            )
+            sentence = f"{reason.sentence}; it has {gpu_text(mine)}, most have {gpu_text(common)}"
+            return Reason(ReasonCode.unlike, sentence)
         return Reason(reason.code, f"{reason.sentence}; it has {gpu_text(mine)}")
 
     # ---- invariants -------------------------------------------------------------------------------------------------
@@ -529,14 +495,11 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
             assert node.story[-1].state == node.state.value, f"{name}: story"
             assert node.reason.sentence, f"{name} has no reason"
             assert node.there or not node.in_use, f"{name} is gone, and used"
-            assert node.state is not NodeState.held or (node.hold_until is not None and not node.in_use), (
-                f"{name}: held"
-            )
+            held = node.hold_until is not None and not node.in_use
+            assert node.state is not NodeState.held or held, f"{name}: held"
             assert node.state is not NodeState.ready or (node.in_use and node.drain is None), f"{name}: ready"
             assert (node.state is NodeState.draining) == (node.there and node.drain is not None), f"{name}: drain"
-            assert (node.announce_by is None) == (node.announced is to_announce(node)), (
-                f"{name}: {node.announced}, {node.announce_by}"
-            )
+            assert (node.announce_by is None) == (node.announced is to_announce(node)), f"{name}: announced"
             assert node.there or node.listed or self._due(name) is not None, f"{name} is never forgotten"
             assert (name in self._unannounced) == (node.announce_by is not None), f"{name}: untold"
             assert len(node.story) <= STORY_KEPT, f"{name}: its story grows"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import Resources
-from trimtab.model.nodes import THERE, NodeFacts, NodePolicy, NodeState
+from trimtab.model.nodes import THERE, NodeFacts, NodePolicy, NodeState, NodeView
 from trimtab.model.pool import PreemptionPolicy
 
 EVICT_AFTER_S = 30.0  # on a node that drains without a deadline, for tasks that leave by themselves
@@ -67,6 +67,15 @@ class TrackedNode:
     @property
     def display_name(self) -> str:
         return display_name(self.id, self.facts)
+
+    def view(self, common: NodeShape | None) -> NodeView:
+        """The node as others see it; `common` are the accelerators of most nodes."""
+        deadline = self.hold_until if self.state is NodeState.held else None
+        if self.state is NodeState.draining and self.drain is not None:
+            deadline = self.drain.deadline
+        kept = (self.id, self.state, self.facts, self.reason, self.since, self.outside)
+        unlike = self.kind is not None and self.kind != common
+        return NodeView(*kept, deadline, unlike, len(self.losses), self.announce_by is None)
 
 
 @dataclass(eq=False)

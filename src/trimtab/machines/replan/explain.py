@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan.state import RunState
 from trimtab.model.run import CostEstimate
-from trimtab.model.workflow import Cluster
 
 NAMED = 3
 SMALL = 0.02  # a drift below this share of the longest component is not named
@@ -52,10 +51,6 @@ def gone_reason(run: RunState) -> Reason:
     if run.lost:
         return Reason(ReasonCode.plan_gone, f"GPUs of the plan are gone with {_names(run.lost)}")
     return Reason(ReasonCode.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
-
-
-def cluster_change_text(before: Cluster, after: Cluster, why: str) -> str:
-    return f"{why}: {after.gpus} GPUs, there were {before.gpus}"
 
 
 def _names(nodes: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from trimtab.machines.replan import events as e
 from trimtab.machines.replan.decision import ReplanDecision
 from trimtab.machines.replan.drift import DriftMonitor
 from trimtab.machines.replan.estimates import JUMP, CostTrack
-from trimtab.machines.replan.explain import cluster_change_text, gone_reason
+from trimtab.machines.replan.explain import gone_reason
 from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
 from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, with_gpu_slots, without
 from trimtab.machines.replan.state import PromisedGain, ReplanState, RunState
@@ -146,11 +146,8 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         run = self._run
         if (event.cluster, event.leaving, event.deadline) == (run.cluster, run.leaving, run.leave_by):
             return
-        run.cluster_change = (
-            run.cluster_change
-            if event.cluster == run.cluster
-            else cluster_change_text(run.cluster, event.cluster, event.why.value)
-        )
+        if event.cluster != run.cluster:
+            run.cluster_change = f"{event.why.value}: {event.cluster.gpus} GPUs, there were {run.cluster.gpus}"
         there = set(gpu_slots(event.cluster))
         gone = {node for node, gpu in self.drift.used_slots() if (node, gpu) not in there}
         run.cluster, run.leaving, run.leave_by = event.cluster, event.leaving, event.deadline
@@ -309,18 +306,12 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         alive = None
         if run.lost:
             alive = frozenset(slot for slot in gpu_slots(run.cluster) if slot[0] not in run.lost)
-        move = Migration(
-            self.state.begun + 1,
-            run.running.plan,
-            decision.to.plan,
-            changes(run.running, decision.to, alive),
-            decision.reason,
-            decision.numbers,
-            forced,
-        )
+        changed, why = changes(run.running, decision.to, alive), decision.reason
+        before, after = run.running.plan, decision.to.plan
+        move = Migration(self.state.begun + 1, before, after, changed, why, decision.numbers, forced)
         run.promise = None
-        self._write(f"move {move.id}", "begun", decision.reason)
-        self._write(RUN, "moving", decision.reason)
+        self._write(f"move {move.id}", "begun", why)
+        self._write(RUN, "moving", why)
         longest_s = max([*run.walls, run.running.plan.iteration_seconds])
         ends_s = (1 + self.workflow.staleness) * longest_s  # those ahead have begun, and end first
         self._moves.begin(move, decision.to, self.drift.levels(), ends_s)
@@ -351,9 +342,8 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         assert moving.failed is not None
         run.moved_at = run.done
         run.setbacks += 1
-        reason = Reason(
-            ReasonCode.rolled_back, f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
-        )
+        sentence = f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
+        reason = Reason(ReasonCode.rolled_back, sentence)
         self._write(f"move {move.id}", "rolled back", reason)
         self._notify(reason)
         self._out.extend(self.drift.ranges())
