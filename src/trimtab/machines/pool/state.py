@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from trimtab.core.codec import decode, encode
-from trimtab.core.reasons import STORY_KEPT, StoryEntry
+from trimtab.core.reasons import STORY_KEPT, Reason, StoryEntry
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.capacity import ClusterCapacity, Vector
 from trimtab.machines.pool.preemption_candidates import PreemptionCandidates
-from trimtab.machines.pool.queue import PendingQueue
-from trimtab.machines.pool.queueing_hints import HintLog
+from trimtab.machines.pool.queue import ClassQueue, PendingQueue
+from trimtab.machines.pool.queueing_hints import HintLog, Unschedulable
 from trimtab.machines.pool.records import (
     Eviction,
     PgState,
@@ -156,6 +156,26 @@ class PoolState:
         self.never_fits_cache: dict[tuple[object, ...], tuple[int, str | None]] = {}
         self.fits_alone_cache: dict[tuple[object, ...], tuple[int, bool]] = {}
         self.timers: list[tuple[float, str, str]] = []  # a heap; outdated deadlines are skipped
+        # Classes that neither fit nor can preempt, as long as no hint says otherwise. Dumped.
+        self.unschedulable: dict[ClassQueue, Unschedulable] = {}
+        self.reserves: list[StarvationReserve] = []  # during the scan that found that; dumped
+        self.no_assignment: dict[tuple[object, ...], Reason] = {}  # by placement key, within one event
+        # By all that decides it but priority: the highest priority that found no preemption plan.
+        self.no_preemption: dict[tuple[object, ...], float] = {}
+        self.scan_due = False  # something changed that may let a waiting task start
+
+    # ---- queue ----
+
+    def wake_all(self) -> None:
+        """Any waiting task may be schedulable now: try all classes again."""
+        self.hints.anything()
+        self.wake()
+
+    def wake(self) -> None:
+        """Try the classes again that recorded hints could help."""
+        self.no_assignment.clear()
+        self.no_preemption.clear()
+        self.scan_due = True
 
     # ---- time ----
 
@@ -351,6 +371,14 @@ class PoolState:
     # ---- snapshots ----
 
     def dump(self) -> dict[str, Any]:
+        """Records and unschedulable verdicts as plain data.
+
+        The verdicts depend on the moment of the scan and cannot be derived from the records. Without them a loaded
+        machine would try other tasks, and give other reasons and deadlines, than the machine that runs on; and a
+        controller's snapshots are written by another process that replays its journal.
+        """
+        blocked = [(queue, verdict) for queue, verdict in self.unschedulable.items() if queue.entries]
+        begin = min((verdict.since for _, verdict in blocked), default=self.hints.position)
         return {
             "now": self.now,
             "seq": self.seq,
@@ -368,6 +396,11 @@ class PoolState:
             "eviction_count": self.eviction_count,
             "node_stories": {name: [encode(entry) for entry in story] for name, story in self.node_stories.items()},
             "rechecks": sorted(self.rechecks),
+            "gains": [list(entry) for entry in self.hints.entries(begin)],
+            "kept": [reserve.plain() for reserve in self.reserves],
+            "blocked": sorted(
+                [queue.entries[0][2], list(verdict._replace(since=verdict.since - begin))] for queue, verdict in blocked
+            ),
         }
 
     def read(self, data: dict[str, Any]) -> None:
@@ -411,6 +444,12 @@ class PoolState:
         }
         for at in data["rechecks"]:
             self.recheck(float(at))
+        if "gains" not in data:  # of an older version: every class is tried
+            self.wake_all()
+            return
+        self.hints = HintLog(data["gains"])
+        self.reserves = [StarvationReserve.of(reserve) for reserve in data["kept"]]
+        self.unschedulable = {self.waiting.queue_of(name): Unschedulable(*verdict) for name, verdict in data["blocked"]}
 
     # ---- invariants ----
 
