@@ -1,8 +1,8 @@
 """The pool state machine: which tasks run, wait or are evicted.
 
-What must never happen: more held than a node or a
-quota has; an eviction that no rule, switch or user allows; an eviction that is not needed; half a gang; a task that
-waits without a reason and a deadline. Capacity that is being freed for a task is claimed, so no other task takes it.
+What must never happen: more held than a node or a quota has; an eviction that no rule, switch or user allows; an
+eviction that is not needed; half a gang; a task that waits without a reason and a deadline. Capacity that is being
+freed for a task is claimed, so no other task takes it.
 
 Slots (bundles of placement groups) occupy nodes; tasks in them use the quota of their pool. The machine chooses the
 node of every bundle, so its accounting is exact; a placement group that is lost in part is removed whole.
@@ -10,14 +10,12 @@ node of every bundle, so its accounting is exact; a placement group that is lost
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from trimtab.core.codec import encode
 from trimtab.core.errors import InputError
 from trimtab.core.machine import Machine, on
-from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, record
 from trimtab.core.resources import NOTHING
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import explain, feasibility
@@ -65,7 +63,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
             self._scheduling.schedule()
 
     def next_deadline(self) -> float | None:
-        return self.state.next_deadline()
+        return self.state.timers.next()
 
     def check(self) -> None:
         self.state.check()
@@ -144,7 +142,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         if never is not None:
             self._act.to_ended(task, TaskState.failed, Reason(ReasonCode.never_fits, never))
             return
-        state.timer(task.deadline, "task", spec.id)
+        state.timers.arm(("task", task.id))
         if spec.shares is not None:
             self._act.join_slots(task)
         else:
@@ -164,9 +162,8 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         task = feasibility.known_task(self.state, event.task)
         if task.state in ENDED:
             return
-        sentence = (
-            "the client that submitted it is gone" if event.code is ReasonCode.client_died else "cancelled on request"
-        )
+        gone = event.code is ReasonCode.client_died
+        sentence = "the client that submitted it is gone" if gone else "cancelled on request"
         self._act.end(task, StopOutcome.cancelled, Reason(event.code, sentence), keep_slot=event.keep_slot)
 
     @on(e.EvictRequested)
@@ -236,10 +233,8 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         del self.nodes[event.node]
         state.node_epoch += 1
         state.changed_nodes.discard(event.node)
-        reason = Reason(
-            ReasonCode.node_lost,
-            f"node {feasibility.short_node_id(event.node)} was lost{event.why and ': '}{event.why}",
-        )
+        sentence = f"node {feasibility.short_node_id(event.node)} was lost{event.why and ': '}{event.why}"
+        reason = Reason(ReasonCode.node_lost, sentence)
         hit = [group for group in self.groups.values() if event.node in group.nodes]
         for group in hit:
             state.set_idle(group, False)
@@ -254,11 +249,8 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         state.wake_all()
 
     def _record_node(self, node: str, what: str, sentence: str) -> None:
-        state = self.state
-        story = state.node_stories.setdefault(node, [])
-        add_story_entry(story, StoryEntry(self.now, what, Reason(_NODE_CODES[what], sentence or what)))
-        if len(state.node_stories) > MAX_ENDED_TASKS:
-            del state.node_stories[next(iter(state.node_stories))]
+        entry = StoryEntry(self.now, what, Reason(_NODE_CODES[what], sentence or what))
+        record(self.state.node_stories, node, entry, MAX_ENDED_TASKS)
 
     # ---- placement groups -------------------------------------------------------------------------------------------
 
@@ -401,17 +393,8 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         # New groups are numbered from here on, so that no name is used twice.
         number = found.group.removeprefix("g")
         state.seq = max(state.seq + 1, int(number) if number.isdecimal() else 0)
-        group = PlacementGroup(
-            found.group,
-            spec.pool,
-            kind,
-            size,
-            found.nodes,
-            PgState.ready,
-            None,
-            spec_index=found.reserved,
-            seq=state.seq,
-        )
+        ready = (found.group, spec.pool, kind, size, found.nodes, PgState.ready, None)
+        group = PlacementGroup(*ready, spec_index=found.reserved, seq=state.seq)
         state.add_group(group)
         reason = Reason(ReasonCode.found, "it was running when the journal was lost")
         task = PoolTask(
@@ -432,30 +415,29 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
 
     @on(e.PoolTick)
     def _on_pool_tick(self, event: e.PoolTick) -> None:
-        state = self.state
-        due = []
-        while state.timers and state.timers[0][0] <= self.now:
-            due.append(heapq.heappop(state.timers))
-        waiting: list[tuple[float, PoolTask]] = []
-        for at, kind, name in due:
-            if kind == "recheck":
-                state.rechecks.discard(at)
+        state, now, due = self.state, self.now, []
+        while (timer := state.timers.pop_due(now)) is not None:
+            due.append(timer)
+        waiting: list[PoolTask] = []
+        for kind, name in due:
+            if not isinstance(name, str):
+                state.rechecks.discard(name)
                 state.wake_all()
                 continue
             record = self.groups.get(name) if kind == "group" else self.tasks.get(name)
-            if record is None or record.deadline != at:
+            if record is None or record.deadline is None or record.deadline > now:
                 continue
             if isinstance(record, PlacementGroup):
                 self._group_overdue(record)
             elif record.id in state.waiting:
-                waiting.append((at, record))
+                waiting.append(record)
             else:
                 self._task_overdue(record)
         if state.scan_due:
             # Tasks that can start do so before any waiting task times out: time may have leapt.
             self._scheduling.schedule()
-        for at, task in waiting:
-            if task.id in state.waiting and task.deadline == at:
+        for task in waiting:
+            if task.id in state.waiting and task.deadline is not None and task.deadline <= now:
                 self._task_overdue(task)
 
     # ---- deadlines -------------------------------------------------------------------------------------------------
@@ -478,9 +460,8 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
 
     def _group_overdue(self, group: PlacementGroup) -> None:
         if group.state is PgState.creating:
-            reason = Reason(
-                ReasonCode.back_off, f"its placement group was not ready within {CREATE_GROUP_TIMEOUT_S:g} s"
-            )
+            sentence = f"its placement group was not ready within {CREATE_GROUP_TIMEOUT_S:g} s"
+            reason = Reason(ReasonCode.back_off, sentence)
             self._act.requeue_tenants(group, reason)
             self._act.to_removing(group)
         elif group.state is PgState.removing:
@@ -537,13 +518,9 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
 
 
 def _difference(known: PoolSpec, requested: PoolSpec) -> str:
-    fields = [
-        name
-        for name in encode(known).keys() | encode(requested).keys()
-        if getattr(known, name) != getattr(requested, name)
-    ]
+    pairs = [(field.name, getattr(known, field.name), getattr(requested, field.name)) for field in fields(known)]
     return ", ".join(
-        f"{name} is {_text(getattr(known, name))}, not {_text(getattr(requested, name))}" for name in sorted(fields)
+        f"{name} is {_text(was)}, not {_text(asked)}" for name, was, asked in sorted(pairs) if was != asked
     )
 
 

@@ -82,24 +82,18 @@ class TaskTransitions:
             if group.kind is PlacementGroupKind.dynamic
             and (set(group.nodes) & set(nodes) or (nodes and limited and group.pool == task.spec.pool))
         ]
-        claim = ResourceClaim(
-            task.id,
-            nodes,
-            group_id,
-            [victim.id for victim in victims],
-            [*leaving, *plan.reclaims, *plan.awaits],
-            tuple(victim.id for victim in victims),
-        )
+        ids = [victim.id for victim in victims]
+        claim = ResourceClaim(task.id, nodes, group_id, ids, [*leaving, *plan.reclaims, *plan.awaits], tuple(ids))
         state.claims[task.id] = claim
         if group_id is not None:
             state.set_idle(state.groups[group_id], False)
             state.groups[group_id].tenants.append(task.id)
-        names = ", ".join(victim.id for victim in victims) or "idle slots"
+        names = ", ".join(ids) or "idle slots"
         task.reason = Reason(ReasonCode.evicting, f"room is being made: {names} must leave first")
         self.record(task, task.state.value, task.reason)
         stop_s = max([self._stop_seconds(victim) for victim in victims], default=0.0)
         task.deadline = max(task.deadline or 0.0, state.now + stop_s + STOP_GRACE_S + REMOVE_GROUP_TIMEOUT_S)
-        state.timer(task.deadline, "task", task.id)
+        state.timers.arm(("task", task.id))
         state.keep(claim)
         for group in plan.reclaims:
             self.to_removing(state.groups[group])
@@ -123,11 +117,7 @@ class TaskTransitions:
         state.wake_all()
 
     def _update_claims(
-        self,
-        *,
-        task: PoolTask | None = None,
-        used: tuple[Resources, ...] = (),
-        group: PlacementGroup | None = None,
+        self, *, task: PoolTask | None = None, used: tuple[Resources, ...] = (), group: PlacementGroup | None = None
     ) -> None:
         """A task or group that claims wait for is gone."""
         for claim in list(self.state.claims.values()):
@@ -225,17 +215,11 @@ class TaskTransitions:
         task.started = True
         deadline = self.state.now + task.spec.start_timeout_s
         task.deadline = deadline + START_GRACE_S
-        self.state.timer(task.deadline, "task", task.id)
+        self.state.timers.arm(("task", task.id))
         self._out.append(e.StartTask(task.id, task.attempt, task.places, task.saved, deadline))
 
     def end(
-        self,
-        task: PoolTask,
-        outcome: StopOutcome,
-        reason: Reason,
-        *,
-        keep_slot: bool = True,
-        graceful: bool = True,
+        self, task: PoolTask, outcome: StopOutcome, reason: Reason, *, keep_slot: bool = True, graceful: bool = True
     ) -> None:
         """End the task, whatever its state."""
         state = self.state
@@ -279,7 +263,7 @@ class TaskTransitions:
 
     def issue_stop(self, task: PoolTask) -> None:
         task.deadline = self.state.now + task.cancel_grace_s + task.checkpoint_timeout_s + STOP_GRACE_S
-        self.state.timer(task.deadline, "task", task.id)
+        self.state.timers.arm(("task", task.id))
         self._out.append(
             e.StopTask(task.id, task.attempt, task.reason, task.cancel_grace_s, task.notice, task.checkpoint_timeout_s)
         )
@@ -353,7 +337,7 @@ class TaskTransitions:
 
     def to(self, task: PoolTask, state: TaskState, reason: Reason, deadline: float | None) -> None:
         task.state, task.reason, task.since, task.deadline = state, reason, self.state.now, deadline
-        self.state.timer(deadline, "task", task.id)
+        self.state.timers.arm(("task", task.id))
         self.record(task, state.value, reason)
 
     def record(self, task: PoolTask, what: str, reason: Reason, at: float | None = None) -> None:
@@ -405,7 +389,7 @@ class TaskTransitions:
             if wanted is not None and active.state is TaskState.running and active.moving is None:
                 active.moving = "parking"
                 active.deadline = state.now + TURN_TIMEOUT_S
-                state.timer(active.deadline, "task", active.id)
+                state.timers.arm(("task", active.id))
                 self._out.append(e.ParkTask(active.id, active.attempt, active.deadline))
             return
         for name in [*group.turns, *group.tenants]:
@@ -439,7 +423,7 @@ class TaskTransitions:
             state.use(task, task.spec.bundles)
             task.moving = "unparking"
             task.deadline = state.now + TURN_TIMEOUT_S
-            state.timer(task.deadline, "task", task.id)
+            state.timers.arm(("task", task.id))
             self._out.append(e.UnparkTask(task.id, task.attempt, task.deadline))
             return
         task.attempt += 1
@@ -471,7 +455,7 @@ class TaskTransitions:
             seq=state.seq,
         )
         state.add_group(group)
-        state.timer(group.deadline, "group", group.id)
+        state.timers.arm(("group", group.id))
         self._out.append(
             e.CreatePlacementGroup(group.id, pool, bundles, nodes, strategy, state.now + CREATE_GROUP_TIMEOUT_S)
         )
@@ -522,7 +506,7 @@ class TaskTransitions:
 
     def issue_remove(self, group: PlacementGroup) -> None:
         group.deadline = self.state.now + REMOVE_GROUP_TIMEOUT_S
-        self.state.timer(group.deadline, "group", group.id)
+        self.state.timers.arm(("group", group.id))
         self._out.append(e.RemovePlacementGroup(group.id))
 
     def group_removed(self, group: PlacementGroup) -> None:
