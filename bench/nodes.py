@@ -86,7 +86,7 @@ class Watch:
             for one in news:
                 self.machine.handle(one, self.now)
             self.machine.handle(events.NodeTick(), self.now)
-            self.machine.views(self.now)
+            self.machine.views()
 
         self.timed("look, nothing changed", watch)
         self.times["  a node of it, microseconds"].append(self.times["look, nothing changed"][-1] / self.size * 1e3)
@@ -97,13 +97,13 @@ class Watch:
         for at in range(rounds):
             name = f"node{1 + at * 7919 % (self.size - 1):05d}"
             self.tell("tick, nothing due", events.NodeTick())
-            self.timed("views, nothing changed", lambda: machine.views(self.now))
+            self.timed("views, nothing changed", lambda: machine.views())
             self.tell(
                 "a node falls silent and speaks again",
                 events.HeartbeatMissed(name, 2.0),
                 events.HeartbeatReceived(name),
             )
-            self.timed("views, one node changed", lambda: machine.views(self.now))
+            self.timed("views, one node changed", lambda: machine.views())
             deadline = self.now + 600.0
             self.tell(
                 "a drain is asked and is over",
@@ -117,7 +117,7 @@ class Watch:
             machine.handle(events.NodeGone(f"node{self.size + at:05d}", expected=True), self.now)
             self.now += machine.policy.forget_s  # losses and those that went are forgotten
             machine.handle(events.NodeTick(), self.now)
-            machine.views(self.now)
+            machine.views()
         for _ in range(3):
             self.timed("snapshot and back", lambda: NodeMachine.load(machine.dump()))
 
@@ -152,7 +152,7 @@ def memory_mb(size: int) -> float:
     gc.collect()
     tracemalloc.start()
     watch = Watch(size)
-    watch.machine.views(watch.now)
+    watch.machine.views()
     gc.collect()
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

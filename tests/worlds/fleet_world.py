@@ -112,8 +112,8 @@ class FleetWorld:
             self.drains.discard(event.node)
         elif isinstance(event, n.DrainCancelled):
             self.drains.discard(event.node)
-        version, before = self.nodes.version, self.nodes.views(self.now, gone=True)
-        there = {one.node for one in self.nodes.views(self.now)}
+        version, before = self.nodes.version, self.nodes.views(gone=True)
+        there = {one.node for one in self.nodes.views()}
         out = self.nodes.handle(event, self.now)
         self.journal.append(("nodes", self.now, event, tuple(out)))
         self.nodes.check()
@@ -124,7 +124,7 @@ class FleetWorld:
         for one in out:
             if isinstance(one, n.RemoveNode):
                 assert self.believed.get(one.node) != "used", "a loss is not told at once"
-        assert self.nodes.version != version or self.nodes.views(self.now, gone=True) == before, "a change unseen"
+        assert self.nodes.version != version or self.nodes.views(gone=True) == before, "a change unseen"
         self._judge_views()
         if isinstance(event, n.ConnectionBroken) and self.truth[event.node].listed:
             self.barred.add(event.node)
@@ -203,7 +203,7 @@ class FleetWorld:
         return times
 
     def _judge_views(self) -> None:
-        views = self.nodes.views(self.now)
+        views = self.nodes.views()
         keys = [(not one.facts.head, self.nodes.nodes[one.node].joined, one.node) for one in views]
         assert keys == sorted(keys), "nodes out of order"
         kinds = [(one.facts.kind, one.facts.total.get("gpu")) for one in views if one.facts.total.get("gpu")]
@@ -222,10 +222,10 @@ class FleetWorld:
                 break
             self.now = max(self.now, due)
             self.tell_nodes(n.NodeTick())
-        for one in self.nodes.views(self.now, gone=True):
+        for one in self.nodes.views(gone=True):
             gone = one.state in (NodeState.lost, NodeState.left) and not self.truth[one.node].listed
             assert not gone or one.since > self.now - self.policy.forget_s - 10, f"{one.node} is never forgotten"
-        there = {one.node: one.state for one in self.nodes.views(self.now)}
+        there = {one.node: one.state for one in self.nodes.views()}
         for name, what in self.believed.items():
             states = (NodeState.draining,) if what == "draining" else (NodeState.ready, NodeState.suspect)
             gone = name not in there and what == "draining"
@@ -235,7 +235,7 @@ class FleetWorld:
                 assert self.believed.get(name) == "used", f"nobody was told of {name}"
 
     def node_state(self, name: str) -> NodeState | None:
-        return next((one.state for one in self.nodes.views(self.now, gone=True) if one.node == name), None)
+        return next((one.state for one in self.nodes.views(gone=True) if one.node == name), None)
 
     # ---- what happens to nodes -------------------------------------------------------------------------------------
 
@@ -380,7 +380,7 @@ class FleetWorld:
         """News of nodes are on their way."""
         if self.nodes.version != self.told_version:
             self.told_version = self.nodes.version
-            self.inbox.append(g.NodesChanged(self.nodes.views(self.now), self.nodes.last_change))
+            self.inbox.append(g.NodesChanged(self.nodes.views(), self.nodes.last_change))
 
     def deliver(self, count: int = 10_000) -> None:
         while self.inbox and count:
@@ -493,7 +493,7 @@ class FleetWorld:
 
     def _judge_StopMember(self, one: g.StopMember, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         member = self.members[one.member]
-        closing = self.group.phase.value == "closed"
+        closing = self.group.state.phase.value == "closed"
         at_work = self.step is not None and self.world is not None and one.member in self.world.members
         if at_work and not closing and self.told_alive(one.member):
             told = self.interrupt or any(isinstance(other, g.InterruptStep) for other in out)
@@ -534,7 +534,7 @@ class FleetWorld:
         assert world.epoch == len(self.worlds) + 1
         assert enter.deadline > self.now
         assert world.size >= self.spec.min_members, "below the least"
-        limit = max(self.spec.min_members, self.group.requested or self.spec.max_members or 10**9)
+        limit = max(self.spec.min_members, self.group.state.requested or self.spec.max_members or 10**9)
         assert world.size <= limit, "more than the most"
         assert world.reason.sentence
         assert len(world.nodes) == world.size == len(set(world.members))
@@ -616,12 +616,14 @@ class FleetWorld:
         assert group.dump() == self.group.dump()
         assert nodes.next_deadline() == self.nodes.next_deadline()
         assert group.next_deadline() == self.group.next_deadline()
-        assert nodes.views(self.now, gone=True) == self.nodes.views(self.now, gone=True)
-        assert nodes.views(self.now) == self.nodes.views(self.now)
+        assert nodes.views(gone=True) == self.nodes.views(gone=True)
+        assert nodes.views() == self.nodes.views()
         assert [nodes.story(name) for name in self.nodes.nodes] == [self.nodes.story(name) for name in self.nodes.nodes]
         assert group.view() == self.group.view()
         assert (group.size, group.wanted) == (self.group.size, self.group.wanted)
-        assert [group.story(name) for name in group.stories] == [self.group.story(name) for name in self.group.stories]
+        assert [group.story(name) for name in group.state.stories] == [
+            self.group.story(name) for name in self.group.state.stories
+        ]
         self.nodes, self.group = nodes, group
         self.counts["reloads"] += 1
 
@@ -657,7 +659,7 @@ class FleetWorld:
                 self.end(name)
             self.look()
             self.deliver()
-            for name in list(self.health):
+            for name in sorted(self.health):
                 self.answer_health(name, None if self.members[name].state == "running" else "no answer")
             self.finish_entering()
             if not self.inbox and self.entering is None:

@@ -350,7 +350,7 @@ class LoopWorld:
 
     def echo(self) -> None:
         """Being told the same twice changes nothing."""
-        before = json.dumps(self.machine.dump())
+        before = json.loads(json.dumps(self.machine.dump()))
         for _, event, _ in self.journal[-6:]:
             if isinstance(event, (e.IterationDone, e.MigrationStageDone, e.RolledBack, e.MigrationStageFailed)):
                 if isinstance(event, e.IterationDone) and event.iteration.number > self.done:
@@ -360,8 +360,9 @@ class LoopWorld:
                     continue
                 assert self.machine.handle(event, self.now) == []
         after = json.loads(json.dumps(self.machine.dump()))
-        after["run"]["now"] = json.loads(before)["run"]["now"]
-        assert after == json.loads(before), "an echo changed something"
+        for state in (before, after):
+            state["run"].pop("now", None)
+        assert after == before, "an echo changed something"
 
     def reload(self) -> None:
         data = json.loads(json.dumps(self.machine.dump()))

@@ -247,7 +247,7 @@ class World:
             "warm": machine.warm_targets(),
             "outstanding": machine.outstanding(),
             "explained": [machine.explain(name, self.now) for name in machine.tasks],
-            "stories": [machine.story(name) for name in (*machine.tasks, *machine.node_stories)],
+            "stories": [machine.story(name) for name in (*machine.tasks, *machine.state.node_stories)],
         }
 
     def replay(self) -> None:

@@ -72,6 +72,8 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _dataclass_reader(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return _one_of(arguments)
     if origin in (typing.Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not type(None)]
         if len(inner) != 1:
@@ -101,6 +103,15 @@ def _exactly(kind: type) -> Callable[[Any], Any]:
         if kind in (int, bool) and type(data) in (int, float, bool) and math.isfinite(data) and data == kind(data):
             return kind(data)
         raise TypeError(f"{kind.__name__} is expected, not {data!r:.40}")
+
+    return read
+
+
+def _one_of(values: tuple[Any, ...]) -> Callable[[Any], Any]:
+    def read(data: Any) -> Any:
+        if data not in values:
+            raise ValueError(f"{' or '.join(map(repr, values))} is expected, not {data!r:.40}")
+        return data
 
     return read
 

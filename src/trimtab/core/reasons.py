@@ -6,6 +6,7 @@ A code for programs and a sentence for users, set where the decision is made and
 from __future__ import annotations
 
 import enum
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -157,3 +158,13 @@ def add_story_entry(story: list[StoryEntry], entry: StoryEntry) -> None:
     """Append an entry; beyond the limit the first entry stays and the oldest after it are dropped."""
     story.append(entry)
     del story[1 : max(1, len(story) - STORY_KEPT + 1)]
+
+
+def record(
+    stories: dict[str, list[StoryEntry]], subject: str, entry: StoryEntry, most: int, *keep: Container[str]
+) -> None:
+    """Append to the story of a subject; beyond `most` stories, the oldest that is in none of `keep` is dropped."""
+    add_story_entry(stories.setdefault(subject, []), entry)
+    if len(stories) > most:
+        keep = (*keep, (subject,))
+        del stories[next(known for known in stories if not any(known in kept for kept in keep))]

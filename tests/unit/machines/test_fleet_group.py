@@ -80,8 +80,8 @@ class Group:
 
     def done(self):
         """The step is complete and the next one asked for."""
-        out = self.tell(StepDone(self.machine.step + 1))
-        return out + self.tell(StepBoundary(self.machine.step))
+        out = self.tell(StepDone(self.machine.state.step + 1))
+        return out + self.tell(StepBoundary(self.machine.state.step))
 
     def wait(self, seconds):
         self.now += seconds
@@ -255,7 +255,7 @@ def test_a_step_that_is_told_done_twice_counts_once():
     group.tell(StepDone(1))
     assert group.tell(StepDone(1)) == []
     assert group.tell(StepInterrupted(1, "late")) == []
-    assert group.machine.step == 1
+    assert group.machine.state.step == 1
 
 
 # ---- losses ----
@@ -329,7 +329,7 @@ def test_a_world_that_nobody_is_to_blame_for_is_tried_again_and_not_for_ever():
     out = group.tell(StepBoundary(0))
     tries = 0
     while not any(isinstance(one, FailGroup) for one in out):
-        out = group.tell(WorldFailed(group.machine.epoch, (), "no idea"))
+        out = group.tell(WorldFailed(group.machine.state.epoch, (), "no idea"))
         tries += 1
         if not out:
             group.now = group.machine.next_deadline()
@@ -392,11 +392,11 @@ def test_a_replacement_that_works_ends_the_back_off():
     group.begin("a", "b")
     for member in (2, 3, 4):
         group.tell(MemberLost(f"g-{member:04d}", "signal 9"))
-        group.tell(StepInterrupted(1 if member == 2 else group.machine.step + 1, "a call failed"))
-        group.tell(WorldEntered(group.machine.epoch))
+        group.tell(StepInterrupted(1 if member == 2 else group.machine.state.step + 1, "a call failed"))
+        group.tell(WorldEntered(group.machine.state.epoch))
         group.start(member + 1, "b")  # at once: it was started without a pause
         group.done()
-        group.tell(WorldEntered(group.machine.epoch))
+        group.tell(WorldEntered(group.machine.state.epoch))
         group.done()
     assert group.machine.view()["restarts"] == 3
 
@@ -534,13 +534,13 @@ def test_a_member_that_has_two_causes_to_leave_keeps_the_nearer_deadline_however
     group = Group()
     group.begin("a", "b")
     group.tell(MemberPreempted("g-0002", 30.0, Reason(ReasonCode.priority, "somebody more important came")))
-    by = group.machine.members["g-0002"].leave_by
+    by = group.machine.state.members["g-0002"].leave_by
     for _ in range(3):
         group.nodes("a", "b", b=1000.0)
-        assert group.machine.members["g-0002"].leave_by == by
+        assert group.machine.state.members["g-0002"].leave_by == by
     group.nodes("a", "b")  # the node stays after all; its room is still to be given up
-    assert group.machine.members["g-0002"].leave_by == by
-    assert group.machine.members["g-0002"].reason.code is ReasonCode.priority
+    assert group.machine.state.members["g-0002"].leave_by == by
+    assert group.machine.state.members["g-0002"].reason.code is ReasonCode.priority
 
 
 def test_a_member_that_the_pool_took_away_and_gave_back_enters_again():

@@ -59,13 +59,13 @@ class Fleet:
         return out + self.tell(NodeTick())
 
     def view(self, node):
-        return next(one for one in self.machine.views(self.now, gone=True) if one.node == node)
+        return next(one for one in self.machine.views(gone=True) if one.node == node)
 
     def state(self, node):
         return self.view(node).state
 
     def order(self):
-        return [one.node for one in self.machine.views(self.now)]
+        return [one.node for one in self.machine.views()]
 
 
 def test_a_node_that_joins_is_used_at_once_and_told_of_after_a_moment():
@@ -446,7 +446,7 @@ def test_a_machine_goes_on_from_its_snapshot():
     fleet.tell(DrainRequested("a", fleet.now + 60, "spot"))
     fleet.tell(NodeSeen("c", facts(2, name="worker-2")))
     again = NodeMachine.load(json.loads(json.dumps(fleet.machine.dump())))
-    assert again.views(fleet.now) == fleet.machine.views(fleet.now)
+    assert again.views() == fleet.machine.views()
     assert again.next_deadline() == fleet.machine.next_deadline()
     assert again.handle(NodeTick(), fleet.now + 9) == fleet.machine.handle(NodeTick(), fleet.now + 9)
     assert again.dump() == fleet.machine.dump()

@@ -9,17 +9,22 @@ import pytest
 
 from loop_world import workflow
 from trimtab.core.errors import InputError
-from trimtab.machines.replan.estimates import CostEstimates, sure_level
+from trimtab.machines.replan.estimates import CostEstimates, CostTrack, sure_level
 from trimtab.model.run import ComponentTiming, CostEstimate, Iteration, ReplanRules
+from trimtab.model.workflow import Workflow
 
 RULES = ReplanRules()
 WAYS = dict.fromkeys(("rollout", "reference", "trainer"), ("", ""))
 ROLLOUT = {2: 46.0, 8: 16.0}  # as profiled
 
 
+def fresh(flow: Workflow) -> CostEstimates:
+    return CostEstimates(flow, RULES, {name: CostTrack() for name in flow.names})
+
+
 def watched(levels: Sequence[float], gpus: int = 2, extras: Sequence[tuple[str, ...]] = ()) -> CostEstimates:
     """Estimates after a rollout that took so many times its profile."""
-    estimates = CostEstimates(workflow(), RULES)
+    estimates = fresh(workflow())
     for at, level in enumerate(levels):
         part = ComponentTiming("rollout", ROLLOUT[gpus] * level, gpus)
         estimates.take(Iteration(at + 1, 100.0, (part,), extras[at] if extras else ()), WAYS)
@@ -51,13 +56,13 @@ def test_a_level_is_the_same_on_any_number_of_gpus() -> None:
 
 
 def test_half_of_the_batches_in_half_of_the_time_is_the_same_level() -> None:
-    estimates = CostEstimates(workflow(batches=8), RULES)
+    estimates = fresh(workflow(batches=8))
     estimates.take(Iteration(1, 100.0, (ComponentTiming("rollout", 23.0, 2, batches=4),)), WAYS)
     assert estimates.estimate("rollout").level == pytest.approx(1.0)
 
 
 def test_a_component_that_did_nothing_tells_nothing() -> None:
-    estimates = CostEstimates(workflow(), RULES)
+    estimates = fresh(workflow())
     estimates.take(Iteration(1, 100.0, (ComponentTiming("rollout", 0.0, 2),)), WAYS)
     assert estimates.estimate("rollout").measured == 0
 
@@ -121,7 +126,7 @@ def test_a_level_is_not_sure_because_a_trend_leads_there() -> None:
 def test_noise_as_in_real_training_hardly_ever_looks_like_drift() -> None:
     drifted = looked = 0
     for seed in range(12):
-        estimates = CostEstimates(workflow(), RULES)
+        estimates = fresh(workflow())
         for at, factor in enumerate(noise(seed, 100)):
             estimates.take(Iteration(at + 1, 100.0, (ComponentTiming("rollout", 46.0 * factor, 2),)), WAYS)
             if at >= 3:

@@ -512,7 +512,7 @@ def test_looking_for_what_is_to_be_kept_changes_nothing():
     one = world(4, 4, spec=pool(dynamic_limit=6))
     one.run(task("a", 3), task("b", 3))
     one.submit(gang("big", 2, 4))
-    books = one.machine
+    books = one.machine.state
     books.apply_reserve(room.starvation_reserve(books, books.tasks["big"]))  # so that every sum has something in it
 
     def said() -> list[object]:
@@ -541,7 +541,7 @@ def test_what_is_kept_and_given_back_leaves_the_books_as_they_were():
     one.run(task("a", 3), task("small", 1))
     one.end("small")  # its slot is idle now, and can be kept as well
     one.submit(task("big", 4))
-    books = one.machine
+    books = one.machine.state
     before, position = one.dumped(), books.hints.position
     kept = room.starvation_reserve(books, books.tasks["big"])
     assert kept.groups
@@ -573,7 +573,7 @@ def test_tasks_that_may_evict_each_other_do_so_once_and_then_run(rules: Preempti
         one.tick(100)
         one.carry_all()
     assert one.states(*names).count("running") == 1
-    assert one.machine.eviction_count == len(names) - 1
+    assert one.machine.state.eviction_count == len(names) - 1
     one.replay()
 
 

@@ -455,7 +455,7 @@ def _is_elsewhere(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInstructi
 
 def _moves_for_nothing(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInstruction]) -> None:
     liar._lost = ("node0",)
-    liar._go(0.0)
+    liar._go()
     (begin,) = [one for one in liar._out if isinstance(one, e.BeginMigration)]
     numbers = DecisionNumbers(gain_s=1.0, sure_gain_s=1.0, horizon=10, cost_s=60.0, margin=0.5)
     said.append(e.BeginMigration(replace(begin.move, forced=False, numbers=numbers), begin.deadline))

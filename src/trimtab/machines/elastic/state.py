@@ -1,8 +1,9 @@
-"""State of the group machine; a snapshot is all of it, as plain data. Makes no decisions."""
+"""State of the group machine. Makes no decisions."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from trimtab.core.reasons import Reason, StoryEntry
@@ -117,6 +118,21 @@ class ElasticState:
     end_reason: Reason | None = None
     stories: dict[str, list[StoryEntry]] = field(default_factory=dict)  # of the group and its members
 
+    def live(self, names: Iterable[str]) -> Iterator[ElasticMember]:
+        """Those members that are not gone: late events of gone members change nothing."""
+        found = (self.members.get(name) for name in names)
+        return (member for member in found if member is not None and member.state is not MemberState.gone)
+
+    def in_state(self, *states: MemberState) -> list[ElasticMember]:
+        return [member for member in self.members.values() if member.state in states]
+
+    @property
+    def leaving(self) -> list[ElasticMember]:
+        return self.in_state(MemberState.leaving)
+
+    def ranked(self, name: str) -> bool:
+        return self.world is not None and name in self.world.members
+
 
 def units_on(node: NodeView, unit: Resources) -> int:
     """How many members fit on an otherwise unused node."""
@@ -146,36 +162,3 @@ def member_capacity(nodes: tuple[NodeView, ...], unit: Resources) -> MemberCapac
         tuple((node.node, units_on(node, unit)) for node in nodes if node.state is NodeState.suspect),
         frozenset(node.node for node in nodes if node.state is NodeState.draining),
     )
-
-
-def group_view(state: ElasticState, size: int, wanted: int) -> dict[str, object]:
-    """A group as plain data, for display and for programs."""
-    ranks = {name: rank for rank, name in enumerate(state.world.members)} if state.world is not None else {}
-    return {
-        "name": state.spec.name,
-        "phase": state.phase.value,
-        "size": size,
-        "wanted": wanted,
-        "least": state.spec.min_members,
-        "most": state.spec.max_members,
-        "asked": state.requested,
-        "epoch": state.world.epoch if state.world is not None else 0,
-        "step": state.step,
-        "change": state.change,
-        "restarts": state.restart_count,
-        "redone": state.redone_count,
-        "waiting": str(state.wait_reason) if state.phase is ElasticPhase.waiting and state.wait_reason else None,
-        "wait_deadline": state.wait_deadline if state.phase is ElasticPhase.waiting else None,
-        "ended": str(state.end_reason) if state.end_reason is not None else None,
-        "members": [
-            {
-                "id": member.id,
-                "state": member.state.value,
-                "node": member.node or None,
-                "rank": ranks.get(member.id) if member.state in (MemberState.working, MemberState.leaving) else None,
-                "since": member.since,
-                "reason": {"code": member.reason.code.value, "sentence": member.reason.sentence},
-            }
-            for member in state.members.values()
-        ],
-    }

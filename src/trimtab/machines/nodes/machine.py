@@ -1,6 +1,6 @@
 """The node machine: which nodes are up, which may be used, and when changes are announced to elastic groups.
 
-`handle(event, now)` is the only entry point; it reads no clock, and the same events give the same instructions.
+`handle(event)` is the only entry point; it reads no clock, and the same events give the same instructions.
 
 The transition that must not exist is lost to ready because Ray still lists the node. Ray lists a killed node for 15 s
 and a frozen one for 60 s; if that brought it back, everything that was just moved away would be placed there again, and
@@ -14,29 +14,25 @@ time); a late announcement of a drain; memory that grows with the nodes of the p
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import Counter
 from typing import Any
 
-from trimtab.core.codec import decode, encode
-from trimtab.core.dispatch import handlers_of
+from trimtab.core.codec import decode
 from trimtab.core.errors import InputError, nearest
+from trimtab.core.machine import Machine, Timers, earliest, on
 from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.nodes import events as e
+from trimtab.machines.nodes.explain import change_reason, departure_text, duration_text, gpu_text, resources_text
 from trimtab.machines.nodes.state import (
     Announced,
     NodeDrain,
     NodeShape,
+    NodesState,
     TrackedNode,
-    change_reason,
-    departure_text,
-    duration_text,
-    gpu_text,
     is_sooner,
     name_of,
     node_order,
-    resources_text,
     to_announce,
 )
 from trimtab.model.nodes import NodeChange, NodePolicy, NodeState, NodeView
@@ -44,19 +40,20 @@ from trimtab.model.nodes import NodeChange, NodePolicy, NodeState, NodeView
 SAME_S = 1.0  # deadlines closer than this are the same, read from two clocks
 
 
-class NodeMachine:
-    """Nodes as they join and leave. Events in, instructions out."""
+class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
+    """Nodes as they join and leave."""
 
-    def __init__(self, policy: NodePolicy = NodePolicy()) -> None:  # noqa: B008 -- it is frozen
-        self.policy = policy
-        self.now = 0.0
-        self.version = 0  # incremented with every change that `views` shows
-        self.last_change = 0
-        self.nodes: dict[str, TrackedNode] = {}  # up, or gone not long ago
-        # Derived from the above; not in a snapshot.
+    EVENTS = e.NodeEvent
+
+    def __init__(self, policy: NodePolicy = NodePolicy(), state: NodesState | None = None) -> None:  # noqa: B008
+        """`state` is that of a dump, to be continued by this policy."""
+        state = NodesState(policy, 0.0, 0, 0, {}) if state is None else state
+        super().__init__(state, state, [])
+        state.policy = self.policy = policy
+        self.nodes = state.nodes
+        # Derived from the state.
         self._kinds: Counter[NodeShape] = Counter()  # of nodes that are up; no zero counts
-        self._timers: list[tuple[float, str]] = []  # a heap; has every node's `_due`, and outdated ones
-        self._armed: dict[str, float] = {}  # by node: its latest timer, so that none is set twice in a row
+        self._timers = Timers[str](self._due)
         self._by_name: dict[str, str] = {}  # by given name: the node that had it last
         self._order: list[TrackedNode] = []  # all, in node order
         self._unannounced: dict[str, TrackedNode] = {}  # that have a `announce_by`
@@ -64,120 +61,136 @@ class NodeMachine:
         self._common_known = False
         self._views: dict[str, NodeView] = {}  # up-to-date ones
         self._seen: tuple[int, tuple[NodeView, ...]] = (-1, ())  # by version
-        self._announce_due = False
-        self._out: list[e.NodeInstruction] = []
+        self._announce_due = False  # since the current event
+        for node in state.nodes.values():
+            self._remember(node)
+            self._count(node, 1)
+            self._timers.arm(node.id)
+            if node.announce_by is not None:
+                self._unannounced[node.id] = node
 
-    # ---- entry point ------------------------------------------------------------------------------------------------
+    @classmethod
+    def load(cls, data: dict[str, Any], policy: NodePolicy | None = None) -> NodeMachine:
+        """A machine from a dump, with its policy or another."""
+        state = decode(NodesState, {**data, "nodes": {node["id"]: node for node in data["nodes"]}})
+        return cls(policy or state.policy, state)
 
-    def handle(self, event: e.NodeEvent, now: float) -> list[e.NodeInstruction]:
-        """The instructions that follow. Raises InputError for an invalid request, with nothing changed."""
-        now = max(float(now), self.now)
-        self._out, self._announce_due = [], False
-        _HANDLERS[type(event)](self, event, now)
-        self.now = now
+    def dump(self) -> dict[str, Any]:
+        data = super().dump()
+        return {**data, "nodes": list(data["nodes"].values())}
+
+    def settle(self) -> None:
         if self._announce_due:
-            self._announce(now)
-        return self._out
+            self._announce()
 
     def next_deadline(self) -> float | None:
-        """When a NodeTick is due at the latest."""
-        while self._timers:
-            at, name = self._timers[0]
-            node = self.nodes.get(name)
-            if node is not None and self._due(node) == at:
-                return at
-            self._pop_timer()
-        return None
+        return self._timers.next()
+
+    @property
+    def version(self) -> int:
+        return self.state.version
+
+    @property
+    def last_change(self) -> int:
+        return self.state.last_change
 
     # ---- events of Ray ----------------------------------------------------------------------------------------------
 
-    def _on_node_seen(self, event: e.NodeSeen, now: float) -> None:
+    @on(e.NodeSeen)
+    def _on_node_seen(self, event: e.NodeSeen) -> None:
         node = self.nodes.get(event.node)
         if node is None:
-            self._new_to_there(event, now)
+            self._new_to_there(event)
             return
         changed = node.facts != event.facts or node.outside != event.outside
         if changed:
             self._update_facts(node, event)
         if not node.listed:
             node.listed = True
-            self._gone_to_there(node, Reason(ReasonCode.returned, "Ray lists it again"), now)
+            self._gone_to_there(node, Reason(ReasonCode.returned, "Ray lists it again"))
         elif changed and node.state is NodeState.ready:
             self._use(node, Reason(ReasonCode.changed, resources_text(node.facts, node.outside)))
         if changed:
             self._changed(node)
 
-    def _on_node_gone(self, event: e.NodeGone, now: float) -> None:
+    @on(e.NodeGone)
+    def _on_node_gone(self, event: e.NodeGone) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.listed:
             return
         announced = event.expected or node.drain is not None
         node.listed = False
         if node.there and announced:
-            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, "Ray reports an orderly end")), now)
+            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, "Ray reports an orderly end")))
         elif node.there:
-            self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray no longer lists it"), now)
+            self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray no longer lists it"))
         elif event.expected and node.state is NodeState.lost:
-            self._lost_to_left(node, Reason(ReasonCode.left, "its connection broke because it ended in order"), now)
+            self._lost_to_left(node, Reason(ReasonCode.left, "its connection broke because it ended in order"))
         node.drain = None  # a node that returns under this id is not draining
         self._changed(node)
-        self._arm(node)
+        self._timers.arm(node.id)
 
     # ---- events of connections --------------------------------------------------------------------------------------
 
-    def _on_heartbeat_received(self, event: e.HeartbeatReceived, now: float) -> None:
+    @on(e.HeartbeatReceived)
+    def _on_heartbeat_received(self, event: e.HeartbeatReceived) -> None:
         node = self.nodes.get(event.node)
         if node is None:
             return
         node.silent = False
         if node.state is NodeState.suspect:
-            self._suspect_to_ready(node, now)
+            self._to_ready(node, Reason(ReasonCode.returned, "its heartbeats are back"))
         elif not node.there and node.listed:
-            self._gone_to_there(node, Reason(ReasonCode.returned, "its heartbeats are back"), now)
+            self._gone_to_there(node, Reason(ReasonCode.returned, "its heartbeats are back"))
 
-    def _on_heartbeat_missed(self, event: e.HeartbeatMissed, now: float) -> None:
+    @on(e.HeartbeatMissed)
+    def _on_heartbeat_missed(self, event: e.HeartbeatMissed) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there or event.silent_s < self.policy.suspect_s:
             return
         node.silent = True
         reason = Reason(ReasonCode.link_silent, f"no heartbeat for {event.silent_s:.3g} s")
         if event.silent_s >= self.policy.lost_s:
-            self._there_to_lost(node, reason, now)
+            self._there_to_lost(node, reason)
         elif node.state is NodeState.ready:
-            self._ready_to_suspect(node, reason, now)
+            self._ready_to_suspect(node, reason)
         elif node.state is NodeState.held:
-            self._hold_longer(node, now)
+            self._hold_longer(node)
 
-    def _on_connection_broken(self, event: e.ConnectionBroken, now: float) -> None:
+    @on(e.ConnectionBroken)
+    def _on_connection_broken(self, event: e.ConnectionBroken) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there:
             return
         if node.state is NodeState.draining:
-            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, event.why)), now)
+            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, event.why)))
         else:
-            self._there_to_lost(node, Reason(ReasonCode.link_broken, event.why), now)
+            self._there_to_lost(node, Reason(ReasonCode.link_broken, event.why))
 
     # ---- drains ----------------------------------------------------------------------------------------------------
 
-    def _on_drain_requested(self, event: e.DrainRequested, now: float) -> None:
+    @on(e.DrainRequested)
+    def _on_drain_requested(self, event: e.DrainRequested) -> None:
         node = self._node_to_drain(event)
         if not node.there:
             return
         before = node.drain
         code = ReasonCode.drain_seen if event.by_ray else ReasonCode.drain_asked
-        deadline = None if event.deadline is None else max(float(event.deadline), now)
-        drain = NodeDrain(deadline, event.deadline, Reason(code, event.cause + duration_text("given", deadline, now)))
+        deadline = None if event.deadline is None else max(float(event.deadline), self.now)
+        drain = NodeDrain(
+            deadline, event.deadline, Reason(code, event.cause + duration_text("given", deadline, self.now))
+        )
         if before is None:
             node.drain = drain
-            self._to_draining(node, now)
+            self._to_draining(node)
         elif (before.requested, before.reason.code) == (drain.requested, code):
             return
         elif is_sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is ReasonCode.drain_asked:
             # Ray repeats its drains and ours, by another clock; and no request postpones a drain by Ray.
             node.drain = drain
-            self._record(node, node.state, drain.reason, now)
+            self._record(node, node.state, drain.reason)
             self._drain(node)
-            self._update_announcement(node, now)
+            self._update_announcement(node)
 
     def _node_to_drain(self, event: e.DrainRequested) -> TrackedNode:
         node = self.nodes.get(event.node)
@@ -195,144 +208,127 @@ class NodeMachine:
             raise InputError(f"node {node.display_name} is gone already", hint=str(node.reason))
         return node
 
-    def _on_drain_cancelled(self, event: e.DrainCancelled, now: float) -> None:
+    @on(e.DrainCancelled)
+    def _on_drain_cancelled(self, event: e.DrainCancelled) -> None:
         node = self.nodes.get(event.node)
         if node is None or node.drain is None:
             return
         node.drain = None
         if node.state is NodeState.draining:
-            self._draining_to_there(node, Reason(ReasonCode.drain_over, "it stays after all"), now)
+            self._draining_to_there(node, Reason(ReasonCode.drain_over, "it stays after all"))
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def _on_node_tick(self, event: e.NodeTick, now: float) -> None:
-        while (at := self.next_deadline()) is not None and at <= now:
-            node = self.nodes[self._pop_timer()]
-            if node.announce_by is not None and node.announce_by <= now:
-                self._announce_due = True
-                self._announce(now)
-            if not node.there and not node.listed and node.since + self.policy.forget_s <= now:
+    @on(e.NodeTick)
+    def _on_node_tick(self, event: e.NodeTick) -> None:
+        while (due := self._timers.pop_due(self.now)) is not None:
+            node = self.nodes[due]
+            if node.announce_by is not None and node.announce_by <= self.now:
+                self._announce()
+            if not node.there and not node.listed and node.since + self.policy.forget_s <= self.now:
                 self._gone_to_forgotten(node)
                 continue
-            if node.state is NodeState.held and node.hold_until is not None and node.hold_until <= now:
-                self._held_to_ready(node, now)
-            if node.losses and node.losses[0] + self.policy.forget_s <= now:
-                self._forget_losses(node, now)
+            if node.state is NodeState.held and node.hold_until is not None and node.hold_until <= self.now:
+                self._held_to_ready(node)
+            if node.losses and node.losses[0] + self.policy.forget_s <= self.now:
+                self._forget_losses(node)
                 self._changed(node)
-            self._arm(node)
+            self._timers.arm(node.id)
 
-    def _due(self, node: TrackedNode) -> float | None:
+    def _due(self, name: str) -> float | None:
         """When time alone changes something about the node."""
-        dues = []
-        if node.announce_by is not None:
-            dues.append(node.announce_by)
-        if node.losses:
-            dues.append(node.losses[0] + self.policy.forget_s)
-        if node.state is NodeState.held and node.hold_until is not None:
-            dues.append(node.hold_until)
-        if not node.listed and not node.there:
-            dues.append(node.since + self.policy.forget_s)
-        return min(dues, default=None)
-
-    def _arm(self, node: TrackedNode) -> None:
-        due = self._due(node)
-        if due is not None and self._armed.get(node.id) != due:
-            self._armed[node.id] = due
-            heapq.heappush(self._timers, (due, node.id))
-
-    def _pop_timer(self) -> str:
-        at, name = heapq.heappop(self._timers)
-        if self._armed.get(name) == at:
-            del self._armed[name]
-        return name
+        node = self.nodes.get(name)
+        if node is None:
+            return None
+        forget_s = self.policy.forget_s
+        return earliest(
+            node.announce_by,
+            node.losses[0] + forget_s if node.losses else None,
+            node.hold_until if node.state is NodeState.held else None,
+            node.since + forget_s if not node.listed and not node.there else None,
+        )
 
     # ---- transitions -----------------------------------------------------------------------------------------------
 
-    def _new_to_there(self, event: e.NodeSeen, now: float) -> None:
+    def _new_to_there(self, event: e.NodeSeen) -> None:
         reason = Reason(ReasonCode.joined, "Ray lists it for the first time")
         place = name_of(event.facts)
-        node = TrackedNode(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
+        node = TrackedNode(event.node, event.facts, event.outside, self.now, NodeState.lost, reason, self.now, place)
         before = self.nodes.get(self._by_name.get(place, ""))
         if before is not None and not before.there:
             # The same node, restarted: its losses under the other id still count.
             node.losses = list(before.losses)
         self._remember(node)
-        self._gone_to_there(node, reason, now)
+        self._gone_to_there(node, reason)
 
-    def _gone_to_there(self, node: TrackedNode, reason: Reason, now: float) -> None:
+    def _gone_to_there(self, node: TrackedNode, reason: Reason) -> None:
         node.silent = False
-        self._forget_losses(node, now)
+        self._forget_losses(node)
         over = len(node.losses) - self.policy.free_losses
         node.hold_until = None
         if over > 0:
-            node.hold_until = now + min(self.policy.max_hold_s, self.policy.hold_s * 2.0 ** min(over - 1, 64))
+            node.hold_until = self.now + min(self.policy.max_hold_s, self.policy.hold_s * 2.0 ** min(over - 1, 64))
         if node.drain is not None:
-            self._to_draining(node, now)
+            self._to_draining(node)
         elif node.hold_until is not None:
-            self._to_held(node, now)
+            self._to_held(node)
         else:
-            self._to_ready(node, self._with_gpus(node, reason), now)
+            self._to_ready(node, self._with_gpus(node, reason))
 
-    def _to_ready(self, node: TrackedNode, reason: Reason, now: float) -> None:
-        self._to(node, NodeState.ready, reason, now)
+    def _to_ready(self, node: TrackedNode, reason: Reason) -> None:
+        self._to(node, NodeState.ready, reason)
         self._use(node, reason)
 
-    def _to_held(self, node: TrackedNode, now: float) -> None:
+    def _to_held(self, node: TrackedNode) -> None:
         sentence = f"it was lost {len(node.losses)} times within {self.policy.forget_s:g} s"
-        self._to(
-            node,
-            NodeState.held,
-            Reason(ReasonCode.flapping, sentence + duration_text("held for", node.hold_until, now)),
-            now,
-        )
+        sentence += duration_text("held for", node.hold_until, self.now)
+        self._to(node, NodeState.held, Reason(ReasonCode.flapping, sentence))
 
-    def _held_to_ready(self, node: TrackedNode, now: float) -> None:
+    def _held_to_ready(self, node: TrackedNode) -> None:
         node.hold_until = None
-        self._to_ready(node, Reason(ReasonCode.steady, f"it has been steady for {now - node.since:.3g} s"), now)
+        self._to_ready(node, Reason(ReasonCode.steady, f"it has been steady for {self.now - node.since:.3g} s"))
 
-    def _hold_longer(self, node: TrackedNode, now: float) -> None:
+    def _hold_longer(self, node: TrackedNode) -> None:
         """It fell silent while held: the hold starts again."""
-        hold_until = max(node.hold_until or 0.0, now + self.policy.hold_s)
+        hold_until = max(node.hold_until or 0.0, self.now + self.policy.hold_s)
         if hold_until != node.hold_until:
             node.hold_until = hold_until
             self._changed(node)
-            self._arm(node)
+            self._timers.arm(node.id)
 
-    def _ready_to_suspect(self, node: TrackedNode, reason: Reason, now: float) -> None:
-        self._to(node, NodeState.suspect, reason, now)
-        self._cordon(node, reason)
+    def _ready_to_suspect(self, node: TrackedNode, reason: Reason) -> None:
+        self._to(node, NodeState.suspect, reason)
+        if node.in_use:
+            self._out.append(e.CordonNode(node.id, reason))
 
-    def _suspect_to_ready(self, node: TrackedNode, now: float) -> None:
-        self._to_ready(node, Reason(ReasonCode.returned, "its heartbeats are back"), now)
-
-    def _to_draining(self, node: TrackedNode, now: float) -> None:
+    def _to_draining(self, node: TrackedNode) -> None:
         assert node.drain is not None
-        self._to(node, NodeState.draining, node.drain.reason, now)
+        self._to(node, NodeState.draining, node.drain.reason)
         self._drain(node)
 
-    def _draining_to_there(self, node: TrackedNode, reason: Reason, now: float) -> None:
-        if node.hold_until is not None and node.hold_until > now and not node.in_use:
-            self._to_held(node, now)
+    def _draining_to_there(self, node: TrackedNode, reason: Reason) -> None:
+        if node.hold_until is not None and node.hold_until > self.now and not node.in_use:
+            self._to_held(node)
         elif node.silent:
-            self._ready_to_suspect(node, Reason(ReasonCode.link_silent, "it stays, but sends no heartbeat"), now)
+            self._ready_to_suspect(node, Reason(ReasonCode.link_silent, "it stays, but sends no heartbeat"))
         else:
-            self._to_ready(node, reason, now)
+            self._to_ready(node, reason)
 
-    def _there_to_lost(self, node: TrackedNode, reason: Reason, now: float) -> None:
-        self._forget_losses(node, now)
-        node.losses.append(now)
-        self._to(node, NodeState.lost, reason, now)
+    def _there_to_lost(self, node: TrackedNode, reason: Reason) -> None:
+        self._forget_losses(node)
+        node.losses.append(self.now)
+        self._to(node, NodeState.lost, reason)
         self._remove(node)
 
-    def _there_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
-        self._to(node, NodeState.left, reason, now)
+    def _there_to_left(self, node: TrackedNode, reason: Reason) -> None:
+        self._to(node, NodeState.left, reason)
         self._remove(node)
 
-    def _lost_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
+    def _lost_to_left(self, node: TrackedNode, reason: Reason) -> None:
         """It was no loss: the connection broke before the orderly end was reported."""
         if node.losses and node.losses[-1] == node.since:
             node.losses.pop()
-        self._to(node, NodeState.left, reason, now)
+        self._to(node, NodeState.left, reason)
 
     def _gone_to_forgotten(self, node: TrackedNode) -> None:
         del self.nodes[node.id]
@@ -343,18 +339,18 @@ class NodeMachine:
 
     # ---- common to all transitions ----------------------------------------------------------------------------------
 
-    def _to(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
+    def _to(self, node: TrackedNode, state: NodeState, reason: Reason) -> None:
         self._count(node, -1)
         if state is not node.state or not node.story:
-            node.since = now
-        self._record(node, state, reason, now)
+            node.since = self.now
+        self._record(node, state, reason)
         node.state = state
         self._count(node, 1)
-        self._update_announcement(node, now)
+        self._update_announcement(node)
 
-    def _record(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
+    def _record(self, node: TrackedNode, state: NodeState, reason: Reason) -> None:
         node.reason = reason
-        add_story_entry(node.story, StoryEntry(now, state.value, reason))
+        add_story_entry(node.story, StoryEntry(self.now, state.value, reason))
         self._changed(node)
 
     def _remember(self, node: TrackedNode) -> None:
@@ -365,7 +361,7 @@ class NodeMachine:
 
     def _changed(self, node: TrackedNode) -> None:
         self._views.pop(node.id, None)
-        self.version += 1
+        self.state.version += 1
 
     def _update_facts(self, node: TrackedNode, event: e.NodeSeen) -> None:
         self._count(node, -1)
@@ -382,18 +378,14 @@ class NodeMachine:
                 del self._kinds[node.kind]
             self._common_known = False
 
-    def _forget_losses(self, node: TrackedNode, now: float) -> None:
-        node.losses = [at for at in node.losses if at + self.policy.forget_s > now]
+    def _forget_losses(self, node: TrackedNode) -> None:
+        node.losses = [at for at in node.losses if at + self.policy.forget_s > self.now]
 
     # ---- instructions: only nodes in use are cordoned, drained and removed ----
 
     def _use(self, node: TrackedNode, reason: Reason) -> None:
         node.in_use = True
         self._out.append(e.UseNode(node.id, node.facts, node.outside, reason))
-
-    def _cordon(self, node: TrackedNode, reason: Reason) -> None:
-        if node.in_use:
-            self._out.append(e.CordonNode(node.id, reason))
 
     def _drain(self, node: TrackedNode) -> None:
         if node.in_use and node.drain is not None:
@@ -406,7 +398,7 @@ class NodeMachine:
 
     # ---- announcements ----------------------------------------------------------------------------------------------
 
-    def _update_announcement(self, node: TrackedNode, now: float) -> None:
+    def _update_announcement(self, node: TrackedNode) -> None:
         """Schedule an announcement of the node, or cancel it if what was announced is true again."""
         if node.state is NodeState.left and node.announced is Announced.draining:
             node.announced = Announced.absent  # its departure was announced by the drain
@@ -415,25 +407,25 @@ class NodeMachine:
             node.announce_by = None
             self._unannounced.pop(node.id, None)
         else:
-            by = now + self._window_s(node, what, now)
+            by = self.now + self._window_s(node, what)
             node.announce_by = by if node.announce_by is None else min(by, node.announce_by)
             self._unannounced[node.id] = node
-            self._announce_due = self._announce_due or node.announce_by <= now
-        self._arm(node)
+            self._announce_due = self._announce_due or node.announce_by <= self.now
+        self._timers.arm(node.id)
 
-    def _window_s(self, node: TrackedNode, what: Announced, now: float) -> float:
+    def _window_s(self, node: TrackedNode, what: Announced) -> float:
         """How long the announcement may wait for more changes."""
         if what is Announced.used:
             return self.policy.join_window_s
         deadline = node.drain.deadline if node.drain is not None else None
-        if what is Announced.absent or (deadline is not None and deadline - now < self.policy.urgent_drain_s):
+        if what is Announced.absent or (deadline is not None and deadline - self.now < self.policy.urgent_drain_s):
             return 0.0
         return self.policy.drain_window_s
 
-    def _announce(self, now: float) -> None:
+    def _announce(self) -> None:
         """Announce all pending changes as one; due joins leave pending drains their longer window."""
         pending = list(self._unannounced.values())
-        if all(to_announce(node) is Announced.used for node in pending if (node.announce_by or 0.0) <= now):
+        if all(to_announce(node) is Announced.used for node in pending if (node.announce_by or 0.0) <= self.now):
             pending = [node for node in pending if to_announce(node) is Announced.used]
         announced: dict[Announced, list[TrackedNode]] = {what: [] for what in Announced}
         for node in sorted(pending, key=node_order):
@@ -441,28 +433,19 @@ class NodeMachine:
             del self._unannounced[node.id]
             announced[node.announced].append(node)
             self._changed(node)
-            self._arm(node)
+            self._timers.arm(node.id)
         self._announce_due = False
         if not pending:
             return
-        joined, draining, lost = announced[Announced.used], announced[Announced.draining], announced[Announced.absent]
-        self.last_change += 1
-        self._out.append(
-            e.AnnounceNodeChange(
-                NodeChange(
-                    self.last_change,
-                    now,
-                    tuple(node.id for node in joined),
-                    tuple(node.id for node in draining),
-                    tuple(node.id for node in lost),
-                    change_reason(joined, draining, lost),
-                )
-            )
-        )
+        changes = announced[Announced.used], announced[Announced.draining], announced[Announced.absent]
+        joined, draining, lost = (tuple(node.id for node in nodes) for nodes in changes)
+        self.state.last_change += 1
+        change = NodeChange(self.last_change, self.now, joined, draining, lost, change_reason(*changes))
+        self._out.append(e.AnnounceNodeChange(change))
 
     # ---- queries ----------------------------------------------------------------------------------------------------
 
-    def views(self, now: float, gone: bool = False) -> tuple[NodeView, ...]:
+    def views(self, gone: bool = False) -> tuple[NodeView, ...]:
         """Nodes that are up, in node order (head first, then by join time); with `gone` all remembered ones.
 
         As of the last event: changes by time alone are visible after the next NodeTick.
@@ -478,21 +461,7 @@ class NodeMachine:
         common = self._most_common()  # clears all views where it changed
         view = self._views.get(node.id)
         if view is None:
-            deadline = node.hold_until if node.state is NodeState.held else None
-            if node.state is NodeState.draining and node.drain is not None:
-                deadline = node.drain.deadline
-            view = self._views[node.id] = NodeView(
-                node.id,
-                node.state,
-                node.facts,
-                node.reason,
-                node.since,
-                node.outside,
-                deadline,
-                node.kind is not None and node.kind != common,
-                len(node.losses),
-                node.announce_by is None,
-            )
+            view = self._views[node.id] = node.view(common)
         return view
 
     def _most_common(self) -> NodeShape | None:
@@ -500,9 +469,8 @@ class NodeMachine:
         if not self._common_known:
             most = max(self._kinds.values(), default=0)
             kinds = [kind for kind, count in self._kinds.items() if count == most]
-            common = (
-                kinds[0] if len(kinds) == 1 else next((node.kind for node in self._order if node.kind in kinds), None)
-            )
+            first = kinds if len(kinds) == 1 else (node.kind for node in self._order if node.kind in kinds)
+            common = next(iter(first), None)
             if common != self._common:
                 self._views.clear()
             self._common, self._common_known = common, True
@@ -514,64 +482,28 @@ class NodeMachine:
         if not mine[1]:
             return Reason(reason.code, f"{reason.sentence}; it has no GPU")
         if common is not None and mine != common:
-            return Reason(
-                ReasonCode.unlike,
-                f"{reason.sentence}; it has {gpu_text(mine)}, most have {gpu_text(common)}",
-            )
+            sentence = f"{reason.sentence}; it has {gpu_text(mine)}, most have {gpu_text(common)}"
+            return Reason(ReasonCode.unlike, sentence)
         return Reason(reason.code, f"{reason.sentence}; it has {gpu_text(mine)}")
-
-    # ---- snapshots -------------------------------------------------------------------------------------------------
-
-    def dump(self) -> dict[str, Any]:
-        return {
-            "policy": encode(self.policy),
-            "now": self.now,
-            "version": self.version,
-            "last_change": self.last_change,
-            "nodes": [encode(node) for node in self.nodes.values()],
-        }
-
-    @classmethod
-    def load(cls, data: dict[str, Any], policy: NodePolicy | None = None) -> NodeMachine:
-        """A machine from a snapshot, with its policy or another."""
-        machine = cls(decode(NodePolicy, data["policy"]) if policy is None else policy)
-        machine.now, machine.version, machine.last_change = data["now"], data["version"], data["last_change"]
-        for data_of_node in data["nodes"]:
-            node = decode(TrackedNode, data_of_node)
-            machine._remember(node)
-            machine._count(node, 1)
-            machine._arm(node)
-            if node.announce_by is not None:
-                machine._unannounced[node.id] = node
-        return machine
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError where the machine contradicts itself."""
-        armed = set(self._timers)
+        assert not self._timers.missing(self.nodes), f"nothing wakes {self._timers.missing(self.nodes)}"
         for name, node in self.nodes.items():
-            due = self._due(node)
             assert name == node.id
             assert node.story[-1].state == node.state.value, f"{name}: story"
             assert node.reason.sentence, f"{name} has no reason"
-            assert due is None or (due, name) in armed, f"{name}: nothing wakes it at {due}"
             assert node.there or not node.in_use, f"{name} is gone, and used"
-            assert node.state is not NodeState.held or (node.hold_until is not None and not node.in_use), (
-                f"{name}: held"
-            )
+            held = node.hold_until is not None and not node.in_use
+            assert node.state is not NodeState.held or held, f"{name}: held"
             assert node.state is not NodeState.ready or (node.in_use and node.drain is None), f"{name}: ready"
             assert (node.state is NodeState.draining) == (node.there and node.drain is not None), f"{name}: drain"
-            assert (node.announce_by is None) == (node.announced is to_announce(node)), (
-                f"{name}: {node.announced}, {node.announce_by}"
-            )
-            assert node.there or node.listed or due is not None, f"{name} is never forgotten"
+            assert (node.announce_by is None) == (node.announced is to_announce(node)), f"{name}: announced"
+            assert node.there or node.listed or self._due(name) is not None, f"{name} is never forgotten"
             assert (name in self._unannounced) == (node.announce_by is not None), f"{name}: untold"
             assert len(node.story) <= STORY_KEPT, f"{name}: its story grows"
         assert self._kinds == Counter(node.kind for node in self.nodes.values() if node.kind is not None), "kinds"
         assert self._order == sorted(self.nodes.values(), key=node_order), "order"
         assert self._unannounced.keys() <= self.nodes.keys(), "untold"
         assert all(name in self.nodes for name in self._by_name.values()), "a name of a forgotten node"
-
-
-_HANDLERS = handlers_of(NodeMachine, e.NodeEvent)

@@ -1,4 +1,4 @@
-"""State and texts of the node machine. Makes no decisions."""
+"""State of the node machine. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import enum
 from dataclasses import dataclass, field
 
 from trimtab.core.reasons import Reason, StoryEntry
-from trimtab.core.resources import GRAIN, Resources
-from trimtab.model.nodes import THERE, NodeFacts, NodeState
+from trimtab.core.resources import Resources
+from trimtab.model.nodes import THERE, NodeFacts, NodePolicy, NodeState, NodeView
 from trimtab.model.pool import PreemptionPolicy
 
-NAMED = 5  # nodes in a sentence
 EVICT_AFTER_S = 30.0  # on a node that drains without a deadline, for tasks that leave by themselves
 EVICT_SLACK_S = 5.0  # beyond cancel and checkpoint
 
@@ -69,6 +68,26 @@ class TrackedNode:
     def display_name(self) -> str:
         return display_name(self.id, self.facts)
 
+    def view(self, common: NodeShape | None) -> NodeView:
+        """The node as others see it; `common` are the accelerators of most nodes."""
+        deadline = self.hold_until if self.state is NodeState.held else None
+        if self.state is NodeState.draining and self.drain is not None:
+            deadline = self.drain.deadline
+        kept = (self.id, self.state, self.facts, self.reason, self.since, self.outside)
+        unlike = self.kind is not None and self.kind != common
+        return NodeView(*kept, deadline, unlike, len(self.losses), self.announce_by is None)
+
+
+@dataclass(eq=False)
+class NodesState:
+    """All nodes that are up, or went not long ago."""
+
+    policy: NodePolicy
+    now: float
+    version: int  # incremented with every change that `views` shows
+    last_change: int  # number of the last announced change
+    nodes: dict[str, TrackedNode]
+
 
 def to_announce(node: TrackedNode) -> Announced:
     """What should be announced: a drain only of a node whose join was announced."""
@@ -93,38 +112,9 @@ def node_order(node: TrackedNode) -> tuple[bool, float, str]:
     return not node.facts.head, node.joined, node.id
 
 
-def change_reason(joined: list[TrackedNode], draining: list[TrackedNode], lost: list[TrackedNode]) -> Reason:
-    """The code of the gravest change; all of them in the sentence."""
-    changes = ((lost, "gone"), (draining, "draining"), (joined, "joined"))
-    first = next(nodes[0] for nodes, _ in changes if nodes)
-    parts = [f"{word}: {_names(nodes)}" for nodes, word in changes if nodes]
-    return Reason(first.reason.code, f"{'; '.join(parts)} ({first.reason.sentence})")
-
-
-def _names(nodes: list[TrackedNode]) -> str:
-    more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
-    return ", ".join(node.display_name for node in nodes[:NAMED]) + more
-
-
-def departure_text(node: TrackedNode, why: str) -> str:
-    return f"it went as announced ({node.drain.reason.sentence})" if node.drain is not None else why
-
-
-def duration_text(word: str, deadline: float | None, now: float) -> str:
-    return "" if deadline is None else f"; {word} {deadline - now:.3g} s"
-
-
 def is_sooner(deadline: float | None, other: float | None, by_s: float) -> bool:
     """Whether a deadline precedes the other by more than `by_s`; None is the latest."""
     return deadline is not None and (other is None or deadline < other - by_s)
-
-
-def resources_text(facts: NodeFacts, outside: Resources) -> str:
-    return f"it has {facts.total}" + (f", of which others hold {outside}" if outside else "")
-
-
-def gpu_text(kind: NodeShape) -> str:
-    return f"{kind[1] / GRAIN:g} {kind[0] or 'GPU'}" + ("s" if not kind[0] and kind[1] != GRAIN else "")
 
 
 def evict_after_s(left_s: float | None, policy: PreemptionPolicy) -> float:

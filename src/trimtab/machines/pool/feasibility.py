@@ -46,6 +46,13 @@ def placement_key(state: PoolState, spec: TaskSpec) -> tuple[object, ...]:
     return spec.pool, spec.bundles, spec.room, spec.strategy, owner, spec.evictable
 
 
+def preemption_key(state: PoolState, task: PoolTask) -> tuple[object, ...]:
+    """What `plan_preemption` depends on, besides the priority."""
+    spec = task.spec
+    own = (spec.pool, spec.bundles, spec.room, spec.strategy, spec.evictable, spec.labels)
+    return *own, state.may_evict(task), task.evictions > 0
+
+
 def find_assignment(state: PoolState, task: PoolTask) -> Assignment | Reason:
     """Where the task fits without evictions, or why it does not."""
     spec, capacity = task.spec, state.capacity

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,13 @@ class PreemptionPlan:
     @property
     def found(self) -> bool:
         return bool(self.nodes) or self.group is not None
+
+
+class PoolShortage(NamedTuple):
+    """What victims of the same pool must free: of its quota, and of its limit of slots."""
+
+    quota: Vector
+    slots: int
 
 
 @dataclass
@@ -135,7 +143,7 @@ class _PreemptionSearch:
         spec = task.spec
         self.demands = [capacity.vector(bundle) for bundle in spec.size]
         self.demands = [capacity.vector(bundle) for bundle in spec.size]  # again: after all columns were added
-        self.quota_lack = np.maximum(0, capacity.sum_vector(spec.bundles) - capacity.quota_left(spec.pool))
+        self._quota_short = np.maximum(0, capacity.sum_vector(spec.bundles) - capacity.quota_left(spec.pool))
         candidates._fit()
         self.mine = candidates.same_pool(spec.pool)
 
@@ -193,7 +201,7 @@ class _PreemptionSearch:
                 base = [self.candidates.at[group.tenants[0]]]
             else:
                 continue
-            indices = self._cover_pool(base, slots_needed=0)
+            indices = self._cover_pool(base, PoolShortage(self._quota_short, 0))
             if indices is not None:
                 options.append(_PreemptionOption((), group.id, indices))
         return options
@@ -212,29 +220,30 @@ class _PreemptionSearch:
         """Create a new group where tasks are evicted."""
         capacity = self.capacity
         available = capacity.free + capacity.idle
-        slots_needed = 0 if self.slots_left is None else max(0, len(self.demands) - self.slots_left)
+        slots = 0 if self.slots_left is None else max(0, len(self.demands) - self.slots_left)
+        short = PoolShortage(self._quota_short, slots)
         none = any(capacity.too_large(demand, with_idle=True) for demand in self.demands[:1] + self.demands[-1:])
         rows = None if none else place(available, capacity.usable, self.demands, strategy)
         if rows is not None:
-            indices = self._cover_pool([], slots_needed)
+            indices = self._cover_pool([], short)
             return None if indices is None else _PreemptionOption(rows, None, indices)
         if not self.may.any():
             return None
         if len(self.demands) == 1 or strategy is PlacementStrategy.strict_pack:
             demand: Vector = np.asarray(np.sum(self.demands, axis=0, dtype=np.int64))
-            found = self._one_node(available, capacity.usable, demand, slots_needed, [])
+            found = self._one_node(available, capacity.usable, demand, short, [])
             if found is None:
                 return None
             row, indices = found
             return _PreemptionOption((row,) * len(self.demands), None, indices)
-        return self._many_nodes(available, strategy, slots_needed)
+        return self._many_nodes(available, strategy, short)
 
     def _one_node(
         self,
         available: Vector,
         usable: NDArray[np.bool_],
         demand: Vector,
-        slots_needed: int,
+        short: PoolShortage,
         base: list[int],
     ) -> tuple[int, list[int]] | None:
         """The node with the fewest evictions for the demand, and its victims."""
@@ -248,7 +257,7 @@ class _PreemptionSearch:
         count = len(available)
         release = columns["release"]
         if not gangs:
-            alone = self._one_alone(available, usable, demand, slots_needed, base, indices)
+            alone = self._one_alone(available, usable, demand, short, base, indices)
             if alone is not None:
                 return int(columns["row"][alone]), [alone]
         lack = np.maximum(0, demand[wanted] - available[:, wanted])
@@ -297,7 +306,7 @@ class _PreemptionSearch:
                 ):
                     continue
             here = [index for index in columns.by_row.get(row, ()) if may[index]] + by_gang.get(row, [])
-            chosen = self._cover_node(row, demand - available[row], here, slots_needed, base)
+            chosen = self._cover_node(row, demand - available[row], here, short, base)
             solved += 1
             if chosen is None:
                 continue
@@ -311,7 +320,7 @@ class _PreemptionSearch:
         available: Vector,
         usable: NDArray[np.bool_],
         demand: Vector,
-        slots_needed: int,
+        short: PoolShortage,
         base: list[int],
         indices: NDArray[np.int64],
     ) -> int | None:
@@ -321,26 +330,26 @@ class _PreemptionSearch:
         enough = usable[rows]
         for column in np.nonzero(demand)[0]:
             enough &= available[rows, column] + columns["release"][indices, column] >= demand[column]
-        if not self._pool_covered(base, slots_needed):
+        if not self._pool_covered(base, short):
             leaving = [at for at in base if self.mine[at]]
             uses, slots = columns["uses"], columns["slots"]
-            quota = self.quota_lack - (uses[leaving].sum(axis=0) if leaving else 0)
-            needed = slots_needed - int(sum(slots[at] for at in leaving))
+            quota = short.quota - (uses[leaving].sum(axis=0) if leaving else 0)
+            needed = short.slots - int(sum(slots[at] for at in leaving))
             enough &= self.mine[indices] & (uses[indices] >= quota).all(axis=1) & (slots[indices] >= needed)
         return self._cheapest(indices[enough]) if enough.any() else None
 
     def _cover_node(
-        self, row: int, lack: Vector, here: list[int], slots_needed: int, base: list[int]
+        self, row: int, lack: Vector, here: list[int], short: PoolShortage, base: list[int]
     ) -> list[int] | None:
         """The cheapest set on one node that frees what is lacking there; plus victims for the quota."""
         node_columns = [int(column) for column in np.nonzero(lack > 0)[0]]
-        quota_columns = [int(column) for column in np.nonzero(self.quota_lack > 0)[0]]
+        quota_columns = [int(column) for column in np.nonzero(short.quota > 0)[0]]
         mine = {at: bool(self.mine[at]) for at in here}
         uses, slots = self.candidates["uses"], self.candidates["slots"]
         quota_left = [
-            int(self.quota_lack[c]) - sum(int(uses[at][c]) for at in base if self.mine[at]) for c in quota_columns
+            int(short.quota[c]) - sum(int(uses[at][c]) for at in base if self.mine[at]) for c in quota_columns
         ]
-        slots_left = slots_needed - sum(int(slots[at]) for at in base if self.mine[at])
+        slots_left = short.slots - sum(int(slots[at]) for at in base if self.mine[at])
         node_lacks = [int(lack[c]) for c in node_columns]
         lacks = [*node_lacks, *quota_left, slots_left]
         gains = {}
@@ -357,7 +366,7 @@ class _PreemptionSearch:
         chosen = self._cover(node_lacks, {at: gain[: len(node_columns)] for at, gain in gains.items()})
         if chosen is None:
             return None
-        indices = self._cover_pool(base + chosen, slots_needed)
+        indices = self._cover_pool(base + chosen, short)
         if indices is None:
             return None
         indices = [at for at in indices if at not in base]
@@ -367,7 +376,7 @@ class _PreemptionSearch:
                 sum(gains[at][place_at] for at in kept if at in gains) >= wanted
                 for place_at, wanted in enumerate(node_lacks)
             )
-            return node and self._pool_covered(base + kept, slots_needed)
+            return node and self._pool_covered(base + kept, short)
 
         return self._minimal(indices, enough)
 
@@ -428,23 +437,23 @@ class _PreemptionSearch:
 
     # ---- the pool's quota and its limit of slots ----
 
-    def _pool_covered(self, indices: Sequence[int], slots_needed: int) -> bool:
+    def _pool_covered(self, indices: Sequence[int], short: PoolShortage) -> bool:
         uses, slots = self.candidates["uses"], self.candidates["slots"]
         mine = [at for at in indices if self.mine[at]]
         freed = uses[mine].sum(axis=0) if mine else 0
-        return bool((self.quota_lack <= freed).all()) and int(sum(slots[at] for at in mine)) >= slots_needed
+        return bool((short.quota <= freed).all()) and int(sum(slots[at] for at in mine)) >= short.slots
 
-    def _cover_pool(self, base: list[int], slots_needed: int) -> list[int] | None:
+    def _cover_pool(self, base: list[int], short: PoolShortage) -> list[int] | None:
         """Extend the victims by others of the pool, for the quota and the slot limit."""
-        if self._pool_covered(base, slots_needed):
+        if self._pool_covered(base, short):
             return base
         columns = self.candidates
         uses, slots = columns["uses"], columns["slots"]
         may = self.may & self.mine
         may[base] = False
         leaving = [at for at in base if self.mine[at]]
-        quota = self.quota_lack - (uses[leaving].sum(axis=0) if leaving else 0)
-        needed = slots_needed - int(sum(slots[at] for at in leaving))
+        quota = short.quota - (uses[leaving].sum(axis=0) if leaving else 0)
+        needed = short.slots - int(sum(slots[at] for at in leaving))
         (indices,) = np.nonzero(may)
         if not len(indices):
             return None
@@ -474,12 +483,12 @@ class _PreemptionSearch:
             more.append(int(indices[best]))
             lack = lack - gain[best]
             gain[best] = 0
-        return base + self._minimal(more, lambda some: self._pool_covered(base + some, slots_needed))
+        return base + self._minimal(more, lambda some: self._pool_covered(base + some, short))
 
     # ---- gangs over several nodes ----
 
     def _many_nodes(
-        self, available: Vector, strategy: PlacementStrategy, slots_needed: int
+        self, available: Vector, strategy: PlacementStrategy, short: PoolShortage
     ) -> _PreemptionOption | None:
         """Place bundle by bundle, largest first; then drop victims that are not needed."""
         columns = self.candidates
@@ -503,9 +512,8 @@ class _PreemptionSearch:
                 row = tightest(available, open_rows, demand)
             if row is None:
                 # Quota and slot limit are covered at the end, for all bundles together.
-                lack, self.quota_lack = self.quota_lack, np.zeros_like(self.quota_lack)
-                found = self._one_node(available, open_rows, demand, 0, leaving)
-                self.quota_lack = lack
+                enough = PoolShortage(np.zeros_like(short.quota), 0)
+                found = self._one_node(available, open_rows, demand, enough, leaving)
                 if found is None:
                     return None
                 row, more = found
@@ -515,7 +523,7 @@ class _PreemptionSearch:
                 leaving += more
             taken[row] = True
             available[row] -= demand
-        indices = self._cover_pool(leaving, slots_needed)
+        indices = self._cover_pool(leaving, short)
         if indices is None:
             return None
 
@@ -539,9 +547,7 @@ class _PreemptionSearch:
             found = place(freed, usable[few], self.demands, strategy)
             return None if found is None else tuple(int(few[at]) for at in found)
 
-        kept = self._minimal(
-            indices, lambda some: self._pool_covered(some, slots_needed) and rows_without(some) is not None
-        )
+        kept = self._minimal(indices, lambda some: self._pool_covered(some, short) and rows_without(some) is not None)
         rows = rows_without(kept)
         return None if rows is None else _PreemptionOption(rows, None, kept)
 

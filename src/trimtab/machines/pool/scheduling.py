@@ -8,63 +8,67 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Any
 
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.pool import feasibility
 from trimtab.machines.pool.binpack import place
 from trimtab.machines.pool.feasibility import Assignment
 from trimtab.machines.pool.queue import ClassQueue
-from trimtab.machines.pool.queueing_hints import HintLog, Unschedulable
+from trimtab.machines.pool.queueing_hints import Unschedulable
 from trimtab.machines.pool.records import PlacementGroupKind, PoolTask, StopOutcome
-from trimtab.machines.pool.state import StarvationReserve
+from trimtab.machines.pool.state import PoolState, StarvationReserve
 from trimtab.machines.pool.transitions import TaskTransitions
 
 
-class TaskScheduling(TaskTransitions):
+class TaskScheduling:
     """Scheduling of waiting tasks."""
 
-    def _schedule(self, now: float) -> None:
+    def __init__(self, state: PoolState, act: TaskTransitions) -> None:
+        self.state, self._act = state, act
+
+    def schedule(self) -> None:
         """Start every task that can start, in queue order."""
-        self._no_assignment.clear()
-        self._no_preemption.clear()
-        self._dirty = True
-        while self._dirty:  # ending a refused task may free capacity
-            self._dirty = False
-            self._create_reserved(now)
+        state = self.state
+        state.no_assignment.clear()
+        state.no_preemption.clear()
+        state.scan_due = True
+        while state.scan_due:  # ending a refused task may free capacity
+            state.scan_due = False
+            self._create_reserved()
             if self._settled():
                 continue
-            seen = self.hints.position
-            self._scan(now)
-            if not self._dirty:
-                self.hints.forget(seen)
+            seen = state.hints.position
+            self._scan()
+            if not state.scan_due:
+                state.hints.forget(seen)
 
     def _settled(self) -> bool:
         """Whether no waiting task can start, decided without a scan."""
-        for queue in self.waiting.queues():
-            verdict = self._unschedulable.get(queue)
+        for queue in self.state.waiting.queues():
+            verdict = self.state.unschedulable.get(queue)
             if verdict is None:
                 return False
-            hints = self.hints.since(verdict.since)
-            if hints.room or feasibility.could_help(self, queue, verdict, hints):
+            hints = self.state.hints.since(verdict.since)
+            if hints.room or feasibility.could_help(self.state, queue, verdict, hints):
                 return False
         return True
 
-    def _scan(self, now: float) -> None:
+    def _scan(self) -> None:
         """Try the first task of every class, and the next one of a class after each start."""
+        state = self.state
         starving: dict[str, StarvationReserve] = {}  # by pool, for its first starving task, during the scan
         waits: list[tuple[PoolTask, Reason]] = []
         passed: list[tuple[PoolTask, ClassQueue, Unschedulable]] = []  # skipped
-        before, self._unschedulable = self._unschedulable, {}
+        before, state.unschedulable = state.unschedulable, {}
         covered = 0  # reserves of the last scan that are reserved again, at least as large
-        heap = self.waiting.heads()
+        heap = state.waiting.heads()
         while heap:
             entry, queue = heapq.heappop(heap)
-            task = self.tasks[entry[2]]
-            verdict = before.get(queue) if task.not_before <= now else None
+            task = state.tasks[entry[2]]
+            verdict = before.get(queue) if task.not_before <= state.now else None
             if verdict is None or verdict.kept > covered or self._could_help(queue, verdict):
-                next_entry = self.waiting.after(queue, entry)
-                verdict = self._try_class(queue, task, waits, now) if task.not_before <= now else None
+                next_entry = state.waiting.after(queue, entry)
+                verdict = self._try_class(queue, task, waits) if task.not_before <= state.now else None
                 if verdict is None:
                     if next_entry is not None:
                         heapq.heappush(heap, (next_entry, queue))
@@ -72,64 +76,67 @@ class TaskScheduling(TaskTransitions):
             elif starving and task.reason.code is not ReasonCode.behind:
                 passed.append((task, queue, verdict))
             if queue.entries[0] is entry:  # no task that returned meanwhile precedes it
-                self._unschedulable[queue] = Unschedulable(
-                    self.hints.position, verdict.quota_alone, verdict.timed, len(starving)
+                state.unschedulable[queue] = Unschedulable(
+                    state.hints.position, verdict.quota_alone, verdict.timed, len(starving)
                 )
-            if self._reserve_if_starving(task, starving, now):
+            if self._reserve_if_starving(task, starving):
                 covered = self._covered(starving)
         for reserve in starving.values():
-            self.release_reserve(reserve)
+            state.release_reserve(reserve)
         if starving:
             # Some tasks failed only because of the reserves, which are released now.
-            self._no_assignment.clear()
-            self._no_preemption.clear()
+            state.no_assignment.clear()
+            state.no_preemption.clear()
             waits += [(task, task.reason) for task, queue, verdict in passed if self._could_help(queue, verdict)]
             waits = self._mark_behind(waits)
-            self._unschedulable = {
-                queue: verdict for queue, verdict in self._unschedulable.items() if not verdict.timed
+            state.unschedulable = {
+                queue: verdict for queue, verdict in state.unschedulable.items() if not verdict.timed
             }
-        self._reserves = list(starving.values())
+        state.reserves = list(starving.values())
         for task, reason in waits:
-            if task.id in self.waiting:
-                self._wait(task, reason, now)
+            if task.id in state.waiting:
+                self._act.wait(task, reason)
 
     def _could_help(self, queue: ClassQueue, verdict: Unschedulable) -> bool:
         """Whether the hints since the verdict may make the class schedulable."""
-        return feasibility.could_help(self, queue, verdict, self.hints.since(verdict.since))
+        return feasibility.could_help(self.state, queue, verdict, self.state.hints.since(verdict.since))
 
     def _try_class(
-        self, queue: ClassQueue, task: PoolTask, waits: list[tuple[PoolTask, Reason]], now: float
+        self, queue: ClassQueue, task: PoolTask, waits: list[tuple[PoolTask, Reason]]
     ) -> Unschedulable | None:
         """Start a task or free capacity for it (None); or why its class is unschedulable."""
-        self._timed = False
-        reason = self._try(task, now)
-        if reason is None:
+        waits_for = self._try(task)
+        if waits_for is None:
             return None
+        reason, timed = waits_for
         if task.spec.wait_s == 0 and not task.came_back:
-            self._end(
-                task, StopOutcome.failed, Reason(ReasonCode.refused, f"cannot start at once: {reason.sentence}"), now
+            self._act.end(
+                task, StopOutcome.failed, Reason(ReasonCode.refused, f"cannot start at once: {reason.sentence}")
             )
             return None
         waits.append((task, reason))
         return Unschedulable(
-            0, reason.code is ReasonCode.quota and feasibility.quota_alone(self, queue), self._timed, 0
+            0, reason.code is ReasonCode.quota and feasibility.quota_alone(self.state, queue), timed, 0
         )
 
     def _covered(self, starving: dict[str, StarvationReserve]) -> int:
         """How many reserves of the last scan are covered by those of this one."""
-        for at, reserve in enumerate(self._reserves):
+        for at, reserve in enumerate(self.state.reserves):
             if reserve.pool not in starving or not starving[reserve.pool].covers(reserve):
                 return at
-        return len(self._reserves)
+        return len(self.state.reserves)
 
-    def _reserve_if_starving(self, task: PoolTask, starving: dict[str, StarvationReserve], now: float) -> bool:
+    def _reserve_if_starving(self, task: PoolTask, starving: dict[str, StarvationReserve]) -> bool:
         """Reserve free capacity for a task that has waited too long, for the rest of the scan."""
-        pool = self.pools[task.spec.pool]
-        overdue = now - task.since >= pool.starvation_timeout_s and task.spec.pool not in starving and not pool.drained
-        if not overdue or not feasibility.would_fit_alone(self, task.spec):
+        state = self.state
+        pool = state.pools[task.spec.pool]
+        overdue = (
+            state.now - task.since >= pool.starvation_timeout_s and task.spec.pool not in starving and not pool.drained
+        )
+        if not overdue or not feasibility.would_fit_alone(state, task.spec):
             return False
-        starving[task.spec.pool] = reserve = feasibility.starvation_reserve(self, task)
-        self.apply_reserve(reserve)
+        starving[task.spec.pool] = reserve = feasibility.starvation_reserve(state, task)
+        state.apply_reserve(reserve)
         return True
 
     def _mark_behind(self, waits: list[tuple[PoolTask, Reason]]) -> list[tuple[PoolTask, Reason]]:
@@ -138,99 +145,68 @@ class TaskScheduling(TaskTransitions):
         found: dict[tuple[object, ...], bool] = {}
         marked = []
         for task, reason in waits:
-            key = feasibility.placement_key(self, task.spec)
+            key = feasibility.placement_key(self.state, task.spec)
             if key not in found:
-                found[key] = isinstance(feasibility.find_assignment(self, task), Assignment)
+                found[key] = isinstance(feasibility.find_assignment(self.state, task), Assignment)
             marked.append((task, behind if found[key] else reason))
         return marked
 
-    def _try(self, task: PoolTask, now: float) -> Reason | None:
-        """Start the task or begin to free capacity for it (None); or why it waits."""
-        pool = self.pools[task.spec.pool]
+    def _try(self, task: PoolTask) -> tuple[Reason, bool] | None:
+        """Start the task or begin to free capacity for it (None); or why it waits, and whether time may change that."""
+        state = self.state
+        pool = state.pools[task.spec.pool]
         if pool.drained:
-            return Reason(ReasonCode.drained, f"pool {pool.spec.name} takes nothing new")
-        key = feasibility.placement_key(self, task.spec)
-        assignment = self._no_assignment.get(key) or feasibility.find_assignment(self, task)
+            return Reason(ReasonCode.drained, f"pool {pool.spec.name} takes nothing new"), False
+        key = feasibility.placement_key(state, task.spec)
+        assignment = state.no_assignment.get(key) or feasibility.find_assignment(state, task)
         if isinstance(assignment, Assignment):
-            self.waiting.remove(task.id)
-            self._to_starting(task, assignment, now)
+            state.waiting.remove(task.id)
+            self._act.to_starting(task, assignment)
             return None
         if assignment.code is ReasonCode.quota and not task.spec.over_quota_waits and not task.came_back:
-            self._end(task, StopOutcome.failed, Reason(ReasonCode.refused, assignment.sentence), now)
+            self._act.end(task, StopOutcome.failed, Reason(ReasonCode.refused, assignment.sentence))
             return None
-        self._no_assignment[key] = assignment
-        rest = (*key[:4], key[5], task.spec.labels, self.may_evict(task), task.evictions > 0)
-        if task.spec.priority <= self._no_preemption.get(rest, -math.inf):
-            return assignment  # a task that may evict more found no plan
-        plan = feasibility.plan_preemption(self, task, now)
+        state.no_assignment[key] = assignment
+        rest = feasibility.preemption_key(state, task)
+        if task.spec.priority <= state.no_preemption.get(rest, -math.inf):
+            return assignment, False  # a task that may evict more found no plan
+        plan = feasibility.plan_preemption(state, task, state.now)
         if plan.found:
-            self._claim(task, plan, now)
+            self._act.claim(task, plan)
             return None
         if plan.retry_at is not None:
-            self._timed = True
-            self.recheck(plan.retry_at)
+            state.recheck(plan.retry_at)
         else:
-            self._no_preemption[rest] = max(task.spec.priority, self._no_preemption.get(rest, -math.inf))
-        return assignment
+            state.no_preemption[rest] = max(task.spec.priority, state.no_preemption.get(rest, -math.inf))
+        return assignment, plan.retry_at is not None
 
-    def _create_reserved(self, now: float) -> None:
+    def _create_reserved(self) -> None:
         """Create missing reserved slots, as far as there is capacity."""
-        for pool in self.pools.values():
+        state = self.state
+        for pool in state.pools.values():
             missing = len(pool.spec.reserved) - len(pool.retired)
-            if not missing or pool.dropped or pool.not_before > now:
+            if not missing or pool.dropped or pool.not_before > state.now:
                 continue
-            there = {group.spec_index for group in self.pool_groups[pool.spec.name].reserved.values()}
+            there = {group.spec_index for group in state.pool_groups[pool.spec.name].reserved.values()}
             for index, size in enumerate(pool.spec.reserved):
                 if index in there or index in pool.retired:
                     continue
-                capacity = self.capacity
+                capacity = state.capacity
                 rows = place(capacity.free, capacity.usable, [capacity.vector(size)], pool.spec.strategy)
                 if rows is not None:
                     nodes = (str(capacity.nodes[rows[0]]),)
-                    group = self._create_group(
-                        pool.spec.name, PlacementGroupKind.reserved, (size,), nodes, pool.spec.strategy, now
+                    group = self._act.create_group(
+                        pool.spec.name, PlacementGroupKind.reserved, (size,), nodes, pool.spec.strategy
                     )
                     group.spec_index = index
 
-    # ---- snapshots ---------------------------------------------------------------------------------------------------
-
-    def read(self, data: dict[str, Any]) -> None:
-        super().read(data)
-        if "gains" not in data:  # of an older version: every class is tried
-            self._wake_all()
-            return
-        self.hints = HintLog(data["gains"])
-        self._reserves = [StarvationReserve.of(reserve) for reserve in data["kept"]]
-        self._unschedulable = {
-            self.waiting.queue_of(name): Unschedulable(*verdict) for name, verdict in data["blocked"]
-        }
-
-    def dump(self) -> dict[str, Any]:
-        """State and unschedulable verdicts as plain data.
-
-        The verdicts depend on the moment of the scan and cannot be derived from the records. Without them a loaded
-        machine would try other tasks, and give other reasons and deadlines, than the machine that runs on; and a
-        controller's snapshots are written by another process that replays its journal.
-        """
-        blocked = [(queue, verdict) for queue, verdict in self._unschedulable.items() if queue.entries]
-        begin = min((verdict.since for _, verdict in blocked), default=self.hints.position)
-        return {
-            **super().dump(),
-            "gains": [list(entry) for entry in self.hints.entries(begin)],
-            "kept": [reserve.plain() for reserve in self._reserves],
-            "blocked": sorted(
-                [queue.entries[0][2], list(verdict._replace(since=verdict.since - begin))] for queue, verdict in blocked
-            ),
-        }
-
     def check(self) -> None:
-        """Verify every invariant, also that no skipped task could start; raises AssertionError."""
-        super().check()
-        for queue, verdict in self._unschedulable.items():
+        """Raises AssertionError where a skipped task could start."""
+        for queue, verdict in self.state.unschedulable.items():
             if not queue.entries or verdict.kept or verdict.timed or self._could_help(queue, verdict):
                 continue
-            task = self.tasks[queue.entries[0][2]]
-            starts = not self.pools[task.spec.pool].drained and isinstance(
-                feasibility.find_assignment(self, task), Assignment
+            task = self.state.tasks[queue.entries[0][2]]
+            starts = not self.state.pools[task.spec.pool].drained and isinstance(
+                feasibility.find_assignment(self.state, task), Assignment
             )
             assert not starts, f"{task.id} waits, and there is room for it"

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from trimtab.core.codec import decode, encode
-from trimtab.core.reasons import STORY_KEPT, StoryEntry
+from trimtab.core.machine import Timers
+from trimtab.core.reasons import STORY_KEPT, Reason, StoryEntry
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.capacity import ClusterCapacity, Vector
 from trimtab.machines.pool.preemption_candidates import PreemptionCandidates
-from trimtab.machines.pool.queue import PendingQueue
-from trimtab.machines.pool.queueing_hints import HintLog
+from trimtab.machines.pool.queue import ClassQueue, PendingQueue
+from trimtab.machines.pool.queueing_hints import HintLog, Unschedulable
 from trimtab.machines.pool.records import (
     Eviction,
     PgState,
@@ -31,6 +32,8 @@ from trimtab.machines.pool.records import (
     ResourceClaim,
 )
 from trimtab.model.pool import ENDED, IN_QUEUE, PreemptionPolicy, TaskState
+
+TimerKey = tuple[str, str | float]  # "task" or "group" and its id, or "recheck" and its time
 
 
 class IdleGroups:
@@ -155,32 +158,41 @@ class PoolState:
         # By size and strategy, with the node epoch or capacity shape for which they hold.
         self.never_fits_cache: dict[tuple[object, ...], tuple[int, str | None]] = {}
         self.fits_alone_cache: dict[tuple[object, ...], tuple[int, bool]] = {}
-        self.timers: list[tuple[float, str, str]] = []  # a heap; outdated deadlines are skipped
+        self.timers = Timers[TimerKey](self._due)
+        # Classes that neither fit nor can preempt, as long as no hint says otherwise. Dumped.
+        self.unschedulable: dict[ClassQueue, Unschedulable] = {}
+        self.reserves: list[StarvationReserve] = []  # during the scan that found that; dumped
+        self.no_assignment: dict[tuple[object, ...], Reason] = {}  # by placement key, within one event
+        # By all that decides it but priority: the highest priority that found no preemption plan.
+        self.no_preemption: dict[tuple[object, ...], float] = {}
+        self.scan_due = False  # something changed that may let a waiting task start
+
+    # ---- queue ----
+
+    def wake_all(self) -> None:
+        """Any waiting task may be schedulable now: try all classes again."""
+        self.hints.anything()
+        self.wake()
+
+    def wake(self) -> None:
+        """Try the classes again that recorded hints could help."""
+        self.no_assignment.clear()
+        self.no_preemption.clear()
+        self.scan_due = True
 
     # ---- time ----
 
-    def timer(self, at: float | None, kind: str, name: str) -> None:
-        """Set the deadline of a "task" or a "group"."""
-        if at is not None:
-            heapq.heappush(self.timers, (at, kind, name))
-
     def recheck(self, at: float) -> None:
         """Scan the queue again at that time, whatever happens before."""
-        if at not in self.rechecks:
-            self.rechecks.add(at)
-            heapq.heappush(self.timers, (at, "recheck", ""))
+        self.rechecks.add(at)
+        self.timers.arm(("recheck", at))
 
-    def next_deadline(self) -> float | None:
-        """When a PoolTick is due at the latest."""
-        while self.timers:
-            at, kind, name = self.timers[0]
-            record: PoolTask | PlacementGroup | None = (
-                self.groups.get(name) if kind == "group" else self.tasks.get(name)
-            )
-            if kind == "recheck" or (record is not None and record.deadline == at):
-                return at
-            heapq.heappop(self.timers)
-        return None
+    def _due(self, timer: TimerKey) -> float | None:
+        kind, name = timer
+        if not isinstance(name, str):
+            return name if name in self.rechecks else None
+        record = self.groups.get(name) if kind == "group" else self.tasks.get(name)
+        return None if record is None else record.deadline
 
     # ---- tasks ----
 
@@ -351,23 +363,35 @@ class PoolState:
     # ---- snapshots ----
 
     def dump(self) -> dict[str, Any]:
+        """Records and unschedulable verdicts as plain data.
+
+        The verdicts depend on the moment of the scan and cannot be derived from the records. Without them a loaded
+        machine would try other tasks, and give other reasons and deadlines, than the machine that runs on; and a
+        controller's snapshots are written by another process that replays its journal.
+        """
+        blocked = [(queue, verdict) for queue, verdict in self.unschedulable.items() if queue.entries]
+        begin = min((verdict.since for _, verdict in blocked), default=self.hints.position)
         return {
             "now": self.now,
             "seq": self.seq,
             "policy": encode(self.policy),
-            "pools": [encode(pool) for pool in self.pools.values()],
-            "tasks": [encode(task) for task in self.tasks.values()],
-            "groups": [encode(group) for group in self.groups.values()],
-            "claims": [encode(claim) for claim in self.claims.values()],
-            "nodes": [encode(node) for node in self.nodes.values()],
+            **{
+                name: encode([*getattr(self, name).values()])
+                for name in ("pools", "tasks", "groups", "claims", "nodes")
+            },
             "changed_nodes": sorted(self.changed_nodes),
             "rows": list(self.capacity.nodes),
             "cordoned": sorted(self.capacity.cordoned),
             "ended": list(self.ended),
-            "evictions": [encode(eviction) for eviction in self.evictions],
+            "evictions": encode(self.evictions),
             "eviction_count": self.eviction_count,
-            "node_stories": {name: [encode(entry) for entry in story] for name, story in self.node_stories.items()},
+            "node_stories": encode(self.node_stories),
             "rechecks": sorted(self.rechecks),
+            "gains": [list(entry) for entry in self.hints.entries(begin)],
+            "kept": [reserve.plain() for reserve in self.reserves],
+            "blocked": sorted(
+                [queue.entries[0][2], list(verdict._replace(since=verdict.since - begin))] for queue, verdict in blocked
+            ),
         }
 
     def read(self, data: dict[str, Any]) -> None:
@@ -375,27 +399,24 @@ class PoolState:
         self.now, self.seq = float(data["now"]), int(data["seq"])
         self.policy = None if data["policy"] is None else decode(PreemptionPolicy, data["policy"])
         capacity = self.capacity
-        for node in (decode(e.NodeJoined, item) for item in data["nodes"]):
-            self.nodes[node.node] = node
+        self.nodes.update((node.node, node) for node in decode(list[e.NodeJoined], data["nodes"]))
         self.changed_nodes.update(data["changed_nodes"])
         capacity.cordoned.update(data["cordoned"])
         for row, name in enumerate(data["rows"]):
             capacity.set_row(row, name)
             if name is not None:
                 capacity.set_node(name, self.nodes[name].total, self.nodes[name].outside)
-        for pool in (decode(PoolRecord, item) for item in data["pools"]):
+        for pool in decode(list[PoolRecord], data["pools"]):
             self.add_pool(pool)
-        for task in (decode(PoolTask, item) for item in data["tasks"]):
-            self.tasks[task.id] = task
-        for group in (decode(PlacementGroup, item) for item in data["groups"]):
+        self.tasks.update((task.id, task) for task in decode(list[PoolTask], data["tasks"]))
+        for group in decode(list[PlacementGroup], data["groups"]):
             self.add_group(group)
             if group.idle:
                 self.set_idle(group, True)
-            self.timer(group.deadline, "group", group.id)
-        for claim in (decode(ResourceClaim, item) for item in data["claims"]):
-            self.claims[claim.task] = claim
+            self.timers.arm(("group", group.id))
+        self.claims.update((claim.task, claim) for claim in decode(list[ResourceClaim], data["claims"]))
         for task in self.tasks.values():
-            self.timer(task.deadline, "task", task.id)
+            self.timers.arm(("task", task.id))
             if task.places:
                 capacity.use(task.spec.pool, task.uses, 1)
                 self.update_candidate(task)
@@ -404,13 +425,17 @@ class PoolState:
         for claim in self.claims.values():
             self.keep(claim)
         self.ended = list(data["ended"])
-        self.evictions = [decode(Eviction, item) for item in data["evictions"]]
+        self.evictions = decode(list[Eviction], data["evictions"])
         self.eviction_count = int(data["eviction_count"])
-        self.node_stories = {
-            name: [decode(StoryEntry, entry) for entry in story] for name, story in data["node_stories"].items()
-        }
+        self.node_stories = decode(dict[str, list[StoryEntry]], data["node_stories"])
         for at in data["rechecks"]:
             self.recheck(float(at))
+        if "gains" not in data:  # of an older version: every class is tried
+            self.wake_all()
+            return
+        self.hints = HintLog(data["gains"])
+        self.reserves = [StarvationReserve.of(reserve) for reserve in data["kept"]]
+        self.unschedulable = {self.waiting.queue_of(name): Unschedulable(*verdict) for name, verdict in data["blocked"]}
 
     # ---- invariants ----
 
@@ -428,9 +453,7 @@ class PoolState:
                         idle[capacity.row_of[node]] += capacity.vector(bundle)
             lost = "" in group.nodes
             assert not lost or group.state in (PgState.broken, PgState.removing), f"{group.id} is trusted after a loss"
-            assert group.active is None or group.active in group.tenants, (
-                f"{group.id} has an active task that is no tenant"
-            )
+            assert group.active in (None, *group.tenants), f"{group.id} has an active task that is no tenant"
             for name in group.tenants:
                 self._check_tenant(group, name)
             assert group.state is not PgState.removing or not group.tenants, f"{group.id} is removed under a tenant"
@@ -450,13 +473,10 @@ class PoolState:
             assert (used == capacity.used[name]).all(), f"what pool {name} uses is not what the accounting says"
             assert pool.lowered or (capacity.quota_left(name) >= 0).all(), f"pool {name} is over its quota"
             owned = self.pool_groups[name]
-            there = sum(
-                len(group.bundles) for group in owned.groups.values() if group.kind is PlacementGroupKind.dynamic
-            )
+            dynamic = [group for group in owned.groups.values() if group.kind is PlacementGroupKind.dynamic]
+            there = sum(len(group.bundles) for group in dynamic)
             assert there == owned.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
-            idle_names = {
-                group.id for group in owned.groups.values() if group.idle and group.kind is PlacementGroupKind.dynamic
-            }
+            idle_names = {group.id for group in dynamic if group.idle}
             known = {group.id for groups in owned.idle.values() for group in groups}
             assert known == idle_names, f"idle slots of {name} differ"
             limit = pool.spec.dynamic_limit

@@ -122,11 +122,8 @@ class ReplanPlanner:
                 found.extend(self._same_groups(space, running, best, now))
         candidates = []
         for candidate in found:
-            placed_plan = (
-                on_current_gpus(PlacedPlan(to_plan(space, candidate), cluster), running)
-                if space is not None
-                else running
-            )
+            assert space is not None
+            placed_plan = on_current_gpus(PlacedPlan(to_plan(space, candidate), cluster), running)
             if not placed_plan.same_as(running):
                 candidates.append(CandidatePlan(placed_plan, candidate.seconds, self.seconds(placed_plan.plan, sure)))
         return PlanComparison(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))

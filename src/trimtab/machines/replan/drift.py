@@ -17,7 +17,7 @@ from trimtab.machines.replan.explain import costs_text, drift_reason
 from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, changes, gpu_slots, without
 from trimtab.machines.replan.state import PromisedGain, ReplanState
 from trimtab.model.plan import FrameworkRules
-from trimtab.model.run import ChangeKind, DecisionNumbers, Iteration, MigrationCost, ReplanRules
+from trimtab.model.run import ChangeKind, DecisionNumbers, Iteration, ReplanRules
 from trimtab.model.workflow import Workflow
 
 LEVEL_CHANGE = 0.02  # relative change of a level that triggers a new comparison
@@ -29,16 +29,16 @@ class DriftMonitor:
     """Figures of a run."""
 
     def __init__(
-        self, run: ReplanState, workflow: Workflow, rules: ReplanRules, allowed: FrameworkRules | None
+        self, state: ReplanState, workflow: Workflow, rules: ReplanRules, allowed: FrameworkRules | None
     ) -> None:
-        self.run = run
+        self.run = state.run
         self.workflow = workflow
         self.rules = rules
         self.planner = ReplanPlanner(workflow, allowed)
-        if run.cluster.gpus:
-            self.planner.prepare(run.cluster)
-        self.estimates = CostEstimates(workflow, rules)
-        self.costs: list[MigrationCost] = []  # of completed migrations, newest last
+        if self.run.cluster.gpus:
+            self.planner.prepare(self.run.cluster)
+        self.estimates = CostEstimates(workflow, rules, state.tracks)
+        self._costs = state.costs
         self._comparison: PlanComparison | None = None  # at `run.compared_levels`; derived, so not in snapshots
 
     # ---- iterations ------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class DriftMonitor:
             change.component for change in changes(self.run.running, to) if change.how is not ChangeKind.stays
         )
         switching_s = sum(self.run.switching.get(name, 0.0) for name in touched)
-        return cost_of(touched, self.costs, self.rules, switching_s)
+        return cost_of(touched, self._costs, self.rules, switching_s)
 
     def horizon(self) -> int:
         """Iterations over which a gain counts."""

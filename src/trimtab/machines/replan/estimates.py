@@ -48,10 +48,10 @@ class CostTrack:
 class CostEstimates:
     """The tracks of all components of a workflow."""
 
-    def __init__(self, workflow: Workflow, rules: ReplanRules) -> None:
+    def __init__(self, workflow: Workflow, rules: ReplanRules, tracks: dict[str, CostTrack]) -> None:
         self._workflow = workflow
         self._rules = rules
-        self.tracks: dict[str, CostTrack] = {component.name: CostTrack() for component in workflow.components}
+        self.tracks = tracks
 
     def take(self, iteration: Iteration, variants: Mapping[str, tuple[str, str]]) -> None:
         """Count an iteration. `variants`: variant and GPU kind of every component."""

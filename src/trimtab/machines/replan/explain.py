@@ -1,42 +1,19 @@
-"""Stories and reason texts of the replan machine. Decides nothing."""
+"""Reason texts of the replan machine. Decides nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
-from trimtab.machines.replan.state import ReplanState
+from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.machines.replan.state import RunState
 from trimtab.model.run import CostEstimate
-from trimtab.model.workflow import Cluster
 
 NAMED = 3
 SMALL = 0.02  # a drift below this share of the longest component is not named
-RUN = "run"
-MOVES_KEPT = 20
-
-
-class ReplanStories:
-    """State history of the run and of its latest migrations."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, list[StoryEntry]] = {RUN: []}
-
-    def write(self, subject: str, entry: StoryEntry) -> None:
-        """Add an entry, unless the run's last entry has the same state and code."""
-        story = self.entries.setdefault(subject, [])
-        last = story[-1] if story and subject == RUN else None
-        if last is not None and (last.state, last.reason.code) == (entry.state, entry.reason.code):
-            return
-        add_story_entry(story, entry)
-        for old in [name for name in self.entries if name != RUN][:-MOVES_KEPT]:
-            del self.entries[old]
-
-    def of(self, subject: str) -> tuple[StoryEntry, ...]:
-        return tuple(self.entries.get(subject, ()))
 
 
 def drift_reason(
-    drifted: Sequence[str], levels: Mapping[str, float], run: ReplanState, seconds: Mapping[str, float]
+    drifted: Sequence[str], levels: Mapping[str, float], run: RunState, seconds: Mapping[str, float]
 ) -> Reason:
     """Why another plan may be better; `seconds` are the times of each component in an iteration.
 
@@ -70,14 +47,10 @@ def costs_text(estimates: Mapping[str, CostEstimate], reference: Mapping[str, fl
     return f"{text}, but {now:+.1%} by its trend: with a noise of {estimate.width:.1%} that is not told from no change"
 
 
-def gone_reason(run: ReplanState) -> Reason:
+def gone_reason(run: RunState) -> Reason:
     if run.lost:
         return Reason(ReasonCode.plan_gone, f"GPUs of the plan are gone with {_names(run.lost)}")
     return Reason(ReasonCode.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
-
-
-def cluster_change_text(before: Cluster, after: Cluster, why: str) -> str:
-    return f"{why}: {after.gpus} GPUs, there were {before.gpus}"
 
 
 def _names(nodes: Sequence[str]) -> str:

@@ -1,8 +1,5 @@
 """Replan machine: keeps a run on the best plan while costs and cluster change, by migrations.
 
-`handle(event, now)` is the only entry point. Pure: no clock, no I/O; the same events give the same instructions. Used
-live and in replays.
-
 The transition that must not exist is from one plan to another without all stages of a migration done: until the last
 stage is done the old plan is in place, and a migration that fails at any stage ends there again. What must never happen
 besides: an iteration counted twice; two migrations at once; a migration for noise, for periodic work, within the dwell
@@ -15,32 +12,21 @@ changing clusters, `state` is the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from trimtab.core.codec import encode
+from trimtab.core.codec import decode
 from trimtab.core.errors import InfeasibleError, InputError, nearest
-from trimtab.core.reasons import Reason, ReasonCode, StoryEntry
+from trimtab.core.machine import Machine, earliest, on
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, record
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.decision import ReplanDecision
 from trimtab.machines.replan.drift import DriftMonitor
-from trimtab.machines.replan.estimates import JUMP, CostEstimates
-from trimtab.machines.replan.explain import RUN, ReplanStories, cluster_change_text, gone_reason
+from trimtab.machines.replan.estimates import JUMP, CostTrack
+from trimtab.machines.replan.explain import gone_reason
 from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
 from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, with_gpu_slots, without
-from trimtab.machines.replan.state import (
-    PromisedGain,
-    ReplanState,
-    dump_moving,
-    dump_run,
-    dump_tracks,
-    load_costs,
-    load_moving,
-    load_run,
-    load_stories,
-    load_tracks,
-)
+from trimtab.machines.replan.state import PromisedGain, ReplanState, RunState
 from trimtab.model.plan import FrameworkRules, Plan
 from trimtab.model.run import (
     STAGES,
@@ -54,9 +40,14 @@ from trimtab.model.run import (
 )
 from trimtab.model.workflow import Cluster, Workflow, check_workflow
 
+RUN = "run"  # subject of the run's own story
+STORIES_KEPT = 21  # of the run and its latest migrations
 
-class ReplanMachine:
-    """The plan of one run. Events in, instructions out."""
+
+class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
+    """The plan of one run."""
+
+    EVENTS = e.ReplanEvent
 
     def __init__(
         self,
@@ -65,56 +56,51 @@ class ReplanMachine:
         plan: Plan,
         rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
         allowed: FrameworkRules | None = None,
+        state: ReplanState | None = None,
     ) -> None:
-        """`plan` has ranks of `cluster`; `allowed` are the framework's rules, if any."""
+        """`plan` has ranks of `cluster`; `allowed` are the framework's rules, if any; `state` is that of a dump."""
         check_workflow(workflow)
         self.rules = rules
         self.workflow = workflow
-        self._run = ReplanState(PlacedPlan(plan, cluster), cluster, dict.fromkeys(workflow.names, 1.0))
-        self._drift = DriftMonitor(self._run, workflow, rules, allowed)
-        self._stories = ReplanStories()
-        self._out: list[e.ReplanInstruction] = []
-        self._moves = moves = MigrationTracker(rules, self._drift.costs, self._emit)
-        moves.on_arrived, moves.on_back, moves.on_stuck = self._moving_to_arrived, self._rolling_to_old, self._to_stuck
-        self._handlers: dict[type, Callable[[Any, float], None]] = {
-            e.RunResumed: self._on_run_resumed,
-            e.IterationDone: self._on_iteration_done,
-            e.ClusterChanged: self._on_cluster_changed,
-            e.ReplanRequested: self._on_asked,
-            e.RemainingChanged: self._on_remaining_changed,
-            e.GpuRangeUsed: self._on_range_used,
-            e.PlanPlaced: self._on_seated,
-            e.AdviceTaken: self._on_advice_taken,
-            e.MigrationStageDone: moves.stage_done,
-            e.MigrationStageFailed: moves.stage_failed,
-            e.RolledBack: moves.rolled_back,
-            e.RollBackFailed: moves.roll_back_failed,
-            e.ReplanTick: self._on_tick,
-        }
+        if state is None:
+            run = RunState(PlacedPlan(plan, cluster), cluster, dict.fromkeys(workflow.names, 1.0))
+            state = ReplanState(None, 0, [], run, {name: CostTrack() for name in workflow.names}, {RUN: []})
+        self._run = state.run
+        self.drift = DriftMonitor(state, workflow, rules, allowed)
+        out: list[e.ReplanInstruction] = []
+        self._moves = MigrationTracker(
+            rules,
+            state,
+            state.run,
+            out,
+            on_arrived=self._moving_to_arrived,
+            on_back=self._rolling_to_old,
+            on_stuck=self._to_stuck,
+        )
+        super().__init__(state, state.run, out, self._moves)
 
-    # ---- entry point ------------------------------------------------------------------------------------------------
-
-    def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
-        """Instructions for the event. Raises InputError for an invalid event, with nothing changed."""
-        now = max(float(now), self._run.now)
-        before, self._run.now, self._out = self._run.now, now, []
-        try:
-            self._handlers[type(event)](event, now)
-        except InputError:
-            self._run.now = before
-            raise
-        return self._out
+    @classmethod
+    def load(
+        cls,
+        data: dict[str, Any],
+        workflow: Workflow,
+        rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
+        allowed: FrameworkRules | None = None,
+    ) -> ReplanMachine:
+        """Restores a dump, with the settings that it had."""
+        state = decode(ReplanState, data)
+        return cls(workflow, state.run.cluster, state.run.running.plan, rules, allowed, state)
 
     def next_deadline(self) -> float | None:
-        """When the next ReplanTick is due."""
-        if self._run.stopped is not None:
+        run, moving = self._run, self.state.moving
+        if run.stopped is not None:
             return None
-        dues = (self._moves.due(), self._run.retry_at, self._run.wait_until)
-        return min((due for due in dues if due is not None), default=None)
+        return earliest(moving.deadline if moving is not None else None, run.retry_at, run.wait_until)
 
     # ---- events of the run -----------------------------------------------------------------------------------
 
-    def _on_run_resumed(self, event: e.RunResumed, now: float) -> None:
+    @on(e.RunResumed)
+    def _on_run_resumed(self, event: e.RunResumed) -> None:
         if event.iteration < 0 or (event.remaining is not None and event.remaining < 0):
             raise InputError("iteration and remaining must be 0 or more", where="RunResumed")
         run = self._run
@@ -122,19 +108,20 @@ class ReplanMachine:
         run.moved_at = None if run.moved_at is None else min(run.moved_at, run.done)
         run.stopped = run.retry_at = run.wait_until = None
         run.failed_tries = 0
-        self._drift.estimates.forget_after(run.done)
-        moving = self._moves.moving
+        self.drift.estimates.forget_after(run.done)
+        moving = self.state.moving
         if moving is not None:
             if moving.failed is None:
-                self._moves.fail("the run was resumed during the migration", now)
+                self._moves.fail("the run was resumed during the migration")
             else:
-                self._moves.roll_back(now)
+                self._moves.roll_back()
             return
-        self._set_ranges()
-        if self._drift.must_migrate():
-            self._forced(now)
+        self._out.extend(self.drift.ranges())
+        if self.drift.must_migrate():
+            self._forced()
 
-    def _on_iteration_done(self, event: e.IterationDone, now: float) -> None:
+    @on(e.IterationDone)
+    def _on_iteration_done(self, event: e.IterationDone) -> None:
         iteration, run = event.iteration, self._run
         _check_iteration(iteration, self.workflow)
         if iteration.number <= run.done:
@@ -147,112 +134,116 @@ class ReplanMachine:
         run.done = iteration.number
         if run.remaining is not None:
             run.remaining = max(0, run.remaining - 1)
-        short = self._drift.take(iteration, moving=self._moves.moving is not None)
+        short = self.drift.take(iteration, moving=self.state.moving is not None)
         if short is not None:
             self._notify(short)
         if run.stopped is None:
-            self._decide(now)
+            self._decide()
 
-    def _on_cluster_changed(self, event: e.ClusterChanged, now: float) -> None:
+    @on(e.ClusterChanged)
+    def _on_cluster_changed(self, event: e.ClusterChanged) -> None:
         _check_cluster(event)
         run = self._run
         if (event.cluster, event.leaving, event.deadline) == (run.cluster, run.leaving, run.leave_by):
             return
-        run.cluster_change = (
-            run.cluster_change
-            if event.cluster == run.cluster
-            else cluster_change_text(run.cluster, event.cluster, event.why.value)
-        )
+        if event.cluster != run.cluster:
+            run.cluster_change = f"{event.why.value}: {event.cluster.gpus} GPUs, there were {run.cluster.gpus}"
         there = set(gpu_slots(event.cluster))
-        gone = {node for node, gpu in self._drift.used_slots() if (node, gpu) not in there}
+        gone = {node for node, gpu in self.drift.used_slots() if (node, gpu) not in there}
         run.cluster, run.leaving, run.leave_by = event.cluster, event.leaving, event.deadline
         if not run.lost and not gone:
             moved = run.running.on(event.cluster)
             if moved is None:  # a node of the same name has another kind of GPU: a different node
-                gone = {node for node, _ in self._drift.used_slots()}
+                gone = {node for node, _ in self.drift.used_slots()}
             else:
                 run.running = moved
         run.lost = tuple(sorted({*run.lost, *gone}))
-        self._drift.invalidate()
+        self.drift.invalidate()
         run.failed_tries, run.retry_at = 0, None
         run.advised = None
-        moving = self._moves.moving
+        moving = self.state.moving
         if moving is not None:
-            if moving.failed is None and not self._drift.is_available(moving.to):
-                self._moves.fail("GPUs of the new plan are gone or will go", now)
+            if moving.failed is None and not self.drift.is_available(moving.to):
+                self._moves.fail("GPUs of the new plan are gone or will go")
             return
         if run.stopped is None:
-            self._decide(now)
+            self._decide()
 
-    def _on_asked(self, event: e.ReplanRequested, now: float) -> None:
+    @on(e.ReplanRequested)
+    def _on_asked(self, event: e.ReplanRequested) -> None:
         if self._run.stopped is not None:
             self._notify(self._run.stopped)
             return
-        self._decide(now, asked=True)
+        self._decide(asked=True)
 
-    def _on_remaining_changed(self, event: e.RemainingChanged, now: float) -> None:
+    @on(e.RemainingChanged)
+    def _on_remaining_changed(self, event: e.RemainingChanged) -> None:
         if event.iterations is not None and event.iterations < 0:
             raise InputError("remaining iterations must be 0 or more", where="RemainingChanged")
         self._run.remaining = event.iterations
 
-    def _on_range_used(self, event: e.GpuRangeUsed, now: float) -> None:
+    @on(e.GpuRangeUsed)
+    def _on_range_used(self, event: e.GpuRangeUsed) -> None:
         if event.component not in self.rules.elastic or event.component not in self.workflow.names:
             raise InputError(f"{event.component} is not elastic", hint="name it in the rules of the run: elastic")
         self._run.used[event.component] = event.gpus
-        for gpu_range in self._drift.ranges():
+        for gpu_range in self.drift.ranges():
             if gpu_range.component == event.component and not gpu_range.min_gpus <= event.gpus <= gpu_range.max_gpus:
-                self._emit(gpu_range)
+                self._out.append(gpu_range)
 
-    def _on_seated(self, event: e.PlanPlaced, now: float) -> None:
+    @on(e.PlanPlaced)
+    def _on_seated(self, event: e.PlanPlaced) -> None:
         run = self._run
-        if run.lost or self._moves.moving is not None:
+        if run.lost or self.state.moving is not None:
             raise InputError("no plan is in place", where="PlanPlaced")
         try:
             run.running = with_gpu_slots(run.running, dict(event.where))
         except ValueError as error:
             raise InputError(str(error), where="PlanPlaced") from None
-        self._drift.invalidate()
+        self.drift.invalidate()
 
-    def _on_advice_taken(self, event: e.AdviceTaken, now: float) -> None:
+    @on(e.AdviceTaken)
+    def _on_advice_taken(self, event: e.AdviceTaken) -> None:
         run = self._run
-        if run.advised is None or self._moves.moving is not None:
+        if run.advised is None or self.state.moving is not None:
             raise InputError("no advice is open", where="AdviceTaken")
         self._set_plan(run.advised, run.advised_levels)
         self._write(RUN, "moved", Reason(ReasonCode.arrived, f"the advice was taken: {run.running.plan.describe()}"))
 
-    def _on_tick(self, event: e.ReplanTick, now: float) -> None:
+    @on(e.ReplanTick)
+    def _on_tick(self, event: e.ReplanTick) -> None:
         run = self._run
         if run.stopped is not None:
             return
-        self._moves.late(now)
-        if run.wait_until is not None and run.wait_until <= now and run.stopped is None:
+        self._moves.late()
+        if run.wait_until is not None and run.wait_until <= run.now and run.stopped is None:
             waited = f"nothing that fits came within {self.rules.wait_s:g} s"
             self._to_stopped(Reason(ReasonCode.stuck, f"{gone_reason(run).sentence}; {waited}"))
-        elif run.retry_at is not None and run.retry_at <= now and self._moves.moving is None:
+        elif run.retry_at is not None and run.retry_at <= run.now and self.state.moving is None:
             run.retry_at = None
-            self._decide(now)
+            self._decide()
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
-    def _decide(self, now: float, asked: bool = False) -> None:
-        if self._moves.moving is not None:
-            self._stay(Reason(ReasonCode.moving, f"move {self._moves.begun} is under way"), DecisionNumbers())
+    def _decide(self, asked: bool = False) -> None:
+        if self.state.moving is not None:
+            self._stay(Reason(ReasonCode.moving, f"move {self.state.begun} is under way"), DecisionNumbers())
             return
-        if self._drift.must_migrate():
-            self._forced(now)
+        if self.drift.must_migrate():
+            self._forced()
             return
         run, rules = self._run, self.rules
-        measured = self._drift.estimates.measured
+        measured = self.drift.estimates.measured
         if measured < rules.least_iterations and not asked and not run.cluster_change:
             text = f"{measured} of {rules.least_iterations} iterations are measured"
             self._stay(Reason(ReasonCode.too_few, text), DecisionNumbers())
             return
-        decision = self._drift.decide()
+        decision = self.drift.decide()
         numbers = decision.numbers
         if decision.to is None:
             self._stay(decision.reason, numbers)
             return
-        bias = self._drift.bias
+        bias = self.drift.bias
         if bias is not None and not 1 / (1 + rules.trust) <= bias <= 1 + rules.trust:
             text = f"an iteration takes {bias:.2f} times what the model says of it; {decision.reason.sentence}"
             self._stay(Reason(ReasonCode.model_off, text), numbers)
@@ -263,9 +254,9 @@ class ReplanMachine:
             text = f"{numbers.dwell_left} iterations too soon after the last move; {decision.reason.sentence}"
             self._stay(Reason(ReasonCode.dwell, text), numbers)
         else:
-            self._begin(decision, now)
+            self._begin(decision)
 
-    def _forced(self, now: float) -> None:
+    def _forced(self) -> None:
         """The plan cannot continue, or not for long: migrate to the best remaining plan at any cost."""
         run, rules = self._run, self.rules
         why = gone_reason(run)
@@ -273,74 +264,68 @@ class ReplanMachine:
             text = f"{why.sentence}; {run.failed_tries} of {rules.tries} tries to move failed"
             self._stay(Reason(ReasonCode.plan_gone, text), DecisionNumbers())
             return
-        levels = self._drift.levels()
+        levels = self.drift.levels()
         try:
-            to = on_current_gpus(self._drift.planner.best(without(run.cluster, run.leaving), levels), run.running)
+            to = on_current_gpus(self.drift.planner.best(without(run.cluster, run.leaving), levels), run.running)
         except (InfeasibleError, InputError) as error:
-            self._nothing_fits(Reason(ReasonCode.no_plan, f"{why.sentence}; {error.what}"), now)
+            self._nothing_fits(Reason(ReasonCode.no_plan, f"{why.sentence}; {error.what}"))
             return
         run.wait_until = None
-        cost, known = self._drift.cost(to)
+        cost, known = self.drift.cost(to)
         numbers = DecisionNumbers(new_iteration_s=to.plan.iteration_seconds, cost_s=cost, cost_measured=known)
         decision = ReplanDecision(to, Reason(why.code, f"{why.sentence}; {to.plan.describe()}"), numbers)
         if rules.mode is ReplanMode.advise:
             self._advise(decision)
         else:
-            self._begin(decision, now, forced=True)
+            self._begin(decision, forced=True)
 
-    def _nothing_fits(self, reason: Reason, now: float) -> None:
+    def _nothing_fits(self, reason: Reason) -> None:
         run = self._run
         if not run.lost:
             self._stay(reason, DecisionNumbers())  # it continues until the node goes
             return
         if run.wait_until is None and self.rules.mode is ReplanMode.auto:
-            run.wait_until = now + self.rules.wait_s
+            run.wait_until = run.now + self.rules.wait_s
         self._notify(reason)
 
     def _advise(self, decision: ReplanDecision) -> None:
         assert decision.to is not None
-        self._run.advised, self._run.advised_levels = decision.to, self._drift.levels()
+        self._run.advised, self._run.advised_levels = decision.to, self.drift.levels()
         self._write(RUN, "advised", decision.reason)
-        self._emit(e.AdvisePlan(decision.to.plan, decision.reason, decision.numbers))
+        self._out.append(e.AdvisePlan(decision.to.plan, decision.reason, decision.numbers))
 
     def _stay(self, reason: Reason, numbers: DecisionNumbers) -> None:
         self._write(RUN, "stays", reason)
-        self._emit(e.KeepPlan(reason, numbers))
+        self._out.append(e.KeepPlan(reason, numbers))
 
     # ---- migrations -------------------------------------------------------------------------------------------------
 
-    def _begin(self, decision: ReplanDecision, now: float, forced: bool = False) -> None:
+    def _begin(self, decision: ReplanDecision, forced: bool = False) -> None:
         run = self._run
         assert decision.to is not None
         alive = None
         if run.lost:
             alive = frozenset(slot for slot in gpu_slots(run.cluster) if slot[0] not in run.lost)
-        move = Migration(
-            self._moves.begun + 1,
-            run.running.plan,
-            decision.to.plan,
-            changes(run.running, decision.to, alive),
-            decision.reason,
-            decision.numbers,
-            forced,
-        )
+        changed, why = changes(run.running, decision.to, alive), decision.reason
+        before, after = run.running.plan, decision.to.plan
+        move = Migration(self.state.begun + 1, before, after, changed, why, decision.numbers, forced)
         run.promise = None
-        self._write(f"move {move.id}", "begun", decision.reason)
-        self._write(RUN, "moving", decision.reason)
+        self._write(f"move {move.id}", "begun", why)
+        self._write(RUN, "moving", why)
         longest_s = max([*run.walls, run.running.plan.iteration_seconds])
         ends_s = (1 + self.workflow.staleness) * longest_s  # those ahead have begun, and end first
-        self._moves.begin(move, decision.to, self._drift.levels(), ends_s, now)
+        self._moves.begin(move, decision.to, self.drift.levels(), ends_s)
 
     def _moving_to_arrived(self, moving: OngoingMigration) -> None:
         run, move = self._run, moving.move
-        numbers, before, bias = move.numbers, run.running, self._drift.bias
+        numbers, before, bias = move.numbers, run.running, self.drift.bias
         self._set_plan(moving.to, moving.levels)
         if not move.forced and numbers.gain_s and numbers.iteration_s:
             run.promise = PromisedGain(before, numbers.gain_s / numbers.iteration_s, bias or 1.0)
         reason = Reason(ReasonCode.arrived, f"move {move.id} is done: {run.running.plan.describe()}")
         self._write(f"move {move.id}", "arrived", reason)
         self._notify(reason)
-        self._set_ranges()
+        self._out.extend(self.drift.ranges())
 
     def _set_plan(self, to: PlacedPlan, levels: dict[str, float]) -> None:
         run = self._run
@@ -348,7 +333,7 @@ class ReplanMachine:
         assert moved is not None, "a plan in place whose GPUs are not there"
         run.running, run.reference = moved, dict(levels)
         run.lost, run.cluster_change, run.moved_at = (), "", run.done
-        self._drift.invalidate()
+        self.drift.invalidate()
         run.failed_tries, run.retry_at, run.wait_until = 0, None, None
         run.bias, run.walls, run.promise, run.advised = [], [], None, None
 
@@ -357,13 +342,12 @@ class ReplanMachine:
         assert moving.failed is not None
         run.moved_at = run.done
         run.setbacks += 1
-        reason = Reason(
-            ReasonCode.rolled_back, f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
-        )
+        sentence = f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
+        reason = Reason(ReasonCode.rolled_back, sentence)
         self._write(f"move {move.id}", "rolled back", reason)
         self._notify(reason)
-        self._set_ranges()
-        if not self._drift.must_migrate():
+        self._out.extend(self.drift.ranges())
+        if not self.drift.must_migrate():
             return
         run.failed_tries += 1
         if run.failed_tries < self.rules.tries:
@@ -379,23 +363,19 @@ class ReplanMachine:
         run = self._run
         run.stopped, run.wait_until, run.retry_at = reason, None, None
         self._write(RUN, "stopped", reason)
-        self._emit(e.StopRun(reason))
+        self._out.append(e.StopRun(reason))
 
     # ---- output ----------------------------------------------------------------------------------------------------
 
-    def _emit(self, instruction: e.ReplanInstruction) -> None:
-        self._out.append(instruction)
-
     def _notify(self, reason: Reason) -> None:
         self._write(RUN, "told", reason)
-        self._emit(e.Notify(reason))
-
-    def _set_ranges(self) -> None:
-        for gpu_range in self._drift.ranges():
-            self._emit(gpu_range)
+        self._out.append(e.Notify(reason))
 
     def _write(self, subject: str, state: str, reason: Reason) -> None:
-        self._stories.write(subject, StoryEntry(self._run.now, state, reason))
+        story = self.state.stories.get(subject)
+        if subject == RUN and story and (story[-1].state, story[-1].reason.code) == (state, reason.code):
+            return
+        record(self.state.stories, subject, StoryEntry(self._run.now, state, reason), STORIES_KEPT, (RUN,))
 
     # ---- queries -----------------------------------------------------------------------------------------
 
@@ -411,7 +391,7 @@ class ReplanMachine:
     @property
     def moving_to(self) -> PlacedPlan | None:
         """Target of the current migration; ranks refer to the nodes that stay."""
-        return None if self._moves.moving is None else self._moves.moving.to
+        return None if self.state.moving is None else self.state.moving.to
 
     @property
     def cluster(self) -> Cluster:
@@ -423,63 +403,26 @@ class ReplanMachine:
 
     @property
     def moving(self) -> Migration | None:
-        return None if self._moves.moving is None else self._moves.moving.move
+        return None if self.state.moving is None else self.state.moving.move
 
     @property
     def stopped(self) -> Reason | None:
         """Why StopRun was issued, if it was."""
         return self._run.stopped
 
-    @property
-    def drift(self) -> DriftMonitor:
-        """Figures of the run: estimates, ranges, predicted component times."""
-        return self._drift
-
     def costs(self) -> tuple[MigrationCost, ...]:
-        return tuple(self._moves.costs)
+        return tuple(self.state.costs)
 
     def estimates(self) -> dict[str, CostEstimate]:
         """Current cost of every component relative to its profile."""
-        return self._drift.estimates.all()
+        return self.drift.estimates.all()
 
     def story(self, subject: str = RUN) -> tuple[StoryEntry, ...]:
         """State history of the run, or of `move 3`."""
-        return self._stories.of(subject)
-
-    # ---- snapshots -------------------------------------------------------------------------------------------------
-
-    def dump(self) -> dict[str, Any]:
-        return {
-            "run": dump_run(self._run),
-            "tracks": dump_tracks(self._drift.estimates.tracks),
-            "moving": dump_moving(self._moves.moving),
-            "begun": self._moves.begun,
-            "costs": encode(self._moves.costs),
-            "stories": encode(self._stories.entries),
-        }
-
-    @classmethod
-    def load(
-        cls,
-        data: dict[str, Any],
-        workflow: Workflow,
-        rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
-        allowed: FrameworkRules | None = None,
-    ) -> ReplanMachine:
-        """Restores a dump, with the settings that it had."""
-        run = load_run(data["run"])
-        machine = cls(workflow, run.cluster, run.running.plan, rules, allowed)
-        machine._run = machine._drift.run = run
-        machine._drift.estimates.tracks = load_tracks(data["tracks"])
-        machine._moves.moving = load_moving(data["moving"])
-        machine._moves.begun = data["begun"]
-        machine._moves.costs[:] = load_costs(data["costs"])
-        machine._stories.entries = load_stories(data["stories"])
-        return machine
+        return tuple(self.state.stories.get(subject, ()))
 
     def check(self) -> None:
-        """Raises AssertionError where an invariant is violated."""
-        _check_machine(self._run, self._moves, self._drift.estimates, self.rules, self.next_deadline())
+        _check_machine(self.state, self.rules, self.next_deadline())
 
 
 # ---- input checks and invariants -------------------------------------------------------------------------------------
@@ -513,14 +456,11 @@ def _check_cluster(event: e.ClusterChanged) -> None:
             raise InputError(f"node {name} will leave, but is not there", where="ClusterChanged")
 
 
-def _check_machine(
-    run: ReplanState, moves: MigrationTracker, estimates: CostEstimates, rules: ReplanRules, due: float | None
-) -> None:
-    """Raises AssertionError where an invariant is violated."""
+def _check_machine(state: ReplanState, rules: ReplanRules, due: float | None) -> None:
+    run, moving = state.run, state.moving
     _check_plan(run)
-    moving = moves.moving
     if moving is not None:
-        assert moving.move.id == moves.begun, "a move under way is not the newest"
+        assert moving.move.id == state.begun, "a move under way is not the newest"
         assert tuple(stage for stage, _ in moving.took) == STAGES[: STAGES.index(moving.stage)], "a stage was skipped"
         assert moving.failed is not None or moving.deadline <= moving.end, "a stage may end after its move"
         assert run.stopped is None, "a stopped run moves"
@@ -531,14 +471,14 @@ def _check_machine(
         assert waits, "the plan is gone and nothing is done about it"
     assert run.done >= (run.moved_at or 0), "a move in the future"
     assert all(level > 0 for level in run.reference.values()), "a plan made for no cost"
-    for track in estimates.tracks.values():
+    for track in state.tracks.values():
         assert len(track.recent) <= rules.window
         assert len(track.aside) < JUMP
         assert all(a[0] < b[0] for a, b in pairwise(track.recent)), "an iteration counted twice"
         assert all(number <= run.done for number, _ in [*track.recent, *track.aside]), "measured, and not counted"
 
 
-def _check_plan(run: ReplanState) -> None:
+def _check_plan(run: RunState) -> None:
     groups = run.running.plan.groups
     used = [rank for group in groups for rank in group.gpus]
     assert len(set(used)) == len(used), "two groups on one GPU"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from trimtab.core.machine import MachineClock, on
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.placed_plan import PlacedPlan
@@ -32,34 +33,51 @@ class OngoingMigration:
     failed: Reason | None = None
 
 
-class MigrationTracker:
+@dataclass
+class MigrationState:
     """At most one migration in progress, and the costs of past ones."""
 
+    moving: OngoingMigration | None
+    begun: int  # total; also the id of the newest
+    costs: list[MigrationCost]  # of completed migrations, newest last
+
+
+class MigrationTracker:
+    """Runs the stages of a migration."""
+
     def __init__(
-        self, rules: ReplanRules, costs: list[MigrationCost], emit: Callable[[e.ReplanInstruction], None]
+        self,
+        rules: ReplanRules,
+        state: MigrationState,
+        clock: MachineClock,
+        out: list[e.ReplanInstruction],
+        *,
+        on_arrived: Callable[[OngoingMigration], None],
+        on_back: Callable[[OngoingMigration], None],
+        on_stuck: Callable[[OngoingMigration, Reason], None],
     ) -> None:
-        self._rules = rules
-        self._emit = emit
-        self.moving: OngoingMigration | None = None
-        self.begun = 0  # total; also the id of the newest
-        self.costs = costs  # of completed migrations, newest last
-        self.on_arrived: Callable[[OngoingMigration], None] = lambda moving: None
-        self.on_back: Callable[[OngoingMigration], None] = lambda moving: None
-        self.on_stuck: Callable[[OngoingMigration, Reason], None] = lambda moving, reason: None
+        self._rules, self._state, self._clock, self._out = rules, state, clock, out
+        self._on_arrived, self._on_back, self._on_stuck = on_arrived, on_back, on_stuck
+
+    @property
+    def moving(self) -> OngoingMigration | None:
+        return self._state.moving
 
     # ---- events ----------------------------------------------------------------------------------------------
 
-    def begin(self, move: Migration, to: PlacedPlan, levels: dict[str, float], ends_s: float, now: float) -> None:
+    def begin(self, move: Migration, to: PlacedPlan, levels: dict[str, float], ends_s: float) -> None:
         """Begin; the current iteration ends first, usually within `ends_s`, at most twice that."""
         assert self.moving is None, "two moves at once"
-        self.begun = move.id
+        now = self._clock.now
         drain_s = self._rules.stage_limit_s + 2 * ends_s
         end = now + drain_s + (len(STAGES) - 1) * self._rules.stage_limit_s
-        self.moving = OngoingMigration(move, to, levels, STAGES[0], now + drain_s, end)
-        self._emit(e.BeginMigration(move, end))
-        self._emit(e.RunMigrationStage(move, STAGES[0], self.moving.deadline))
+        self._state.begun = move.id
+        self._state.moving = OngoingMigration(move, to, levels, STAGES[0], now + drain_s, end)
+        self._out.append(e.BeginMigration(move, end))
+        self._out.append(e.RunMigrationStage(move, STAGES[0], now + drain_s))
 
-    def stage_done(self, event: e.MigrationStageDone, now: float) -> None:
+    @on(e.MigrationStageDone)
+    def stage_done(self, event: e.MigrationStageDone) -> None:
         moving = self._current(event.move, event.stage)
         if moving is None:
             return
@@ -68,58 +86,58 @@ class MigrationTracker:
             self._moving_to_arrived(moving)
             return
         moving.stage = STAGES[STAGES.index(event.stage) + 1]
-        moving.deadline = min(moving.end, now + self._rules.stage_limit_s)
-        self._emit(e.RunMigrationStage(moving.move, moving.stage, moving.deadline))
+        moving.deadline = min(moving.end, self._clock.now + self._rules.stage_limit_s)
+        self._out.append(e.RunMigrationStage(moving.move, moving.stage, moving.deadline))
 
-    def stage_failed(self, event: e.MigrationStageFailed, now: float) -> None:
+    @on(e.MigrationStageFailed)
+    def stage_failed(self, event: e.MigrationStageFailed) -> None:
         if self._current(event.move, event.stage) is not None:
-            self.fail(event.why or "no cause was given", now)
+            self.fail(event.why or "no cause was given")
 
-    def rolled_back(self, event: e.RolledBack, now: float) -> None:
+    @on(e.RolledBack)
+    def rolled_back(self, event: e.RolledBack) -> None:
         moving = self.moving
         if moving is not None and moving.failed is not None and moving.move.id == event.move:
-            self.moving = None
-            self.on_back(moving)
+            self._state.moving = None
+            self._on_back(moving)
 
-    def roll_back_failed(self, event: e.RollBackFailed, now: float) -> None:
+    @on(e.RollBackFailed)
+    def roll_back_failed(self, event: e.RollBackFailed) -> None:
         moving = self.moving
         if moving is not None and moving.failed is not None and moving.move.id == event.move:
             self._rolling_to_stuck(moving, event.why)
 
-    def fail(self, why: str, now: float) -> None:
+    def fail(self, why: str) -> None:
         moving = self.moving
         assert moving is not None
         if moving.failed is not None:
             return
         moving.failed = Reason(ReasonCode.stage_failed, f"{moving.stage.value}: {why}")
-        self.roll_back(now)
+        self.roll_back()
 
-    def roll_back(self, now: float) -> None:
+    def roll_back(self) -> None:
         """Instruct the rollback; repeated after a resume."""
         moving = self.moving
         assert moving is not None
         assert moving.failed is not None
         # Before the first stage is done, the current iteration ends first.
+        now = self._clock.now
         begins = now if moving.took else max(now, moving.deadline)
         moving.deadline = begins + self._rules.rollback_limit_s
         done = tuple(stage for stage, _ in moving.took)
-        self._emit(e.RollBackMigration(moving.move, done, moving.stage, moving.failed, moving.deadline))
+        self._out.append(e.RollBackMigration(moving.move, done, moving.stage, moving.failed, moving.deadline))
 
-    def late(self, now: float) -> None:
+    def late(self) -> None:
         """Fail what has not ended by its deadline."""
         moving = self.moving
-        if moving is None or now < moving.deadline:
+        if moving is None or self._clock.now < moving.deadline:
             return
         if moving.failed is None:
-            self.fail("it took longer than it may", now)
+            self.fail("it took longer than it may")
         else:
             self._rolling_to_stuck(moving, "the way back took longer than it may")
 
     # ---- helpers ----------------------------------------------------------------------------------------
-
-    def due(self) -> float | None:
-        """Deadline of the current stage or rollback."""
-        return None if self.moving is None else self.moving.deadline
 
     def _current(self, move: int, stage: MigrationStage) -> OngoingMigration | None:
         moving = self.moving
@@ -128,14 +146,13 @@ class MigrationTracker:
         return moving
 
     def _moving_to_arrived(self, moving: OngoingMigration) -> None:
-        self.moving = None
-        self.costs.append(MigrationCost(moving.move.id, moving.move.touched, tuple(moving.took)))
-        del self.costs[:-COSTS_KEPT]
-        self.on_arrived(moving)
+        self._state.moving = None
+        self._state.costs.append(MigrationCost(moving.move.id, moving.move.touched, tuple(moving.took)))
+        del self._state.costs[:-COSTS_KEPT]
+        self._on_arrived(moving)
 
     def _rolling_to_stuck(self, moving: OngoingMigration, why: str) -> None:
-        self.moving = None
+        self._state.moving = None
         assert moving.failed is not None
-        self.on_stuck(
-            moving, Reason(ReasonCode.stuck, f"move {moving.move.id} failed ({moving.failed.sentence}), and {why}")
-        )
+        sentence = f"move {moving.move.id} failed ({moving.failed.sentence}), and {why}"
+        self._on_stuck(moving, Reason(ReasonCode.stuck, sentence))

@@ -170,7 +170,7 @@ class _JournalReader:
         """Records what existed at the snapshot."""
         machine, settings = self._machine, self._record.settings
         settings += [(0.0, node) for node in machine.nodes.values()]
-        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.capacity.cordoned)]
+        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.state.capacity.cordoned)]
         self._pools.update(list(machine.pools))
         settings += [(0.0, e.PoolEnsured(pool.spec)) for pool in machine.pools.values()]
         settings += [(0.0, e.PoolDrained(name)) for name, pool in machine.pools.items() if pool.drained]

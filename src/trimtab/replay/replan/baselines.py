@@ -13,7 +13,7 @@ from dataclasses import replace
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
+from trimtab.machines.replan.migration import MigrationState, MigrationTracker, OngoingMigration
 from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, without
 from trimtab.model.run import DecisionNumbers, Migration, ReplanRules
 from trimtab.model.workflow import Cluster
@@ -30,32 +30,42 @@ class KeptPlanPolicy:
         self._cluster = cluster
         self._leaving: tuple[str, ...] = ()
         self._lost: tuple[str, ...] = ()  # nodes of the plan that are lost, or were since it was placed
+        self.now = 0.0
         self._done = 0
         self._out: list[e.ReplanInstruction] = []
         patient = replace(rules, stage_limit_s=1e9, rollback_limit_s=1e9)
-        self._moves = MigrationTracker(patient, [], self._out.append)
-        self._moves.on_arrived = self._arrived
+        self._migrations = MigrationState(None, 0, [])
+        self._moves = MigrationTracker(
+            patient,
+            self._migrations,
+            self,
+            self._out,
+            on_arrived=self._arrived,
+            on_back=lambda moving: None,
+            on_stuck=lambda moving, reason: None,
+        )
 
     def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
         """Processes an event and returns instructions."""
+        self.now = now
         self._out.clear()
         if isinstance(event, e.MigrationStageDone):
-            self._moves.stage_done(event, now)
+            self._moves.stage_done(event)
         elif isinstance(event, e.MigrationStageFailed):
-            self._moves.stage_failed(event, now)
+            self._moves.stage_failed(event)
         elif isinstance(event, e.RolledBack):
-            self._moves.rolled_back(event, now)
+            self._moves.rolled_back(event)
         elif isinstance(event, e.ReplanTick):
-            self._moves.late(now)
+            self._moves.late()
         elif isinstance(event, e.RunResumed):
             self._done = event.iteration
-            if self._moves.moving is not None:
-                self._moves.fail("the run was resumed during the migration", now)
+            if self._migrations.moving is not None:
+                self._moves.fail("the run was resumed during the migration")
         elif isinstance(event, e.IterationDone):
             self._done = event.iteration.number
-            if self._moves.moving is not None:
+            if self._migrations.moving is not None:
                 self._out.append(
-                    e.KeepPlan(Reason(ReasonCode.moving, f"migration {self._moves.begun} is under way"), _ANY)
+                    e.KeepPlan(Reason(ReasonCode.moving, f"migration {self._migrations.begun} is under way"), _ANY)
                 )
             elif not self._must_go():
                 self._out.append(e.KeepPlan(Reason(ReasonCode.no_gain, "the plan is always kept"), _ANY))
@@ -64,17 +74,17 @@ class KeptPlanPolicy:
             gone = [node.name for node in self._cluster.nodes if node.name not in names]
             self._lost += tuple(name for name in gone if self._sited.uses((name,)))
             self._cluster, self._leaving = event.cluster, event.leaving
-            moving = self._moves.moving
+            moving = self._migrations.moving
             if moving is not None and (moving.to.on(self._cluster) is None or moving.to.uses(self._leaving)):
-                self._moves.fail("GPUs of the new plan are gone or will go", now)
-        if self._moves.moving is None and self._must_go():
-            self._go(now)
+                self._moves.fail("GPUs of the new plan are gone or will go")
+        if self._migrations.moving is None and self._must_go():
+            self._go()
         return list(self._out)
 
     def _must_go(self) -> bool:
         return bool(self._lost) or self._sited.uses(self._leaving)
 
-    def _go(self, now: float) -> None:
+    def _go(self) -> None:
         try:
             to = on_current_gpus(self._plans.best(without(self._cluster, self._leaving), {}), self._sited)
         except (InfeasibleError, InputError) as error:
@@ -86,15 +96,16 @@ class KeptPlanPolicy:
         alive = frozenset(seat for seat in gpu_slots(self._cluster) if seat[0] not in self._lost)
         numbers = DecisionNumbers(new_iteration_s=to.plan.iteration_seconds)
         changed = changes(self._sited, to, alive)
-        move = Migration(self._moves.begun + 1, self._sited.plan, to.plan, changed, reason, numbers, forced=True)
-        self._moves.begin(move, to, {}, 0.0, now)
+        move = Migration(self._migrations.begun + 1, self._sited.plan, to.plan, changed, reason, numbers, forced=True)
+        self._moves.begin(move, to, {}, 0.0)
 
     def _arrived(self, moving: OngoingMigration) -> None:
         self._sited, self._lost = moving.to, ()
 
     def next_deadline(self) -> float | None:
         """When a Tick is due at the latest."""
-        return self._moves.due()
+        moving = self._migrations.moving
+        return None if moving is None else moving.deadline
 
     def check(self) -> None:
         """Nothing to check beyond ReplanInvariants."""
@@ -105,7 +116,7 @@ class KeptPlanPolicy:
 
     @property
     def moving_to(self) -> PlacedPlan | None:
-        return None if self._moves.moving is None else self._moves.moving.to
+        return None if self._migrations.moving is None else self._migrations.moving.to
 
     @property
     def iterations(self) -> int:

@@ -158,7 +158,7 @@ class NodeMonitor:
 
     def views(self, *, gone: bool = False) -> tuple[NodeView, ...]:
         """Present nodes in node order; with `gone`, all known nodes."""
-        return self.machine.views(self._context.now(), gone)
+        return self.machine.views(gone)
 
     async def drain(self, node: str, deadline_s: float | None, cause: str) -> str:
         """Drain a node by a deadline (None: none), in Ray too; returns the node id."""
