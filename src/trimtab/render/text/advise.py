@@ -14,7 +14,7 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
-from trimtab.render.output import out, plain_table
+from trimtab.render.output import out, text_table
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
 from trimtab.runtime.advise.engines import EngineSample
 from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
@@ -100,31 +100,37 @@ def _status(frame: FollowFrame) -> list[RenderableType]:
 
 
 def _table(seen: RunPicture) -> Table:
-    table = plain_table()
-    table.add_column("component", no_wrap=True)
-    for heading in ("GPUs", "seconds", "of the step", "spread", "drift"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
-    for part in seen.parts:
-        table.add_row(
-            escape(part.name),
+    rows = [
+        (
+            part.name,
             gpus_text(part),
             f"{part.seconds:.1f}",
             _percent(part.share),
-            "" if part.spread is None else f"±{part.spread:.0%}",
-            "" if part.drift is None else f"{part.drift:+.0%}",
-            escape(_mark(part)),
+            spread_text(part),
+            drift_text(part),
+            mark_text(part),
         )
+        for part in seen.parts
+    ]
     if seen.other_s is not None and seen.step_s:
-        table.add_row("anything else", "", f"{seen.other_s:.1f}", _percent(seen.other_s / seen.step_s), "", "", "")
-    return table
+        share = _percent(seen.other_s / seen.step_s)
+        rows.append(("anything else", "", f"{seen.other_s:.1f}", share, "", "", ""))
+    return text_table(("component", ">GPUs", ">seconds", ">of the step", ">spread", ">drift", ""), rows)
 
 
 def gpus_text(part: ComponentSummary) -> str:
     return "" if part.gpus is None else str(part.gpus or "CPU")
 
 
-def _mark(part: ComponentSummary) -> str:
+def spread_text(part: ComponentSummary) -> str:
+    return "" if part.spread is None else f"±{part.spread:.0%}"
+
+
+def drift_text(part: ComponentSummary) -> str:
+    return "" if part.drift is None else f"{part.drift:+.0%}"
+
+
+def mark_text(part: ComponentSummary) -> str:
     if part.wait is not None:
         return f"waiting, not a cost: {part.wait}"
     return "has drifted" if part.drifted else ""
@@ -169,17 +175,12 @@ def _around(around: ClusterSample) -> list[RenderableType]:
 
 
 def _engines(engines: Sequence[EngineSample]) -> Table:
-    table = plain_table()
-    table.add_column("engine", no_wrap=True)
-    for heading in ("running", "waiting", "cache", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    rows = []
     for engine in engines[:ENGINES_SHOWN]:
         silent = "" if engine.fault is None else f"does not answer ({engine.silent_s or 0:.0f} s): {engine.fault}"
-        table.add_row(
-            escape(engine.url), _count(engine.running), _count(engine.waiting), _percent(engine.cache),
-            _count(engine.tokens_per_s), escape(silent),
-        )  # fmt: skip
+        numbers = (_count(engine.running), _count(engine.waiting), _percent(engine.cache), _count(engine.tokens_per_s))
+        rows.append((engine.url, *numbers, silent))
+    table = text_table(("engine", ">running", ">waiting", ">cache", ">tokens/s", ""), rows)
     if len(engines) > ENGINES_SHOWN:
         table.caption = f"and {len(engines) - ENGINES_SHOWN} more"
     return table

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from trimtab.render.output import out, plain_table
+from trimtab.render.output import out, text_table
 from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
 from trimtab.runtime.localcluster.ray_status import RayHolder, RayNode
@@ -211,30 +211,23 @@ def _headline(data: Data) -> Text:
 
 
 def _nodes(nodes: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("node", "GPU", "state", "id", "held", "by"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for node in nodes:
-        colour = COLOURS.get(node["state"], "")
-        state = node["state"] + (
-            f", {_left(node['deadline'])}" if node["deadline"] and node["state"] == "draining" else ""
-        )
-        gpu = ids_text(tuple(node["gpus"])) or (
-            f"{node['total'].get('gpu', 0):g} of its own" if not node["ours"] else "-"
-        )
-        table.add_row(
-            escape(node["name"]),
-            gpu,
-            f"[{colour}]{escape(state)}[/]" if colour else escape(state),
-            node["node_id"][:12] or "-",
-            _amounts_held(node),
-            escape(
-                ", ".join(_holder(holder) for holder in node["holders"][:4])
-                + (" ..." if len(node["holders"]) > 4 else "")
+        until = f", {_left(node['deadline'])}" if node["deadline"] and node["state"] == "draining" else ""
+        own = f"{node['total'].get('gpu', 0):g} of its own" if not node["ours"] else "-"
+        holders = ", ".join(_holder(holder) for holder in node["holders"][:4])
+        rows.append(
+            (
+                node["name"],
+                ids_text(tuple(node["gpus"])) or own,
+                Text(node["state"] + until, COLOURS.get(node["state"], "")),
+                node["node_id"][:12] or "-",
+                _amounts_held(node),
+                holders + (" ..." if len(node["holders"]) > 4 else "") or "-",
             )
-            or "-",
         )
-    return table
+    heads = [Column(head, overflow="fold") for head in ("node", "GPU", "state", "id", "held", "by")]
+    return text_table(heads, rows)
 
 
 def _holder(holder: Data) -> str:

@@ -12,13 +12,14 @@ from time import perf_counter
 from typing import Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import Progress
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.render.html.simulate import report as simulate_report
+from trimtab.render.html.simulate.pool import PoolComparison, compare_pools, figures_table, report
+from trimtab.render.live.simulate import PROGRESS
 from trimtab.render.output import err, out
-from trimtab.render.text import simulate as simulate_text
 from trimtab.render.text.formatting import show
+from trimtab.replay.common.comparison import NamedPolicy
 from trimtab.replay.journal.policies import fitted
 from trimtab.replay.journal.record import JournalRecord
 from trimtab.replay.journal.replay import (
@@ -63,7 +64,7 @@ class ReplaySummary:
     seeds: tuple[int, ...] = field(default=(SEED,))
 
     @property
-    def policies(self) -> Sequence[simulate_text.NamedPolicy]:
+    def policies(self) -> Sequence[NamedPolicy]:
         return [_RecordedPolicy(), *self.others]
 
     def assumptions(self) -> list[str]:
@@ -113,7 +114,7 @@ class ReplaySummary:
             "from_snapshot": record.from_snapshot,
         }
         if self.world is not None:
-            found |= simulate_text.answer_data(self, self.runs)
+            found |= self._compared().data()
             found["counted"] = {"resource": self.world.units.resource, "unit": self.world.units.each}
         if near is not None:
             found["agreement"] = {
@@ -127,12 +128,10 @@ class ReplaySummary:
         return found
 
     def csv(self) -> str:
-        return simulate_text.as_csv(self._runs())
+        return self._compared().csv()
 
     def page(self, command: str) -> str:
-        return simulate_report.report(
-            self, self._runs(), command=command, verb="replay", until="the end of the last task in the journal"
-        )
+        return report(self._compared(), command, "replay", "the end of the last task in the journal")
 
     def show(self) -> None:
         record = self.record
@@ -146,12 +145,12 @@ class ReplaySummary:
             return
         out.print()
         out.print("Waits and completions by class")
-        show(simulate_text.figures_table(self.runs, several=False))
+        show(figures_table(self._compared()))
 
-    def _runs(self) -> tuple[PoolFigures, ...]:
+    def _compared(self) -> PoolComparison:
         if not self.runs:
             raise InputError(self.why_none, where=self.name)
-        return self.runs
+        return compare_pools(self, self.runs)
 
 
 def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolicy]) -> ReplaySummary:
@@ -181,8 +180,7 @@ def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolic
 
 def _timed(world: JournalWorld, other: AlternativePolicy) -> JournalRun:
     began = perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with Progress(*PROGRESS, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(other.name, total=1.0)
         run = run_alternative(world, other, lambda share: bar.update(task, completed=share))
     return replace(run, figures=replace(run.figures, seconds=perf_counter() - began))

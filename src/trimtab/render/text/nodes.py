@@ -11,7 +11,7 @@ from rich.table import Table
 from trimtab.core.codec import decode
 from trimtab.core.reasons import StoryEntry
 from trimtab.model.nodes import NodeView
-from trimtab.render.output import out, plain_table
+from trimtab.render.output import out, text_table
 from trimtab.render.text.formatting import (
     Data,
     amounts,
@@ -19,10 +19,10 @@ from trimtab.render.text.formatting import (
     facts,
     print_story,
     reason_data,
+    reason_text,
     show,
     span,
     story_data,
-    why,
 )
 
 if TYPE_CHECKING:
@@ -88,46 +88,44 @@ def group_data(group: str, status: Data) -> dict[str, Any] | None:
 
 def nodes_table(nodes: Sequence[Data], now: float) -> Table:
     """A row per node; with the reason unless it is simply ready."""
-    table = plain_table()
-    for heading in ("node", "host", "state", "has", "held by others", "warm hosts", "why"):
-        table.add_column(heading)
+    rows = []
     for node in nodes:
         warm = node["warm_hosts"] or {}
-        table.add_row(
-            node["node"][:12],
-            escape(node["name"] or node["host"] or "-"),
-            _state(node, now),
-            amounts(node["total"]),
-            amounts(node["outside"]) if node["outside"] else "-",
-            counts(warm, warm) or "-",
-            why(node["reason"]) if node["state"] != "ready" or node["unlike"] else "",
+        rows.append(
+            (
+                node["node"][:12],
+                node["name"] or node["host"] or "-",
+                _state(node, now),
+                amounts(node["total"]),
+                amounts(node["outside"]) if node["outside"] else "-",
+                counts(warm, warm) or "-",
+                reason_text(node["reason"]) if node["state"] != "ready" or node["unlike"] else "",
+            )
         )
-    return table
+    return text_table(("node", "host", "state", "has", "held by others", "warm hosts", "why"), rows)
 
 
 def groups_table(groups: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("group", "pool", "members", "limits", "step", "redone", "restarts", "why"):
-        table.add_column(heading, justify="right" if heading in ("step", "redone", "restarts") else "left")
-    for group in groups:
-        table.add_row(
-            escape(group["id"]),
-            escape(str(group.get("pool") or "-")),
+    heads = ("group", "pool", "members", "limits", ">step", ">redone", ">restarts", "why")
+    rows = (
+        (
+            group["id"],
+            group.get("pool") or "-",
             f"{group.get('size', 0)} of {group.get('wanted', 0)} wanted",
             _limits(group),
-            str(group.get("step", 0)),
-            str(group.get("redone", 0)),
-            str(group.get("restarts", 0)),
-            why(group["reason"]) if group.get("reason") else "",
+            *(group.get(key, 0) for key in ("step", "redone", "restarts")),
+            reason_text(group["reason"]) if group.get("reason") else "",
         )
-    return table
+        for group in groups
+    )
+    return text_table(heads, rows)
 
 
 def print_node(data: Data) -> None:
     where = "is gone" if not data["there"] else f"is {_state(data, data['time'])}"
     out.print(f"node [bold]{data['node']}[/] {where}")
     if data["reason"]:
-        facts(("why", f"{data['reason']['code']}: {data['reason']['sentence']}"))
+        facts(("why", reason_text(data["reason"])))
     if data["there"]:
         warm = data["warm_hosts"] or {}
         facts(
@@ -143,8 +141,8 @@ def print_node(data: Data) -> None:
 def print_group(data: Data) -> None:
     out.print(f"group [bold]{escape(data['group'])}[/] is {data.get('state', 'there')}")
     reason, deadline = data.get("reason"), data.get("deadline")
-    rows = [
-        ("why", f"{reason['code']}: {reason['sentence']}" if reason else "-"),
+    about = [
+        ("why", reason_text(reason) if reason else "-"),
         ("members", f"{data.get('size', 0)} work, {data.get('wanted', 0)} wanted, limits {_limits(data)}"),
         ("each requests", amounts(data.get("unit") or {})),
         ("pool", str(data.get("pool") or "-")),
@@ -153,20 +151,22 @@ def print_group(data: Data) -> None:
         ("restarts", str(data.get("restarts", 0))),
     ]
     if deadline is not None:
-        rows.insert(1, ("times out", f"in {span(deadline - data['time'])}"))
-    facts(*rows)
+        about.insert(1, ("times out", f"in {span(deadline - data['time'])}"))
+    facts(*about)
     members = data.get("members") or []
     if members:
-        table = plain_table()
-        for heading in ("rank", "member", "state", "node", "why"):
-            table.add_column(heading, justify="right" if heading == "rank" else "left")
-        for member in members:
-            rank = "-" if member["rank"] is None else str(member["rank"])
-            table.add_row(
-                rank, escape(member["member"]), member["state"], (member["node"] or "-")[:12], why(member["reason"])
+        rows = (
+            (
+                "-" if member["rank"] is None else member["rank"],
+                member["member"],
+                member["state"],
+                (member["node"] or "-")[:12],
+                reason_text(member["reason"]),
             )
+            for member in members
+        )
         out.print()
-        show(table)
+        show(text_table((">rank", "member", "state", "node", "why"), rows))
     if data.get("story"):
         print_story(data["story"])
 

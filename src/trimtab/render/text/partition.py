@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -9,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
-from trimtab.model.pipeline import PartitionAnswer, PipelineLimit, PipelineStage
+from trimtab.model.pipeline import FrontierPoint, PartitionAnswer, PipelineLimit, PipelineStage
 from trimtab.render.html.kit.labels import duration, share
+from trimtab.render.output import text_table
 
 MIB = 2**20
 
@@ -149,23 +151,17 @@ def print_text(out: Console, answer: PartitionAnswer, searched: float) -> None:
 
 
 def _stages(answer: PartitionAnswer) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("host", "type", "layers"):
-        table.add_column(heading)
-    for heading in ("compute s", "send s", "MB", "of MB", "busy"):
-        table.add_column(heading, justify="right")
-    bottleneck = answer.schedule.bottleneck_seconds
-    if answer.schedule.input_seconds:
-        table.add_row(escape(answer.job.source or ""), "(source)", "-", "-", f"{answer.schedule.input_seconds:.4f}")
-    for stage in answer.schedule.stages:
-        table.add_row(*_cells(stage, bottleneck))
-    return table
+    bottleneck, input_seconds = answer.schedule.bottleneck_seconds, answer.schedule.input_seconds
+    rows = [(answer.job.source or "", "(source)", "-", "-", f"{input_seconds:.4f}")] if input_seconds else []
+    cells = [_cells(stage, bottleneck) for stage in answer.schedule.stages]
+    heads = ("host", "type", "layers", ">compute s", ">send s", ">MB", ">of MB", ">busy")
+    return text_table(heads, [*rows, *cells])
 
 
 def _cells(stage: PipelineStage, bottleneck: float) -> list[str]:
     return [
-        escape(stage.host),
-        escape(stage.type),
+        stage.host,
+        stage.type,
         f"{stage.first}-{stage.last}",
         f"{stage.compute_seconds:.4f}",
         f"{stage.transfer_seconds:.4f}" if stage.transfer_seconds else "-",
@@ -176,15 +172,18 @@ def _cells(stage: PipelineStage, bottleneck: float) -> list[str]:
 
 
 def _frontier(answer: PartitionAnswer) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("devices", "bottleneck", "items/s", "gain of the last one"):
-        table.add_column(heading, justify="right")
+    rows = (
+        (point.devices, duration(point.bottleneck_seconds), rate.replace("–", "-"), gain or "-")
+        for point, rate, gain in frontier_gains(answer)
+    )
+    return text_table((">devices", ">bottleneck", ">items/s", ">gain of the last one"), rows)
+
+
+def frontier_gains(answer: PartitionAnswer) -> Iterator[tuple[FrontierPoint, str, str]]:
+    """Each number of devices with its items per second, and the gain of the last device (empty: not known)."""
     before = None
     for point in answer.frontier:
         rate = answer.job.batch_size / point.bottleneck_seconds if point.bottleneck_seconds else None
-        gain = share(rate / before - 1) if rate and before else "-"
-        table.add_row(
-            str(point.devices), duration(point.bottleneck_seconds), f"{rate:.4g}" if rate is not None else "-", gain
-        )
+        gain = share(rate / before - 1) if rate and before else ""
+        yield point, f"{rate:.4g}" if rate is not None else "–", gain
         before = rate
-    return table

@@ -12,7 +12,7 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import Alternative, PlacementAnswer, Plan, ScalingCaveat, Sensitivity
 from trimtab.plan.placement.compare import time_text
-from trimtab.render.output import plain_table
+from trimtab.render.output import text_table
 
 HEADING = "Best placement for this task is:"
 
@@ -206,22 +206,20 @@ def _unit(plan: Plan) -> tuple[str, float]:
 
 def _components(plan: Plan) -> Table:
     word, unit = _unit(plan)
-    table = plain_table()
-    table.add_column("component")
-    table.add_column("GPUs", justify="right")
-    table.add_column("ranks")
-    if any(c.variant for c in plan.components):
-        table.add_column("variant")
-    for heading in (word, "start", "end", "idle"):
-        table.add_column(heading, justify="right")
+    variants = any(c.variant for c in plan.components)
+    rows = []
     for c in plan.components:
-        cells = [escape(c.name), str(len(c.gpus) or "CPU"), ranks_text(c.gpus) or "-"]
-        if any(other.variant for other in plan.components):
-            cells.append(escape(c.variant) or "-")
+        seconds, *times = (f"{unit * value:.1f}" for value in (c.seconds, c.start, c.end))
         mark = "*" if c.extrapolated else ""
-        times = [f"{unit * value:.1f}" for value in (c.seconds, c.start, c.end)]
-        cells += [f"{times[0]}{mark}", *times[1:], f"{c.idle_share:.0%}"]
-        table.add_row(*cells)
+        rows.append(
+            (
+                *(c.name, len(c.gpus) or "CPU", ranks_text(c.gpus) or "-"),
+                *([c.variant or "-"] if variants else []),
+                *(f"{seconds}{mark}", *times, f"{c.idle_share:.0%}"),
+            )
+        )
+    heads = ("component", ">GPUs", "ranks", *(["variant"] if variants else []), f">{word}", ">start", ">end", ">idle")
+    table = text_table(heads, rows)
     if any(c.extrapolated for c in plan.components):
         table.caption = "* extrapolated beyond what was measured"
         table.caption_justify = "left"
@@ -230,23 +228,15 @@ def _components(plan: Plan) -> Table:
 
 def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
     word, unit = _unit(best)
-    table = plain_table()
-    table.add_column("compared with")
-    table.add_column(word, justify="right")
-    table.add_column("slower", justify="right")
-    table.add_column("placement, and why it loses")
+    rows = []
     for other in alternatives:
         if other.plan is None:
-            table.add_row(escape(other.label), "-", "-", escape(other.reason))
+            rows.append((other.label, "-", "-", other.reason))
             continue
         ratio = other.plan.iteration_seconds / best.iteration_seconds if best.iteration_seconds else 1.0
-        table.add_row(
-            escape(other.label),
-            f"{unit * other.plan.iteration_seconds:.1f}",
-            f"{ratio:.2f}x",
-            escape(f"{other.plan.describe()}: {other.reason}"),
-        )
-    return table
+        seconds = f"{unit * other.plan.iteration_seconds:.1f}"
+        rows.append((other.label, seconds, f"{ratio:.2f}x", f"{other.plan.describe()}: {other.reason}"))
+    return text_table(("compared with", f">{word}", ">slower", "placement, and why it loses"), rows)
 
 
 def _range(row: Sensitivity) -> str:

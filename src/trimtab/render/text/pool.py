@@ -12,7 +12,7 @@ from rich.table import Table
 
 from trimtab.model.pool import IN_QUEUE, PoolSpec, TaskExplanation
 from trimtab.render.html.kit.labels import counted
-from trimtab.render.output import out, plain_table
+from trimtab.render.output import out, text_table
 from trimtab.render.text.formatting import (
     Data,
     amounts,
@@ -22,11 +22,11 @@ from trimtab.render.text.formatting import (
     print_more,
     print_story,
     reason_data,
+    reason_text,
     show,
     span,
     story_data,
     unit_of,
-    why,
 )
 from trimtab.render.text.nodes import groups_table, nodes_data, nodes_table
 from trimtab.runtime.procs.background import sentence
@@ -225,21 +225,17 @@ def print_pools(pools: Mapping[str, Data]) -> None:
     if not pools:
         out.print("no pools yet")
         return
-    table = plain_table()
-    table.add_column("pool")
-    table.add_column("used of its quota")
-    table.add_column("slots")
-    table.add_column("tasks")
-    table.add_column("evictions", justify="right")
-    for name, view in pools.items():
-        table.add_row(
-            escape(name) + (" (drained)" if view["drained"] else ""),
+    rows = (
+        (
+            name + (" (drained)" if view["drained"] else ""),
             _used(view),
             counts(view["slots"], ("taken", "idle", "making", "removing", "wanted")),
             counts(view["tasks"], view["tasks"]),
-            str(sum(view["evictions"].values())),
+            sum(view["evictions"].values()),
         )
-    show(table)
+        for name, view in pools.items()
+    )
+    show(text_table(("pool", "used of its quota", "slots", "tasks", ">evictions"), rows))
 
 
 def print_pool(data: Data) -> None:
@@ -259,14 +255,18 @@ def print_pool(data: Data) -> None:
         ("evictions", evicted),
     )
     if data["tasks"]:
-        table = plain_table()
-        for heading in ("task", "state", "priority", "nodes", "why"):
-            table.add_column(heading, justify="right" if heading == "priority" else "left")
-        for task in data["tasks"][-TASKS_SHOWN:]:
-            nodes = ", ".join(node[:12] for node in task["nodes"]) or "-"
-            table.add_row(escape(task["id"]), task["state"], f"{task['priority']:g}", nodes, why(task["reason"]))
+        rows = (
+            (
+                task["id"],
+                task["state"],
+                f"{task['priority']:g}",
+                ", ".join(node[:12] for node in task["nodes"]) or "-",
+                reason_text(task["reason"]),
+            )
+            for task in data["tasks"][-TASKS_SHOWN:]
+        )
         out.print()
-        show(table)
+        show(text_table(("task", "state", ">priority", "nodes", "why"), rows))
         print_more(len(data["tasks"]), TASKS_SHOWN)
 
 
@@ -284,7 +284,7 @@ def print_explanation(data: Data) -> None:
         f"[bold]{escape(data['task'])}[/] is {data['state']}{since}; pool {escape(data['pool'])}, "
         f"priority {data['priority']:g}"
     )
-    rows = [("why", f"{data['reason']['code']}: {data['reason']['sentence']}")]
+    rows = [("why", reason_text(data["reason"]))]
     if data["position"] is not None:
         rows.append(("position", f"{data['position']} of {data['queue_length']} in the queue of the pool"))
     if data["needs"]:
@@ -313,18 +313,17 @@ def _metrics_line(metrics: Data) -> str:
 
 
 def _waiting_table(waiting: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("waits", "pool", "place", "priority", "why"):
-        table.add_column(heading, justify="right" if heading in ("place", "priority") else "left")
-    for task in waiting:
-        table.add_row(
-            escape(task["id"]) + (" (evicted)" if task["state"] == "evicted" else ""),
-            escape(task["pool"]),
-            str(task["position"] or "-"),
+    rows = (
+        (
+            task["id"] + (" (evicted)" if task["state"] == "evicted" else ""),
+            task["pool"],
+            task["position"] or "-",
             f"{task['priority']:g}",
-            why(task["reason"]),
+            reason_text(task["reason"]),
         )
-    return table
+        for task in waiting
+    )
+    return text_table(("waits", "pool", ">place", ">priority", "why"), rows)
 
 
 def _used(view: Data) -> str:

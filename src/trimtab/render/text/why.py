@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from trimtab.core.resources import amount_text, total
 from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, NodeFit
 from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, PendingWorkload, ResourceRequest, WorkloadKind
 from trimtab.machines.diagnose.would_fit import WouldFit
-from trimtab.render.output import plain_table
+from trimtab.render.output import text_table
 from trimtab.render.text.formatting import show, span
 
 NODES_SHOWN = 8
@@ -163,24 +163,15 @@ def print_would_fit(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit)
     else:
         verdict = "[bold red]never fits[/] on the nodes that are not draining"
     parts: list[RenderableType] = [_line(f"[bold]{escape(job)}[/] {verdict}"), _line(f"[dim]plan: {escape(plan)}[/]")]
-    table = plain_table()
-    for heading in ("group", "asks", "now", "nodes empty"):
-        table.add_column(heading)
+    rows = []
     for group_fit in found.groups:
-        requests = (
-            f"{group_fit.group.gpus} gpu"
-            if group_fit.group.gpus
-            else str(total([request.amounts for request in group_fit.group.requests]))
-        )
-        if group_fit.group.block > 1:
-            requests += f", {group_fit.group.block} of them on one node"
+        group = group_fit.group
+        requests = f"{group.gpus} gpu" if group.gpus else str(total([request.amounts for request in group.requests]))
+        if group.block > 1:
+            requests += f", {group.block} of them on one node"
         now = f"fits on {_names(group_fit.nodes)}" if group_fit.now else f"lacks {group_fit.lacks_now}"
-        table.add_row(
-            escape(group_fit.group.name),
-            requests,
-            escape(now),
-            "fits" if group_fit.ever else f"lacks {group_fit.lacks_ever}",
-        )
+        rows.append((group.name, requests, now, "fits" if group_fit.ever else f"lacks {group_fit.lacks_ever}"))
+    table = text_table(("group", "asks", "now", "nodes empty"), rows)
     parts += [Text(), table]
     if found.finding is not None:
         parts += [Text(), _finding(snapshot, found.finding, heading=False)]
@@ -282,12 +273,9 @@ def _nodes(finding: Finding) -> list[RenderableType]:
     shown = [row for row in finding.rows if row not in none]
     parts: list[RenderableType] = []
     if shown:
-        table = plain_table(header_style="dim")
-        for heading in ("node", "free", "lacks now", ""):
-            table.add_column(heading, no_wrap=heading == "node")
-        for row in shown[:NODES_SHOWN]:
-            table.add_row(*(escape(word) for word in _row(finding, row)))
-        parts.append(table)
+        heads = (Column("node", no_wrap=True), "free", "lacks now", "")
+        rows = (_row(finding, row) for row in shown[:NODES_SHOWN])
+        parts.append(text_table(heads, rows, header_style="dim"))
     if len(shown) > NODES_SHOWN:
         parts.append(_line(f"[dim]and {len(shown) - NODES_SHOWN} nodes more: --format json has all[/]"))
     if shown and none:

@@ -13,8 +13,8 @@ from typing import Any
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.run_events import ODD
-from trimtab.render.html.kit.labels import counted, duration, share
-from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, whole
+from trimtab.render.html.kit.labels import counted, duration, gpus_words, reason_text, share
+from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, finite, whole
 from trimtab.render.html.run.figures import ReportCost, costs, idle_shares
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.summary import status_sentence
@@ -190,10 +190,6 @@ class RunBoard:
                 found.update(dict.fromkeys(names, gpus))
         return found
 
-    def subject_of(self, at: int) -> Subject | None:
-        """The subject of an event, by its number."""
-        return self._about[at] if 0 <= at < len(self._about) else None
-
     def story_of(self, kind: str, name: str) -> dict[str, Any] | None:
         """A story for the page: title, facts, and chapters of time, what and why. None where it does not exist."""
         if kind == "mark":
@@ -246,8 +242,12 @@ class RunBoard:
         )
         here = "; ".join(f"{component} on GPU {ranks_text(gpus)}" for component, gpus in self.on_node(name).items())
         state = "draining" if name in self.leaving else "present" if self.is_present(node) else "gone"
-        has = f"{node.gpus} × {node.kind}" if node.kind else counted(node.gpus, "GPU")
-        return [("state", state), ("has", has), ("present", times), ("runs", here if state != "gone" else "")]
+        return [
+            ("state", state),
+            ("has", gpus_words(node.gpus, node.kind)),
+            ("present", times),
+            ("runs", here if state != "gone" else ""),
+        ]
 
     def _component_facts(self, name: str) -> list[tuple[str, str]] | None:
         cost = next((cost for cost in self.costs if cost.component == name), None)
@@ -272,14 +272,12 @@ class RunBoard:
             return None
         move: ReportMigration = moves[-1]
         stages = ", ".join(f"{stage} {duration(took)}" for stage, _, took in move.stages)
-        gain = move.numbers.get("gain_s")
-        gain_text = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else ""
         return [
             ("state", move.state + (", forced" if move.forced else "")),
             ("from", move.before),
             ("to", move.after),
             ("why", " ".join(filter(None, (f"{move.code}:" if move.code else "", move.reason)))),
-            ("gain per iteration", gain_text),
+            ("gain per iteration", _seconds(finite(move.numbers.get("gain_s")))),
             ("stages", stages),
             ("took", duration(move.cost_s) if move.cost_s else ""),
             ("outcome", move.outcome),
@@ -292,13 +290,12 @@ def worker_name(event: Mapping[str, Any]) -> str:
 
 
 def _status_facts(status: SubjectStatus) -> list[tuple[str, str]]:
-    why = f"{status.code}: {status.reason}" if status.code and status.reason else status.code or status.reason
+    why = reason_text(status.code, status.reason)
     return [("state", f"{status.state}, since {duration(status.since_s)}"), ("why", why)]
 
 
 def _chapter(event: ReportEvent) -> list[str]:
-    why = f"{event.code}: {event.reason}" if event.code and event.reason else event.code or event.reason
-    return [duration(event.t_s), event.title, why]
+    return [duration(event.t_s), event.title, reason_text(event.code, event.reason)]
 
 
 def _number(value: int | None) -> str:

@@ -10,6 +10,7 @@ import html
 import math
 import re
 import unicodedata
+from collections.abc import Sequence
 
 # XML allows no control characters and no surrogates; direction marks would reorder adjacent text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -95,6 +96,26 @@ def share(part: float) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 move`, `2 moves`."""
     return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def reason_text(code: str, reason: str) -> str:
+    """`CODE: reason`, or what there is of it."""
+    return ": ".join(part for part in (code, reason) if part)
+
+
+def gpus_words(count: int, kind: str) -> str:
+    """`8 × H100`, or `8 GPUs` where the kind is not known."""
+    return f"{count} × {kind}" if kind else counted(count, "GPU")
 
 
 def wrap(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""Curves over the iterations of a run: lines, steps for predictions, marks where the plan changed.
+"""Curves over iterations, time or a count: lines, steps for predictions, marks where the plan changed.
 
 Pure. Must never happen: a curve hides a point. Where there are more points than pixels, the lowest and the highest per
 pixel are kept; an outlier is drawn at the edge with an arrow and its value, so that it does not flatten the rest.
@@ -47,7 +47,7 @@ class CurveChart:
     unit: Unit
     description: str
     marks: tuple[tuple[float, str], ...] = ()
-    across: str = "iteration"
+    across: str = "iteration"  # what the horizontal axis counts; empty: seconds
 
 
 def curves_svg(chart: CurveChart, width: int, prefix: str) -> str:
@@ -97,8 +97,7 @@ class _Plot:
             self.out.append(f'<path class="grid" d="M{px(self.left)} {px(y)}H{px(self.right)}"/>')
             self.out.append(text_at(self.left - 8, y + 4, words, "quiet", anchor="end"))
         free_from = 0.0
-        for value in _whole_steps(self.first, self.last, max(2, int((self.right - self.left) / 70))):
-            words = f"{value:,}"
+        for value, words in self.positions(max(2, int((self.right - self.left) / 70))):
             half = text_width(words, 12) / 2
             middle = min(self.x(value), self.right - half)
             if middle - half >= free_from:
@@ -106,6 +105,12 @@ class _Plot:
                 free_from = middle + half + 8
         middle = (self.left + self.right) / 2
         self.out.append(text_at(middle, self.bottom + 36, self.chart.across, "quiet", anchor="middle"))
+
+    def positions(self, limit: int) -> list[tuple[float, str]]:
+        """Round positions on the horizontal axis, with labels."""
+        if not self.chart.across:
+            return ticks(self.last, limit)
+        return [(value, f"{value:,}") for value in _whole_steps(self.first, self.last, limit)]
 
     def marks(self) -> None:
         free_from = self.left
@@ -142,9 +147,8 @@ class _Plot:
             if not dots and y <= self.high:
                 continue
             note = curve.notes[at] if at < len(curve.notes) else ""
-            words = f"{curve.name}\n{self.chart.across} {x:,.0f}: {figure(y, self.chart.unit)}" + (
-                f"\n{note}" if note else ""
-            )
+            where = f"{self.chart.across} {x:,.0f}" if self.chart.across else duration(x)
+            words = f"{curve.name}\n{where}: {figure(y, self.chart.unit)}" + (f"\n{note}" if note else "")
             title = f"<title>{'&#10;'.join(map(escape, words.splitlines()))}</title>"
             if y > self.high:
                 cx, cy = self.x(x), self.top

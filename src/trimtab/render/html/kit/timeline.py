@@ -8,14 +8,11 @@ unescaped.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import resources
-
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan, TimelineBar
 from trimtab.render.html.kit.chart import BarLook, Chart, ChartBar, ChartMark, ChartRow, ChartSpan, gaps, merge_bars
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
-from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
+from trimtab.render.html.kit.svg import asset, hatch_pattern, px, rect, svg_document, text_at
 
 COLOURS = 8
 JOIN_PX = 0.5
@@ -92,12 +89,6 @@ def _periods(plan: Plan, seconds: float) -> tuple[ChartSpan, ...]:
     return tuple(ChartSpan(i * period, (i + 1) * period, label if i == 0 else "") for i in range(whole))
 
 
-@cache
-def style() -> str:
-    """The style sheet of timelines; a page with several carries it once."""
-    return resources.files("trimtab.render.html").joinpath("assets/timeline.css").read_text(encoding="utf-8")
-
-
 def svg(
     chart: Chart, width: int = 960, standalone: bool = True, *, compact: bool = False, prefix: str = "timeline"
 ) -> str:
@@ -147,7 +138,7 @@ class _Canvas:
     def page(self, height: float) -> str:
         chart, head = self.chart, ""
         if self.standalone:
-            head += f"<style>{style()}</style>"
+            head += f"<style>{asset('timeline.css')}</style>"
             head += f'<rect class="surface" width="{self.width}" height="{px(height)}" rx="8"/>'
         body = head + hatch_pattern(self.prefix) + "".join(self.out)
         return svg_document(body, self.width, height, self.prefix, chart.title, chart.description)

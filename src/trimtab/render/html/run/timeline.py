@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trimtab.render.html.kit import page
 from trimtab.render.html.kit.chart import BarLook, ChartBar, merge_bars
-from trimtab.render.html.kit.labels import counted, duration, escape, fit, text_width, ticks
+from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width, ticks
 from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
 from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode
@@ -191,7 +192,15 @@ def chart_data(chart: RunChart) -> dict[str, Any]:
             for track in chart.tracks
         ],
         "marks": [
-            [round(mark.t_s, digits), mark.lane, mark.kind, mark.title, _why(mark), int(mark.strong), at]
+            [
+                round(mark.t_s, digits),
+                mark.lane,
+                mark.kind,
+                mark.title,
+                reason_text(mark.code, mark.reason),
+                int(mark.strong),
+                at,
+            ]
             for at, mark in enumerate(chart.marks)
             if mark.lane in LANES
         ],
@@ -203,10 +212,6 @@ def chart_data(chart: RunChart) -> dict[str, Any]:
         "end": chart.end_s,
         "open": chart.is_open,
     }
-
-
-def _why(mark: ReportEvent) -> str:
-    return f"{mark.code}: {mark.reason}" if mark.code and mark.reason else mark.code or mark.reason
 
 
 # ---- still picture --------------------------------------------------------------------------------------------------
@@ -305,8 +310,7 @@ class _Drawing:
         if node.name or len(self.chart.nodes) > 1:
             self.out.append(rect(self.left, top - _NODE_PX, self.right - self.left, _NODE_PX, "head"))
             name = node.name or "GPUs without a node name"
-            has = f"{node.gpus} × {node.kind}" if node.kind else counted(node.gpus, "GPU")
-            has = fit(has, self.right / 3, 12)
+            has = fit(gpus_words(node.gpus, node.kind), self.right / 3, 12)
             shown = fit(name, self.right - text_width(has, 12) - 16, 13, bold=True)
             aside = f'<tspan class="quiet" font-weight="400" dx="8">{escape(has)}</tspan>'
             self.out.append(text_at(0, top - 6, shown, "name small", tip=name, more=aside))
@@ -414,23 +418,18 @@ def _move_tip(move: ReportMigration) -> str:
 def legend(chart: RunChart) -> str:
     """The legend of colours and marks, for both ways of drawing."""
     looks = {bar.doing for track in chart.tracks for bar in track.bars}
-    items = [
-        f'<li><span class="tt-key key{at % COLOURS}"></span>{escape(name)}</li>' for at, name in enumerate(chart.keys)
-    ]
+    entries = [(page.key_of(at), name) for at, name in enumerate(chart.keys)]
     first = next((bar.component for track in chart.tracks for bar in track.bars if bar.doing == "switch"), None)
     if first is not None:
-        colour = chart.keys.index(first) % COLOURS
-        items.append(f'<li><span class="tt-key key{colour} hatched"></span>switch</li>')
-    if "sync" in looks:
-        items.append('<li><span class="tt-key keysync"></span>weight sync</li>')
-    if any(bar.void for track in chart.tracks for bar in track.bars):
-        items.append('<li><span class="tt-key keyvoid"></span>run again later</li>')
-    if chart.nodes:
-        items.append('<li><span class="tt-key keyidle"></span>idle</li>')
+        entries.append((page.key_of(chart.keys.index(first)).replace('"></', ' hatched"></'), "switch"))
+    seen = {
+        "sync": ("weight sync", "sync" in looks),
+        "void": ("run again later", any(bar.void for track in chart.tracks for bar in track.bars)),
+        "idle": ("idle", bool(chart.nodes)),
+    }
+    entries += [(f'<span class="tt-key key{css}"></span>', words) for css, (words, there) in seen.items() if there]
     for kind in dict.fromkeys(mark.kind for mark in chart.marks if mark.lane in LANES):
         if kind in SHAPE_WORDS:
-            drawn = glyph(kind, 6, 6)
-            items.append(
-                f'<li><svg class="tt" width="12" height="12" aria-hidden="true">{drawn}</svg>{SHAPE_WORDS[kind]}</li>'
-            )
-    return f'<ul class="legend">{"".join(items)}</ul>'
+            drawn = f'<svg class="tt" width="12" height="12" aria-hidden="true">{glyph(kind, 6, 6)}</svg>'
+            entries.append((drawn, SHAPE_WORDS[kind]))
+    return page.legend(entries)
