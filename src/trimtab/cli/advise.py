@@ -18,7 +18,7 @@ import typer
 
 from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text
-from trimtab.render.output import Format, answer, err, out, share, warn
+from trimtab.render.output import Format, answer, err, share, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,8 +241,8 @@ def _answer_once(follower: Follower, form: Format, output: Path | None) -> None:
 def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, port: int | None) -> None:
     """Follows with a live view on a terminal, otherwise a line per event; prints the summary at the end."""
     from trimtab.cli.dashboard import beside
-    from trimtab.render.live.cluster import signals_interrupt
     from trimtab.render.text import advise as advise_text
+    from trimtab.runtime.procs.interrupts import signals_interrupt
 
     frame: FollowFrame | None = None
     reported = False
@@ -290,29 +290,19 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
 @contextlib.contextmanager
 def _shown(form: Format) -> Iterator[Show]:
     """Yields a function that shows a frame: a live view, lines of text, or JSON/YAML lines."""
+    from trimtab.render.live.view import LiveView
     from trimtab.render.text import advise as advise_text
 
-    if form is not Format.text:
+    if form is Format.text:
+        with LiveView(advise_text.picture, lambda _, frame: advise_text.lines(frame)) as view:
+            yield view.show
+        return
 
-        def lines(frame: FollowFrame) -> None:
-            for event in advise_text.events(frame):
-                _line(form, event)
+    def events(frame: FollowFrame) -> None:
+        for event in advise_text.events(frame):
+            _line(form, event)
 
-        yield lines
-    elif out.is_terminal:
-        from rich.console import Console
-        from rich.live import Live
-
-        screen = Console(highlight=False)
-        with Live(console=screen, auto_refresh=False, vertical_overflow="crop", transient=True) as live:
-            yield lambda frame: live.update(advise_text.picture(frame), refresh=True)
-    else:
-
-        def print_lines(frame: FollowFrame) -> None:
-            for line in advise_text.lines(frame):
-                print(line, flush=True)
-
-        yield print_lines
+    yield events
 
 
 def _line(form: Format, data: dict[str, Any]) -> None:

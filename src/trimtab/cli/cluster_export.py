@@ -6,11 +6,10 @@ happen inside the functions, so that the command line starts quickly.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -374,6 +373,7 @@ def hook(
     from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.http.listening import listening
     from trimtab.runtime.http.tokens import HOOK, token
+    from trimtab.runtime.procs.interrupts import signals_interrupt
 
     server_module, make_calls = _import_hook()
     link = RayConnection(address, start=False)
@@ -388,7 +388,9 @@ def hook(
             )
             for line in (f"listening on {server.url}", token_text, calls.how(), "Ctrl-C stops it"):
                 err.print(line, markup=False)
-            _until_ended(server.serve)
+            # SIGTERM and Ctrl-C stop in order: the server finishes the calls under way and passes the signal on.
+            with signals_interrupt(), contextlib.suppress(KeyboardInterrupt):
+                server.serve()
     finally:
         link.close()
     err.print("stopped")
@@ -403,18 +405,3 @@ def _import_hook() -> tuple[Any, Any]:
             f"the hook needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
         ) from None
     return server_module, NodeHookCalls
-
-
-def _until_ended(serve: Callable[[], None]) -> None:
-    """Serves until Ctrl-C or SIGTERM; both stop in order."""
-
-    def ended(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, ended)
-    try:
-        serve()
-    except KeyboardInterrupt:
-        pass  # the server has finished the calls under way and passes the signal on
-    finally:
-        signal.signal(signal.SIGTERM, before)

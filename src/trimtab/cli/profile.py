@@ -194,7 +194,7 @@ def _profile_text(profile: Profile, output: Path | None) -> None:
             about = (*_details(component), "wait" if component.waits else "") if not position else ("",) * 5
             rows.append((component.name if not position else "", gpus, f"{seconds:.4g}", *about))
     heads = ("component", ">GPUs", ">seconds", ">spread", ">drift", ">s per 1k tok", ">steps", "")
-    out.print(text_table(heads, rows, title=f"Profile of {profile.source}: seconds of one iteration"))
+    out.print(text_table(heads, rows, no_wrap=True, title=f"Profile of {profile.source}: seconds of one iteration"))
     for note in profile.notes:
         out.print(f"- {note}", markup=False)
     if output is not None:

@@ -7,6 +7,7 @@ happen inside the functions, so that the command line starts quickly.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ import typer
 
 from trimtab.cli.advise import check_seconds
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
-from trimtab.render.output import Format, answer, out
+from trimtab.render.output import Format, answer
 
 if TYPE_CHECKING:
     from trimtab.machines.diagnose.findings import Diagnosis
@@ -131,32 +132,17 @@ def _diagnoses(reader: GcsReader, every_s: float, at_most_s: float) -> Iterator[
 
 def _watch_text(reader: GcsReader, every_s: float, at_most_s: float) -> bool:
     """A live view on a terminal, otherwise a new text whenever it changes. Ctrl-C ends it with the last result."""
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.text import Text
-
+    from trimtab.render.live.view import LiveView
     from trimtab.render.text import why as why_text
-    from trimtab.render.text.formatting import clock
 
-    never, before = False, None
-    try:
-        if out.is_terminal:
-            screen = Console(highlight=False)  # it folds lines, `out` would cut them
-            with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
-                for snapshot, found in _diagnoses(reader, every_s, at_most_s):
-                    never = found.never > 0
-                    line = Text(f"\n{clock(snapshot.at)}, every {every_s:g} s; Ctrl-C ends", style="dim")
-                    live.update(Group(why_text.picture(snapshot, found), line), refresh=True)
-        else:
-            for snapshot, found in _diagnoses(reader, every_s, at_most_s):
-                never = found.never > 0
-                seen = [(f.cause, f.never, f.count, [each.id for each in f.workloads]) for f in found.findings]
-                if seen != before:
-                    out.print(f"-- {clock(snapshot.at)}", markup=False)
-                    why_text.print_why(snapshot, found)
-                before = seen
-    except KeyboardInterrupt:
-        pass
+    never = False
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        LiveView(lambda seen: why_text.live_picture(*seen, every_s), why_text.change_lines, stays=True) as view,
+    ):
+        for snapshot, found in _diagnoses(reader, every_s, at_most_s):
+            never = found.never > 0
+            view.show((snapshot, found))
     return never
 
 

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -55,14 +55,17 @@ def share(text: str, option: str) -> float:
     return value
 
 
-def text_table(heads: Sequence[str | Column], rows: Iterable[Sequence[Any]], **options: Any) -> Table:
+def text_table(
+    heads: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, no_wrap: bool = False, **options: Any
+) -> Table:
     """A table without lines. `>` before a heading aligns its column to the right; only `Text` may be styled."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", **options)
     for head in heads:
         if isinstance(head, Column):
             table.columns.append(replace(head, _index=len(table.columns), _cells=[]))
         else:
-            table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left")
+            side: Literal["left", "right"] = "right" if head.startswith(">") else "left"
+            table.add_column(head.removeprefix(">"), justify=side, no_wrap=no_wrap)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else escape(str(cell)) for cell in row))
     return table

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from trimtab.core.ranks import ranks_text
@@ -115,7 +115,8 @@ def _table(seen: RunPicture) -> Table:
     if seen.other_s is not None and seen.step_s:
         share = _percent(seen.other_s / seen.step_s)
         rows.append(("anything else", "", f"{seen.other_s:.1f}", share, "", "", ""))
-    return text_table(("component", ">GPUs", ">seconds", ">of the step", ">spread", ">drift", ""), rows)
+    heads = ("component", ">GPUs", ">seconds", ">of the step", ">spread", ">drift", Column(""))
+    return text_table(heads, rows, no_wrap=True)
 
 
 def gpus_text(part: ComponentSummary) -> str:
@@ -180,7 +181,7 @@ def _engines(engines: Sequence[EngineSample]) -> Table:
         silent = "" if engine.fault is None else f"does not answer ({engine.silent_s or 0:.0f} s): {engine.fault}"
         numbers = (_count(engine.running), _count(engine.waiting), _percent(engine.cache), _count(engine.tokens_per_s))
         rows.append((engine.url, *numbers, silent))
-    table = text_table(("engine", ">running", ">waiting", ">cache", ">tokens/s", ""), rows)
+    table = text_table(("engine", ">running", ">waiting", ">cache", ">tokens/s", Column("")), rows, no_wrap=True)
     if len(engines) > ENGINES_SHOWN:
         table.caption = f"and {len(engines) - ENGINES_SHOWN} more"
     return table

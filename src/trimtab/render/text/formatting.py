@@ -49,9 +49,14 @@ def show(parts: RenderableType) -> None:
     if out.is_terminal:
         out.print(parts)
         return
+    out.file.write("".join(f"{line}\n" for line in text_lines(parts)))
+
+
+def text_lines(parts: RenderableType) -> list[str]:
+    """One row per line, without trailing spaces."""
     page = io.StringIO()
     Console(file=page, highlight=False, width=PIPE_WIDTH).print(parts)
-    out.file.write("".join(f"{line.rstrip()}\n" for line in page.getvalue().splitlines()))
+    return [line.rstrip() for line in page.getvalue().splitlines()]
 
 
 def reason_text(reason: Data) -> str:

@@ -15,7 +15,7 @@ from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, No
 from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, PendingWorkload, ResourceRequest, WorkloadKind
 from trimtab.machines.diagnose.would_fit import WouldFit
 from trimtab.render.output import text_table
-from trimtab.render.text.formatting import show, span
+from trimtab.render.text.formatting import clock, show, span, text_lines
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
@@ -153,6 +153,22 @@ def picture(snapshot: GcsSnapshot, found: Diagnosis) -> RenderableType:
     if len(jobs) == 1:
         parts += [Text(), *_requested_by(snapshot, jobs.pop())]
     return Group(*parts)
+
+
+def live_picture(snapshot: GcsSnapshot, found: Diagnosis, every_s: float) -> RenderableType:
+    line = Text(f"\n{clock(snapshot.at)}, every {every_s:g} s; Ctrl-C ends", style="dim")
+    return Group(picture(snapshot, found), line)
+
+
+def change_lines(before: tuple[GcsSnapshot, Diagnosis] | None, now: tuple[GcsSnapshot, Diagnosis]) -> list[str]:
+    """The causes whenever they change, for output that is not a terminal."""
+    if before is not None and _gist(before[1]) == _gist(now[1]):
+        return []
+    return [f"-- {clock(now[0].at)}", *text_lines(picture(*now))]
+
+
+def _gist(found: Diagnosis) -> list[Any]:
+    return [(f.cause, f.never, f.count, [each.id for each in f.workloads]) for f in found.findings]
 
 
 def print_would_fit(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
