@@ -15,11 +15,13 @@ from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
 from trimtab.render.output import out, text_table
+from trimtab.render.text.formatting import picked
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
 from trimtab.runtime.advise.engines import EngineSample
 from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
 
+PART_KEYS = ("gpus", "seconds", "share", "spread", "drift", "drifted", "wait")
 ENGINES_SHOWN = 12
 EVENTS_SHOWN = 8
 
@@ -239,7 +241,7 @@ def as_data(frame: FollowFrame, history: Sequence[FollowEvent]) -> dict[str, Any
         "counted_steps": seen.counted,
         "newest_step": seen.newest,
         "step_seconds": seen.step_s,
-        "components": {part.name: _part_data(part) for part in seen.parts},
+        "components": {part.name: picked(part, *PART_KEYS) for part in seen.parts},
         "other_seconds": seen.other_s,
         "answers": {"mean_tokens": seen.length, "drift": seen.length_drift},
         "placement": [
@@ -267,18 +269,6 @@ def events(frame: FollowFrame) -> Iterator[dict[str, Any]]:
         }
     for event in frame.news:
         yield {"event": event.what.replace(" ", "_"), **_event_data(event)}
-
-
-def _part_data(part: ComponentSummary) -> dict[str, Any]:
-    return {
-        "gpus": part.gpus,
-        "seconds": part.seconds,
-        "share": part.share,
-        "spread": part.spread,
-        "drift": part.drift,
-        "drifted": part.drifted,
-        "wait": part.wait,
-    }
 
 
 def _advice_data(advice: Advice) -> dict[str, Any]:
@@ -334,10 +324,7 @@ def _around_data(around: ClusterSample) -> dict[str, Any]:
         else {"fault": nodes}
         if isinstance(nodes, str)
         else {
-            "nodes": [
-                {"name": n.name, "gpus": n.gpus, "free": n.free, "draining": n.draining, "busy": dict(n.busy)}
-                for n in nodes
-            ]
+            "nodes": [{**picked(node, "name", "gpus", "free", "draining"), "busy": dict(node.busy)} for node in nodes]
         },
         "gpus_here": list(around.gpus),
     }

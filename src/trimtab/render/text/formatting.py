@@ -95,6 +95,11 @@ def clock(at: float) -> str:
     return time.strftime("%H:%M:%S" if when[:3] == today[:3] else "%Y-%m-%d %H:%M:%S", when)
 
 
+def picked(record: object, *names: str) -> dict[str, Any]:
+    """Attributes of a record as data."""
+    return {name: getattr(record, name) for name in names}
+
+
 def reason_data(reason: Reason) -> dict[str, str]:
     return {"code": reason.code.value, "sentence": reason.sentence}
 

@@ -13,6 +13,7 @@ from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import FrontierPoint, PartitionAnswer, PipelineLimit, PipelineStage
 from trimtab.render.html.kit.labels import duration, share
 from trimtab.render.output import text_table
+from trimtab.render.text.formatting import picked
 
 MIB = 2**20
 
@@ -27,21 +28,16 @@ def as_data(answer: PartitionAnswer, searched: float) -> dict[str, Any]:
         "bottleneck_seconds": bottleneck,
         "items_per_second": answer.throughput,
         "latency_seconds": schedule.latency_seconds,
-        "lower_bound_seconds": answer.lower_bound_seconds,
-        "optimal": answer.optimal,
-        "ties_proven": answer.ties_proven,
-        "method": answer.method,
+        **picked(answer, "lower_bound_seconds", "optimal", "ties_proven", "method"),
         "batch_size": job.batch_size,
         "devices_used": len(schedule.stages),
         "devices": len(job.hosts),
         "input_seconds": schedule.input_seconds,
         "stages": [
             {
-                "host": stage.host,
-                "type": stage.type,
+                **picked(stage, "host", "type"),
                 "layers": [stage.first, stage.last],
-                "compute_seconds": stage.compute_seconds,
-                "transfer_seconds": stage.transfer_seconds,
+                **picked(stage, "compute_seconds", "transfer_seconds"),
                 "memory_mb": stage.memory_bytes / MIB,
                 "memory_available_mb": stage.memory_available_bytes / MIB,
                 "utilisation": _part(stage.compute_seconds, bottleneck),
@@ -52,8 +48,7 @@ def as_data(answer: PartitionAnswer, searched: float) -> dict[str, Any]:
         "improve_first": improve_as_data(answer),
         "frontier": [
             {
-                "devices": point.devices,
-                "bottleneck_seconds": point.bottleneck_seconds,
+                **picked(point, "devices", "bottleneck_seconds"),
                 "items_per_second": job.batch_size / point.bottleneck_seconds if point.bottleneck_seconds else None,
             }
             for point in answer.frontier

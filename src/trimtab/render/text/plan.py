@@ -13,6 +13,7 @@ from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import Alternative, PlacementAnswer, Plan, ScalingCaveat, Sensitivity
 from trimtab.plan.placement.compare import time_text
 from trimtab.render.output import text_table
+from trimtab.render.text.formatting import picked
 
 HEADING = "Best placement for this task is:"
 
@@ -30,20 +31,13 @@ def as_data(
         "iterations_per_hour": 3600 / best.iteration_seconds if best.iteration_seconds else None,
         "lower_bound_seconds": answer.lower_bound_seconds,
         "optimal": answer.optimal,
-        "mode": best.mode,
-        "gpus": best.gpus,
-        "idle_share": best.idle_share,
-        "groups": _groups(best),
+        **picked(best, "mode", "gpus", "idle_share"),
+        "groups": groups_data(best),
         "components": {
             c.name: {
                 "gpus": list(c.gpus),
                 "variant": c.variant or None,
-                "seconds": c.seconds,
-                "start": c.start,
-                "end": c.end,
-                "idle_share": c.idle_share,
-                "extrapolated": c.extrapolated,
-                "switch_seconds": c.switch_seconds,
+                **picked(c, "seconds", "start", "end", "idle_share", "extrapolated", "switch_seconds"),
             }
             for c in best.components
         },
@@ -52,24 +46,19 @@ def as_data(
             {
                 "label": other.label,
                 "iteration_seconds": other.plan.iteration_seconds if other.plan else None,
-                "groups": _groups(other.plan) if other.plan else None,
+                "groups": groups_data(other.plan) if other.plan else None,
                 "reason": other.reason,
             }
             for other in answer.alternatives
         ],
-        "near_ties": [{"iteration_seconds": p.iteration_seconds, "groups": _groups(p)} for p in answer.near_ties],
+        "near_ties": [{"iteration_seconds": p.iteration_seconds, "groups": groups_data(p)} for p in answer.near_ties],
         "unrestricted": (
-            {"iteration_seconds": answer.unrestricted.iteration_seconds, "groups": _groups(answer.unrestricted)}
+            {"iteration_seconds": answer.unrestricted.iteration_seconds, "groups": groups_data(answer.unrestricted)}
             if answer.unrestricted
             else None
         ),
         "sensitivity": {
-            s.component: {
-                "lower_factor": s.lower_factor,
-                "upper_factor": s.upper_factor,
-                "lower_becomes": s.lower_becomes,
-                "upper_becomes": s.upper_becomes,
-            }
+            s.component: picked(s, "lower_factor", "upper_factor", "lower_becomes", "upper_becomes")
             for s in answer.sensitivity
         },
         "scaling": _scaling(answer.scaling, other),
@@ -93,14 +82,14 @@ def _scaling(scaling: ScalingCaveat | None, other: PlanSettings | None) -> dict[
         "plan": plan
         and {
             "iteration_seconds": plan.iteration_seconds,
-            "groups": _groups(plan),
+            "groups": groups_data(plan),
             "settings": dict(other.values) if other else None,
         },
         "measure": dict(zip(("component", "gpus"), scaling.measure, strict=True)) if scaling.measure else None,
     }
 
 
-def _groups(plan: Plan) -> list[dict[str, Any]]:
+def groups_data(plan: Plan) -> list[dict[str, Any]]:
     return [
         {"components": list(g.components), "gpus": list(g.gpus), **({"kind": g.kind} if g.kind else {})}
         for g in plan.groups

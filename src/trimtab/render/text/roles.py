@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from trimtab.render.output import out, text_table
+from trimtab.render.text.plan import groups_data
 
 if TYPE_CHECKING:
     from trimtab.formats.loaded import PlanSettings
@@ -90,11 +91,4 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    return {
-        "iteration_seconds": plan.iteration_seconds,
-        "gpus": plan.gpus,
-        "groups": [
-            {"components": list(g.components), "gpus": list(g.gpus), **({"kind": g.kind} if g.kind else {})}
-            for g in plan.groups
-        ],
-    }
+    return {"iteration_seconds": plan.iteration_seconds, "gpus": plan.gpus, "groups": groups_data(plan)}

@@ -15,7 +15,7 @@ from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, No
 from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, PendingWorkload, ResourceRequest, WorkloadKind
 from trimtab.machines.diagnose.would_fit import WouldFit
 from trimtab.render.output import text_table
-from trimtab.render.text.formatting import clock, show, span, text_lines
+from trimtab.render.text.formatting import clock, picked, show, span, text_lines
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
@@ -42,10 +42,7 @@ def as_data(snapshot: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
 def finding_data(snapshot: GcsSnapshot, finding: Finding) -> dict[str, Any]:
     return {
         "cause": finding.cause.value,
-        "never": finding.never,
-        "sentence": finding.sentence,
-        "count": finding.count,
-        "since": finding.since,
+        **picked(finding, "never", "sentence", "count", "since"),
         "waits_s": None if finding.since is None else max(0.0, snapshot.at - finding.since),
         "who": [_waiting_data(snapshot, workload) for workload in finding.workloads],
         "followers": [_waiting_data(snapshot, workload) for workload in finding.followers],
@@ -96,10 +93,8 @@ def _waiting_data(snapshot: GcsSnapshot, workload: PendingWorkload) -> dict[str,
         "count": workload.count,
         "asks": [_ask_data(request) for request in workload.requests],
         "strategy": workload.strategy.value if workload.kind is WorkloadKind.group else None,
-        "group": workload.group,
-        "bundle": workload.bundle,
-        "pinned": workload.pinned,
-        "job": {"id": workload.job, "command": job.command, "pid": job.pid, "address": job.address} if job else None,
+        **picked(workload, "group", "bundle", "pinned"),
+        "job": {"id": workload.job, **picked(job, "command", "pid", "address")} if job else None,
     }
 
 
@@ -121,14 +116,11 @@ def _row_data(row: NodeFit) -> dict[str, Any]:
 
 def _node_data(node: NodeSnapshot) -> dict[str, Any]:
     return {
-        "id": node.id,
-        "name": node.name,
-        "address": node.address,
-        "head": node.head,
+        **picked(node, "id", "name", "address", "head"),
         "total": node.total.floats(),
         "free": node.free.floats(),
         "labels": dict(node.labels),
-        "draining": None if node.drain is None else {"deadline": node.drain.deadline, "cause": node.drain.cause},
+        "draining": None if node.drain is None else picked(node.drain, "deadline", "cause"),
     }
 
 
