@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.cli.options import DashboardPortOption, FormatOption, JsonOption, ProfileOption, read_profile
 from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text
 from trimtab.render.output import Format, answer, err, share, warn
@@ -43,9 +44,7 @@ def advise(
         list[Path] | None,
         typer.Option("--follow", metavar="RUN", help="Log of the run, or folder of its event files (repeatable)."),
     ] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
-    ] = None,
+    profile: ProfileOption = None,
     once: Annotated[
         bool, typer.Option("--once", help="Read a finished log to its end, print the advice, and exit.")
     ] = False,
@@ -55,9 +54,7 @@ def advise(
         typer.Option("--folder", metavar="DIR", help="Folder for the observations.  [default: runs/advise-LOG-ID]"),
     ] = None,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Serve a local dashboard while following.")] = False,
-    port: Annotated[
-        int | None, typer.Option("--port", help="Port of the dashboard.  [default: 8270, or the next free port]")
-    ] = None,
+    port: DashboardPortOption = None,
     engine: Annotated[
         list[str] | None,
         typer.Option("--engine", metavar="URL", help="Rollout engine to read metrics from (repeatable)."),
@@ -86,8 +83,8 @@ def advise(
     silent: Annotated[
         float, typer.Option("--silent", metavar="S", help="Stop if the log shows no step for this time.")
     ] = 7200.0,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
-    as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
+    form: FormatOption = Format.text,
+    as_json: JsonOption = False,
 ) -> None:
     """Show where the step time of a run goes, and which placement would be faster.
 
@@ -162,11 +159,7 @@ def _follower(
     from trimtab.runtime.advise.tail import open_tail
 
     config = RunConfig(path, tuple(overrides))
-    measured = None
-    if profile is not None:
-        from trimtab.formats import profile_file
-
-        measured = profile_file.read(profile)
+    measured = read_profile(profile)
     metrics = EngineMetricsReader(engines)
     rules = ReplanRules(mode=ReplanMode.advise, assumed_move_s=restart_s)
     with contextlib.ExitStack() as stack:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.cli.options import FormatOption
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.formats.files import meant
 from trimtab.render.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ AddressOption = Annotated[
         "--address", "-a", help="Cluster address, host:port.  [default: RAY_ADDRESS, or the only local cluster]"
     ),
 ]
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
 FakeOption = Annotated[
     int | None,
     typer.Option("--fake-gpus", envvar="TRIMTAB_FAKE_GPUS", help="Number of fake GPUs of this machine."),
@@ -365,8 +366,7 @@ def _resolve_node(cluster: ClusterRecord, view: RayView, word: str) -> tuple[Nod
         node_id = view.found(word)
     except UnknownNodeError as unknown:
         names = [node.name for node in view.nodes() if not node.head]
-        near = nearest(word, names)
-        unknown.hint = f"did you mean {near}?" if near else f"nodes: {', '.join(names) or 'none but the head'}"
+        unknown.hint = meant(word, names, f"nodes: {', '.join(names) or 'none but the head'}")
         raise
     return next((node for node in cluster.live_nodes if node.node_id == node_id), None), node_id, word
 

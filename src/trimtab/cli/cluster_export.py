@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.pool import AddressOption, FormatOption, NameOption
+from trimtab.cli.options import FormatOption, NameOption, ProfileOption, read_profile
+from trimtab.cli.pool import AddressOption
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format, answer, err, share
 
@@ -60,9 +61,7 @@ def advise(
         typer.Option("--leave", metavar="N|NODE", help="The last N nodes leave, or the named node."),
     ] = None,
     kind: Annotated[str | None, typer.Option("--kind", help="GPU kind of joining nodes.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
-    ] = None,
+    profile: ProfileOption = None,
     noise: Annotated[str, typer.Option(help="Gains below this are ignored.")] = "5%",
     address: AddressOption = None,
     form: FormatOption = Format.text,
@@ -82,7 +81,6 @@ def advise(
 
         trimtab cluster advise job.yaml --address 10.0.0.1:6379
     """
-    from trimtab.formats import profile_file
     from trimtab.formats.load import load
     from trimtab.machines.nodes import roles
     from trimtab.render.text import roles as outside_text
@@ -90,7 +88,7 @@ def advise(
     if kind is not None and join is None:
         raise InputError("--kind needs --join", where="command line", hint="--join 1 --kind H100")
     noise_share = share(noise, "--noise")
-    measured = profile_file.read(profile) if profile else None
+    measured = read_profile(profile)
     loaded = load(file, [], measured)
     cluster = loaded.job.cluster
     notes: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.cli.options import NameOption
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.render.output import err, out, warn
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 FolderArgument = Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder of a running or finished run.")]
 AddressOption = Annotated[
     str | None, typer.Option("--address", "-a", help="Ray cluster, for pools, queue, nodes and evictions.")
-]
-NameOption = Annotated[
-    str | None, typer.Option("--name", "-n", help="Name of the controller, if the cluster has several.")
 ]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.cli.options import FormatOption
 from trimtab.render.output import Format, answer, out, text_table, warn
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Costs: times from logs, memory from a model's configuration.", no_args_is_help=True)
 
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the profile to this file.")]
 
 

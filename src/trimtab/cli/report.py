@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import FormatOption, called
 from trimtab.formats.files import write_text
 from trimtab.render.output import Format, answer, err, out, warn
 
@@ -22,7 +21,7 @@ def report(
         list[str] | None,
         typer.Option(help="Metric to plot, as component.name or name (repeatable).  [default: those named reward]"),
     ] = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
+    form: FormatOption = Format.text,
 ) -> None:
     """Write an HTML report of a run: timeline per GPU, plans, moves, decisions, costs, predictions and reward.
 
@@ -49,8 +48,7 @@ def report(
         there = ", ".join(all_metrics(story)) or "none"
         warn(f"no metric {', '.join(missing)} in this run; available: {there}".replace("[", "\\["))
     title = folder.resolve().name or story.job or "run"
-    command = shlex.join(["trimtab", *sys.argv[1:]])
-    write_text(target, run_report(story, title=title, command=command, metrics=wanted))
+    write_text(target, run_report(story, title=title, command=called(), metrics=wanted))
     lines = summary_lines(story, run_chart(story), costs(story, idle_shares(story)), names)
     data = {
         "report": str(target),

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.formats.files import meant
 
 if TYPE_CHECKING:
     from trimtab.render.html.simulate.common import ScenarioKind
@@ -110,8 +111,7 @@ def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
     known = {item.name: item for item in scenario.policies}
     for name in policies:
         if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else "it has " + ", ".join(known)
+            hint = meant(name, known, "it has " + ", ".join(known))
             raise InputError(f"the scenario has no policy {name}", where="command line: --policy", hint=hint)
     kept = tuple(known[name] for name in dict.fromkeys(policies)) or scenario.policies
     return replace(scenario, policies=kept, seeds=tuple(dict.fromkeys(seeds)) or scenario.seeds)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.advise import check_seconds
+from trimtab.cli.options import FormatOption, read_profile
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.render.output import Format, answer
 
@@ -50,7 +51,7 @@ def why(
     at_most: Annotated[
         float, typer.Option("--at-most", metavar="S", help="With --watch: stop after this time.")
     ] = 3600.0,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
+    form: FormatOption = Format.text,
 ) -> None:
     """Explain every actor, task and placement group of a Ray cluster that waits, and what would help.
 
@@ -153,11 +154,7 @@ def _would_fit(job: Path, overrides: list[str], profile: Path | None, address: s
     from trimtab.plan.placement.timeline import to_plan
     from trimtab.render.text import why as why_text
 
-    measured = None
-    if profile is not None:
-        from trimtab.formats import profile_file
-
-        measured = profile_file.read(profile)
+    measured = read_profile(profile)
     loaded = load(job, overrides, measured)
     try:
         space, outcome = best_plan(loaded.job, loaded.rules)

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
+from trimtab.formats.files import meant
 from trimtab.replay.common.churn import AN_HOUR, Churn, ChurnEvent
 from trimtab.replay.common.keys import check_unique
 from trimtab.replay.common.timing import Distribution, PoolTimes
@@ -321,8 +322,7 @@ def explained(error: ValidationError, path: Path, root: type[BaseModel], section
         for key in keys[:-1]:
             section = sections.get(key, section)
         known = list(section.model_fields)
-        near = nearest(keys[-1], known)
-        hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
+        hint = meant(keys[-1], known, "known: " + ", ".join(known))
         return InputError(f"{keys[-1]} is not known here", where=where, hint=hint)
     if first["type"] == "missing":
         return InputError(f"{keys[-1]} is missing", where=where)

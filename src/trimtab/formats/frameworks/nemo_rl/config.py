@@ -14,12 +14,13 @@ from typing import Any, Literal
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.common import (
     AllowedGpuCounts,
-    check_expressible,
     component,
     costs,
     divisors_of_batch,
     even_cluster,
+    gpus_by_component,
     groupings,
+    loaded_job,
     node_counts,
     not_placed,
     product,
@@ -30,7 +31,7 @@ from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Component, PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Component, Workflow
 
 NAME = "nemo_rl"
 
@@ -165,7 +166,6 @@ class _Config:
             staleness=self.staleness,
             weight_sync=weight_sync(self.profile, "policy", "generation"),
         )
-        check_workflow(workflow)
         training: list[str] = [name for name in ("logprobs", "policy") if name in self.costs]
         reward: list[list[str]] = [["reward"]] if self.reward_on_gpu else []
         options: list[list[list[str]]] = []
@@ -178,16 +178,9 @@ class _Config:
             groupings=groupings(options, members, self._pool_sizes(), str(self.composed.path)),
             even_nodes=True,
         )
-        return LoadedJob(
-            file_format=NAME,
-            path=self.composed.path,
-            job=PlacementJob(cluster=self.cluster, workflow=workflow),
-            settings=lambda plan: self._settings(plan, rules),
-            rules=rules,
-            assumptions=(self._mode_text(), *self._outside_text(), *not_placed(self.profile, COMPONENTS)),
-            current=self._current(),
-            literal=self.composed.literal,
-            states=self.composed.states,
+        assumptions = (self._mode_text(), *self._outside_text(), *not_placed(self.profile, COMPONENTS))
+        return loaded_job(
+            self.composed, NAME, self.cluster, workflow, rules, self._settings, assumptions, self._current()
         )
 
     def _runs(self, how: Literal["shared", "apart"]) -> bool:
@@ -264,9 +257,8 @@ class _Config:
             ranks={name: ranks[name] for name in self.costs if name in ranks}, where=self.reader.where(_COLOCATED)
         )
 
-    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
-        check_expressible(plan, rules)
-        gpus = {name: group.gpus for group in plan.groups for name in group.components}
+    def _settings(self, plan: Plan) -> PlanSettings:
+        gpus = gpus_by_component(plan)
         counts = {name: node_counts(ranks, self.cluster, name) for name, ranks in gpus.items()}
         shared = gpus["generation"] == gpus["policy"]
         groups = [counts["policy"], *([] if shared else [counts["generation"]])]

@@ -15,11 +15,12 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.common import (
     AllowedGpuCounts,
-    check_expressible,
     component,
     costs,
     even_cluster,
+    gpus_by_component,
     groupings,
+    loaded_job,
     node_counts,
     not_placed,
     pool_sizes,
@@ -31,7 +32,7 @@ from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Cluster, Component, PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Cluster, Component, Workflow
 
 NAME = "openrlhf"
 
@@ -120,7 +121,6 @@ class _Config:
             staleness=staleness,
             weight_sync=weight_sync(self.profile, "actor", "rollout"),
         )
-        check_workflow(workflow)
         training: list[str] = [name for name in ("inference", "actor") if name in self.costs]
         # If a model with its own GPUs would share them, or the reverse, its time would change.
         stays = bool(self.separate) or any(role in self.on_actor_gpus for role in ("critic", "reward"))
@@ -134,16 +134,9 @@ class _Config:
             groupings=groupings(options, members, pool_sizes(self.cluster), str(self.composed.path)),
             even_nodes=True,
         )
-        return LoadedJob(
-            file_format=NAME,
-            path=self.composed.path,
-            job=PlacementJob(cluster=self.cluster, workflow=workflow),
-            settings=lambda plan: self._settings(plan, rules),
-            rules=rules,
-            assumptions=(self._mode_text(staleness), *self._apart_text(), *not_placed(self.profile, COMPONENTS)),
-            current=self._current(),
-            literal=self.composed.literal,
-            states=self.composed.states,
+        assumptions = (self._mode_text(staleness), *self._apart_text(), *not_placed(self.profile, COMPONENTS))
+        return loaded_job(
+            self.composed, NAME, self.cluster, workflow, rules, self._settings, assumptions, self._current()
         )
 
     def _mode_text(self, staleness: int) -> str:
@@ -182,9 +175,8 @@ class _Config:
         ranks["rollout"] = tuple(range(first, first + self.rollout_gpus))
         return CurrentPlacement({name: ranks[name] for name in self.costs}, self.reader.where("vllm.num_engines"))
 
-    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
-        check_expressible(plan, rules)
-        gpus = {name: group.gpus for group in plan.groups for name in group.components}
+    def _settings(self, plan: Plan) -> PlanSettings:
+        gpus = gpus_by_component(plan)
         shared = gpus["rollout"] == gpus["actor"]
         nodes, per_node = node_counts(gpus["actor"], self.cluster, "actor")
         values: dict[str, Any] = {"actor.num_nodes": nodes, "actor.num_gpus_per_node": per_node}

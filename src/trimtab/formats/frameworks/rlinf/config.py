@@ -12,9 +12,9 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.common import (
     AllowedGpuCounts,
-    check_expressible,
     component,
     even_cluster,
+    loaded_job,
     not_placed,
     product,
     refuse_waits,
@@ -27,7 +27,7 @@ from trimtab.formats.frameworks.rlinf import placement as rlinf_placement
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import Component, PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Component, Workflow
 
 NAME = "rlinf"
 TRAINS = ("embodied", "reasoning", "coding_online_rl")
@@ -90,18 +90,10 @@ class _Reasoning:
             batches=self.stated_batches or 1,
             weight_sync=weight_sync(self.profile, self.trainer, "rollout"),
         )
-        check_workflow(workflow)
         rules = self._rules(components)
-        return LoadedJob(
-            file_format=NAME,
-            path=self.composed.path,
-            job=PlacementJob(cluster=even_cluster(self.nodes, self.gpus_per_node), workflow=workflow),
-            settings=lambda plan: self._settings(plan, rules),
-            rules=rules,
-            assumptions=tuple(self.assumptions),
-            current=self._current(),
-            literal=self.composed.literal,
-            states=self.composed.states,
+        cluster = even_cluster(self.nodes, self.gpus_per_node)
+        return loaded_job(
+            self.composed, NAME, cluster, workflow, rules, self._settings, self.assumptions, self._current()
         )
 
     def _costs(self) -> dict[str, ComponentProfile]:
@@ -274,8 +266,7 @@ class _Reasoning:
             return None
         return CurrentPlacement(ranks=ranks, where=self.reader.where(rlinf_placement.KEY))
 
-    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
-        check_expressible(plan, rules)
+    def _settings(self, plan: Plan) -> PlanSettings:
         shared = len(plan.groups) == 1
         placement: dict[str, Any] = {}
         if shared:

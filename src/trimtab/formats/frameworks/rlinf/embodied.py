@@ -13,13 +13,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.formats.files import meant
 from trimtab.formats.frameworks.common import (
     AllowedGpuCounts,
-    check_expressible,
     check_gpus,
     component,
     even_cluster,
+    loaded_job,
     refuse_waits,
     weight_sync,
 )
@@ -29,7 +30,7 @@ from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Workflow
 
 COMPONENTS = ("env", "rollout", "actor")
 GROUPINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
@@ -101,29 +102,18 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
         staleness=_staleness(reader),
         weight_sync=weight_sync(profile, "actor", "rollout"),
     )
-    check_workflow(workflow)
     rules = _rules()
     current = _current(reader, placed)
     if current is None and placed:
         assumptions.append("your placement is not compared: it leaves components out")
 
     def settings(plan: Plan) -> PlanSettings:
-        check_expressible(plan, rules)
         _check_counts(plan, workflow)
         values = {rlinf_placement.KEY: _placement(reader, plan, placed, total)}
         return PlanSettings(values=values, block=block(reader, nodes, values))
 
-    return LoadedJob(
-        file_format="rlinf",
-        path=composed.path,
-        job=PlacementJob(cluster=even_cluster(nodes, per_node), workflow=workflow),
-        settings=settings,
-        rules=rules,
-        assumptions=tuple(assumptions),
-        current=current,
-        literal=composed.literal,
-        states=composed.states,
-    )
+    cluster = even_cluster(nodes, per_node)
+    return loaded_job(composed, "rlinf", cluster, workflow, rules, settings, assumptions, current)
 
 
 def _placement(reader: ConfigReader, plan: Plan, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Any]:
@@ -263,12 +253,8 @@ def check_profile_keys(reader: ConfigReader, known: Sequence[str]) -> None:
     """Refuse unknown keys of `profile_data` with the nearest known one."""
     for key in reader.mapping("profile_data"):
         if key not in known:
-            near = nearest(str(key), known)
-            raise InputError(
-                f"profile_data has no key {key}",
-                where=reader.where(f"profile_data.{key}"),
-                hint=f"did you mean {near}?" if near else f"it has: {', '.join(known)}",
-            )
+            hint = meant(key, known, f"it has: {', '.join(known)}")
+            raise InputError(f"profile_data has no key {key}", where=reader.where(f"profile_data.{key}"), hint=hint)
 
 
 def stated_cost(

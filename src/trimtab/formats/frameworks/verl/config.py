@@ -15,12 +15,13 @@ from typing import Any, Literal
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.common import (
     AllowedGpuCounts,
-    check_expressible,
     check_gpus,
     component,
     costs,
     divisors_of_batch,
+    gpus_by_component,
     groupings,
+    loaded_job,
     node_counts,
     not_placed,
     pool_sizes,
@@ -32,7 +33,7 @@ from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Cluster, Component, Node, Workflow
 from trimtab.plan.placement.spread import positions_of, spread
 
 NAME = "verl"
@@ -85,7 +86,6 @@ class _Config:
             staleness=staleness,
             weight_sync=weight_sync(self.profile, "update_actor", "rollout"),
         )
-        check_workflow(workflow)
         self._note_mode(staleness)
         self.assumptions.extend(not_placed(self.profile, COMPONENTS))
         rules = FrameworkRules(
@@ -93,16 +93,8 @@ class _Config:
             groupings=groupings(self._options(), members, pool_sizes(self.cluster), str(self.composed.path)),
             even_nodes=True,
         )
-        return LoadedJob(
-            file_format=NAME,
-            path=self.composed.path,
-            job=PlacementJob(cluster=self.cluster, workflow=workflow),
-            settings=lambda plan: self._settings(plan, rules),
-            rules=rules,
-            assumptions=tuple(self.assumptions),
-            current=self._current(),
-            literal=self.composed.literal,
-            states=self.composed.states,
+        return loaded_job(
+            self.composed, NAME, self.cluster, workflow, rules, self._settings, self.assumptions, self._current()
         )
 
     # -- the cluster ------------------------------------------------------------------------------------------------
@@ -301,9 +293,8 @@ class _Config:
     def _on_cpu(self, name: str) -> bool:
         return name == "reward" and not self.reward_model
 
-    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
-        check_expressible(plan, rules)
-        gpus = {name: group.gpus for group in plan.groups for name in group.components}
+    def _settings(self, plan: Plan) -> PlanSettings:
+        gpus = gpus_by_component(plan)
         values: dict[str, Any] = {}
 
         def put(key: str, name: str) -> None:
