@@ -33,23 +33,21 @@ def report(
 
         trimtab report out/grpo -o grpo.html --metric trainer.loss --metric reward
     """
-    from trimtab.render.html.run.figures import all_metrics, costs, idle_shares, metric_names
+    from trimtab.render.html.run.figures import all_metrics, metric_names
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import status_sentence, summary_lines
-    from trimtab.render.html.run.timeline import run_chart
+    from trimtab.render.html.run.summary import status_sentence, story_lines
 
     story = read_story(folder)
     target = output if output is not None else folder / "report.html"
     wanted = metric or []
-    names = metric_names(story, wanted)
     missing = [name for name in wanted if not metric_names(story, [name])]
     if missing:
         there = ", ".join(all_metrics(story)) or "none"
         warn(f"no metric {', '.join(missing)} in this run; available: {there}".replace("[", "\\["))
     title = folder.resolve().name or story.job or "run"
     write_text(target, run_report(story, title=title, command=called(), metrics=wanted))
-    lines = summary_lines(story, run_chart(story), costs(story, idle_shares(story)), names)
+    lines = story_lines(story, wanted)
     data = {
         "report": str(target),
         "state": story.state or "running",

@@ -14,6 +14,7 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
+from trimtab.render.html.kit.labels import known
 from trimtab.render.output import out, text_table
 from trimtab.render.text.formatting import picked
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
@@ -107,7 +108,7 @@ def _table(seen: RunPicture) -> Table:
             part.name,
             gpus_text(part),
             f"{part.seconds:.1f}",
-            _percent(part.share),
+            known(part.share, "{:.0%}".format, ""),
             spread_text(part),
             drift_text(part),
             mark_text(part),
@@ -115,7 +116,7 @@ def _table(seen: RunPicture) -> Table:
         for part in seen.parts
     ]
     if seen.other_s is not None and seen.step_s:
-        share = _percent(seen.other_s / seen.step_s)
+        share = known(seen.other_s / seen.step_s, "{:.0%}".format, "")
         rows.append(("anything else", "", f"{seen.other_s:.1f}", share, "", "", ""))
     heads = ("component", ">GPUs", ">seconds", ">of the step", ">spread", ">drift", Column(""))
     return text_table(heads, rows, no_wrap=True)
@@ -126,11 +127,11 @@ def gpus_text(part: ComponentSummary) -> str:
 
 
 def spread_text(part: ComponentSummary) -> str:
-    return "" if part.spread is None else f"±{part.spread:.0%}"
+    return known(part.spread, "±{:.0%}".format, "")
 
 
 def drift_text(part: ComponentSummary) -> str:
-    return "" if part.drift is None else f"{part.drift:+.0%}"
+    return known(part.drift, "{:+.0%}".format, "")
 
 
 def mark_text(part: ComponentSummary) -> str:
@@ -181,7 +182,9 @@ def _engines(engines: Sequence[EngineSample]) -> Table:
     rows = []
     for engine in engines[:ENGINES_SHOWN]:
         silent = "" if engine.fault is None else f"does not answer ({engine.silent_s or 0:.0f} s): {engine.fault}"
-        numbers = (_count(engine.running), _count(engine.waiting), _percent(engine.cache), _count(engine.tokens_per_s))
+        looks = ("{:,.0f}", "{:,.0f}", "{:.0%}", "{:,.0f}")
+        values = (engine.running, engine.waiting, engine.cache, engine.tokens_per_s)
+        numbers = (known(value, look.format, "") for value, look in zip(values, looks, strict=True))
         rows.append((engine.url, *numbers, silent))
     table = text_table(("engine", ">running", ">waiting", ">cache", ">tokens/s", Column("")), rows, no_wrap=True)
     if len(engines) > ENGINES_SHOWN:
@@ -219,14 +222,6 @@ def _gain(advice: Advice) -> str:
         f"{advice.gain:.0%} of a step is gained ({band}): "
         f"{advice.new_iteration_s:.1f} s instead of {advice.iteration_s:.1f} s, as predicted"
     )
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
-def _count(number: float | None) -> str:
-    return "" if number is None else f"{number:,.0f}"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

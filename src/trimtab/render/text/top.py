@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from trimtab.render.html.dashboard.board import RunBoard
-from trimtab.render.html.kit.labels import duration, reason_text, share
+from trimtab.render.html.kit.labels import duration, known, reason_text, share
 from trimtab.render.html.run.figures import course, ends_of, metric_names
 from trimtab.render.output import text_table
 from trimtab.render.text.formatting import amounts, show
@@ -91,10 +91,8 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
                 [
                     cost.component,
                     str(len(gpu_slots)) if gpu_slots else "CPU",
-                    _seconds(cost.predicted_s),
-                    _seconds(cost.busy_s),
-                    _seconds(cost.wait_s),
-                    share(cost.idle) if cost.idle is not None else "-",
+                    *(known(value, otherwise="-") for value in (cost.predicted_s, cost.busy_s, cost.wait_s)),
+                    known(cost.idle, share, "-"),
                 ]
             )
         parts += ["", _table(("component", "GPUs", "planned", "own time", "waits", "GPUs idle"), rows, right=1)]
@@ -158,7 +156,3 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], right: int = 99)
         for at, head in enumerate(heads)
     ]
     return text_table(columns, rows)
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else duration(value)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow
-from trimtab.render.html.kit.labels import duration, escape, share
+from trimtab.render.html.kit.labels import duration, escape, known, share
 from trimtab.render.html.kit.page import Tile
 from trimtab.render.html.kit.timeline import plan_chart
 from trimtab.render.text.advise import drift_text, gpus_text, mark_text, spread_text
@@ -39,9 +39,9 @@ def _headline(seen: RunPicture, title: str) -> str:
     advice = seen.advice
     drift = "" if seen.length_drift is None else f"{seen.length_drift:+.0%} since the beginning"
     tiles = [
-        Tile("A step takes", _known(seen.step_s, duration), f"{seen.counted} of {seen.steps} steps count"),
-        Tile("GPUs idle", _known(seen.idle, share), "of their time"),
-        Tile("Answers", _known(seen.length, "{:,.0f}".format), f"tokens {drift}"),
+        Tile("A step takes", known(seen.step_s), f"{seen.counted} of {seen.steps} steps count"),
+        Tile("GPUs idle", known(seen.idle, share), "of their time"),
+        Tile("Answers", known(seen.length, "{:,.0f}".format), f"tokens {drift}"),
     ]
     if advice is None:
         tiles.append(Tile("Advice", "None", seen.reason.code.value))
@@ -50,10 +50,6 @@ def _headline(seen: RunPicture, title: str) -> str:
         tiles.append(Tile("To be gained", share(advice.gain), band, "good"))
     now = " | ".join(f"{', '.join(group.components)} on {group.gpus} GPUs" for group in seen.sharing)
     return page.header(f"trimtab advise · {seen.framework}", title, now, tiles)
-
-
-def _known(value: float | None, render: Callable[[float], str]) -> str:
-    return "–" if value is None else render(value)
 
 
 def _advice(follower: Follower, seen: RunPicture, names: tuple[str, ...]) -> str:
@@ -93,7 +89,7 @@ def _steps(follower: Follower, seen: RunPicture) -> str:
             page.keyed(at, escape(part.name)),
             gpus_text(part),
             f"{part.seconds:,.1f}",
-            "" if part.share is None else share(part.share),
+            known(part.share, share, ""),
             spread_text(part),
             drift_text(part),
             escape(mark_text(part)),

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.run_events import ODD
-from trimtab.render.html.kit.labels import counted, duration, gpus_words, reason_text, share
+from trimtab.render.html.kit.labels import counted, duration, gpus_words, known, reason_text, share
 from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, finite, whole
 from trimtab.render.html.run.figures import ReportCost, costs, idle_shares
 from trimtab.render.html.run.story import RunStory
@@ -95,8 +95,8 @@ class RunBoard:
             name, group, state = str(event["task"]), as_text(event.get("pool")), str(event["what"])
         else:
             name, group, state = worker_name(event), str(event["component"]), str(event["state"])
-        known = self.tasks if kind == "task" else self.workers
-        status = known.setdefault(name, SubjectStatus(name, group, str(event.get("worker", name))))
+        subjects = self.tasks if kind == "task" else self.workers
+        status = subjects.setdefault(name, SubjectStatus(name, group, str(event.get("worker", name))))
         if timeline_event.t_s < status.since_s:  # late event: the known state is newer
             return
         gone = (
@@ -224,7 +224,12 @@ class RunBoard:
         if task is None:
             return None
         evicted = counted(task.times, "time") if task.times else ""
-        return [*_status_facts(task), ("pool", task.group), ("GPUs", _number(task.gpus)), ("evicted", evicted)]
+        return [
+            *_status_facts(task),
+            ("pool", task.group),
+            ("GPUs", known(task.gpus, "{:g}".format, "")),
+            ("evicted", evicted),
+        ]
 
     def _worker_facts(self, name: str) -> list[tuple[str, str]] | None:
         worker = self.workers.get(name)
@@ -258,12 +263,12 @@ class RunBoard:
         nodes = ", ".join(dict.fromkeys(node for node, _ in gpu_slots if node))
         return [
             ("runs on", f"{counted(len(gpu_slots), 'GPU')}{f' of {nodes}' if nodes else ''}" if gpu_slots else "CPUs"),
-            ("own time", _seconds(cost.busy_s)),
-            ("planned", _seconds(cost.predicted_s)),
-            ("waits", _seconds(cost.wait_s)),
-            ("switch", _seconds(cost.switch_s)),
-            ("GPUs idle", share(cost.idle) if cost.idle is not None else ""),
-            ("drift", f"× {cost.drift:.2f}" if cost.drift is not None else ""),
+            ("own time", known(cost.busy_s, otherwise="")),
+            ("planned", known(cost.predicted_s, otherwise="")),
+            ("waits", known(cost.wait_s, otherwise="")),
+            ("switch", known(cost.switch_s, otherwise="")),
+            ("GPUs idle", known(cost.idle, share, "")),
+            ("drift", known(cost.drift, "× {:.2f}".format, "")),
         ]
 
     def _move_facts(self, name: str) -> list[tuple[str, str]] | None:
@@ -277,7 +282,7 @@ class RunBoard:
             ("from", move.before),
             ("to", move.after),
             ("why", " ".join(filter(None, (f"{move.code}:" if move.code else "", move.reason)))),
-            ("gain per iteration", _seconds(finite(move.numbers.get("gain_s")))),
+            ("gain per iteration", known(finite(move.numbers.get("gain_s")), otherwise="")),
             ("stages", stages),
             ("took", duration(move.cost_s) if move.cost_s else ""),
             ("outcome", move.outcome),
@@ -296,11 +301,3 @@ def _status_facts(status: SubjectStatus) -> list[tuple[str, str]]:
 
 def _chapter(event: ReportEvent) -> list[str]:
     return [duration(event.t_s), event.title, reason_text(event.code, event.reason)]
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else duration(value)

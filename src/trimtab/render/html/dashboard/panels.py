@@ -6,7 +6,7 @@ Pure. Pictures are drawn by the report's code. Text from outside is escaped here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -14,7 +14,7 @@ from trimtab.core.ranks import ranks_text
 from trimtab.render.html.dashboard.board import RECENT, RunBoard, SubjectStatus
 from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, share
+from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, known, share
 from trimtab.render.html.kit.page import Row, Tile, table_row, why_of
 from trimtab.render.html.run.curves import metric_curve, predicted_curves
 from trimtab.render.html.run.figures import metric_names
@@ -65,10 +65,6 @@ def _table(
     return left + page.table(label, heads, rows[-limit:], numeric=numeric, css="bare tall")
 
 
-def _known(value: float | None, render: Callable[[float], str] = duration) -> str:
-    return "–" if value is None else render(value)
-
-
 def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
     done = story.iterations
     walls = [record.iteration.wall_s for record in done[-20:]]
@@ -78,7 +74,7 @@ def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
         Tile("Time", duration(story.end_s), story.state or "running"),
         Tile(
             "An iteration",
-            duration(median(walls)) if walls else "–",
+            known(median(walls) if walls else None),
             f"{duration(promised)} predicted" if promised is not None else "no prediction",
         ),
     ]
@@ -105,10 +101,10 @@ def _components(board: RunBoard) -> str:
             [
                 page.keyed(at, named("component", cost.component), wrapped=False),
                 str(len(gpu_slots)) if gpu_slots else "CPU",
-                _known(cost.predicted_s),
-                _known(cost.busy_s),
-                _known(cost.wait_s),
-                _known(cost.idle, share),
+                known(cost.predicted_s),
+                known(cost.busy_s),
+                known(cost.wait_s),
+                known(cost.idle, share),
             ]
         )
     note = f"<p>Medians of the last {RECENT} iterations.</p>" if len(board.story.done) > RECENT else ""

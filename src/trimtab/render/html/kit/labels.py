@@ -10,7 +10,7 @@ import html
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # XML allows no control characters and no surrogates; direction marks would reorder adjacent text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -93,6 +93,11 @@ def share(part: float) -> str:
     return f"{percent:.0f} %" if abs(percent) >= 10 or percent == round(percent) else f"{percent:.1f} %"
 
 
+def known(value: float | None, render: Callable[[float], str] = duration, otherwise: str = "–") -> str:
+    """A figure, or a dash where it is not known."""
+    return otherwise if value is None else render(value)
+
+
 def counted(number: int, noun: str) -> str:
     """`1 move`, `2 moves`."""
     return f"{number} {noun}{'s' if number != 1 else ''}"
@@ -132,13 +137,14 @@ def ticks(seconds: float, limit: int) -> list[tuple[float, str]]:
     if not (seconds > 0 and math.isfinite(seconds)):
         return [(0.0, "0")]
     at_least = seconds / max(1, limit)
-    step = _step(at_least, minutes=seconds > 240 or at_least > 50)
+    step = round_step(at_least, minutes=seconds > 240 or at_least > 50)
     size, unit = next((s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (0, "µs")) if step >= s)
     count = math.floor(seconds / step + _LESS_THAN_A_TICK)
     return [(0.0, "0")] + [(i * step, f"{i * step / (size or 1e-6):.6g} {unit}") for i in range(1, count + 1)]
 
 
-def _step(at_least: float, *, minutes: bool) -> float:
+def round_step(at_least: float, *, minutes: bool = False) -> float:
+    """1, 2 or 5 times a power of ten; or a round number of minutes or hours."""
     if minutes and at_least <= _STEPS_S[-1]:
         return next(step for step in _STEPS_S if step >= at_least)
     power = 10.0 ** math.floor(math.log10(at_least))

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
-from trimtab.render.html.kit.svg import px, svg_document, text_at
+from trimtab.render.html.kit.labels import duration, escape, fit, round_step, share, text_width, ticks
+from trimtab.render.html.kit.svg import px, svg_document, text_at, tooltip
 from trimtab.render.html.kit.timeline import COLOURS
 
 Unit = Literal["seconds", "share", "number"]
@@ -149,7 +149,7 @@ class _Plot:
             note = curve.notes[at] if at < len(curve.notes) else ""
             where = f"{self.chart.across} {x:,.0f}" if self.chart.across else duration(x)
             words = f"{curve.name}\n{where}: {figure(y, self.chart.unit)}" + (f"\n{note}" if note else "")
-            title = f"<title>{'&#10;'.join(map(escape, words.splitlines()))}</title>"
+            title = tooltip(words)
             if y > self.high:
                 cx, cy = self.x(x), self.top
                 up = f"M{px(cx - 4)} {px(cy + 5)}L{px(cx)} {px(cy - 2)}L{px(cx + 4)} {px(cy + 5)}Z"
@@ -223,8 +223,7 @@ def _ticks(low: float, high: float, unit: Unit) -> list[tuple[float, str]]:
     if unit == "share":
         return [(part / 4, f"{25 * part} %") for part in range(5)]
     at_least = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(at_least))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= at_least * (1 - 1e-9))
+    step = round_step(at_least)
     first = math.ceil(low / step - 1e-9)
     return [(at * step, f"{at * step:.6g}") for at in range(first, math.floor(high / step + 1e-9) + 1)] or [
         (low, f"{low:.4g}")

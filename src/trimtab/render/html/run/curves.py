@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.labels import counted, duration, escape, share
+from trimtab.render.html.kit.labels import counted, duration, escape, known, share
 from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
 from trimtab.render.html.kit.page import WIDTHS
 from trimtab.render.html.kit.timeline import COLOURS
@@ -114,14 +114,10 @@ def _cost(at: int, cost: ReportCost) -> list[str]:
     return [
         page.keyed(at, escape(cost.component)),
         ", ".join(str(count) if count else "CPU" for count in cost.gpus[-8:]) or "–",
-        *(_known(value) for value in (cost.predicted_s, cost.busy_s, cost.wait_s, cost.switch_s)),
-        share(cost.idle) if cost.idle is not None else "–",
-        f"× {cost.drift:.2f}" if cost.drift is not None else "–",
+        *(known(value) for value in (cost.predicted_s, cost.busy_s, cost.wait_s, cost.switch_s)),
+        known(cost.idle, share),
+        known(cost.drift, "× {:.2f}".format),
     ]
-
-
-def _known(seconds: float | None) -> str:
-    return "–" if seconds is None else duration(seconds)
 
 
 def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> str:
@@ -175,9 +171,9 @@ def figures_section(story: RunStory, names: list[str]) -> str:
                 f"{number}{extra}",
                 duration(record.end_s),
                 duration(record.iteration.wall_s),
-                _known(predicted or None),
-                *(_known(busy.get(name)) for name in story.components),
-                *(f"{by_number[name][number]:.4g}" if number in by_number[name] else "–" for name in names),
+                known(predicted or None),
+                *(known(busy.get(name)) for name in story.components),
+                *(known(by_number[name].get(number), "{:.4g}".format) for name in names),
             ]
         )
     sampled = f", one in {every}" if every > 1 else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.labels import counted, duration, escape, listed, share
+from trimtab.render.html.kit.labels import counted, duration, escape, known, listed, share
 from trimtab.render.html.kit.page import Tile, code_of
 from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run import curves
@@ -253,14 +253,13 @@ def _decisions(story: RunStory) -> str:
     groups = group_equal(story.decisions)
     for first, last, count in groups[-_MAX_ROWS:]:
         span = str(first.iteration) if first.iteration == last.iteration else f"{first.iteration} to {last.iteration}"
-        gain = finite(last.numbers.get("gain_s"))
         plan = f"<br>{escape(last.plan)}" if last.plan else ""
         rows.append(
             [
                 span,
                 f"{escape(last.what)}{f' × {count}' if count > 1 else ''}",
                 f"{escape(last.reason)}{code_of(last.code)}{plan}",
-                "–" if gain is None else duration(gain),
+                known(finite(last.numbers.get("gain_s"))),
             ]
         )
     stays = sum(decision.what == "stay" for decision in story.decisions)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from statistics import median
 
 from trimtab.render.html.kit.labels import counted, duration, share
 from trimtab.render.html.run.facts import ReportMigration
-from trimtab.render.html.run.figures import ReportCost, course, ends_of, errors, expected_errors
+from trimtab.render.html.run.figures import (
+    ReportCost,
+    course,
+    ends_of,
+    errors,
+    expected_errors,
+    idle_shares,
+    metric_names,
+)
+from trimtab.render.html.run.figures import costs as component_costs
 from trimtab.render.html.run.story import RunStory
-from trimtab.render.html.run.timeline import RunChart
+from trimtab.render.html.run.timeline import RunChart, run_chart
 
 MAX_LINES = 10
 _UNLIKE = 0.1  # process clock and timeline differ by more than this share
@@ -32,6 +42,12 @@ def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], met
         _rewards(story, metrics),
     ]
     return [line for line in lines if line][:MAX_LINES]
+
+
+def story_lines(story: RunStory, metrics: Sequence[str] = ()) -> list[str]:
+    """The summary of a story by itself."""
+    spent = component_costs(story, idle_shares(story))
+    return summary_lines(story, run_chart(story), spent, metric_names(story, metrics))
 
 
 def status_sentence(story: RunStory) -> str:

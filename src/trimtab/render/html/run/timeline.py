@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.chart import BarLook, ChartBar, merge_bars
 from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width, ticks
-from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
+from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at, tooltip
 from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
 from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode
 from trimtab.render.html.run.story import RunStory
@@ -348,8 +348,7 @@ class _Drawing:
             faded = f' fill-opacity="{opacity:.2f}"' if opacity < 0.995 else ""
             # One path for all blocks of a bar, on any number of nodes.
             shape = "".join(f"M{px(x0)} {px(a)}H{px(x1)}V{px(b)}H{px(x0)}Z" for a, b in blocks)
-            title = "&#10;".join(map(escape, tip.splitlines()))
-            self.out.append(f'<path class="bar {colour}" d="{shape}"{faded}><title>{title}</title></path>')
+            self.out.append(f'<path class="bar {colour}" d="{shape}"{faded}>{tooltip(tip)}</path>')
             if bar.look == "switch" and x1 - x0 > 3:
                 self.out.append(f'<path class="inside" d="{shape}" fill="url(#{self.prefix}-hatch)"/>')
 
@@ -401,7 +400,7 @@ def _crowds(marks: list[ReportEvent], x: Any) -> Iterator[list[ReportEvent]]:
 
 def glyph(kind: str, x: float, y: float, tip: str = "") -> str:
     """The mark of a kind around a point."""
-    title = f"<title>{'&#10;'.join(map(escape, tip.splitlines()))}</title>" if tip else ""
+    title = tooltip(tip) if tip else ""
     where = f"translate({px(x)} {px(y)}) scale({px(_GLYPH_PX)})"
     return f'<path class="glyph {_tone(kind)}" transform="{where}" d="{SHAPES[kind]}">{title}</path>'
 

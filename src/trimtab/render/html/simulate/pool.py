@@ -27,8 +27,7 @@ from trimtab.render.output import text_table
 from trimtab.replay.common.comparison import Comparison, PolicySummary, spread_text
 from trimtab.replay.common.recommend import Recommendation
 from trimtab.replay.pool.figures import ALL, PoolFigures, summary
-from trimtab.replay.pool.runner import run_pool
-from trimtab.replay.pool.scenario import read
+from trimtab.replay.pool.scenario import read, run_pool
 
 PoolComparison = Comparison[Any, PoolFigures]
 

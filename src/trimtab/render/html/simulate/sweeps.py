@@ -19,8 +19,7 @@ from trimtab.replay.common.keys import check_name
 from trimtab.replay.common.recommend import Recommendation, best, recommend
 from trimtab.replay.pool.figures import ALL, PoolFigures
 from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
-from trimtab.replay.pool.runner import run_pool
-from trimtab.replay.pool.scenario import PoolScenario
+from trimtab.replay.pool.scenario import PoolScenario, run_pool
 from trimtab.replay.replan.runner import ReplanFigures
 from trimtab.replay.replan.scenario import ReplanPolicy, ReplanScenario, run_replan, with_rule
 from trimtab.replay.rollout.runner import NO_WAIT_S, SAME_PACE, RolloutFigures, run_rollout
