@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.options import FormatOption, NameOption, ProfileOption, read_profile
+from trimtab.cli.options import FormatOption, NameOption, ProfileOption, not_installed, read_profile
 from trimtab.cli.pool import AddressOption
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format, answer, err, share
@@ -399,7 +399,5 @@ def _import_hook() -> tuple[Any, Any]:
         from trimtab.runtime.hook import server as server_module
         from trimtab.runtime.hook.calls import NodeHookCalls
     except ImportError as fault:
-        raise InputError(
-            f"the hook needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
-        ) from None
+        raise not_installed("the hook", fault) from None
     return server_module, NodeHookCalls

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text
 from trimtab.render.output import Format, err
 
@@ -44,3 +45,8 @@ def called() -> str:
 def save_report(path: Path, page: str) -> None:
     write_text(path, page)
     err.print(f"report written to {path}", markup=False)
+
+
+def not_installed(what: str, fault: ImportError) -> InputError:
+    """The error for a dependency of `trimtab[serve]` that is missing."""
+    return InputError(f"{what} needs {fault.name}, which is not installed", hint="pip install 'trimtab[serve]'")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.options import FormatOption
+from trimtab.cli.options import FormatOption, not_installed
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.formats.files import meant
 from trimtab.render.output import Format, answer, warn
@@ -255,9 +255,7 @@ def _import_serve() -> Any:
     except ModuleNotFoundError as fault:
         if (fault.name or "").startswith("trimtab"):
             raise
-        raise InputError(
-            f"the gateway needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
-        ) from None
+        raise not_installed("the gateway", fault) from None
     return rollout_serve
 
 

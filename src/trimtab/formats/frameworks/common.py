@@ -142,6 +142,19 @@ def costs(
     return found
 
 
+def profiled(profile: Profile, names: Iterable[str], **hints: str) -> dict[str, ComponentProfile]:
+    """The measured costs of these components. Raises InputError for a missing one, with its hint, and for waits."""
+    found = {}
+    for name in names:
+        measured = profile.component(name)
+        if measured is None:
+            where = f"profile ({profile.source})"
+            raise InputError(f"the profile has no {name}", where=where, hint=hints.get(name))
+        refuse_waits(measured)
+        found[name] = measured
+    return found
+
+
 def refuse_waits(measured: ComponentProfile) -> None:
     """Refuse a time that contains waiting: it must not be planned with."""
     if measured.waits:

@@ -17,7 +17,7 @@ from trimtab.formats.frameworks.common import (
     loaded_job,
     not_placed,
     product,
-    refuse_waits,
+    profiled,
     runnable,
     weight_sync,
 )
@@ -100,19 +100,8 @@ class _Reasoning:
         reader = self.reader
         if self.profile is not None:
             names = ["rollout", *(["inference"] if self.recompute else []), self._trainer_in(self.profile)]
-            found = {}
-            for name in names:
-                measured = self.profile.component(name)
-                if measured is None:
-                    raise InputError(
-                        f"the profile has no {name}",
-                        where=f"profile ({self.profile.source})",
-                        hint="without a separate inference set algorithm.recompute_logprobs=false"
-                        if name == "inference"
-                        else None,
-                    )
-                refuse_waits(measured)
-                found[name] = measured
+            hint = "without a separate inference set algorithm.recompute_logprobs=false"
+            found = profiled(self.profile, names, inference=hint)
             self.assumptions.extend(not_placed(self.profile, [*names, "reward"]))
             return found
         if not reader.has("profile_data"):

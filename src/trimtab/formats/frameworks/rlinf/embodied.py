@@ -21,7 +21,7 @@ from trimtab.formats.frameworks.common import (
     component,
     even_cluster,
     loaded_job,
-    refuse_waits,
+    profiled,
     weight_sync,
 )
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, as_number
@@ -81,7 +81,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
     assumptions = [note]
     if profile is not None:
         batches = units
-        costs, sizes = _profiled(profile), _checked_sizes(reader, placed, total)
+        costs, sizes = profiled(profile, COMPONENTS), _checked_sizes(reader, placed, total)
     else:
         batches = int(reader.positive_int("data.env_num", hint="add data.env_num: the number of environments"))
         granularity = None
@@ -197,17 +197,6 @@ def _check_counts(plan: Plan, workflow: Workflow) -> None:
         if not variant.allows(count):
             only = f", only {', '.join(map(str, variant.gpus))}" if variant.gpus else ""
             raise InputError(f"RLinf cannot run this plan: {name} cannot have {count} GPUs{only}")
-
-
-def _profiled(profile: Profile) -> dict[str, ComponentProfile]:
-    costs = {}
-    for name in COMPONENTS:
-        measured = profile.component(name)
-        if measured is None:
-            raise InputError(f"the profile has no {name}", where=f"profile ({profile.source})")
-        refuse_waits(measured)
-        costs[name] = measured
-    return costs
 
 
 def _stated(
