@@ -14,9 +14,9 @@ from typing import Any
 
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.chart import BarLook, ChartBar, merge_bars
-from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width, ticks
+from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width
 from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at, tooltip
-from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
+from trimtab.render.html.kit.timeline import JOIN_PX, NARROW_TIMELINE_PX, TimeCanvas
 from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode
 from trimtab.render.html.run.story import RunStory
 
@@ -58,7 +58,6 @@ SHAPE_WORDS = {
 
 _LOOKS: tuple[BarLook, ...] = ("run", "switch", "sync")
 _LANE_PX, _GLYPH_PX, _NODE_PX = 20.0, 5.0, 19.0
-_NARROW_PX = 560
 _CROWDED_PX = 7.0
 
 
@@ -222,24 +221,18 @@ def static_svg(chart: RunChart, width: int, prefix: str, title: str) -> str:
     return _Drawing(chart, width, escape(prefix)).draw(title)
 
 
-class _Drawing:
-    """A drawing in progress; `y` is the bottom of what is drawn."""
+class _Drawing(TimeCanvas):
+    """The still picture of a run."""
 
     def __init__(self, chart: RunChart, width: int, prefix: str) -> None:
-        self.chart, self.width, self.prefix = chart, width, prefix
-        self.left = 66.0 if width < _NARROW_PX else 104.0
-        self.right = width - 3.0
-        self.scale = (self.right - self.left) / chart.end_s if chart.end_s > 0 else 0.0
+        self.chart = chart
+        left = 66.0 if width < NARROW_TIMELINE_PX else 104.0
+        super().__init__(width, prefix, left, width - 3.0, chart.end_s, chart.keys)
         rows = sum(node.gpus for node in chart.nodes)
         self.row = 20.0 if rows <= 12 else 14.0 if rows <= 32 else 9.0 if rows <= 96 else 5.0
-        self.colour = {key: at % COLOURS for at, key in enumerate(chart.keys)}
         self.tops: list[float] = []  # of each node's first row
         self.cpu_top = 0.0
         self.y = 20.0
-        self.out: list[str] = []
-
-    def x(self, seconds: float) -> float:
-        return self.left + min(max(seconds, 0.0), self.chart.end_s) * self.scale
 
     def draw(self, title: str) -> str:
         for lane in self.chart.lanes:
@@ -259,7 +252,7 @@ class _Drawing:
             self.head(node, node_top)
         self.separators()
         self.through(top, bottom)
-        grid = self.grid(bottom)
+        grid = self.time_grid(lambda x: f'<path class="grid" d="M{px(x)} 16V{px(bottom)}"/>', 11, 0.0, self.right)
         words = (
             f"{counted(sum(node.gpus for node in self.chart.nodes), 'GPU')} of "
             f"{counted(len(self.chart.nodes), 'node')} over {duration(self.chart.end_s)}. "
@@ -368,18 +361,6 @@ class _Drawing:
         for mark in self.chart.marks:
             if mark.strong:
                 self.out.append(f'<path class="inside mark" d="M{px(self.x(mark.t_s))} {px(top)}V{px(bottom)}"/>')
-
-    def grid(self, bottom: float) -> list[str]:
-        out = []
-        free_from = 0.0
-        for at, words in ticks(self.chart.end_s, max(2, int((self.right - self.left) / 88))):
-            x, half = self.x(at), text_width(words, 12) / 2
-            out.append(f'<path class="grid" d="M{px(x)} 16V{px(bottom)}"/>')
-            middle = max(min(x, self.right - half), self.left + half if at else x)
-            if middle - half >= free_from:
-                out.append(text_at(middle, 11, words, "quiet", anchor="middle"))
-                free_from = middle + half + 4
-        return out
 
 
 def _look(doing: str) -> BarLook:
