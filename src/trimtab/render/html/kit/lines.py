@@ -65,7 +65,7 @@ class _Plot:
         self.chart, self.width, self.prefix = chart, width, prefix
         points = [point for curve in chart.curves for point in curve.points]
         self.low, self.high = _span([y for _, y in points], chart.unit)
-        self.first = min((x for x, _ in points), default=0.0)
+        self.first = min((x for x, _ in points), default=0.0) if chart.across else 0.0
         self.last = max((x for x, _ in points), default=1.0)
         self.ticks = _ticks(self.low, self.high, chart.unit)
         self.left = 12.0 + max(text_width(words, 12) for _, words in self.ticks)
@@ -88,7 +88,7 @@ class _Plot:
         self.marks()
         for curve in self.chart.curves:
             self.curve(curve)
-        chart, height = self.chart, self.bottom + 42
+        chart, height = self.chart, self.bottom + (42 if self.chart.across else 24)
         return svg_document("".join(self.out), self.width, height, self.prefix, chart.title, chart.description)
 
     def axes(self) -> None:
@@ -103,8 +103,9 @@ class _Plot:
             if middle - half >= free_from:
                 self.out.append(text_at(middle, self.bottom + 17, words, "quiet", anchor="middle"))
                 free_from = middle + half + 8
-        middle = (self.left + self.right) / 2
-        self.out.append(text_at(middle, self.bottom + 36, self.chart.across, "quiet", anchor="middle"))
+        if self.chart.across:
+            middle = (self.left + self.right) / 2
+            self.out.append(text_at(middle, self.bottom + 36, self.chart.across, "quiet", anchor="middle"))
 
     def positions(self, limit: int) -> list[tuple[float, str]]:
         """Round positions on the horizontal axis, with labels."""
