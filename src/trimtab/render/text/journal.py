@@ -20,19 +20,9 @@ from trimtab.render.live.simulate import PROGRESS
 from trimtab.render.output import err, out
 from trimtab.render.text.formatting import show
 from trimtab.replay.common.comparison import NamedPolicy
+from trimtab.replay.journal import replay
 from trimtab.replay.journal.policies import fitted
 from trimtab.replay.journal.record import JournalRecord
-from trimtab.replay.journal.replay import (
-    RECORDED,
-    SEED,
-    UNCHANGED,
-    AlternativePolicy,
-    JournalRun,
-    ReplayAgreement,
-    agreement,
-    recorded,
-    run_alternative,
-)
 from trimtab.replay.journal.world import JournalWorld, world_of
 from trimtab.replay.pool.figures import PoolFigures
 
@@ -43,7 +33,7 @@ SHOWN = 5  # differences that are listed
 class _RecordedPolicy:
     """The row of the recording, among policies."""
 
-    name: str = RECORDED
+    name: str = replay.RECORDED
 
     def text(self) -> str:
         return "as recorded in the journal; not replayed"
@@ -57,11 +47,11 @@ class ReplaySummary:
     record: JournalRecord
     world: JournalWorld | None  # None: no task ever ran
     runs: tuple[PoolFigures, ...] = ()
-    near: ReplayAgreement | None = None
-    others: tuple[AlternativePolicy, ...] = ()
+    near: replay.ReplayAgreement | None = None
+    others: tuple[replay.AlternativePolicy, ...] = ()
     why_none: str = ""
     not_again: str = ""  # why the recorded policy could not be replayed
-    seeds: tuple[int, ...] = field(default=(SEED,))
+    seeds: tuple[int, ...] = field(default=(replay.SEED,))
 
     @property
     def policies(self) -> Sequence[NamedPolicy]:
@@ -153,7 +143,7 @@ class ReplaySummary:
         return compare_pools(self, self.runs)
 
 
-def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolicy]) -> ReplaySummary:
+def replayed(name: str, record: JournalRecord, others: Sequence[replay.AlternativePolicy]) -> ReplaySummary:
     """Replay a journal with other policies; without any, summarise the recording."""
     try:
         world = world_of(record)
@@ -161,28 +151,28 @@ def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolic
         if others:
             raise
         return ReplaySummary(name, record, None, why_none=fault.what)
-    was = recorded(world)
+    was = replay.recorded(world)
     if not others:
         return ReplaySummary(name, record, world, (was.figures,))
     ready = [fitted(policy, world) for policy in others]
     near, not_again, runs = None, "", [was.figures]
     try:
-        again = _timed(world, UNCHANGED)
+        again = _timed(world, replay.UNCHANGED)
     except InfeasibleError as fault:  # what the replay leaves out may have freed the resources
         not_again = fault.what
     else:
-        near = agreement(world, was, again)
+        near = replay.agreement(world, was, again)
         runs.append(again.figures)
-        ready = [UNCHANGED, *ready]
-    runs += [_timed(world, policy).figures for policy in ready if policy is not UNCHANGED]
+        ready = [replay.UNCHANGED, *ready]
+    runs += [_timed(world, policy).figures for policy in ready if policy is not replay.UNCHANGED]
     return ReplaySummary(name, record, world, tuple(runs), near, tuple(ready), not_again=not_again)
 
 
-def _timed(world: JournalWorld, other: AlternativePolicy) -> JournalRun:
+def _timed(world: JournalWorld, other: replay.AlternativePolicy) -> replay.JournalRun:
     began = perf_counter()
     with Progress(*PROGRESS, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(other.name, total=1.0)
-        run = run_alternative(world, other, lambda share: bar.update(task, completed=share))
+        run = replay.run_alternative(world, other, lambda share: bar.update(task, completed=share))
     return replace(run, figures=replace(run.figures, seconds=perf_counter() - began))
 
 

@@ -15,15 +15,8 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.formats.files import meant
-from trimtab.formats.frameworks.common import (
-    AllowedGpuCounts,
-    check_gpus,
-    component,
-    even_cluster,
-    loaded_job,
-    profiled,
-    weight_sync,
-)
+from trimtab.formats.frameworks import common
+from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, as_number
 from trimtab.formats.frameworks.rlinf import placement as rlinf_placement
 from trimtab.formats.loaded import LoadedJob, PlanSettings
@@ -53,7 +46,7 @@ def cluster_size(reader: ConfigReader) -> tuple[int, int]:
     nodes = int(reader.positive_int("cluster.num_nodes", 1))
     stated: int | None = reader.positive_int("cluster.num_gpus_per_node", None)
     if stated is not None:
-        check_gpus(nodes * stated, f"{nodes:,} nodes of {stated:,} GPUs", reader.where("cluster"))
+        common.check_gpus(nodes * stated, f"{nodes:,} nodes of {stated:,} GPUs", reader.where("cluster"))
         return nodes, stated
     highest = rlinf_placement.highest_rank(reader)
     if highest is None or (highest + 1) % nodes:
@@ -62,7 +55,7 @@ def cluster_size(reader: ConfigReader) -> tuple[int, int]:
             where=reader.where("cluster.num_gpus_per_node"),
             hint="add it to the file, or to the command: ++cluster.num_gpus_per_node=8",
         )
-    check_gpus(highest + 1, f"GPUs 0 to {highest:,}", reader.where(rlinf_placement.KEY))
+    common.check_gpus(highest + 1, f"GPUs 0 to {highest:,}", reader.where(rlinf_placement.KEY))
     return nodes, (highest + 1) // nodes
 
 
@@ -81,7 +74,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
     assumptions = [note]
     if profile is not None:
         batches = units
-        costs, sizes = profiled(profile, COMPONENTS), _checked_sizes(reader, placed, total)
+        costs, sizes = common.profiled(profile, COMPONENTS), _checked_sizes(reader, placed, total)
     else:
         batches = int(reader.positive_int("data.env_num", hint="add data.env_num: the number of environments"))
         granularity = None
@@ -90,7 +83,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
         assumptions.append("no instance has more environments than were measured")
     workflow = Workflow(
         components=tuple(
-            component(
+            common.component(
                 costs[name],
                 after=COMPONENTS[index - 1 : index] if index else (),
                 sizes=sizes[name],
@@ -100,7 +93,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
         ),
         batches=batches,
         staleness=_staleness(reader),
-        weight_sync=weight_sync(profile, "actor", "rollout"),
+        weight_sync=common.weight_sync(profile, "actor", "rollout"),
     )
     rules = _rules()
     current = _current(reader, placed)
@@ -112,8 +105,8 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
         values = {rlinf_placement.KEY: _placement(reader, plan, placed, total)}
         return PlanSettings(values=values, block=block(reader, nodes, values))
 
-    cluster = even_cluster(nodes, per_node)
-    return loaded_job(composed, "rlinf", cluster, workflow, rules, settings, assumptions, current)
+    cluster = common.even_cluster(nodes, per_node)
+    return common.loaded_job(composed, "rlinf", cluster, workflow, rules, settings, assumptions, current)
 
 
 def _placement(reader: ConfigReader, plan: Plan, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Any]:

@@ -16,18 +16,8 @@ from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import counted, duration, escape, known, listed, share
 from trimtab.render.html.kit.page import Tile, code_of
 from trimtab.render.html.kit.svg import asset
-from trimtab.render.html.run import curves
+from trimtab.render.html.run import curves, figures
 from trimtab.render.html.run.facts import ReportMigration, ReportPlan, finite
-from trimtab.render.html.run.figures import (
-    ReportCost,
-    costs,
-    course,
-    ends_of,
-    errors,
-    group_equal,
-    idle_shares,
-    metric_names,
-)
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.summary import has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
@@ -47,9 +37,9 @@ _NUMBERS = {
 def run_report(story: RunStory, *, title: str, command: str | None, metrics: Sequence[str] = ()) -> str:
     """The report of a story as HTML. `metrics` names what to draw besides costs; by default rewards."""
     chart = run_chart(story)
-    idle = idle_shares(story)
-    spent = costs(story, idle)
-    names = metric_names(story, metrics)
+    idle = figures.idle_shares(story)
+    spent = figures.costs(story, idle)
+    names = figures.metric_names(story, metrics)
     parts = [
         _headline(story, chart, spent, names, title),
         _timeline(story, chart),
@@ -67,7 +57,7 @@ def run_report(story: RunStory, *, title: str, command: str | None, metrics: Seq
     return page.document(title, parts, command=command, more=more, script=asset(SCRIPT), style=asset(STYLE))
 
 
-def _headline(story: RunStory, chart: RunChart, spent: list[ReportCost], names: list[str], title: str) -> str:
+def _headline(story: RunStory, chart: RunChart, spent: list[figures.ReportCost], names: list[str], title: str) -> str:
     lines = page.plain_list(map(escape, summary_lines(story, chart, spent, names)), "said")
     warned = ""
     if story.unparsed_lines:
@@ -89,7 +79,7 @@ def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[Tile]:
     if chart.available_gpu_s > 0:
         part = max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s)
         tiles.append(Tile("GPUs idle", share(part), "of the time they were available"))
-    off = [abs(error) for _, error in errors(story)]
+    off = [abs(error) for _, error in figures.errors(story)]
     if off:
         tiles.append(Tile("Prediction off by", share(median(off)), "at the median"))
     return tiles + reward_tiles(story, names)
@@ -97,10 +87,10 @@ def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[Tile]:
 
 def reward_tiles(story: RunStory, names: Sequence[str]) -> list[Tile]:
     """The first metric: its value at the end, and at the beginning."""
-    values = [value for name in names[:1] for _, value in course(story.iterations, name)]
+    values = [value for name in names[:1] for _, value in figures.course(story.iterations, name)]
     if not values:
         return []
-    first, last = ends_of(values)
+    first, last = figures.ends_of(values)
     return [Tile(names[0], f"{last:.3g}", f"from {first:.3g}")]
 
 
@@ -250,7 +240,7 @@ def _decisions(story: RunStory) -> str:
     if not story.decisions:
         return ""
     rows = []
-    groups = group_equal(story.decisions)
+    groups = figures.group_equal(story.decisions)
     for first, last, count in groups[-_MAX_ROWS:]:
         span = str(first.iteration) if first.iteration == last.iteration else f"{first.iteration} to {last.iteration}"
         plan = f"<br>{escape(last.plan)}" if last.plan else ""

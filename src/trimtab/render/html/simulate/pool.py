@@ -10,18 +10,8 @@ from rich.table import Table
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import capitalised, escape
 from trimtab.render.html.kit.page import Tile
-from trimtab.render.html.simulate.common import (
-    PolicyBar,
-    ScenarioKind,
-    advice_section,
-    bars_section,
-    brief,
-    policies_section,
-    policy_curves,
-    policy_table,
-    print_comparison,
-    runs_text,
-)
+from trimtab.render.html.simulate import common
+from trimtab.render.html.simulate.common import PolicyBar, ScenarioKind, brief
 from trimtab.render.html.simulate.sweeps import pool_recommendation, pool_sweep
 from trimtab.render.output import text_table
 from trimtab.replay.common.comparison import Comparison, PolicySummary, spread_text
@@ -42,9 +32,9 @@ def compare_pools(scenario: Any, runs: Sequence[PoolFigures], advice: Recommenda
 
 
 def print_text(compared: PoolComparison) -> None:
-    last = runs_text(compared, f"{compared.total('looks'):,} invariant checks passed")
+    last = common.runs_text(compared, f"{compared.total('looks'):,} invariant checks passed")
     heading = f"Waits and completions by class: {compared.over}"
-    print_comparison(compared, heading, figures_table(compared), [f"\n{last}"])
+    common.print_comparison(compared, heading, figures_table(compared), [f"\n{last}"])
 
 
 def figures_table(compared: PoolComparison) -> Table:
@@ -66,11 +56,11 @@ def report(compared: PoolComparison, command: str, verb: str = "simulate", until
     scenario = compared.scenario
     parts = [
         _headline(compared, verb),
-        advice_section(compared.advice),
+        common.advice_section(compared.advice),
         *(_class(name, compared) for name in compared.runs[0].classes),
         _cluster(compared, until),
         _over_time(compared, until),
-        policies_section(scenario),
+        common.policies_section(scenario),
         _assumed(compared),
     ]
     return page.document(scenario.name, parts, command=command)
@@ -107,8 +97,8 @@ def _class(name: str, compared: PoolComparison) -> str:
         cells += [f"{row.mean(f'{name}.slowdown_mean'):,.2f}×", f"{row.mean(f'{name}.evictions'):,.0f}"]
         rows.append((row.policy, cells))
     lede = "Mean completion, from submission to the end of the work."
-    below = policy_table(title, CLASS_HEADS, rows)
-    return bars_section(f"c-{name}", title, lede, bars, below, drawn=f"{title}: mean completion")
+    below = common.policy_table(title, CLASS_HEADS, rows)
+    return common.bars_section(f"c-{name}", title, lede, bars, below, drawn=f"{title}: mean completion")
 
 
 def _cluster(compared: PoolComparison, until: str) -> str:
@@ -131,8 +121,8 @@ def _cluster(compared: PoolComparison, until: str) -> str:
         for row in compared.rows
     ]
     lede = f"Work that was not redone, as a share of all GPU time until {escape(until)}."
-    below = policy_table("Cluster", CLUSTER_HEADS, rows)
-    return bars_section("cluster", "Cluster", lede, bars, below, drawn="Utilisation")
+    below = common.policy_table("Cluster", CLUSTER_HEADS, rows)
+    return common.bars_section("cluster", "Cluster", lede, bars, below, drawn="Utilisation")
 
 
 def _over_time(compared: PoolComparison, until: str) -> str:
@@ -141,7 +131,7 @@ def _over_time(compared: PoolComparison, until: str) -> str:
     used = [(name, curve.at, curve.used_gpus) for name, curve in curves]
     words = "Until" if compared.seeds == 1 else f"With seed {compared.scenario.seeds[0]}, until"
     cards = [
-        page.card(f"<h3>{title}</h3>{policy_curves(title, drawn, key, unit)}")
+        page.card(f"<h3>{title}</h3>{common.policy_curves(title, drawn, key, unit)}")
         for title, drawn, key, unit in (
             ("Waiting tasks", waiting, "waiting", "tasks"),
             ("GPUs in use", used, "used", "GPUs"),

@@ -9,18 +9,8 @@ from collections.abc import Sequence
 
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import escape
-from trimtab.render.html.simulate.common import (
-    PolicyBar,
-    ScenarioKind,
-    bars_section,
-    brief,
-    figures_table,
-    policies_section,
-    policy_curves,
-    policy_table,
-    print_comparison,
-    runs_text,
-)
+from trimtab.render.html.simulate import common
+from trimtab.render.html.simulate.common import PolicyBar, ScenarioKind, brief
 from trimtab.render.html.simulate.sweeps import replan_recommendation, replan_sweep
 from trimtab.replay.common.comparison import Comparison, PolicySummary, spread_text
 from trimtab.replay.replan.runner import ReplanFigures
@@ -33,8 +23,8 @@ HEADS = ("Total", "Against kept", "Above oracle", "Moves", "In moves", "Run agai
 
 def print_text(compared: ReplanComparison) -> None:
     done = f"{compared.total('decisions'):,} decisions, each with its reason; {_checks(compared)}"
-    figures = figures_table(HEADS, compared.rows, lambda row: _cells(row, compared.seeds))
-    print_comparison(compared, _over(compared), figures, [f"\n{runs_text(compared, done)}"])
+    figures = common.figures_table(HEADS, compared.rows, lambda row: _cells(row, compared.seeds))
+    common.print_comparison(compared, _over(compared), figures, [f"\n{common.runs_text(compared, done)}"])
 
 
 def _over(compared: ReplanComparison) -> str:
@@ -74,7 +64,7 @@ def report(compared: ReplanComparison, command: str) -> str:
     """The report as HTML. `command` made it."""
     scenario, rows, seeds = compared.scenario, compared.rows, compared.seeds
     totals = [PolicyBar(row.policy, row.figures["total_s"], _cells(row, seeds)[0]) for row in rows]
-    below = policy_table("Time of the run", HEADS, ((row.policy, _cells(row, seeds)) for row in rows))
+    below = common.policy_table("Time of the run", HEADS, ((row.policy, _cells(row, seeds)) for row in rows))
     lede = f"From the first iteration to the last. {_over(compared)}."
     advice = [] if compared.advice is None else [compared.advice.sentence]
     checks = (
@@ -83,11 +73,11 @@ def report(compared: ReplanComparison, command: str) -> str:
     )
     parts = [
         page.header("trimtab simulate", scenario.name, f"{'; '.join(scenario.assumptions()[:2])}."),
-        bars_section("total", "Time of the run", lede, totals, below),
+        common.bars_section("total", "Time of the run", lede, totals, below),
         _over_iterations(compared.first_seed),
         _moves(compared.first_seed),
         page.list_section("advice", "What the sweep recommends", advice),
-        policies_section(scenario),
+        common.policies_section(scenario),
         page.list_section("assumed", "What was assumed", [*scenario.assumptions(), checks]),
     ]
     return page.document(scenario.name, parts, command=command)
@@ -96,7 +86,7 @@ def report(compared: ReplanComparison, command: str) -> str:
 def _over_iterations(runs: Sequence[ReplanFigures]) -> str:
     title = "Seconds of an iteration"
     curves = [(run.policy, range(1, len(run.walls_s) + 1), run.walls_s) for run in runs if run.walls_s]
-    drawn = policy_curves(title, curves, "walls", "s", "iteration")
+    drawn = common.policy_curves(title, curves, "walls", "s", "iteration")
     return page.section("walls", title, f"Over the iterations, with seed {runs[0].seed}.", page.card(drawn))
 
 

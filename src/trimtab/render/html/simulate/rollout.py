@@ -6,16 +6,8 @@ from collections.abc import Sequence
 
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import escape
-from trimtab.render.html.simulate.common import (
-    PolicyBar,
-    ScenarioKind,
-    advice_section,
-    bars_section,
-    brief,
-    figures_table,
-    print_comparison,
-    runs_text,
-)
+from trimtab.render.html.simulate import common
+from trimtab.render.html.simulate.common import PolicyBar, ScenarioKind, brief
 from trimtab.render.html.simulate.sweeps import rollout_recommendation, rollout_sweep
 from trimtab.replay.common.comparison import Comparison, PolicySummary
 from trimtab.replay.rollout.runner import RolloutFigures, compare_rollouts, run_rollout
@@ -31,7 +23,7 @@ HEADS = (
 
 def print_text(compared: RolloutComparison) -> None:
     heading = f"Means of {compared.seeds} seeds; engine-seconds are of a step with its training, or of a trace"
-    last = [runs_text(compared, f"{compared.total('answered'):,} requests, each answered exactly once")]
+    last = [common.runs_text(compared, f"{compared.total('answered'):,} requests, each answered exactly once")]
     bound = compared.facts["clairvoyant_engine_s"]
     if bound is not None:
         least = compared.rows[0].mean("least_engine_s")
@@ -40,7 +32,7 @@ def print_text(compared: RolloutComparison) -> None:
             f"\nclairvoyant: {bound:,.0f} engine-seconds at the best pace; no policy can do it with "
             f"fewer than {least:,.0f}",
         )
-    print_comparison(compared, heading, figures_table(HEADS, compared.rows, _cells), last)
+    common.print_comparison(compared, heading, common.figures_table(HEADS, compared.rows, _cells), last)
 
 
 def _cells(row: PolicySummary) -> Sequence[str]:
@@ -76,9 +68,9 @@ def report(compared: RolloutComparison, command: str) -> str:
     figures = page.table("All figures", ("Policy", *HEADS), cells, numeric=range(1, len(HEADS) + 1), css="bare")
     parts = [
         page.header("trimtab simulate", scenario.name, f"{scenario.assumptions()[1]}."),
-        bars_section("engine", "Engine-seconds", "Of a step with its training, or of the whole trace.", engine),
-        bars_section("steps", "Step time", "From the first prompt to the last answer.", steps),
-        advice_section(compared.advice),
+        common.bars_section("engine", "Engine-seconds", "Of a step with its training, or of the whole trace.", engine),
+        common.bars_section("steps", "Step time", "From the first prompt to the last answer.", steps),
+        common.advice_section(compared.advice),
         page.section("table", "All figures", static, page.card(figures)),
         page.list_section("assumed", "What was assumed", sentences),
     ]
