@@ -145,7 +145,7 @@ def partition(
     from trimtab.render.text.partition import as_data, print_text
 
     if not (run or emulate):
-        answer(as_data(found, searched), form, lambda: print_text(out, found, searched))
+        answer(as_data(found, searched), form, lambda: print_text(found, searched))
         return
     from trimtab.cli.pipeline_run import run_answer, run_data, run_text
 
@@ -164,7 +164,7 @@ def partition(
     )
 
     def text() -> None:
-        print_text(out, found, searched)
+        print_text(found, searched)
         out.print()
         run_text(done)
 

@@ -185,7 +185,7 @@ def _show(
     answer(
         as_data(result, settings, loaded.file_format, searched, other),
         Format(form.value),
-        lambda: print_text(out, result, settings, searched, noise, other),
+        lambda: print_text(result, settings, searched, noise, other),
     )
 
 

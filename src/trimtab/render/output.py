@@ -71,5 +71,13 @@ def text_table(
     return table
 
 
+def print_list(heading: str, sentences: Iterable[str]) -> None:
+    """A heading and its sentences; nothing without any."""
+    for at, sentence in enumerate(sentences):
+        if not at:
+            out.print(f"\n[bold]{heading}[/]")
+        out.print(f"  - {sentence}", markup=False)
+
+
 def warn(sentence: str) -> None:
     err.print(f"[yellow]warning:[/] {sentence}", markup=True)

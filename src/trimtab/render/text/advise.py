@@ -15,7 +15,7 @@ from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
 from trimtab.render.html.kit.labels import known
-from trimtab.render.output import out, text_table
+from trimtab.render.output import out, print_list, text_table
 from trimtab.render.text.formatting import picked
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
 from trimtab.runtime.advise.engines import EngineSample
@@ -48,11 +48,7 @@ def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
             out.print(f"  ({len(history) - EVENTS_SHOWN} earlier events left out)", style="dim")
         for event in history[-EVENTS_SHOWN:]:
             out.print(f"  {_event_text(event)}", markup=False)
-    if frame.picture.notes:
-        out.print()
-        out.print("[bold]Assumed, and left out[/]")
-        for note in frame.picture.notes:
-            out.print(f"  - {note}", markup=False)
+    print_list("Assumed, and left out", frame.picture.notes)
     for part in _advised(frame.picture):
         out.print(part)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import FrontierPoint, PartitionAnswer, PipelineLimit, PipelineStage
 from trimtab.render.html.kit.labels import duration, share
-from trimtab.render.output import text_table
+from trimtab.render.output import out, print_list, text_table
 from trimtab.render.text.formatting import picked
 
 MIB = 2**20
@@ -112,7 +111,7 @@ def proof_words(answer: PartitionAnswer) -> str:
     return f"{answer.method}: at most {above} above the least {what}"
 
 
-def print_text(out: Console, answer: PartitionAnswer, searched: float) -> None:
+def print_text(answer: PartitionAnswer, searched: float) -> None:
     """Print the answer; the schedule comes last, ready to copy."""
     schedule, job = answer.schedule, answer.job
     if not schedule.stages:
@@ -134,11 +133,7 @@ def print_text(out: Console, answer: PartitionAnswer, searched: float) -> None:
     if answer.frontier:
         out.print()
         out.print(_frontier(answer))
-    if answer.assumptions:
-        out.print()
-        out.print("[bold]Assumed[/]")
-        for sentence in answer.assumptions:
-            out.print(f"  - {escape(sentence)}")
+    print_list("Assumed", answer.assumptions)
     out.print()
     out.print("Best schedule for this pipeline is:")
     out.print()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -12,7 +11,7 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import Alternative, PlacementAnswer, Plan, ScalingCaveat, Sensitivity
 from trimtab.plan.placement.compare import time_text
-from trimtab.render.output import text_table
+from trimtab.render.output import out, print_list, text_table
 from trimtab.render.text.formatting import picked
 
 HEADING = "Best placement for this task is:"
@@ -97,7 +96,6 @@ def groups_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def print_text(
-    out: Console,
     answer: PlacementAnswer,
     settings: PlanSettings,
     searched: float,
@@ -114,7 +112,7 @@ def print_text(
     )
     out.print(f"[dim]{answer.plans_considered} plans simulated in {searched:.3f} s[/]")
     if answer.scaling is not None and answer.scaling.plan is not None:
-        _print_scaling(out, answer.scaling)
+        _print_scaling(answer.scaling)
     out.print()
     out.print(_components(best))
     if answer.alternatives:
@@ -140,11 +138,7 @@ def print_text(
         width = max(len(row.component) for row in answer.sensitivity)
         for row in answer.sensitivity:
             out.print(f"  {escape(row.component.ljust(width))}  {escape(_range(row))}")
-    if answer.assumptions or settings.advice:
-        out.print()
-        out.print("[bold]Assumed[/]")
-        for sentence in (*answer.assumptions, *settings.advice):
-            out.print(f"  - {escape(sentence)}")
+    print_list("Assumed", (*answer.assumptions, *settings.advice))
     if other is not None and answer.scaling is not None:
         out.print()
         out.print(f"If each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
@@ -164,7 +158,7 @@ def _proof(answer: PlacementAnswer) -> str:
     return "proven optimal" if answer.optimal else f"at most {_gap(answer):.1%} above the optimum"
 
 
-def _print_scaling(out: Console, scaling: ScalingCaveat) -> None:
+def _print_scaling(scaling: ScalingCaveat) -> None:
     assert scaling.plan is not None
     out.print()
     out.print(

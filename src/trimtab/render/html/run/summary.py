@@ -9,7 +9,6 @@ from statistics import median
 from trimtab.render.html.kit.labels import counted, duration, share
 from trimtab.render.html.run import figures
 from trimtab.render.html.run.facts import ReportMigration
-from trimtab.render.html.run.figures import costs as component_costs
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.timeline import RunChart, run_chart
 
@@ -38,7 +37,7 @@ def summary_lines(story: RunStory, chart: RunChart, costs: list[figures.ReportCo
 
 def story_lines(story: RunStory, metrics: Sequence[str] = ()) -> list[str]:
     """The summary of a story by itself."""
-    spent = component_costs(story, figures.idle_shares(story))
+    spent = figures.costs(story, figures.idle_shares(story))
     return summary_lines(story, run_chart(story), spent, figures.metric_names(story, metrics))
 
 
