@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.cli.options import DashboardPortOption, FormatOption, JsonOption, ProfileOption, read_profile
 from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text
-from trimtab.render.output import Format, answer, err, out, share, warn
+from trimtab.render.output import Format, answer, err, share, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,9 +44,7 @@ def advise(
         list[Path] | None,
         typer.Option("--follow", metavar="RUN", help="Log of the run, or folder of its event files (repeatable)."),
     ] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
-    ] = None,
+    profile: ProfileOption = None,
     once: Annotated[
         bool, typer.Option("--once", help="Read a finished log to its end, print the advice, and exit.")
     ] = False,
@@ -55,9 +54,7 @@ def advise(
         typer.Option("--folder", metavar="DIR", help="Folder for the observations.  [default: runs/advise-LOG-ID]"),
     ] = None,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Serve a local dashboard while following.")] = False,
-    port: Annotated[
-        int | None, typer.Option("--port", help="Port of the dashboard.  [default: 8270, or the next free port]")
-    ] = None,
+    port: DashboardPortOption = None,
     engine: Annotated[
         list[str] | None,
         typer.Option("--engine", metavar="URL", help="Rollout engine to read metrics from (repeatable)."),
@@ -86,8 +83,8 @@ def advise(
     silent: Annotated[
         float, typer.Option("--silent", metavar="S", help="Stop if the log shows no step for this time.")
     ] = 7200.0,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
-    as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
+    form: FormatOption = Format.text,
+    as_json: JsonOption = False,
 ) -> None:
     """Show where the step time of a run goes, and which placement would be faster.
 
@@ -162,11 +159,7 @@ def _follower(
     from trimtab.runtime.advise.tail import open_tail
 
     config = RunConfig(path, tuple(overrides))
-    measured = None
-    if profile is not None:
-        from trimtab.formats import profile_file
-
-        measured = profile_file.read(profile)
+    measured = read_profile(profile)
     metrics = EngineMetricsReader(engines)
     rules = ReplanRules(mode=ReplanMode.advise, assumed_move_s=restart_s)
     with contextlib.ExitStack() as stack:
@@ -241,8 +234,8 @@ def _answer_once(follower: Follower, form: Format, output: Path | None) -> None:
 def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, port: int | None) -> None:
     """Follows with a live view on a terminal, otherwise a line per event; prints the summary at the end."""
     from trimtab.cli.dashboard import beside
-    from trimtab.render.live.cluster import signals_interrupt
     from trimtab.render.text import advise as advise_text
+    from trimtab.runtime.procs.interrupts import signals_interrupt
 
     frame: FollowFrame | None = None
     reported = False
@@ -290,29 +283,19 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
 @contextlib.contextmanager
 def _shown(form: Format) -> Iterator[Show]:
     """Yields a function that shows a frame: a live view, lines of text, or JSON/YAML lines."""
+    from trimtab.render.live.view import LiveView
     from trimtab.render.text import advise as advise_text
 
-    if form is not Format.text:
+    if form is Format.text:
+        with LiveView(advise_text.picture, lambda _, frame: advise_text.lines(frame)) as view:
+            yield view.show
+        return
 
-        def lines(frame: FollowFrame) -> None:
-            for event in advise_text.events(frame):
-                _line(form, event)
+    def events(frame: FollowFrame) -> None:
+        for event in advise_text.events(frame):
+            _line(form, event)
 
-        yield lines
-    elif out.is_terminal:
-        from rich.console import Console
-        from rich.live import Live
-
-        screen = Console(highlight=False)
-        with Live(console=screen, auto_refresh=False, vertical_overflow="crop", transient=True) as live:
-            yield lambda frame: live.update(advise_text.picture(frame), refresh=True)
-    else:
-
-        def print_lines(frame: FollowFrame) -> None:
-            for line in advise_text.lines(frame):
-                print(line, flush=True)
-
-        yield print_lines
+    yield events
 
 
 def _line(form: Format, data: dict[str, Any]) -> None:

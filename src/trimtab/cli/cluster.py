@@ -6,6 +6,7 @@ GPUs and ports are allocated under a lock, so several `add` may run at once. Hea
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.cli.options import FormatOption
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.formats.files import meant
 from trimtab.render.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
@@ -31,7 +34,6 @@ AddressOption = Annotated[
         "--address", "-a", help="Cluster address, host:port.  [default: RAY_ADDRESS, or the only local cluster]"
     ),
 ]
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
 FakeOption = Annotated[
     int | None,
     typer.Option("--fake-gpus", envvar="TRIMTAB_FAKE_GPUS", help="Number of fake GPUs of this machine."),
@@ -74,12 +76,12 @@ def start(
 
         trimtab cluster start 7 --detach --port 6400 --dashboard-port 8300
     """
-    from trimtab.render.live import cluster as cluster_live
     from trimtab.render.text import cluster as cluster_text
     from trimtab.runtime.localcluster import allocation, auth, command, gpus
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeSizes
     from trimtab.runtime.procs import processes
+    from trimtab.runtime.procs.interrupts import signals_interrupt
     from trimtab.runtime.rayapi.connect import import_ray
 
     ledger = Ledger()
@@ -104,7 +106,7 @@ def start(
     )
     wanted = auth.new_cluster_auth(os.environ)
     cluster = allocation.open_cluster(ledger, cluster, there, workers)
-    with cluster_live.signals_interrupt():
+    with signals_interrupt():
         try:
             with err.status("starting the head"):
                 _find_ray(import_ray)
@@ -146,15 +148,12 @@ def add(
 
         trimtab cluster add --address 10.0.0.1:6379
     """
-    from trimtab.render.live import cluster as cluster_live
     from trimtab.render.text import cluster as cluster_text
     from trimtab.runtime.localcluster import allocation, command, gpus
     from trimtab.runtime.localcluster import nodes as local
-    from trimtab.runtime.localcluster.ledger import Ledger
+    from trimtab.runtime.procs.interrupts import signals_interrupt
 
-    ledger = Ledger()
-    _warn_all(allocation.sweep(ledger))
-    cluster = allocation.select_cluster(ledger, address, os.environ)
+    ledger, cluster = _selected(address)
     there = gpus.local_gpus(cluster.fake_gpus if cluster.head_here else fake_gpus)
     sizes = _sizes(cluster.sizes, gpus_per_node, cpus_per_node, memory, object_store)
     sizes = command.with_shares(sizes, len(there.ids) // max(1, sizes.gpus))
@@ -166,7 +165,7 @@ def add(
             worker_ports_from=worker_ports_from or cluster.worker_ports_from,
         )
         local.auth_of(cluster)  # fails early if the cluster does not answer
-    with cluster_live.signals_interrupt():
+    with signals_interrupt():
         cluster, node = allocation.allocate_node(ledger, cluster, there, sizes, gpu)
         try:
             with err.status(f"starting {node.name}"):
@@ -265,11 +264,8 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
     """
     from trimtab.render.text import cluster as cluster_text
     from trimtab.runtime.localcluster import allocation
-    from trimtab.runtime.localcluster.ledger import Ledger
 
-    ledger = Ledger()
-    _warn_all(allocation.sweep(ledger))
-    cluster = allocation.select_cluster(ledger, address, os.environ)
+    ledger, cluster = _selected(address)
     if cluster.head_here and not cluster.live_nodes:
         raise UnreachableError(
             f"no cluster runs at {cluster.address}; {allocation.end_note(cluster)}", hint=allocation.START_ONE
@@ -287,11 +283,8 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
         trimtab cluster stop
     """
     from trimtab.runtime.localcluster import allocation
-    from trimtab.runtime.localcluster.ledger import Ledger
 
-    ledger = Ledger()
-    _warn_all(allocation.sweep(ledger))
-    cluster = allocation.select_cluster(ledger, address, os.environ)
+    ledger, cluster = _selected(address)
     if not cluster.live_nodes:
         raise UnreachableError(
             f"no node of the cluster at {cluster.address} was started by trimtab here", hint=allocation.START_ONE
@@ -308,7 +301,7 @@ def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) ->
     if not out.is_terminal:
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
     try:
-        with cluster_live.ClusterStatusLoop(ledger, cluster) as look:
+        with contextlib.closing(cluster_live.ClusterStatusLoop(ledger, cluster)) as look:
             cluster_live.watch(look.status_while_alive, hints)
         cause = _head_cause(ledger, cluster)
     except KeyboardInterrupt:
@@ -334,19 +327,25 @@ def _status_now(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
     """The current status of a cluster."""
     from trimtab.render.live import cluster as cluster_live
 
-    with cluster_live.ClusterStatusLoop(ledger, cluster) as look:
+    with contextlib.closing(cluster_live.ClusterStatusLoop(ledger, cluster)) as look:
         return look.now()
 
 
-def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
+def _selected(address: str | None) -> tuple[Ledger, ClusterRecord]:
+    """The ledger without what has ended, and the cluster that is meant."""
     from trimtab.runtime.localcluster import allocation
-    from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.localcluster.ledger import Ledger
-    from trimtab.runtime.localcluster.ray_status import RayView
 
     ledger = Ledger()
     _warn_all(allocation.sweep(ledger))
-    cluster = allocation.select_cluster(ledger, address, os.environ)
+    return ledger, allocation.select_cluster(ledger, address, os.environ)
+
+
+def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
+    from trimtab.runtime.localcluster import nodes as local
+    from trimtab.runtime.localcluster.ray_status import RayView
+
+    ledger, cluster = _selected(address)
     local.auth_of(cluster)
     return ledger, cluster, RayView(cluster.address)
 
@@ -367,8 +366,7 @@ def _resolve_node(cluster: ClusterRecord, view: RayView, word: str) -> tuple[Nod
         node_id = view.found(word)
     except UnknownNodeError as unknown:
         names = [node.name for node in view.nodes() if not node.head]
-        near = nearest(word, names)
-        unknown.hint = f"did you mean {near}?" if near else f"nodes: {', '.join(names) or 'none but the head'}"
+        unknown.hint = meant(word, names, f"nodes: {', '.join(names) or 'none but the head'}")
         raise
     return next((node for node in cluster.live_nodes if node.node_id == node_id), None), node_id, word
 

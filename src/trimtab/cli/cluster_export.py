@@ -6,18 +6,18 @@ happen inside the functions, so that the command line starts quickly.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.pool import AddressOption, FormatOption, NameOption
+from trimtab.cli.options import FormatOption, NameOption, ProfileOption, not_installed, read_profile
+from trimtab.cli.pool import AddressOption
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format, answer, err, share
 
@@ -61,9 +61,7 @@ def advise(
         typer.Option("--leave", metavar="N|NODE", help="The last N nodes leave, or the named node."),
     ] = None,
     kind: Annotated[str | None, typer.Option("--kind", help="GPU kind of joining nodes.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
-    ] = None,
+    profile: ProfileOption = None,
     noise: Annotated[str, typer.Option(help="Gains below this are ignored.")] = "5%",
     address: AddressOption = None,
     form: FormatOption = Format.text,
@@ -83,7 +81,6 @@ def advise(
 
         trimtab cluster advise job.yaml --address 10.0.0.1:6379
     """
-    from trimtab.formats import profile_file
     from trimtab.formats.load import load
     from trimtab.machines.nodes import roles
     from trimtab.render.text import roles as outside_text
@@ -91,7 +88,7 @@ def advise(
     if kind is not None and join is None:
         raise InputError("--kind needs --join", where="command line", hint="--join 1 --kind H100")
     noise_share = share(noise, "--noise")
-    measured = profile_file.read(profile) if profile else None
+    measured = read_profile(profile)
     loaded = load(file, [], measured)
     cluster = loaded.job.cluster
     notes: tuple[str, ...] = ()
@@ -374,6 +371,7 @@ def hook(
     from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.http.listening import listening
     from trimtab.runtime.http.tokens import HOOK, token
+    from trimtab.runtime.procs.interrupts import signals_interrupt
 
     server_module, make_calls = _import_hook()
     link = RayConnection(address, start=False)
@@ -388,7 +386,9 @@ def hook(
             )
             for line in (f"listening on {server.url}", token_text, calls.how(), "Ctrl-C stops it"):
                 err.print(line, markup=False)
-            _until_ended(server.serve)
+            # SIGTERM and Ctrl-C stop in order: the server finishes the calls under way and passes the signal on.
+            with signals_interrupt(), contextlib.suppress(KeyboardInterrupt):
+                server.serve()
     finally:
         link.close()
     err.print("stopped")
@@ -399,22 +399,5 @@ def _import_hook() -> tuple[Any, Any]:
         from trimtab.runtime.hook import server as server_module
         from trimtab.runtime.hook.calls import NodeHookCalls
     except ImportError as fault:
-        raise InputError(
-            f"the hook needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
-        ) from None
+        raise not_installed("the hook", fault) from None
     return server_module, NodeHookCalls
-
-
-def _until_ended(serve: Callable[[], None]) -> None:
-    """Serves until Ctrl-C or SIGTERM; both stop in order."""
-
-    def ended(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, ended)
-    try:
-        serve()
-    except KeyboardInterrupt:
-        pass  # the server has finished the calls under way and passes the signal on
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.cli.options import NameOption, not_installed
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.render.output import err, out, warn
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 FolderArgument = Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder of a running or finished run.")]
 AddressOption = Annotated[
     str | None, typer.Option("--address", "-a", help="Ray cluster, for pools, queue, nodes and evictions.")
-]
-NameOption = Annotated[
-    str | None, typer.Option("--name", "-n", help="Name of the controller, if the cluster has several.")
 ]
 
 
@@ -86,9 +84,7 @@ def served(source: DashboardSource, port: int | None, *, token_file: Path | None
     try:
         from trimtab.runtime.dashboard.server import DashboardServer
     except ImportError as missing:
-        raise InputError(
-            f"the dashboard needs {missing.name}, which is not installed", hint="pip install 'trimtab[serve]'"
-        ) from None
+        raise not_installed("the dashboard", missing) from None
     with contextlib.closing(source), DashboardServer(source, port, token_file=token_file) as server:
         yield server
 

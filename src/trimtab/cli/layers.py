@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.cli.options import FormatOption
 from trimtab.core.errors import InputError
 from trimtab.render.output import Format, answer, err, out, warn
 
@@ -62,7 +63,7 @@ def layers(
     from_json: Annotated[
         Path | None, typer.Option("--from-json", help="Save a profile measured elsewhere, without measuring.")
     ] = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
+    form: FormatOption = Format.text,
 ) -> None:
     """Measure seconds, memory and transferred elements of each block of a PyTorch model.
 

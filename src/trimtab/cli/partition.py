@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from trimtab.cli.options import FormatOption, called, save_report
 from trimtab.core.errors import InfeasibleError, TrimtabError
-from trimtab.formats.files import write_text
 from trimtab.formats.pipeline.split import SplitTarget
 from trimtab.render.output import Format, answer, err, out, share, warn
 
@@ -55,7 +54,7 @@ def partition(
         Path, typer.Option("--dev-types-file", "-T", help="Bandwidth, memory and profiles of device types.")
     ] = TYPES,
     dev_file: Annotated[Path, typer.Option("--dev-file", "-D", help="Hosts by device type.")] = DEVICES,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
+    form: FormatOption = Format.text,
     objective: Annotated[
         Goal, typer.Option(help="Minimise the time between microbatches, or the latency of a microbatch.")
     ] = Goal.throughput,
@@ -135,9 +134,7 @@ def partition(
     if report is not None:
         from trimtab.render.html.partition.report import partition_report
 
-        command = shlex.join(["trimtab", *sys.argv[1:]])
-        write_text(report, partition_report(found, command=command, search_seconds=searched))
-        err.print(f"report written to {report}", markup=False)
+        save_report(report, partition_report(found, command=called(), search_seconds=searched))
     if emit is not None:
         from trimtab.formats.pipeline.split import split_lines
 
@@ -148,7 +145,7 @@ def partition(
     from trimtab.render.text.partition import as_data, print_text
 
     if not (run or emulate):
-        answer(as_data(found, searched), form, lambda: print_text(out, found, searched))
+        answer(as_data(found, searched), form, lambda: print_text(found, searched))
         return
     from trimtab.cli.pipeline_run import run_answer, run_data, run_text
 
@@ -167,7 +164,7 @@ def partition(
     )
 
     def text() -> None:
-        print_text(out, found, searched)
+        print_text(found, searched)
         out.print()
         run_text(done)
 

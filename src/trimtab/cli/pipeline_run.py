@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import err, out
+from trimtab.render.text.formatting import picked
 
 if TYPE_CHECKING:
     from trimtab.model.pipeline import PartitionAnswer
     from trimtab.runtime.pipeline.runner import PipelineRun
+
+STAGE_TIMES = ("planned_compute_s", "planned_transfer_s", "compute_s", "starved_s", "blocked_s")
 
 
 def run_answer(
@@ -82,27 +85,13 @@ def run_answer(
 
 def run_data(run: PipelineRun) -> dict[str, Any]:
     return {
-        "emulated": run.emulated,
-        "stretch": run.stretch,
-        "microbatches": run.microbatches,
-        "batch_size": run.batch_size,
+        **picked(run, "emulated", "stretch", "microbatches", "batch_size"),
         "predicted_throughput": _finite(run.predicted_throughput),
         "measured_throughput": _finite(run.measured_throughput),
         "ratio": _finite(run.ratio),
-        "predicted_period_s": run.predicted_period_s,
-        "measured_period_s": run.measured_period_s,
-        "output": run.output,
-        "largest_difference": run.largest_difference,
+        **picked(run, "predicted_period_s", "measured_period_s", "output", "largest_difference"),
         "stages": [
-            {
-                "host": stage.host,
-                "layers": [stage.first, stage.last],
-                "planned_compute_s": stage.planned_compute_s,
-                "planned_transfer_s": stage.planned_transfer_s,
-                "compute_s": stage.compute_s,
-                "starved_s": stage.starved_s,
-                "blocked_s": stage.blocked_s,
-            }
+            {"host": stage.host, "layers": [stage.first, stage.last], **picked(stage, *STAGE_TIMES)}
             for stage in run.stages
         ],
     }
@@ -122,11 +111,7 @@ def run_text(run: PipelineRun) -> None:
         table.add_row(
             stage.host.replace("[", "\\["),
             f"{stage.first}-{stage.last}",
-            f"{stage.planned_compute_s:.4g}",
-            f"{stage.planned_transfer_s:.4g}",
-            f"{stage.compute_s:.4g}",
-            f"{stage.starved_s:.4g}",
-            f"{stage.blocked_s:.4g}",
+            *(f"{seconds:.4g}" for seconds in picked(stage, *STAGE_TIMES).values()),
         )
     out.print(table)
     out.print(

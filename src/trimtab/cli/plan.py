@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.cli.options import ProfileOption, called, read_profile, save_report
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.render.output import Format, answer, err, out, share
@@ -44,9 +44,7 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
     ] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
-    ] = None,
+    profile: ProfileOption = None,
     from_run: Annotated[
         Path | None,
         typer.Option("--from-run", help="Use the costs measured by the run in this folder; without FILE also its job."),
@@ -135,12 +133,7 @@ def _read(
 
         if file is None:
             raise InputError("FILE is missing: the job to plan", where="command line", hint="trimtab plan FILE")
-        measured = None
-        if profile is not None:
-            from trimtab.formats import profile_file
-
-            measured = profile_file.read(profile)
-        return load(file, overrides, measured), ()
+        return load(file, overrides, read_profile(profile)), ()
     if profile is not None:
         raise InputError("--profile and --from-run exclude each other", where="command line")
     from trimtab.runtime.run.past_costs import load_from_run
@@ -192,7 +185,7 @@ def _show(
     answer(
         as_data(result, settings, loaded.file_format, searched, other),
         Format(form.value),
-        lambda: print_text(out, result, settings, searched, noise, other),
+        lambda: print_text(result, settings, searched, noise, other),
     )
 
 
@@ -212,11 +205,10 @@ def _write_pictures(
             title=loaded.path.stem,
             source=loaded.path.name,
             block=settings.block,
-            command=shlex.join(["trimtab", *sys.argv[1:]]),
+            command=called(),
             search_seconds=searched,
         )
-        write_text(report, page)
-        err.print(f"report written to {report}")
+        save_report(report, page)
     if svg is not None:
         from trimtab.render.html.kit.timeline import plan_chart
         from trimtab.render.html.kit.timeline import svg as draw

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.cli.options import FormatOption, NameOption
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.formats.files import meant
 from trimtab.render.output import Format, answer
 
 if TYPE_CHECKING:
@@ -25,10 +27,6 @@ AddressOption = Annotated[
     str | None,
     typer.Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or the cluster on this machine]"),
 ]
-NameOption = Annotated[
-    str | None, typer.Option("--name", "-n", help="Name of the controller, if the cluster has several.")
-]
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
 DEFAULT_NAME = "trimtab"  # default name of a controller
 ANSWER_S = 30.0
 
@@ -200,9 +198,8 @@ def _controller_name(ray: Any, name: str | None) -> str:
 def _known(session: Session, pool: str) -> dict[str, Any]:
     pools: dict[str, dict[str, Any]] = session.status()["pools"]
     if pool not in pools:
-        near = nearest(pool, pools)
         known = f"pools: {', '.join(sorted(pools)) or 'none yet'}"
-        raise InputError(f"there is no pool {pool}", hint=f"did you mean {near}?" if near else known)
+        raise InputError(f"there is no pool {pool}", hint=meant(pool, pools, known))
     return pools[pool]
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.render.output import Format, answer, out, plain_table, warn
+from trimtab.cli.options import FormatOption
+from trimtab.render.output import Format, answer, out, text_table, warn
 
 if TYPE_CHECKING:
     from trimtab.model.profile import ComponentProfile, Profile
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Costs: times from logs, memory from a model's configuration.", no_args_is_help=True)
 
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the profile to this file.")]
 
 
@@ -188,23 +188,13 @@ def _answer_profile(profile: Profile, output: Path | None, form: Format) -> None
 
 
 def _profile_text(profile: Profile, output: Path | None) -> None:
-
-    table = plain_table(title=f"Profile of {profile.source}: seconds of one iteration")
-    table.add_column("component", no_wrap=True)
-    for heading in ("GPUs", "seconds", "spread", "drift", "s per 1k tok", "steps"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    rows = []
     for component in profile.components:
         for position, (gpus, seconds) in enumerate(component.seconds):
-            first = position == 0
-            table.add_row(
-                _plain(component.name) if first else "",
-                str(gpus),
-                f"{seconds:.4g}",
-                *(_details(component) if first else ("", "", "", "")),
-                "wait" if component.waits and first else "",
-            )
-    out.print(table)
+            about = (*_details(component), "wait" if component.waits else "") if not position else ("",) * 5
+            rows.append((component.name if not position else "", gpus, f"{seconds:.4g}", *about))
+    heads = ("component", ">GPUs", ">seconds", ">spread", ">drift", ">s per 1k tok", ">steps", "")
+    out.print(text_table(heads, rows, no_wrap=True, title=f"Profile of {profile.source}: seconds of one iteration"))
     for note in profile.notes:
         out.print(f"- {note}", markup=False)
     if output is not None:
@@ -240,6 +230,7 @@ def _memory_data(shape: Architecture, needs: Iterable[MemoryNeed]) -> dict[str, 
 
 
 def _memory_text(shape: Architecture, needs: Iterable[MemoryNeed]) -> None:
+    from rich.table import Column
 
     from trimtab.formats.yaml_text import dump
 
@@ -249,13 +240,13 @@ def _memory_text(shape: Architecture, needs: Iterable[MemoryNeed]) -> None:
         out.print(f"- {note}", markup=False)
     blocks: dict[str, Mapping[str, Any]] = {}
     for need in needs:
-        table = plain_table(title=need.component, show_footer=True)
-        table.add_column("while it runs", footer="sum")
-        table.add_column("computed from")
-        table.add_column("GB", justify="right", footer=f"{need.active_gb:.2f}")
-        for term in need.active:
-            table.add_row(term.name, _plain(term.formula), f"{term.gb:.2f}")
-        out.print(table)
+        heads = (
+            Column("while it runs", footer="sum"),
+            "computed from",
+            Column("GB", footer=f"{need.active_gb:.2f}", justify="right"),
+        )
+        rows = ((term.name, term.formula, f"{term.gb:.2f}") for term in need.active)
+        out.print(text_table(heads, rows, title=need.component, show_footer=True))
         kept = ", ".join(f"{term.name} {term.gb:.2f}" for term in need.resident)
         moved = ", ".join(f"{term.name} {term.gb:.2f}" for term in need.host) or "nothing"
         out.print(f"while parked: {need.resident_gb:.2f} GB on the GPU ({kept})", markup=False)
@@ -266,9 +257,3 @@ def _memory_text(shape: Architecture, needs: Iterable[MemoryNeed]) -> None:
         blocks[need.component] = need.block()
     out.print("\nTo paste into a job file's components:\n", markup=False)
     out.print(dump(blocks), markup=False, end="")
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.simulate import SimulateFormat
+from trimtab.cli.simulate import SimulateFormat, write_comparison, write_report
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError
 from trimtab.render.output import warn
@@ -54,18 +52,12 @@ def replay(
         raise
     answer = replay_text.replayed(journal.resolve().name or str(journal), record, policies)
     if html is not None:
-        from trimtab.formats.files import write_text
-        from trimtab.render.output import err
-
         words = " ".join(f"--with {policy}" for policy in others or [])
-        write_text(html, answer.page(f"trimtab replay {journal} {words}".strip()))
-        err.print(f"report: {html}", markup=False)
-    if form is SimulateFormat.json:
-        sys.stdout.write(json.dumps(answer.data(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    elif form is SimulateFormat.csv:
-        sys.stdout.write(answer.csv())
-    else:
+        write_report(html, answer.page(f"trimtab replay {journal} {words}".strip()))
+    if form is SimulateFormat.text:
         answer.show()
+    else:
+        write_comparison(answer.data(), answer.csv, form)
     if not record.same:
         raise replay_text.not_the_same(record, str(journal))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import FormatOption, called
 from trimtab.formats.files import write_text
 from trimtab.render.output import Format, answer, err, out, warn
 
@@ -22,7 +21,7 @@ def report(
         list[str] | None,
         typer.Option(help="Metric to plot, as component.name or name (repeatable).  [default: those named reward]"),
     ] = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
+    form: FormatOption = Format.text,
 ) -> None:
     """Write an HTML report of a run: timeline per GPU, plans, moves, decisions, costs, predictions and reward.
 
@@ -34,24 +33,21 @@ def report(
 
         trimtab report out/grpo -o grpo.html --metric trainer.loss --metric reward
     """
-    from trimtab.render.html.run.figures import all_metrics, costs, idle_shares, metric_names
+    from trimtab.render.html.run.figures import all_metrics, metric_names
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import status_sentence, summary_lines
-    from trimtab.render.html.run.timeline import run_chart
+    from trimtab.render.html.run.summary import status_sentence, story_lines
 
     story = read_story(folder)
     target = output if output is not None else folder / "report.html"
     wanted = metric or []
-    names = metric_names(story, wanted)
     missing = [name for name in wanted if not metric_names(story, [name])]
     if missing:
         there = ", ".join(all_metrics(story)) or "none"
         warn(f"no metric {', '.join(missing)} in this run; available: {there}".replace("[", "\\["))
     title = folder.resolve().name or story.job or "run"
-    command = shlex.join(["trimtab", *sys.argv[1:]])
-    write_text(target, run_report(story, title=title, command=command, metrics=wanted))
-    lines = summary_lines(story, run_chart(story), costs(story, idle_shares(story)), names)
+    write_text(target, run_report(story, title=title, command=called(), metrics=wanted))
+    lines = story_lines(story, wanted)
     data = {
         "report": str(target),
         "state": story.state or "running",

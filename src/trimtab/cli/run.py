@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.cli.options import DashboardPortOption, JsonOption
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.run import ReplanMode
 from trimtab.render.output import Format, answer, err, out
@@ -46,11 +47,9 @@ def run(
     dashboard: Annotated[
         bool, typer.Option("--dashboard", help="Serve a local dashboard while the run goes on.")
     ] = False,
-    port: Annotated[
-        int | None, typer.Option("--port", help="Port of the dashboard.  [default: 8270, or the next free port]")
-    ] = None,
+    port: DashboardPortOption = None,
     form: Annotated[Format, typer.Option("--format", "-f", help="Output format of the result.")] = Format.text,
-    as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
+    as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
 ) -> None:
     """Run a job: measure missing costs, plan, run, and re-plan when the plan is no longer the best.

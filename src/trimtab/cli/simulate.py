@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.formats.files import meant
 
 if TYPE_CHECKING:
-    from trimtab.replay.common.recommend import Recommendation
+    from trimtab.render.html.simulate.common import ScenarioKind
 
+KINDS = ("job", "rollout", "tasks")  # sections of a scenario that identify its kind
 POINTS = 5  # of a swept range
 SWEEP = "command line: --sweep"
 
@@ -45,97 +48,55 @@ def simulate(
 ) -> None:
     """Run policies on simulated clusters under a virtual clock: the machines that run live, and baselines."""
     from trimtab.formats.yaml_text import read_mapping
+    from trimtab.render.live.simulate import run_all
     from trimtab.render.output import err
 
     content = read_mapping(scenario)
-    kind = next((made() for section, made in KINDS.items() if section in content), None) or _pools()
+    kind = _kind(next((section for section in KINDS if section in content), "tasks"))
     selected = _narrowed(kind.read(scenario), policy or [], seed or [])
     if sweep is not None:
-        selected, left_out = kind.swept(selected, *_sweep(sweep), SWEEP)
+        selected, left_out = kind.sweep(selected, *_sweep(sweep), SWEEP)
         for sentence in left_out:
             err.print(sentence, markup=False)
-    runs = kind.runs(selected, jobs)
-    advice = None if sweep is None else kind.recommendation(selected, runs, jobs)
+    runs = run_all(selected, kind.run, jobs)
+    advice = None if sweep is None else kind.recommend(selected, runs, jobs)
+    compared = kind.compare(selected, runs, advice)
     if html is not None:
-        _write(html, kind.report(selected, runs, command=f"trimtab simulate {scenario}", advice=advice))
-    if form is SimulateFormat.json:
-        sys.stdout.write(kind.as_json(selected, runs, advice))
-    elif form is SimulateFormat.csv:
-        sys.stdout.write(kind.as_csv(runs))
+        write_report(html, kind.page(compared, f"trimtab simulate {scenario}"))
+    if form is SimulateFormat.text:
+        kind.print_text(compared)
     else:
-        kind.print_answer(selected, runs, advice)
+        write_comparison(compared.data(), compared.csv, form)
 
 
-@dataclass(frozen=True)
-class ScenarioKind:
-    """A kind of scenario: how it is read, run, swept and shown. The results differ by kind."""
-
-    read: Callable[[Path], Any]
-    runs: Callable[[Any, int], Any]
-    swept: Callable[[Any, str, list[float], str], tuple[Any, list[str]]]  # also what was skipped, and why
-    recommendation: Callable[[Any, Any, int], Recommendation]
-    report: Callable[..., str]
-    as_json: Callable[[Any, Any, Recommendation | None], str]
-    as_csv: Callable[[Any], str]
-    print_answer: Callable[[Any, Any, Recommendation | None], None]
+def write_comparison(data: dict[str, Any], as_csv: Callable[[], str], form: SimulateFormat) -> None:
+    if form is SimulateFormat.json:
+        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    else:
+        sys.stdout.write(as_csv())
 
 
-def _pools() -> ScenarioKind:
-    from trimtab.render.html.simulate import report as simulate_report
-    from trimtab.render.html.simulate.sweeps import pool_recommendation, pool_sweep
-    from trimtab.render.live.simulate import pool_runs
-    from trimtab.render.text import simulate as simulate_text
-    from trimtab.replay.pool.scenario import read
+def write_report(path: Path, page: str) -> None:
+    from trimtab.formats.files import write_text
+    from trimtab.render.output import err
 
-    return ScenarioKind(
-        read,
-        pool_runs,
-        lambda *args: (pool_sweep(*args), []),
-        pool_recommendation,
-        simulate_report.report,
-        simulate_text.as_json,
-        simulate_text.as_csv,
-        simulate_text.print_answer,
-    )
+    write_text(path, page)
+    err.print(f"report: {path}", markup=False)
 
 
-def _rollouts() -> ScenarioKind:
-    from trimtab.render.html.simulate import rollout as simulate_rollout
-    from trimtab.render.html.simulate.sweeps import rollout_recommendation, rollout_sweep
-    from trimtab.render.live.simulate import rollout_runs
-    from trimtab.replay.rollout.scenario import read
+def _kind(section: str) -> ScenarioKind:
+    """The kind of a scenario by the section that identifies it."""
+    if section == "job":
+        from trimtab.render.html.simulate.replan import REPLANS
 
-    return ScenarioKind(
-        read,
-        rollout_runs,
-        rollout_sweep,
-        rollout_recommendation,
-        simulate_rollout.report,
-        simulate_rollout.as_json,
-        simulate_rollout.as_csv,
-        simulate_rollout.print_answer,
-    )
+        return REPLANS
+    if section == "rollout":
+        from trimtab.render.html.simulate.rollout import ROLLOUTS
 
+        return ROLLOUTS
+    from trimtab.render.html.simulate.pool import POOLS
 
-def _loops() -> ScenarioKind:
-    from trimtab.render.html.simulate import replan as simulate_loop
-    from trimtab.render.html.simulate.sweeps import replan_recommendation, replan_sweep
-    from trimtab.render.live.simulate import loop_runs
-    from trimtab.replay.replan.scenario import read
-
-    return ScenarioKind(
-        read,
-        loop_runs,
-        lambda *args: (replan_sweep(*args), []),
-        replan_recommendation,
-        simulate_loop.report,
-        simulate_loop.as_json,
-        simulate_loop.as_csv,
-        simulate_loop.print_answer,
-    )
-
-
-KINDS = {"job": _loops, "rollout": _rollouts, "tasks": _pools}  # by the section that identifies them
+    return POOLS
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:
@@ -146,20 +107,11 @@ def _sweep(text: str) -> tuple[str, list[float]]:
     return key, _values(values, SWEEP)
 
 
-def _write(path: Path, page: str) -> None:
-    from trimtab.formats.files import write_text
-    from trimtab.render.output import err
-
-    write_text(path, page)
-    err.print(f"report: {path}", markup=False)
-
-
 def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
     known = {item.name: item for item in scenario.policies}
     for name in policies:
         if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else "it has " + ", ".join(known)
+            hint = meant(name, known, "it has " + ", ".join(known))
             raise InputError(f"the scenario has no policy {name}", where="command line: --policy", hint=hint)
     kept = tuple(known[name] for name in dict.fromkeys(policies)) or scenario.policies
     return replace(scenario, policies=kept, seeds=tuple(dict.fromkeys(seeds)) or scenario.seeds)

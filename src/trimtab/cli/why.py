@@ -7,6 +7,7 @@ happen inside the functions, so that the command line starts quickly.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.advise import check_seconds
+from trimtab.cli.options import FormatOption, read_profile
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
-from trimtab.render.output import Format, answer, out
+from trimtab.render.output import Format, answer
 
 if TYPE_CHECKING:
     from trimtab.machines.diagnose.findings import Diagnosis
@@ -49,7 +51,7 @@ def why(
     at_most: Annotated[
         float, typer.Option("--at-most", metavar="S", help="With --watch: stop after this time.")
     ] = 3600.0,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.text,
+    form: FormatOption = Format.text,
 ) -> None:
     """Explain every actor, task and placement group of a Ray cluster that waits, and what would help.
 
@@ -131,32 +133,17 @@ def _diagnoses(reader: GcsReader, every_s: float, at_most_s: float) -> Iterator[
 
 def _watch_text(reader: GcsReader, every_s: float, at_most_s: float) -> bool:
     """A live view on a terminal, otherwise a new text whenever it changes. Ctrl-C ends it with the last result."""
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.text import Text
-
+    from trimtab.render.live.view import LiveView
     from trimtab.render.text import why as why_text
-    from trimtab.render.text.formatting import clock
 
-    never, before = False, None
-    try:
-        if out.is_terminal:
-            screen = Console(highlight=False)  # it folds lines, `out` would cut them
-            with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
-                for snapshot, found in _diagnoses(reader, every_s, at_most_s):
-                    never = found.never > 0
-                    line = Text(f"\n{clock(snapshot.at)}, every {every_s:g} s; Ctrl-C ends", style="dim")
-                    live.update(Group(why_text.picture(snapshot, found), line), refresh=True)
-        else:
-            for snapshot, found in _diagnoses(reader, every_s, at_most_s):
-                never = found.never > 0
-                seen = [(f.cause, f.never, f.count, [each.id for each in f.workloads]) for f in found.findings]
-                if seen != before:
-                    out.print(f"-- {clock(snapshot.at)}", markup=False)
-                    why_text.print_why(snapshot, found)
-                before = seen
-    except KeyboardInterrupt:
-        pass
+    never = False
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        LiveView(lambda seen: why_text.live_picture(*seen, every_s), why_text.change_lines, stays=True) as view,
+    ):
+        for snapshot, found in _diagnoses(reader, every_s, at_most_s):
+            never = found.never > 0
+            view.show((snapshot, found))
     return never
 
 
@@ -167,11 +154,7 @@ def _would_fit(job: Path, overrides: list[str], profile: Path | None, address: s
     from trimtab.plan.placement.timeline import to_plan
     from trimtab.render.text import why as why_text
 
-    measured = None
-    if profile is not None:
-        from trimtab.formats import profile_file
-
-        measured = profile_file.read(profile)
+    measured = read_profile(profile)
     loaded = load(job, overrides, measured)
     try:
         space, outcome = best_plan(loaded.job, loaded.rules)

@@ -93,11 +93,9 @@ class DemoEvents:
 
 def run_demo(folder: Path) -> int:
     """Runs the demo; returns the exit status."""
-    from trimtab.render.html.run.figures import costs, idle_shares, metric_names
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import summary_lines
-    from trimtab.render.html.run.timeline import run_chart
+    from trimtab.render.html.run.summary import story_lines
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
     from trimtab.runtime.run.folder import new_folder
@@ -120,9 +118,7 @@ def run_demo(folder: Path) -> int:
     report = target / "report.html"
     write_text(report, run_report(run_story, title="trimtab demo", command="trimtab demo"))
     out.print()
-    for line in summary_lines(
-        run_story, run_chart(run_story), costs(run_story, idle_shares(run_story)), metric_names(run_story, [])
-    ):
+    for line in story_lines(run_story):
         out.print(line, markup=False)
     out.print(f"report with timeline: {report}", markup=False)
     return 0 if end.state == "done" else 4

@@ -26,7 +26,7 @@ from pydantic import (
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import LoadedJob, PlanSettings
-from trimtab.formats.run_section import read_section, unknown_key
+from trimtab.formats.run_section import read_section, unknown_component, unknown_key
 from trimtab.formats.yaml_text import dump
 from trimtab.model.plan import CurrentPlacement, Plan
 from trimtab.model.profile import Profile
@@ -469,12 +469,7 @@ def _current(placement: Mapping[str, str | int], workflow: Workflow, cluster: Cl
         where = f"{name}: placement.{key}"
         for component in (part.strip() for part in key.split(",")):
             if component not in workflow.names:
-                near = nearest(component, workflow.names)
-                raise InputError(
-                    f"there is no component named {component}",
-                    where=where,
-                    hint=f"did you mean {near}?" if near else f"components are: {', '.join(workflow.names)}",
-                )
+                raise unknown_component(component, workflow.names, where)
             if component in ranks:
                 raise InputError(f"{component} is placed twice", where=where)
             ranks[component] = ranks_of(str(value), cluster.gpus, where)

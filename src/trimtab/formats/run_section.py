@@ -20,7 +20,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.formats.files import meant
 from trimtab.model.run import ReplanMode, ReplanRules
 
 MINIMUM = {"iterations": 1, "save_every": 1, "profile_iterations": 2}
@@ -116,12 +117,13 @@ def mode_of(value: Any, where: str) -> ReplanMode:
 
 def unknown_key(key: Any, known: Collection[str], where: str) -> InputError:
     """The error for an unknown key, with the nearest known one."""
-    near = nearest(str(key), known)
-    return InputError(
-        f"unknown key {key}",
-        where=where,
-        hint=f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}",
-    )
+    hint = meant(key, known, f"known keys here: {', '.join(known)}")
+    return InputError(f"unknown key {key}", where=where, hint=hint)
+
+
+def unknown_component(name: object, components: Collection[str], where: str) -> InputError:
+    hint = meant(name, components, f"components are: {', '.join(components)}")
+    return InputError(f"there is no component named {name}", where=where, hint=hint)
 
 
 def _names(value: Any, where: str, components: Collection[str]) -> tuple[str, ...]:
@@ -130,12 +132,7 @@ def _names(value: Any, where: str, components: Collection[str]) -> tuple[str, ..
         raise _invalid("elastic", value, where, "names of components are expected")
     for name in names:
         if name not in components:
-            near = nearest(str(name), components)
-            raise InputError(
-                f"there is no component named {name}",
-                where=where,
-                hint=f"did you mean {near}?" if near else f"components are: {', '.join(components)}",
-            )
+            raise unknown_component(name, components, where)
     return tuple(dict.fromkeys(names))
 
 

@@ -52,14 +52,10 @@ class RunReport:
         )
 
     def __repr__(self) -> str:
-        from trimtab.render.html.run.figures import costs, idle_shares, metric_names
-        from trimtab.render.html.run.summary import status_sentence, summary_lines
-        from trimtab.render.html.run.timeline import run_chart
+        from trimtab.render.html.run.summary import status_sentence, story_lines
 
         story = self.story
-        names = metric_names(story, self.metrics)
-        lines = summary_lines(story, run_chart(story), costs(story, idle_shares(story)), names)
-        return "\n".join([status_sentence(story), *lines])
+        return "\n".join([status_sentence(story), *story_lines(story, self.metrics)])
 
 
 def report(folder: str | Path, *, metrics: Sequence[str] = (), height_px: int = HEIGHT_PX) -> RunReport:

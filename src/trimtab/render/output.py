@@ -8,11 +8,14 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
+from rich.text import Text
 
 from trimtab.core.errors import InputError
 
@@ -52,9 +55,28 @@ def share(text: str, option: str) -> float:
     return value
 
 
-def plain_table(**options: Any) -> Table:
-    """A table with columns and padding, without lines."""
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", **options)
+def text_table(
+    heads: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, no_wrap: bool = False, **options: Any
+) -> Table:
+    """A table without lines. `>` before a heading aligns its column to the right; only `Text` may be styled."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", **options)
+    for head in heads:
+        if isinstance(head, Column):
+            table.columns.append(replace(head, _index=len(table.columns), _cells=[]))
+        else:
+            side: Literal["left", "right"] = "right" if head.startswith(">") else "left"
+            table.add_column(head.removeprefix(">"), justify=side, no_wrap=no_wrap)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else escape(str(cell)) for cell in row))
+    return table
+
+
+def print_list(heading: str, sentences: Iterable[str]) -> None:
+    """A heading and its sentences; nothing without any."""
+    for at, sentence in enumerate(sentences):
+        if not at:
+            out.print(f"\n[bold]{heading}[/]")
+        out.print(f"  - {sentence}", markup=False)
 
 
 def warn(sentence: str) -> None:

@@ -25,7 +25,6 @@ from trimtab.machines.replan.machine import ReplanMachine
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import DecisionNumbers, Iteration, MigrationStage, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
-from trimtab.render.html.simulate.replan import rows
 from trimtab.replay.common.churn import Churn
 from trimtab.replay.common.recommend import recommend
 from trimtab.replay.common.timing import Distribution
@@ -44,7 +43,7 @@ from trimtab.replay.replan.reality import (
     TrueCosts,
 )
 from trimtab.replay.replan.runner import loop_run, run_policy
-from trimtab.replay.replan.scenario import ReplanScenario, read
+from trimtab.replay.replan.scenario import ReplanScenario, compare_replans, read, run_replan
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import ComponentCode, RunJob
@@ -226,7 +225,7 @@ def test_the_folder_of_a_run_is_a_job_and_in_replay_the_loop_moves_as_it_did_the
     path = tmp_path / "again.yaml"
     path.write_text(f"job: {folder}\nseeds: [1]\n", encoding="utf-8")
     asked = read(path)
-    runs = {one.use: asked.run(at, 1) for at, one in enumerate(asked.policies)}
+    runs = {one.use: run_replan(asked, one, 1) for one in asked.policies}
     live = [(one["iteration"], one["plan"]["plan"]) for one in events(folder, "move") if one["state"] == "begun"]
     # With staleness an iteration that has begun ends first.
     assert [(one.after - 1, one.plan) for one in runs["trimtab"].moved] == live
@@ -773,9 +772,9 @@ def test_a_recommendation_needs_more_than_chance() -> None:
 def test_the_example_shows_the_loop_ahead_of_every_plan_that_is_kept() -> None:
     asked: ReplanScenario = loop_scenario.read(ROOT / "examples" / "simulate" / "loop.yaml")
     asked = replace(asked, seeds=(1,))
-    runs = [asked.run(at, 1) for at in range(len(asked.policies))]
-    by_name = {one.policy: one for one in rows(asked, runs)}
+    runs = [run_replan(asked, one, 1) for one in asked.policies]
+    by_name = {one.policy: one for one in compare_replans(asked, runs).rows}
     assert by_name["trimtab"].mean("total_s") < by_name["static"].mean("total_s") < by_name["kept"].mean("total_s")
-    regret = by_name["trimtab"].regret
-    assert regret is not None
+    regret = by_name["trimtab"].facts["regret"]
+    assert isinstance(regret, tuple)
     assert 0 < regret[0] < 0.1

@@ -25,7 +25,8 @@ from rich.console import Console
 import engine_servers
 from tiny_gguf import tiny_gguf
 from trimtab.cli.app import run
-from trimtab.render.live import rollout as rollout_live
+from trimtab.cli.rollout import serve as rollout_serve
+from trimtab.render.live import view as live_view
 from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.procs.processes import descendants
 from waiting import until
@@ -442,9 +443,9 @@ def test_on_a_terminal_the_picture_is_drawn_again_and_warnings_do_not_tear_it(
 ) -> None:
     page = io.StringIO()
     screen = Console(file=page, force_terminal=True, width=120)
-    monkeypatch.setattr(rollout_live, "out", screen)
-    monkeypatch.setattr(rollout_live, "Console", lambda **_: screen)
-    monkeypatch.setattr(rollout_live, "REFRESH_EVERY_S", 0.01)
+    monkeypatch.setattr(live_view, "out", screen)
+    monkeypatch.setattr(live_view, "Console", lambda **_: screen)
+    monkeypatch.setattr(rollout_serve, "REFRESH_EVERY_S", 0.01)
     drawn = 0
 
     async def watched() -> None:
@@ -458,7 +459,7 @@ def test_on_a_terminal_the_picture_is_drawn_again_and_warnings_do_not_tear_it(
                 over.set()
             return PICTURE
 
-        await rollout_live.watch(look, over, ["Ctrl-C ends it"])
+        await rollout_serve.watch(look, over, ["Ctrl-C ends it"])
 
     asyncio.run(watched())
     assert drawn == 3

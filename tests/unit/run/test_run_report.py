@@ -20,6 +20,7 @@ from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
 from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg, thinned
 from trimtab.render.html.kit.page import page_head
+from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import (
     costs,
     errors,
@@ -29,7 +30,7 @@ from trimtab.render.html.run.figures import (
     idle_shares,
     metric_names,
 )
-from trimtab.render.html.run.report import run_report, script
+from trimtab.render.html.run.report import SCRIPT, run_report
 from trimtab.render.html.run.story import RunStory, read_story
 from trimtab.render.html.run.summary import MAX_LINES, has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
@@ -486,7 +487,7 @@ def test_nothing_is_loaded_and_only_our_script_may_run(eventful: RunStory) -> No
     page = page_of(eventful)
     assert "default-src 'none'" in page
     assert "'sha256-" in page
-    assert "</" not in script()
+    assert "</" not in asset(SCRIPT)
     assert re.findall(r"(?:https?:)?//[a-z]", page.replace("http://www.w3.org/2000/svg", "")) == []
     assert "sha256" in page_head("other")
 

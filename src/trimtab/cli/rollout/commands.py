@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, nearest
+from trimtab.cli.options import FormatOption, not_installed
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.formats.files import meant
 from trimtab.render.output import Format, answer, warn
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ TokenOption = Annotated[
         "--token-file", help="File with the token.  [default: TRIMTAB_ROLLOUT_TOKEN, or the file written by serve]"
     ),
 ]
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
 WorkerArgument = Annotated[str, typer.Argument(help="Worker name, as in `trimtab rollout status`.")]
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -263,9 +264,7 @@ def _import_serve() -> Any:
     except ModuleNotFoundError as fault:
         if (fault.name or "").startswith("trimtab"):
             raise
-        raise InputError(
-            f"the gateway needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
-        ) from None
+        raise not_installed("the gateway", fault) from None
     return rollout_serve
 
 
@@ -293,8 +292,7 @@ def _known(client: GatewayClient, worker: str) -> dict[str, Any]:
 
 def _unknown(name: str, seen: dict[str, Any], what: str) -> InputError:
     names = [item["name"] for item in seen["workers"]]
-    near = nearest(name, names)
-    hint = f"did you mean {near}?" if near else f"workers: {', '.join(names[:8]) or 'none'}"
+    hint = meant(name, names, f"workers: {', '.join(names[:8]) or 'none'}")
     return InputError(f"there is no {what} {name}", hint=hint)
 
 

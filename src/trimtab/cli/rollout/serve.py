@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import os
 import signal
@@ -25,7 +26,7 @@ from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.formats.rollout.settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.model.rollout import WorkerSpec
-from trimtab.render.live import rollout as rollout_live
+from trimtab.render.live.view import LiveView
 from trimtab.render.output import err, out
 from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.engines.wire import addresses
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
 
 RETRY_S = 2.0
+REFRESH_EVERY_S, LINES_EVERY_S = 1.0, 0.25
 FORCED_STOP_S = 2.0
 FORCED = 130
 
@@ -151,7 +153,7 @@ async def _until_over(
         return rollout_text.status_data(pool.status(), gateway.url, str(settings.path))
 
     requested = asyncio.create_task(stops.requested.wait(), name="rollout-over")
-    showing = pool.background.start("display", functools.partial(rollout_live.watch, look, stops.requested, hints))
+    showing = pool.background.start("display", functools.partial(watch, look, stops.requested, hints))
     joining = asyncio.create_task(engines.join(logs), name="rollout-join")
     beside = [showing, joining]
     if settings.follow_weights:
@@ -167,6 +169,33 @@ async def _until_over(
         for task in (requested, *beside[1:]):
             task.cancel()
         await asyncio.gather(requested, *beside, return_exceptions=True)
+
+
+async def watch(read_status: Callable[[], dict[str, Any]], over: asyncio.Event, hints: Sequence[str]) -> None:
+    """Show the pool until `over` is set; on the gateway's event loop, so it only reads."""
+    with contextlib.ExitStack() as stack:
+        view = LiveView(lambda data: rollout_text.picture(data, hints), rollout_text.change_lines)
+        if view.is_redrawn:
+            stack.enter_context(_quiet())
+        stack.enter_context(view)
+        while not over.is_set():
+            view.show(read_status())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(over.wait(), REFRESH_EVERY_S if view.is_redrawn else LINES_EVERY_S)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the pool's warnings out of the log: they are in the display, which log lines would break."""
+    log = logging.getLogger("trimtab.rollout")
+    before, log.propagate = log.propagate, False
+    silent = logging.NullHandler()
+    log.addHandler(silent)
+    try:
+        yield
+    finally:
+        log.removeHandler(silent)
+        log.propagate = before
 
 
 async def _follow(pool: RolloutPool) -> None:

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
-from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ConfigReader
-from trimtab.model.plan import AllowedGroup, FrameworkRules, Plan
+from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
+from trimtab.formats.loaded import LoadedJob, PlanSettings
+from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync
+from trimtab.model.workflow import (
+    ANY_KIND,
+    Cluster,
+    Component,
+    Node,
+    PlacementJob,
+    Variant,
+    WeightSync,
+    Workflow,
+    check_workflow,
+)
 from trimtab.plan.placement.spread import even_splits
 
 WEIGHT_SYNC = "weight_sync"
@@ -30,6 +41,40 @@ class AllowedGpuCounts:
 
     multiple_of: int = 1
     gpus: tuple[int, ...] | None = None
+
+
+def loaded_job(
+    composed: ComposedConfig,
+    name: str,
+    cluster: Cluster,
+    workflow: Workflow,
+    rules: FrameworkRules,
+    settings: Callable[[Plan], PlanSettings],
+    assumptions: Sequence[str],
+    current: CurrentPlacement | None,
+) -> LoadedJob:
+    """A checked job. `settings` expresses a plan that the framework can run."""
+    check_workflow(workflow)
+
+    def checked(plan: Plan) -> PlanSettings:
+        check_expressible(plan, rules)
+        return settings(plan)
+
+    return LoadedJob(
+        file_format=name,
+        path=composed.path,
+        job=PlacementJob(cluster=cluster, workflow=workflow),
+        settings=checked,
+        rules=rules,
+        assumptions=tuple(assumptions),
+        current=current,
+        literal=composed.literal,
+        states=composed.states,
+    )
+
+
+def gpus_by_component(plan: Plan) -> dict[str, tuple[int, ...]]:
+    return {name: group.gpus for group in plan.groups for name in group.components}
 
 
 def even_cluster(nodes: int, gpus_per_node: int) -> Cluster:
@@ -94,6 +139,19 @@ def costs(
                 where=f"profile ({profile.source})",
                 hint=f"it knows: {', '.join(known)}",
             )
+    return found
+
+
+def profiled(profile: Profile, names: Iterable[str], **hints: str) -> dict[str, ComponentProfile]:
+    """The measured costs of these components. Raises InputError for a missing one, with its hint, and for waits."""
+    found = {}
+    for name in names:
+        measured = profile.component(name)
+        if measured is None:
+            where = f"profile ({profile.source})"
+            raise InputError(f"the profile has no {name}", where=where, hint=hints.get(name))
+        refuse_waits(measured)
+        found[name] = measured
     return found
 
 

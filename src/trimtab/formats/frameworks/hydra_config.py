@@ -121,30 +121,22 @@ class ConfigReader:
 
     def positive_int(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
         """A whole number from 1 to `MAX_COUNT`; required without a default."""
-        value = self._value(key, default, hint)
-        if value is default and default is not _REQUIRED:
-            return default
-        number = as_number(value)
-        if number is None or number != int(number) or not 1 <= number <= MAX_COUNT:
-            raise InputError(
-                f"a whole number above 0, from 1 to {MAX_COUNT:,}, is expected, not {value!r:.60}",
-                where=self.where(key),
-                hint=hint,
-            )
-        return int(number)
+        wanted = f"a whole number above 0, from 1 to {MAX_COUNT:,}, is expected"
+        number = self._number(key, default, hint, wanted, lambda found: found == int(found) and 1 <= found <= MAX_COUNT)
+        return number if number is default else int(number)
 
     def number(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
         """A finite number from 0 to `MAX_NUMBER`."""
-        value = self._value(key, default, hint)
-        if value is default and default is not _REQUIRED:
+        wanted = f"a finite number of at least 0, at most {MAX_NUMBER:g}, is expected"
+        return self._number(key, default, hint, wanted, lambda found: 0 <= found <= MAX_NUMBER)
+
+    def _number(self, key: str, default: Any, hint: str | None, wanted: str, is_valid: Callable[[float], bool]) -> Any:
+        value = self.require(key, hint) if default is _REQUIRED else self.get(key, default)
+        if value is default:
             return default
         number = as_number(value)
-        if number is None or not 0 <= number <= MAX_NUMBER:
-            raise InputError(
-                f"a finite number of at least 0, at most {MAX_NUMBER:g}, is expected, not {value!r:.60}",
-                where=self.where(key),
-                hint=hint,
-            )
+        if number is None or not is_valid(number):
+            raise InputError(f"{wanted}, not {value!r:.60}", where=self.where(key), hint=hint)
         return number
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -190,9 +182,6 @@ class ConfigReader:
         from omegaconf import OmegaConf
 
         return OmegaConf.select(self._config, key, throw_on_missing=False)
-
-    def _value(self, key: str, default: Any, hint: str | None) -> Any:
-        return self.require(key, hint) if default is _REQUIRED else self.get(key, default)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ is opened here and no clock is read.
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trimtab.formats.logs.reader import JoinedSteps, disagree, periodic_work
 from trimtab.formats.logs.records import MAX_LINE_BYTES, LogFramework, LogLine, LogParser, StepRecord
-from trimtab.formats.logs.tensorboard import MAX_RECORD_BYTES, Scalar, scalars_of
+from trimtab.formats.logs.tensorboard import EventBytes, is_event_head
 from trimtab.formats.logs.wrapped_lines import WrappedLines
 
 NEAR_LINES = 50
@@ -27,9 +26,6 @@ LATE_STEPS = 1
 """A new process that is further behind than this was restarted."""
 
 CHECKPOINTS = ("save_checkpoint", "checkpointing")
-HEAD_BYTES = 64
-_EVENT_FILE = b"brain.Event:"
-_HEAD, _CHECKSUM = 12, 4
 
 
 @dataclass(frozen=True)
@@ -277,42 +273,3 @@ class LineBytes:
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
-
-
-class EventBytes:
-    """Parses the scalars of a TensorBoard event file."""
-
-    def __init__(self, keeps: Callable[[str], bool]) -> None:
-        self._keeps = keeps
-        self._rest = b""
-        self.broken = False  # malformed bytes: nothing after them can be read
-
-    def take(self, data: bytes) -> list[Scalar]:
-        """The scalars of the records completed by these bytes."""
-        found: list[Scalar] = []
-        rest = memoryview(self._rest + data)
-        while not self.broken and len(rest) >= _HEAD:
-            length = struct.unpack("<Q", rest[:8])[0]
-            if length > MAX_RECORD_BYTES:
-                self.broken = True
-            elif len(rest) < _HEAD + length + _CHECKSUM:
-                break
-            else:
-                try:
-                    found.extend(scalars_of(rest[_HEAD : _HEAD + length], self._keeps))
-                except (ValueError, struct.error, IndexError):
-                    self.broken = True
-                rest = rest[_HEAD + length + _CHECKSUM :]
-        self._rest = b"" if self.broken else bytes(rest)
-        return found
-
-    def end(self) -> bool:
-        """Whether the file ends in a cut-off record."""
-        return bool(self._rest) or self.broken
-
-
-def is_event_head(data: bytes) -> bool | None:
-    """Whether a file with this head is TensorBoard's; None if the head is too short."""
-    if _EVENT_FILE in data[:HEAD_BYTES]:
-        return True
-    return False if len(data) >= HEAD_BYTES or b"\n" in data[:HEAD_BYTES] else None

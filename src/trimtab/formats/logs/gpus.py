@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
+from trimtab.formats.files import meant
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 
@@ -89,8 +90,7 @@ def check_names(facts: RunFacts, components: Iterable[str]) -> None:
     known = list(components)
     for name in facts.by_name:
         if name not in known and not (name in ROLES and any(member in known for member in ROLES[name])):
-            near = nearest(name, [*known, *ROLES])
-            hint = f"did you mean {near}?" if near else f"measured here: {', '.join(known)}"
+            hint = meant(name, [*known, *ROLES], f"measured here: {', '.join(known)}")
             raise InputError(f"--gpus names {name}, which this log does not hold", hint=hint)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.formats.files import meant
 from trimtab.formats.frameworks.nemo_rl.log import NEMO_RL
 from trimtab.formats.frameworks.openrlhf.log import OPENRLHF
 from trimtab.formats.frameworks.rlinf.log import RLINF
@@ -150,8 +151,7 @@ def detect(files: Sequence[Path]) -> LogFramework:
 def framework_named(name: str) -> LogFramework:
     known = {**FRAMEWORKS, "nemo-rl": NEMO_RL, "nemo": NEMO_RL}
     if name.lower() not in known:
-        near = nearest(name.lower(), FRAMEWORKS)
-        hint = f"did you mean {near}?" if near else f"known are: {', '.join(FRAMEWORKS)}"
+        hint = meant(name.lower(), FRAMEWORKS, f"known are: {', '.join(FRAMEWORKS)}")
         raise InputError(f"--framework {name} is not known", hint=hint)
     return known[name.lower()]
 

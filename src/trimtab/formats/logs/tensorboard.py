@@ -16,6 +16,10 @@ from trimtab.formats.files import unreadable
 from trimtab.formats.logs.records import LARGEST_VALUE
 
 MAX_RECORD_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 20
+HEAD_BYTES = 64
+_EVENT_FILE = b"brain.Event:"
+_HEAD, _CHECKSUM = 12, 4
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -33,29 +37,61 @@ def is_event_file(path: Path) -> bool:
     """Whether the file has TensorBoard's header; False for an unreadable file: reading it raises the error."""
     try:
         with path.open("rb") as file:
-            head = file.read(64)
+            return is_event_head(file.read(HEAD_BYTES)) is True
     except (OSError, ValueError):
         return False
-    return len(head) > 12 and b"brain.Event:" in head
 
 
 def read_scalars(path: Path, keeps: Callable[[str], bool], cut_off: Callable[[], None]) -> Iterator[Scalar]:
     """The scalars with a kept tag, in order; `cut_off` is called if the file ends early."""
+    events = EventBytes(keeps)
     try:
         with path.open("rb") as file:
-            while head := file.read(12):
-                length = struct.unpack("<Q", head[:8])[0] if len(head) == 12 else MAX_RECORD_BYTES + 1
-                body = file.read(length + 4) if length <= MAX_RECORD_BYTES else b""
-                if len(body) != length + 4:
-                    cut_off()
-                    return
-                try:
-                    yield from scalars_of(memoryview(body)[:length], keeps)
-                except (ValueError, struct.error, IndexError):
-                    cut_off()
-                    return
+            while not events.broken and (data := file.read(CHUNK_BYTES)):
+                yield from events.take(data)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
+    if events.end():
+        cut_off()
+
+
+class EventBytes:
+    """Parses the scalars of a TensorBoard event file."""
+
+    def __init__(self, keeps: Callable[[str], bool]) -> None:
+        self._keeps = keeps
+        self._rest = b""
+        self.broken = False  # malformed bytes: nothing after them can be read
+
+    def take(self, data: bytes) -> list[Scalar]:
+        """The scalars of the records completed by these bytes."""
+        found: list[Scalar] = []
+        rest = memoryview(self._rest + data)
+        while not self.broken and len(rest) >= _HEAD:
+            length = struct.unpack("<Q", rest[:8])[0]
+            if length > MAX_RECORD_BYTES:
+                self.broken = True
+            elif len(rest) < _HEAD + length + _CHECKSUM:
+                break
+            else:
+                try:
+                    found.extend(scalars_of(rest[_HEAD : _HEAD + length], self._keeps))
+                except (ValueError, struct.error, IndexError):
+                    self.broken = True
+                rest = rest[_HEAD + length + _CHECKSUM :]
+        self._rest = b"" if self.broken else bytes(rest)
+        return found
+
+    def end(self) -> bool:
+        """Whether the file ends in a cut-off record."""
+        return bool(self._rest) or self.broken
+
+
+def is_event_head(data: bytes) -> bool | None:
+    """Whether a file with this head is TensorBoard's; None if the head is too short."""
+    if _EVENT_FILE in data[:HEAD_BYTES]:
+        return True
+    return False if len(data) >= HEAD_BYTES or b"\n" in data[:HEAD_BYTES] else None
 
 
 def scalars_of(data: memoryview, keeps: Callable[[str], bool]) -> list[Scalar]:

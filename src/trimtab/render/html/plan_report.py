@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import PlacedComponent, PlacementAnswer, Plan, Sensitivity
-from trimtab.render.html.kit import timeline
+from trimtab.render.html.kit import page
 from trimtab.render.html.kit.chart import ChartMark
-from trimtab.render.html.kit.labels import duration, escape, escape_block, share
-from trimtab.render.html.kit.page import both, list_section, page_foot, page_head, page_header
+from trimtab.render.html.kit.labels import capitalised, counted, duration, escape, listed, share
+from trimtab.render.html.kit.page import Tile
+from trimtab.render.html.kit.timeline import plan_chart
 
 # A runner-up many times slower must not compress the other charts: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5
@@ -29,8 +30,8 @@ def plan_report(
 
     `source` is the job file's name, `block` the placement in its own keys, `command` the command that made the report.
     """
+    took = f" in {duration(search_seconds)}" if search_seconds is not None else ""
     parts = [
-        page_head(title),
         _headline(answer, title, source),
         _chosen(answer.best),
         _scaling(answer),
@@ -38,10 +39,9 @@ def plan_report(
         _others(answer),
         _near_ties(answer),
         _sensitivity(answer.sensitivity),
-        list_section("assumptions", "What was assumed", answer.assumptions),
-        _foot(answer, command, search_seconds),
+        page.list_section("assumptions", "What was assumed", answer.assumptions),
     ]
-    return "\n".join(part for part in parts if part) + "\n"
+    return page.document(title, parts, command=command, more=f" {answer.plans_considered:,} plans considered{took}.")
 
 
 def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
@@ -49,24 +49,23 @@ def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
     per_hour = 3600 / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
     gap = 1 - answer.lower_bound_seconds / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
     if answer.kept:
-        proof = '<dd class="warn">Your placement<small>faster than every plan found: keep it</small></dd>'
+        optimal = Tile("Optimal", "Your placement", "faster than every plan found: keep it", "warn")
     elif answer.scaling is not None and answer.scaling.plan is not None:
-        proof = '<dd class="warn">If scaling is perfect<small>which was not measured</small></dd>'
+        optimal = Tile("Optimal", "If scaling is perfect", "which was not measured", "warn")
     elif answer.optimal:
-        proof = '<dd class="good">Proven<small>no plan under this model is faster</small></dd>'
+        optimal = Tile("Optimal", "Proven", "no plan under this model is faster", "good")
     else:
         bound = duration(answer.lower_bound_seconds)
-        proof = f'<dd class="warn">Within {share(max(gap, 0.0))}<small>nothing can be below {bound}</small></dd>'
+        optimal = Tile("Optimal", f"Within {share(max(gap, 0.0))}", f"nothing can be below {bound}", "warn")
     spare = best.total_gpus - best.gpus
-    used = "all of them" if spare <= 0 else f"{spare} left free"
-    numbers = [
-        ("Predicted iteration", f"<dd>{duration(best.iteration_seconds)}<small>{escape(best.mode)}</small></dd>"),
-        ("Throughput", f"<dd>{_rate(per_hour)}<small>iterations per hour</small></dd>"),
-        ("GPUs idle", f"<dd>{share(best.idle_share)}<small>of the GPU time</small></dd>"),
-        ("GPUs used", f"<dd>{best.gpus} of {best.total_gpus}<small>{used}</small></dd>"),
-        ("Optimal", proof),
+    tiles = [
+        Tile("Predicted iteration", duration(best.iteration_seconds), best.mode),
+        Tile("Throughput", _rate(per_hour), "iterations per hour"),
+        Tile("GPUs idle", share(best.idle_share), "of the GPU time"),
+        Tile("GPUs used", f"{best.gpus} of {best.total_gpus}", "all of them" if spare <= 0 else f"{spare} left free"),
+        optimal,
     ]
-    return page_header(f"trimtab plan · {source}", title, _in_words(best), numbers)
+    return page.header(f"trimtab plan · {source}", title, _in_words(best), tiles)
 
 
 def _scaling(answer: PlacementAnswer) -> str:
@@ -85,12 +84,10 @@ def _scaling(answer: PlacementAnswer) -> str:
     )
     axis = max(plan.timeline_seconds, answer.best.timeline_seconds)
     keys = tuple(component.name for component in answer.best.components)
-    drawn = _pictures(plan, "If scaling is less than perfect", "scaling", keys=keys, axis_seconds=axis)
-    return (
-        '<section aria-labelledby="h-scaling">\n<h2 id="h-scaling">If scaling is less than perfect</h2>\n'
-        f'<p>{escape(words)}</p>\n<div class="card"><h3>{escape(_in_words(plan))}: '
-        f"{duration(plan.iteration_seconds)}</h3><figure>{drawn}</figure></div>\n</section>"
-    )
+    title = "If scaling is less than perfect"
+    drawn = page.chart_picture(plan_chart(plan, title, keys=keys, axis_seconds=axis), "scaling", compact=True)
+    head = f"<h3>{escape(_in_words(plan))}: {duration(plan.iteration_seconds)}</h3>"
+    return page.section("scaling", title, escape(words), page.card(head + drawn))
 
 
 def _rate(per_hour: float) -> str:
@@ -98,22 +95,15 @@ def _rate(per_hour: float) -> str:
 
 
 def _chosen(plan: Plan) -> str:
-    chart = _pictures(plan, "The chosen plan", "best")
-    rows = "\n".join(_component(plan, index, placed) for index, placed in enumerate(plan.components))
-    # The first three columns are text; numbers are aligned to the right.
+    drawn = page.chart_picture(plan_chart(plan, "The chosen plan"), "best")
     heads = ("Component", "GPUs", "Variant", "Seconds", "Start, s", "End, s", "Idle")
-    numeric = ' class="number"'
-    columns = "".join(f'<th scope="col"{numeric if i > 2 else ""}>{head}</th>' for i, head in enumerate(heads))
+    rows = [_component(plan, index, placed) for index, placed in enumerate(plan.components)]
     note = '<p class="unseen">Idle: share of the iteration in which the GPUs of the component are idle.</p>'
-    return (
-        '<section aria-labelledby="h-timeline">\n<h2 id="h-timeline">Timeline</h2>\n'
-        f'<div class="card"><figure>{chart}</figure>\n{note}'
-        '<div class="scroll" role="region" aria-labelledby="h-timeline" tabindex="0"><table>\n'
-        f"<thead><tr>{columns}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div></div>\n</section>"
-    )
+    figures = page.table("Timeline", heads, rows, numeric=range(3, 7))
+    return page.section("timeline", "Timeline", "", page.card(f"{drawn}\n{note}{figures}"))
 
 
-def _component(plan: Plan, index: int, placed: PlacedComponent) -> str:
+def _component(plan: Plan, index: int, placed: PlacedComponent) -> list[str]:
     group = next((group for group in plan.groups if placed.name in group.components), None)
     if group is None:
         gpus = "CPU"
@@ -125,38 +115,14 @@ def _component(plan: Plan, index: int, placed: PlacedComponent) -> str:
         css = ' class="count"' if len(which) < 20 else ""
         gpus = f"<span{css}>{count}{of} <small>{which}</small></span>"
     extrapolated = ' <span class="badge warn">extrapolated</span>' if placed.extrapolated else ""
-    numbers = "".join(f'<td class="number">{value:,.1f}</td>' for value in (placed.seconds, placed.start, placed.end))
-    return (
-        f'<tr><th scope="row"><span class="named"><span class="tt-key key{index % timeline.COLOURS}"></span>'
-        f"<span>{escape(placed.name)}{extrapolated}</span></span></th>"
-        f"<td>{gpus}</td><td>{escape(placed.variant) or '–'}</td>{numbers}"
-        f'<td class="number">{share(placed.idle_share)}</td></tr>'
-    )
-
-
-def _pictures(
-    plan: Plan,
-    title: str,
-    prefix: str,
-    *,
-    keys: tuple[str, ...] = (),
-    axis_seconds: float | None = None,
-    mark: ChartMark | None = None,
-) -> str:
-    chart = timeline.plan_chart(plan, title, keys=keys, axis_seconds=axis_seconds, marks=(mark,) if mark else ())
-    compact = axis_seconds is not None
-    return both(lambda width, name: timeline.svg(chart, width, standalone=False, compact=compact, prefix=name), prefix)
+    times = (f"{value:,.1f}" for value in (placed.seconds, placed.start, placed.end))
+    name = page.keyed(index, escape(placed.name) + extrapolated)
+    return [name, gpus, escape(placed.variant) or "–", *times, share(placed.idle_share)]
 
 
 def _block(block: str) -> str:
-    if not block.strip():
-        return ""
-    return (
-        '<section aria-labelledby="h-block">\n<h2 id="h-block">Placement</h2>\n'
-        "<p>What to put into the configuration.</p>\n"
-        f'<div class="copy"><pre tabindex="0" aria-label="Placement block">{escape_block(block.rstrip())}</pre></div>\n'
-        "</section>"
-    )
+    lede = "What to put into the configuration."
+    return page.copy_section("block", "Placement", lede, "Placement block", block.rstrip()) if block.strip() else ""
 
 
 def _others(answer: PlacementAnswer) -> str:
@@ -170,21 +136,16 @@ def _others(answer: PlacementAnswer) -> str:
     out = ""
     if items:
         chosen = _compared("The chosen plan", "", best, best, "chosen", axis)
-        out += (
-            '<section aria-labelledby="h-others">\n<h2 id="h-others">Runners-up</h2>\n'
-            "<p>All on one time scale. The dashed line marks the end of the chosen plan's iteration.</p>\n"
-            f'<ol class="plans">\n{chosen}\n' + "\n".join(items) + "\n</ol>\n</section>"
-        )
+        lede = "All on one time scale. The dashed line marks the end of the chosen plan's iteration."
+        out += page.section("others", "Runners-up", lede, page.cards([chosen, *items]))
     if answer.unrestricted:
         saved = best.iteration_seconds - answer.unrestricted.iteration_seconds
         part = saved / best.iteration_seconds if best.iteration_seconds else 0.0
         words = f"It would save {duration(saved)} an iteration ({share(part)})."
         item = _compared("Without your framework's limits", words, answer.unrestricted, best, "unrestricted", axis)
-        out += (
-            '\n<section aria-labelledby="h-free">\n'
-            f'<h2 id="h-free">{escape(_capital(answer.framework or "your framework"))} cannot run this</h2>\n'
-            f'<p>The best plan of all, on the same time scale.</p>\n<ul class="plans">\n{item}\n</ul>\n</section>'
-        )
+        title = f"{escape(capitalised(answer.framework or 'your framework'))} cannot run this"
+        lede = "The best plan of all, on the same time scale."
+        out += "\n" + page.section("free", title, lede, page.cards([item], ordered=False))
     return out
 
 
@@ -197,12 +158,11 @@ def _common_axis(lengths: list[float]) -> float:
 def _alternatives(answer: PlacementAnswer, axis: float) -> Iterator[str]:
     for index, alternative in enumerate(answer.alternatives):
         if alternative.plan is None:
-            yield (
-                f'<li class="card refused"><h3>{escape(_capital(alternative.label))}<span class="time">'
-                f"<small>not feasible</small></span></h3><p>{escape(alternative.reason)}</p></li>"
-            )
+            reason = f"<p>{escape(alternative.reason)}</p>"
+            title, time = escape(capitalised(alternative.label)), "<small>not feasible</small>"
+            yield page.card_item(title, time, reason, attributes=' class="card refused"')
         else:
-            label = _capital(alternative.label)
+            label = capitalised(alternative.label)
             yield _compared(label, alternative.reason, alternative.plan, answer.best, f"other{index}", axis)
 
 
@@ -216,31 +176,29 @@ def _compared(label: str, reason: str, plan: Plan, best: Plan, prefix: str, axis
         )
         versus, mark = f" <small>{slower}</small>", ChartMark(best.iteration_seconds, "chosen plan")
     keys = tuple(component.name for component in best.components)
-    drawn = _pictures(plan, label, prefix, keys=keys, axis_seconds=axis, mark=mark)
-    return (
-        f'<li class="card"><h3>{escape(label)}<span class="time">{duration(plan.iteration_seconds)}{versus}</span></h3>'
-        f"<p>{escape(_in_words(plan))}</p>{f'<p>{escape(reason)}</p>' if reason else ''}<figure>{drawn}</figure></li>"
-    )
+    chart = plan_chart(plan, label, keys=keys, axis_seconds=axis, marks=(mark,) if mark else ())
+    why = f"<p>{escape(reason)}</p>" if reason else ""
+    body = f"<p>{escape(_in_words(plan))}</p>{why}{page.chart_picture(chart, prefix, compact=True)}"
+    return page.card_item(escape(label), f"{duration(plan.iteration_seconds)}{versus}", body)
 
 
 def _near_ties(answer: PlacementAnswer) -> str:
     if not answer.near_ties:
         return ""
     best = answer.best.iteration_seconds
-    rows = "".join(
-        f'<tr><th scope="row">{escape(_in_words(plan))}</th><td>{escape(plan.mode)}</td>'
-        f'<td class="number">{duration(plan.iteration_seconds)}</td>'
-        f'<td class="number">+{share(plan.iteration_seconds / best - 1 if best else 0.0)}</td></tr>'
+    rows = [
+        [
+            escape(_in_words(plan)),
+            escape(plan.mode),
+            duration(plan.iteration_seconds),
+            f"+{share(plan.iteration_seconds / best - 1 if best else 0.0)}",
+        ]
         for plan in answer.near_ties
-    )
-    return (
-        '<section aria-labelledby="h-ties">\n<h2 id="h-ties">Near ties</h2>\n'
-        "<p>As fast within the noise of a measurement: take the simplest.</p>\n"
-        '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-ties" tabindex="0"><table>\n'
-        '<thead><tr><th scope="col">Plan</th><th scope="col">Mode</th><th scope="col" class="number">Iteration</th>'
-        '<th scope="col" class="number">Longer by</th></tr></thead>\n'
-        f"<tbody>{rows}</tbody>\n</table>"
-        "</div></div>\n</section>"
+    ]
+    heads = ("Plan", "Mode", "Iteration", "Longer by")
+    lede = "As fast within the noise of a measurement: take the simplest."
+    return page.section(
+        "ties", "Near ties", lede, page.card(page.table("Near ties", heads, rows, numeric=(2, 3), css="bare"))
     )
 
 
@@ -255,13 +213,12 @@ def _sensitivity(ranges: tuple[Sensitivity, ...]) -> str:
     factors = [(f, s.component) for s in ranges for f in (s.lower_factor, s.upper_factor) if f is not None and f > 0]
     nearest = min(factors, key=lambda found: abs(math.log(found[0])), default=None)
     first = f" The tightest is {escape(nearest[1])}: {share(abs(nearest[0] - 1))}." if nearest else ""
-    return (
-        '<section aria-labelledby="h-sensitivity">\n<h2 id="h-sensitivity">How sure the choice is</h2>\n'
-        "<p>How far a single cost may be off before another plan is better."
-        f"{first}</p>\n"
+    lede = f"How far a single cost may be off before another plan is better.{first}"
+    body = (
         f'<dl class="card ranges">\n{rows}\n'
-        f'<div class="scale-row" aria-hidden="true"><dt></dt><dd class="scale">{scale}</dd></div>\n</dl>\n</section>'
+        f'<div class="scale-row" aria-hidden="true"><dt></dt><dd class="scale">{scale}</dd></div>\n</dl>'
     )
+    return page.section("sensitivity", "How sure the choice is", lede, body)
 
 
 def _position(factor: float) -> float:
@@ -299,20 +256,10 @@ def _beyond(factor: float | None, becomes: str | None, direction: str, holds: st
     return f"<span><b>{share(abs(factor - 1))} {direction}</b>: {then}</span>"
 
 
-def _foot(answer: PlacementAnswer, command: str | None, search_seconds: float | None) -> str:
-    took = f" in {duration(search_seconds)}" if search_seconds is not None else ""
-    return page_foot(command, more=f" {answer.plans_considered:,} plans considered{took}.")
-
-
 def _in_words(plan: Plan) -> str:
     """The grouping as a sentence: components that share GPUs take turns."""
-    groups = []
-    for group in plan.groups:
-        count = f"{len(group.gpus)} GPU{'s' if len(group.gpus) != 1 else ''}"
-        *others, last = group.components
-        groups.append(f"{', '.join(others)} and {last} take turns on {count}" if others else f"{last} on {count}")
-    return "; ".join(groups)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return "; ".join(
+        f"{listed(group.components)}{' take turns' if len(group.components) > 1 else ''} on "
+        f"{counted(len(group.gpus), 'GPU')}"
+        for group in plan.groups
+    )

@@ -1,21 +1,14 @@
-"""The display of `trimtab cluster start`, and its signal handling.
-
-On a terminal it is redrawn in place; otherwise each change is printed as a line. It only reads: it changes nothing.
-"""
+"""The display of `trimtab cluster start`. It only reads: it changes nothing."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.live import Live
-
 from trimtab.core.errors import UnreachableError
-from trimtab.render.output import out
+from trimtab.render.live.view import LiveView
 from trimtab.render.text import cluster as cluster_text
 from trimtab.runtime.localcluster import gpus
 from trimtab.runtime.localcluster import nodes as local
@@ -37,12 +30,6 @@ class ClusterStatusLoop:
         self._gpus: Any = None
         self._gpus_at = -math.inf
 
-    def __enter__(self) -> ClusterStatusLoop:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
     def now(self, timeout_s: float = FIRST_ANSWER_S) -> dict[str, Any]:
         """The status; without Ray's part where Ray does not answer in time."""
         cluster = self._ledger.read().get(self._cluster.address, self._cluster)
@@ -54,7 +41,7 @@ class ClusterStatusLoop:
             ray_nodes = self._ray_view.nodes(timeout_s)
         except UnreachableError as fault:
             if self._ray_view is not None and not self._ray_view.is_alive:
-                self._stop()
+                self.close()
             if not cluster.live_nodes:
                 raise
             notes.append(fault.what)
@@ -80,7 +67,7 @@ class ClusterStatusLoop:
             self._gpus_at = time.monotonic()
         return self._gpus
 
-    def _stop(self) -> None:
+    def close(self) -> None:
         if self._ray_view is not None:
             self._ray_view.close()
             self._ray_view = None
@@ -88,34 +75,8 @@ class ClusterStatusLoop:
 
 def watch(read_status: Callable[[], dict[str, Any] | None], hints: Sequence[str]) -> None:
     """Show the cluster until `read_status` returns None: it has ended."""
-    if not out.is_terminal:
-        _print_changes(read_status)
-        return
-    with Live(console=out, auto_refresh=False, transient=False) as live:
+    below = [*hints, "", "Ctrl-C ends the cluster"]
+    with LiveView(lambda data: cluster_text.picture(data, below), cluster_text.change_lines, stays=True) as view:
         while (data := read_status()) is not None:
-            live.update(cluster_text.picture(data, [*hints, "", "Ctrl-C ends the cluster"]), refresh=True)
+            view.show(data)
             time.sleep(REFRESH_EVERY_S)
-
-
-def _print_changes(read_status: Callable[[], dict[str, Any] | None]) -> None:
-    before: dict[str, Any] | None = None
-    while (data := read_status()) is not None:
-        for line in cluster_text.change_lines(before, data):
-            print(line, flush=True)
-        before = data
-        time.sleep(REFRESH_EVERY_S)
-
-
-@contextlib.contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP act like Ctrl-C: what was started is stopped in order."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from trimtab.render.output import err, plain_table
+from trimtab.render.output import err, text_table
 from trimtab.render.text.run import RunNarrator, seconds
 
 LINES_EVERY_S = 0.5  # at most one line of iterations per interval
@@ -117,20 +117,19 @@ class RunDisplay:
         return Group(*rows)
 
     def _components(self) -> Table:
-        table = plain_table()
-        table.add_column("component")
-        for heading in ("GPUs", "computes", "planned", "waits"):
-            table.add_column(heading, justify="right")
+        rows = []
         for component in self.story.components:
             planned = self.story.costs_s.get(component["component"])
-            table.add_row(
-                escape(str(component["component"])),
-                str(component.get("gpus") or "CPU"),
-                seconds(float(component["busy_s"])),
-                "-" if planned is None or self.story.measuring else seconds(planned),
-                seconds(float(component.get("wait_s", 0.0))),
+            rows.append(
+                (
+                    component["component"],
+                    component.get("gpus") or "CPU",
+                    seconds(float(component["busy_s"])),
+                    "-" if planned is None or self.story.measuring else seconds(planned),
+                    seconds(float(component.get("wait_s", 0.0))),
+                )
             )
-        return table
+        return text_table(("component", ">GPUs", ">computes", ">planned", ">waits"), rows)
 
 
 @contextlib.contextmanager

@@ -7,19 +7,22 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
-from trimtab.render.output import out, plain_table
+from trimtab.render.html.kit.labels import known
+from trimtab.render.output import out, print_list, text_table
+from trimtab.render.text.formatting import picked
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
 from trimtab.runtime.advise.engines import EngineSample
 from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
 
+PART_KEYS = ("gpus", "seconds", "share", "spread", "drift", "drifted", "wait")
 ENGINES_SHOWN = 12
 EVENTS_SHOWN = 8
 
@@ -45,11 +48,7 @@ def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
             out.print(f"  ({len(history) - EVENTS_SHOWN} earlier events left out)", style="dim")
         for event in history[-EVENTS_SHOWN:]:
             out.print(f"  {_event_text(event)}", markup=False)
-    if frame.picture.notes:
-        out.print()
-        out.print("[bold]Assumed, and left out[/]")
-        for note in frame.picture.notes:
-            out.print(f"  - {note}", markup=False)
+    print_list("Assumed, and left out", frame.picture.notes)
     for part in _advised(frame.picture):
         out.print(part)
 
@@ -100,31 +99,38 @@ def _status(frame: FollowFrame) -> list[RenderableType]:
 
 
 def _table(seen: RunPicture) -> Table:
-    table = plain_table()
-    table.add_column("component", no_wrap=True)
-    for heading in ("GPUs", "seconds", "of the step", "spread", "drift"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
-    for part in seen.parts:
-        table.add_row(
-            escape(part.name),
+    rows = [
+        (
+            part.name,
             gpus_text(part),
             f"{part.seconds:.1f}",
-            _percent(part.share),
-            "" if part.spread is None else f"±{part.spread:.0%}",
-            "" if part.drift is None else f"{part.drift:+.0%}",
-            escape(_mark(part)),
+            known(part.share, "{:.0%}".format, ""),
+            spread_text(part),
+            drift_text(part),
+            mark_text(part),
         )
+        for part in seen.parts
+    ]
     if seen.other_s is not None and seen.step_s:
-        table.add_row("anything else", "", f"{seen.other_s:.1f}", _percent(seen.other_s / seen.step_s), "", "", "")
-    return table
+        share = known(seen.other_s / seen.step_s, "{:.0%}".format, "")
+        rows.append(("anything else", "", f"{seen.other_s:.1f}", share, "", "", ""))
+    heads = ("component", ">GPUs", ">seconds", ">of the step", ">spread", ">drift", Column(""))
+    return text_table(heads, rows, no_wrap=True)
 
 
 def gpus_text(part: ComponentSummary) -> str:
     return "" if part.gpus is None else str(part.gpus or "CPU")
 
 
-def _mark(part: ComponentSummary) -> str:
+def spread_text(part: ComponentSummary) -> str:
+    return known(part.spread, "±{:.0%}".format, "")
+
+
+def drift_text(part: ComponentSummary) -> str:
+    return known(part.drift, "{:+.0%}".format, "")
+
+
+def mark_text(part: ComponentSummary) -> str:
     if part.wait is not None:
         return f"waiting, not a cost: {part.wait}"
     return "has drifted" if part.drifted else ""
@@ -169,17 +175,14 @@ def _around(around: ClusterSample) -> list[RenderableType]:
 
 
 def _engines(engines: Sequence[EngineSample]) -> Table:
-    table = plain_table()
-    table.add_column("engine", no_wrap=True)
-    for heading in ("running", "waiting", "cache", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    rows = []
     for engine in engines[:ENGINES_SHOWN]:
         silent = "" if engine.fault is None else f"does not answer ({engine.silent_s or 0:.0f} s): {engine.fault}"
-        table.add_row(
-            escape(engine.url), _count(engine.running), _count(engine.waiting), _percent(engine.cache),
-            _count(engine.tokens_per_s), escape(silent),
-        )  # fmt: skip
+        looks = ("{:,.0f}", "{:,.0f}", "{:.0%}", "{:,.0f}")
+        values = (engine.running, engine.waiting, engine.cache, engine.tokens_per_s)
+        numbers = (known(value, look.format, "") for value, look in zip(values, looks, strict=True))
+        rows.append((engine.url, *numbers, silent))
+    table = text_table(("engine", ">running", ">waiting", ">cache", ">tokens/s", Column("")), rows, no_wrap=True)
     if len(engines) > ENGINES_SHOWN:
         table.caption = f"and {len(engines) - ENGINES_SHOWN} more"
     return table
@@ -217,14 +220,6 @@ def _gain(advice: Advice) -> str:
     )
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
-def _count(number: float | None) -> str:
-    return "" if number is None else f"{number:,.0f}"
-
-
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +232,7 @@ def as_data(frame: FollowFrame, history: Sequence[FollowEvent]) -> dict[str, Any
         "counted_steps": seen.counted,
         "newest_step": seen.newest,
         "step_seconds": seen.step_s,
-        "components": {part.name: _part_data(part) for part in seen.parts},
+        "components": {part.name: picked(part, *PART_KEYS) for part in seen.parts},
         "other_seconds": seen.other_s,
         "answers": {"mean_tokens": seen.length, "drift": seen.length_drift},
         "placement": [
@@ -265,18 +260,6 @@ def events(frame: FollowFrame) -> Iterator[dict[str, Any]]:
         }
     for event in frame.news:
         yield {"event": event.what.replace(" ", "_"), **_event_data(event)}
-
-
-def _part_data(part: ComponentSummary) -> dict[str, Any]:
-    return {
-        "gpus": part.gpus,
-        "seconds": part.seconds,
-        "share": part.share,
-        "spread": part.spread,
-        "drift": part.drift,
-        "drifted": part.drifted,
-        "wait": part.wait,
-    }
 
 
 def _advice_data(advice: Advice) -> dict[str, Any]:
@@ -332,10 +315,7 @@ def _around_data(around: ClusterSample) -> dict[str, Any]:
         else {"fault": nodes}
         if isinstance(nodes, str)
         else {
-            "nodes": [
-                {"name": n.name, "gpus": n.gpus, "free": n.free, "draining": n.draining, "busy": dict(n.busy)}
-                for n in nodes
-            ]
+            "nodes": [{**picked(node, "name", "gpus", "free", "draining"), "busy": dict(node.busy)} for node in nodes]
         },
         "gpus_here": list(around.gpus),
     }

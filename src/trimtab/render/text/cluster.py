@@ -11,10 +11,11 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from trimtab.render.output import out, plain_table
+from trimtab.render.output import out, text_table
+from trimtab.render.text.formatting import picked
 from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
 from trimtab.runtime.localcluster.ray_status import RayHolder, RayNode
@@ -140,10 +141,8 @@ def _our_node(node: NodeRecord, seen: RayNode | None, has_ray_view: bool) -> dic
     state = node.phase.value
     if node.phase is NodePhase.running and has_ray_view:
         state = "not in Ray" if seen is None else "draining" if seen.draining else "running"
-    deadline = node.deadline or (seen.deadline if seen else None)
     return {
-        "name": node.name,
-        "node_id": node.node_id,
+        **picked(node, "name", "node_id"),
         "state": state,
         "head": node.head,
         "ours": True,
@@ -152,7 +151,7 @@ def _our_node(node: NodeRecord, seen: RayNode | None, has_ray_view: bool) -> dic
         "node_manager_port": node.ports.node_manager,
         "pid": node.supervisor.pid if node.supervisor else None,
         "since": node.since,
-        "deadline": deadline,
+        "deadline": node.deadline or (seen.deadline if seen else None),
         "cause": node.cause or None,
         "log": node.log,
         **_held(seen),
@@ -161,19 +160,16 @@ def _our_node(node: NodeRecord, seen: RayNode | None, has_ray_view: bool) -> dic
 
 def _other_node(seen: RayNode) -> dict[str, Any]:
     return {
-        "name": seen.name,
-        "node_id": seen.node_id,
+        **picked(seen, "name", "node_id"),
         "state": "draining" if seen.draining else "running",
         "head": seen.head,
         "ours": False,
         "gpus": [],
         "address": seen.address,
         "node_manager_port": seen.port,
-        "pid": None,
-        "since": None,
+        **dict.fromkeys(("pid", "since")),
         "deadline": seen.deadline,
-        "cause": None,
-        "log": None,
+        **dict.fromkeys(("cause", "log")),
         **_held(seen),
     }
 
@@ -211,30 +207,23 @@ def _headline(data: Data) -> Text:
 
 
 def _nodes(nodes: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("node", "GPU", "state", "id", "held", "by"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for node in nodes:
-        colour = COLOURS.get(node["state"], "")
-        state = node["state"] + (
-            f", {_left(node['deadline'])}" if node["deadline"] and node["state"] == "draining" else ""
-        )
-        gpu = ids_text(tuple(node["gpus"])) or (
-            f"{node['total'].get('gpu', 0):g} of its own" if not node["ours"] else "-"
-        )
-        table.add_row(
-            escape(node["name"]),
-            gpu,
-            f"[{colour}]{escape(state)}[/]" if colour else escape(state),
-            node["node_id"][:12] or "-",
-            _amounts_held(node),
-            escape(
-                ", ".join(_holder(holder) for holder in node["holders"][:4])
-                + (" ..." if len(node["holders"]) > 4 else "")
+        until = f", {_left(node['deadline'])}" if node["deadline"] and node["state"] == "draining" else ""
+        own = f"{node['total'].get('gpu', 0):g} of its own" if not node["ours"] else "-"
+        holders = ", ".join(_holder(holder) for holder in node["holders"][:4])
+        rows.append(
+            (
+                node["name"],
+                ids_text(tuple(node["gpus"])) or own,
+                Text(node["state"] + until, COLOURS.get(node["state"], "")),
+                node["node_id"][:12] or "-",
+                _amounts_held(node),
+                holders + (" ..." if len(node["holders"]) > 4 else "") or "-",
             )
-            or "-",
         )
-    return table
+    heads = [Column(head, overflow="fold") for head in ("node", "GPU", "state", "id", "held", "by")]
+    return text_table(heads, rows)
 
 
 def _holder(holder: Data) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.markup import escape
+from rich.table import Column, Table
 
 from trimtab.core.reasons import Reason, StoryEntry
-from trimtab.render.output import out, plain_table
+from trimtab.render.output import out, text_table
 
 PIPE_WIDTH = 400
 Data = Mapping[str, Any]
@@ -29,23 +29,19 @@ def span(seconds: float) -> str:
 
 
 def print_story(story: Sequence[Data]) -> None:
-    table = plain_table()
-    for heading in ("when", "state", "why"):
-        table.add_column(heading)
-    for entry in story:
-        table.add_row(clock(entry["at"]), entry["state"], why(entry))
     out.print()
-    show(table)
+    rows = ((clock(entry["at"]), entry["state"], reason_text(entry)) for entry in story)
+    show(text_table(("when", "state", "why"), rows))
 
 
 def facts(*rows: tuple[str, str]) -> None:
     """Print label and value pairs, a line each."""
-    table = plain_table(show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for word, sentence in rows:
-        table.add_row(word, escape(sentence))
-    show(table)
+    show(facts_table(rows))
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    heads = (Column(style="dim"), Column(overflow="fold"))
+    return text_table(heads, rows, show_header=False)
 
 
 def show(parts: RenderableType) -> None:
@@ -53,13 +49,18 @@ def show(parts: RenderableType) -> None:
     if out.is_terminal:
         out.print(parts)
         return
+    out.file.write("".join(f"{line}\n" for line in text_lines(parts)))
+
+
+def text_lines(parts: RenderableType) -> list[str]:
+    """One row per line, without trailing spaces."""
     page = io.StringIO()
     Console(file=page, highlight=False, width=PIPE_WIDTH).print(parts)
-    out.file.write("".join(f"{line.rstrip()}\n" for line in page.getvalue().splitlines()))
+    return [line.rstrip() for line in page.getvalue().splitlines()]
 
 
-def why(reason: Data) -> str:
-    return escape(": ".join(part for part in (reason["code"], reason["sentence"]) if part))
+def reason_text(reason: Data) -> str:
+    return ": ".join(part for part in (reason["code"], reason["sentence"]) if part)
 
 
 def amounts(resources: Mapping[str, float]) -> str:
@@ -68,7 +69,7 @@ def amounts(resources: Mapping[str, float]) -> str:
         if not name.startswith("node:"):
             unit, size = unit_of(name, amount)
             shown.append(f"{amount / size:.4g} {unit}")
-    return escape(", ".join(shown) or "nothing")
+    return ", ".join(shown) or "nothing"
 
 
 def unit_of(name: str, amount: float) -> tuple[str, float]:
@@ -92,6 +93,11 @@ def clock(at: float) -> str:
     """Local time of day; with the date unless it is today."""
     when, today = time.localtime(at), time.localtime()
     return time.strftime("%H:%M:%S" if when[:3] == today[:3] else "%Y-%m-%d %H:%M:%S", when)
+
+
+def picked(record: object, *names: str) -> dict[str, Any]:
+    """Attributes of a record as data."""
+    return {name: getattr(record, name) for name in names}
 
 
 def reason_data(reason: Reason) -> dict[str, str]:

@@ -12,26 +12,17 @@ from time import perf_counter
 from typing import Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import Progress
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.render.html.simulate import report as simulate_report
+from trimtab.render.html.simulate.pool import PoolComparison, compare_pools, figures_table, report
+from trimtab.render.live.simulate import PROGRESS
 from trimtab.render.output import err, out
-from trimtab.render.text import simulate as simulate_text
 from trimtab.render.text.formatting import show
+from trimtab.replay.common.comparison import NamedPolicy
+from trimtab.replay.journal import replay
 from trimtab.replay.journal.policies import fitted
 from trimtab.replay.journal.record import JournalRecord
-from trimtab.replay.journal.replay import (
-    RECORDED,
-    SEED,
-    UNCHANGED,
-    AlternativePolicy,
-    JournalRun,
-    ReplayAgreement,
-    agreement,
-    recorded,
-    run_alternative,
-)
 from trimtab.replay.journal.world import JournalWorld, world_of
 from trimtab.replay.pool.figures import PoolFigures
 
@@ -42,7 +33,7 @@ SHOWN = 5  # differences that are listed
 class _RecordedPolicy:
     """The row of the recording, among policies."""
 
-    name: str = RECORDED
+    name: str = replay.RECORDED
 
     def text(self) -> str:
         return "as recorded in the journal; not replayed"
@@ -56,14 +47,14 @@ class ReplaySummary:
     record: JournalRecord
     world: JournalWorld | None  # None: no task ever ran
     runs: tuple[PoolFigures, ...] = ()
-    near: ReplayAgreement | None = None
-    others: tuple[AlternativePolicy, ...] = ()
+    near: replay.ReplayAgreement | None = None
+    others: tuple[replay.AlternativePolicy, ...] = ()
     why_none: str = ""
     not_again: str = ""  # why the recorded policy could not be replayed
-    seeds: tuple[int, ...] = field(default=(SEED,))
+    seeds: tuple[int, ...] = field(default=(replay.SEED,))
 
     @property
-    def policies(self) -> Sequence[simulate_text.NamedPolicy]:
+    def policies(self) -> Sequence[NamedPolicy]:
         return [_RecordedPolicy(), *self.others]
 
     def assumptions(self) -> list[str]:
@@ -113,7 +104,7 @@ class ReplaySummary:
             "from_snapshot": record.from_snapshot,
         }
         if self.world is not None:
-            found |= simulate_text.answer_data(self, self.runs)
+            found |= self._compared().data()
             found["counted"] = {"resource": self.world.units.resource, "unit": self.world.units.each}
         if near is not None:
             found["agreement"] = {
@@ -127,12 +118,10 @@ class ReplaySummary:
         return found
 
     def csv(self) -> str:
-        return simulate_text.as_csv(self._runs())
+        return self._compared().csv()
 
     def page(self, command: str) -> str:
-        return simulate_report.report(
-            self, self._runs(), command=command, verb="replay", until="the end of the last task in the journal"
-        )
+        return report(self._compared(), command, "replay", "the end of the last task in the journal")
 
     def show(self) -> None:
         record = self.record
@@ -146,15 +135,15 @@ class ReplaySummary:
             return
         out.print()
         out.print("Waits and completions by class")
-        show(simulate_text.figures_table(self.runs, several=False))
+        show(figures_table(self._compared()))
 
-    def _runs(self) -> tuple[PoolFigures, ...]:
+    def _compared(self) -> PoolComparison:
         if not self.runs:
             raise InputError(self.why_none, where=self.name)
-        return self.runs
+        return compare_pools(self, self.runs)
 
 
-def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolicy]) -> ReplaySummary:
+def replayed(name: str, record: JournalRecord, others: Sequence[replay.AlternativePolicy]) -> ReplaySummary:
     """Replay a journal with other policies; without any, summarise the recording."""
     try:
         world = world_of(record)
@@ -162,29 +151,28 @@ def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolic
         if others:
             raise
         return ReplaySummary(name, record, None, why_none=fault.what)
-    was = recorded(world)
+    was = replay.recorded(world)
     if not others:
         return ReplaySummary(name, record, world, (was.figures,))
     ready = [fitted(policy, world) for policy in others]
     near, not_again, runs = None, "", [was.figures]
     try:
-        again = _timed(world, UNCHANGED)
+        again = _timed(world, replay.UNCHANGED)
     except InfeasibleError as fault:  # what the replay leaves out may have freed the resources
         not_again = fault.what
     else:
-        near = agreement(world, was, again)
+        near = replay.agreement(world, was, again)
         runs.append(again.figures)
-        ready = [UNCHANGED, *ready]
-    runs += [_timed(world, policy).figures for policy in ready if policy is not UNCHANGED]
+        ready = [replay.UNCHANGED, *ready]
+    runs += [_timed(world, policy).figures for policy in ready if policy is not replay.UNCHANGED]
     return ReplaySummary(name, record, world, tuple(runs), near, tuple(ready), not_again=not_again)
 
 
-def _timed(world: JournalWorld, other: AlternativePolicy) -> JournalRun:
+def _timed(world: JournalWorld, other: replay.AlternativePolicy) -> replay.JournalRun:
     began = perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with Progress(*PROGRESS, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(other.name, total=1.0)
-        run = run_alternative(world, other, lambda share: bar.update(task, completed=share))
+        run = replay.run_alternative(world, other, lambda share: bar.update(task, completed=share))
     return replace(run, figures=replace(run.figures, seconds=perf_counter() - began))
 
 

@@ -11,19 +11,9 @@ from rich.table import Table
 from trimtab.core.codec import decode
 from trimtab.core.reasons import StoryEntry
 from trimtab.model.nodes import NodeView
-from trimtab.render.output import out, plain_table
-from trimtab.render.text.formatting import (
-    Data,
-    amounts,
-    counts,
-    facts,
-    print_story,
-    reason_data,
-    show,
-    span,
-    story_data,
-    why,
-)
+from trimtab.render.output import out, text_table
+from trimtab.render.text import formatting
+from trimtab.render.text.formatting import Data
 
 if TYPE_CHECKING:
     from trimtab.runtime.controller.rpc import TaskSnapshot
@@ -44,7 +34,7 @@ def nodes_data(status: Data, ray_nodes: Sequence[Data]) -> list[dict[str, Any]]:
             "name": view.facts.name or None,
             "host": hosts.get(view.node),
             "state": view.state.value,
-            "reason": reason_data(view.reason),
+            "reason": formatting.reason_data(view.reason),
             "since": view.since,
             "deadline": view.deadline,
             "unlike": view.unlike,
@@ -72,7 +62,7 @@ def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Itera
             for group in status["groups"]
             if any(member["node"] == node for member in group.get("members", ()))
         ),
-        "story": story_data(story),
+        "story": formatting.story_data(story),
         "time": status["time"],
     }
 
@@ -88,94 +78,94 @@ def group_data(group: str, status: Data) -> dict[str, Any] | None:
 
 def nodes_table(nodes: Sequence[Data], now: float) -> Table:
     """A row per node; with the reason unless it is simply ready."""
-    table = plain_table()
-    for heading in ("node", "host", "state", "has", "held by others", "warm hosts", "why"):
-        table.add_column(heading)
+    rows = []
     for node in nodes:
         warm = node["warm_hosts"] or {}
-        table.add_row(
-            node["node"][:12],
-            escape(node["name"] or node["host"] or "-"),
-            _state(node, now),
-            amounts(node["total"]),
-            amounts(node["outside"]) if node["outside"] else "-",
-            counts(warm, warm) or "-",
-            why(node["reason"]) if node["state"] != "ready" or node["unlike"] else "",
+        rows.append(
+            (
+                node["node"][:12],
+                node["name"] or node["host"] or "-",
+                _state(node, now),
+                formatting.amounts(node["total"]),
+                formatting.amounts(node["outside"]) if node["outside"] else "-",
+                formatting.counts(warm, warm) or "-",
+                formatting.reason_text(node["reason"]) if node["state"] != "ready" or node["unlike"] else "",
+            )
         )
-    return table
+    return text_table(("node", "host", "state", "has", "held by others", "warm hosts", "why"), rows)
 
 
 def groups_table(groups: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("group", "pool", "members", "limits", "step", "redone", "restarts", "why"):
-        table.add_column(heading, justify="right" if heading in ("step", "redone", "restarts") else "left")
-    for group in groups:
-        table.add_row(
-            escape(group["id"]),
-            escape(str(group.get("pool") or "-")),
+    heads = ("group", "pool", "members", "limits", ">step", ">redone", ">restarts", "why")
+    rows = (
+        (
+            group["id"],
+            group.get("pool") or "-",
             f"{group.get('size', 0)} of {group.get('wanted', 0)} wanted",
             _limits(group),
-            str(group.get("step", 0)),
-            str(group.get("redone", 0)),
-            str(group.get("restarts", 0)),
-            why(group["reason"]) if group.get("reason") else "",
+            *(group.get(key, 0) for key in ("step", "redone", "restarts")),
+            formatting.reason_text(group["reason"]) if group.get("reason") else "",
         )
-    return table
+        for group in groups
+    )
+    return text_table(heads, rows)
 
 
 def print_node(data: Data) -> None:
     where = "is gone" if not data["there"] else f"is {_state(data, data['time'])}"
     out.print(f"node [bold]{data['node']}[/] {where}")
     if data["reason"]:
-        facts(("why", f"{data['reason']['code']}: {data['reason']['sentence']}"))
+        formatting.facts(("why", formatting.reason_text(data["reason"])))
     if data["there"]:
         warm = data["warm_hosts"] or {}
-        facts(
-            ("has", amounts(data["total"])),
-            ("outside", f"{amounts(data['outside'])} held outside trimtab"),
+        formatting.facts(
+            ("has", formatting.amounts(data["total"])),
+            ("outside", f"{formatting.amounts(data['outside'])} held outside trimtab"),
             ("tasks", ", ".join(data["tasks"]) or "none"),
             ("groups", ", ".join(data["groups"]) or "none"),
-            ("warm hosts", counts(warm, warm) or "none"),
+            ("warm hosts", formatting.counts(warm, warm) or "none"),
         )
-    print_story(data["story"])
+    formatting.print_story(data["story"])
 
 
 def print_group(data: Data) -> None:
     out.print(f"group [bold]{escape(data['group'])}[/] is {data.get('state', 'there')}")
     reason, deadline = data.get("reason"), data.get("deadline")
-    rows = [
-        ("why", f"{reason['code']}: {reason['sentence']}" if reason else "-"),
+    about = [
+        ("why", formatting.reason_text(reason) if reason else "-"),
         ("members", f"{data.get('size', 0)} work, {data.get('wanted', 0)} wanted, limits {_limits(data)}"),
-        ("each requests", amounts(data.get("unit") or {})),
+        ("each requests", formatting.amounts(data.get("unit") or {})),
         ("pool", str(data.get("pool") or "-")),
         ("world", f"number {data.get('epoch', 0)}"),
         ("steps", f"{data.get('step', 0)} complete, {data.get('redone', 0)} redone"),
         ("restarts", str(data.get("restarts", 0))),
     ]
     if deadline is not None:
-        rows.insert(1, ("times out", f"in {span(deadline - data['time'])}"))
-    facts(*rows)
+        about.insert(1, ("times out", f"in {formatting.span(deadline - data['time'])}"))
+    formatting.facts(*about)
     members = data.get("members") or []
     if members:
-        table = plain_table()
-        for heading in ("rank", "member", "state", "node", "why"):
-            table.add_column(heading, justify="right" if heading == "rank" else "left")
-        for member in members:
-            rank = "-" if member["rank"] is None else str(member["rank"])
-            table.add_row(
-                rank, escape(member["member"]), member["state"], (member["node"] or "-")[:12], why(member["reason"])
+        rows = (
+            (
+                "-" if member["rank"] is None else member["rank"],
+                member["member"],
+                member["state"],
+                (member["node"] or "-")[:12],
+                formatting.reason_text(member["reason"]),
             )
+            for member in members
+        )
         out.print()
-        show(table)
+        formatting.show(text_table((">rank", "member", "state", "node", "why"), rows))
     if data.get("story"):
-        print_story(data["story"])
+        formatting.print_story(data["story"])
 
 
 def _state(node: Data, now: float) -> str:
     if node["deadline"] is None:
         return str(node["state"])
     left_s = node["deadline"] - now
-    return f"{node['state']}, {span(left_s)} left" if left_s > 0 else f"{node['state']}, past its deadline"
+    return f"{node['state']}, {formatting.span(left_s)} left" if left_s > 0 else f"{node['state']}, past its deadline"
 
 
 def _limits(group: Data) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
-from trimtab.model.pipeline import PartitionAnswer, PipelineLimit, PipelineStage
+from trimtab.model.pipeline import FrontierPoint, PartitionAnswer, PipelineLimit, PipelineStage
 from trimtab.render.html.kit.labels import duration, share
+from trimtab.render.output import out, print_list, text_table
+from trimtab.render.text.formatting import picked
 
 MIB = 2**20
 
@@ -25,21 +27,16 @@ def as_data(answer: PartitionAnswer, searched: float) -> dict[str, Any]:
         "bottleneck_seconds": bottleneck,
         "items_per_second": answer.throughput,
         "latency_seconds": schedule.latency_seconds,
-        "lower_bound_seconds": answer.lower_bound_seconds,
-        "optimal": answer.optimal,
-        "ties_proven": answer.ties_proven,
-        "method": answer.method,
+        **picked(answer, "lower_bound_seconds", "optimal", "ties_proven", "method"),
         "batch_size": job.batch_size,
         "devices_used": len(schedule.stages),
         "devices": len(job.hosts),
         "input_seconds": schedule.input_seconds,
         "stages": [
             {
-                "host": stage.host,
-                "type": stage.type,
+                **picked(stage, "host", "type"),
                 "layers": [stage.first, stage.last],
-                "compute_seconds": stage.compute_seconds,
-                "transfer_seconds": stage.transfer_seconds,
+                **picked(stage, "compute_seconds", "transfer_seconds"),
                 "memory_mb": stage.memory_bytes / MIB,
                 "memory_available_mb": stage.memory_available_bytes / MIB,
                 "utilisation": _part(stage.compute_seconds, bottleneck),
@@ -50,8 +47,7 @@ def as_data(answer: PartitionAnswer, searched: float) -> dict[str, Any]:
         "improve_first": improve_as_data(answer),
         "frontier": [
             {
-                "devices": point.devices,
-                "bottleneck_seconds": point.bottleneck_seconds,
+                **picked(point, "devices", "bottleneck_seconds"),
                 "items_per_second": job.batch_size / point.bottleneck_seconds if point.bottleneck_seconds else None,
             }
             for point in answer.frontier
@@ -115,7 +111,7 @@ def proof_words(answer: PartitionAnswer) -> str:
     return f"{answer.method}: at most {above} above the least {what}"
 
 
-def print_text(out: Console, answer: PartitionAnswer, searched: float) -> None:
+def print_text(answer: PartitionAnswer, searched: float) -> None:
     """Print the answer; the schedule comes last, ready to copy."""
     schedule, job = answer.schedule, answer.job
     if not schedule.stages:
@@ -137,11 +133,7 @@ def print_text(out: Console, answer: PartitionAnswer, searched: float) -> None:
     if answer.frontier:
         out.print()
         out.print(_frontier(answer))
-    if answer.assumptions:
-        out.print()
-        out.print("[bold]Assumed[/]")
-        for sentence in answer.assumptions:
-            out.print(f"  - {escape(sentence)}")
+    print_list("Assumed", answer.assumptions)
     out.print()
     out.print("Best schedule for this pipeline is:")
     out.print()
@@ -149,23 +141,17 @@ def print_text(out: Console, answer: PartitionAnswer, searched: float) -> None:
 
 
 def _stages(answer: PartitionAnswer) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("host", "type", "layers"):
-        table.add_column(heading)
-    for heading in ("compute s", "send s", "MB", "of MB", "busy"):
-        table.add_column(heading, justify="right")
-    bottleneck = answer.schedule.bottleneck_seconds
-    if answer.schedule.input_seconds:
-        table.add_row(escape(answer.job.source or ""), "(source)", "-", "-", f"{answer.schedule.input_seconds:.4f}")
-    for stage in answer.schedule.stages:
-        table.add_row(*_cells(stage, bottleneck))
-    return table
+    bottleneck, input_seconds = answer.schedule.bottleneck_seconds, answer.schedule.input_seconds
+    rows = [(answer.job.source or "", "(source)", "-", "-", f"{input_seconds:.4f}")] if input_seconds else []
+    cells = [_cells(stage, bottleneck) for stage in answer.schedule.stages]
+    heads = ("host", "type", "layers", ">compute s", ">send s", ">MB", ">of MB", ">busy")
+    return text_table(heads, [*rows, *cells])
 
 
 def _cells(stage: PipelineStage, bottleneck: float) -> list[str]:
     return [
-        escape(stage.host),
-        escape(stage.type),
+        stage.host,
+        stage.type,
         f"{stage.first}-{stage.last}",
         f"{stage.compute_seconds:.4f}",
         f"{stage.transfer_seconds:.4f}" if stage.transfer_seconds else "-",
@@ -176,15 +162,18 @@ def _cells(stage: PipelineStage, bottleneck: float) -> list[str]:
 
 
 def _frontier(answer: PartitionAnswer) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("devices", "bottleneck", "items/s", "gain of the last one"):
-        table.add_column(heading, justify="right")
+    rows = (
+        (point.devices, duration(point.bottleneck_seconds), rate.replace("–", "-"), gain or "-")
+        for point, rate, gain in frontier_gains(answer)
+    )
+    return text_table((">devices", ">bottleneck", ">items/s", ">gain of the last one"), rows)
+
+
+def frontier_gains(answer: PartitionAnswer) -> Iterator[tuple[FrontierPoint, str, str]]:
+    """Each number of devices with its items per second, and the gain of the last device (empty: not known)."""
     before = None
     for point in answer.frontier:
         rate = answer.job.batch_size / point.bottleneck_seconds if point.bottleneck_seconds else None
-        gain = share(rate / before - 1) if rate and before else "-"
-        table.add_row(
-            str(point.devices), duration(point.bottleneck_seconds), f"{rate:.4g}" if rate is not None else "-", gain
-        )
+        gain = share(rate / before - 1) if rate and before else ""
+        yield point, f"{rate:.4g}" if rate is not None else "–", gain
         before = rate
-    return table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -12,7 +11,8 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import Alternative, PlacementAnswer, Plan, ScalingCaveat, Sensitivity
 from trimtab.plan.placement.compare import time_text
-from trimtab.render.output import plain_table
+from trimtab.render.output import out, print_list, text_table
+from trimtab.render.text.formatting import picked
 
 HEADING = "Best placement for this task is:"
 
@@ -30,20 +30,13 @@ def as_data(
         "iterations_per_hour": 3600 / best.iteration_seconds if best.iteration_seconds else None,
         "lower_bound_seconds": answer.lower_bound_seconds,
         "optimal": answer.optimal,
-        "mode": best.mode,
-        "gpus": best.gpus,
-        "idle_share": best.idle_share,
-        "groups": _groups(best),
+        **picked(best, "mode", "gpus", "idle_share"),
+        "groups": groups_data(best),
         "components": {
             c.name: {
                 "gpus": list(c.gpus),
                 "variant": c.variant or None,
-                "seconds": c.seconds,
-                "start": c.start,
-                "end": c.end,
-                "idle_share": c.idle_share,
-                "extrapolated": c.extrapolated,
-                "switch_seconds": c.switch_seconds,
+                **picked(c, "seconds", "start", "end", "idle_share", "extrapolated", "switch_seconds"),
             }
             for c in best.components
         },
@@ -52,24 +45,19 @@ def as_data(
             {
                 "label": other.label,
                 "iteration_seconds": other.plan.iteration_seconds if other.plan else None,
-                "groups": _groups(other.plan) if other.plan else None,
+                "groups": groups_data(other.plan) if other.plan else None,
                 "reason": other.reason,
             }
             for other in answer.alternatives
         ],
-        "near_ties": [{"iteration_seconds": p.iteration_seconds, "groups": _groups(p)} for p in answer.near_ties],
+        "near_ties": [{"iteration_seconds": p.iteration_seconds, "groups": groups_data(p)} for p in answer.near_ties],
         "unrestricted": (
-            {"iteration_seconds": answer.unrestricted.iteration_seconds, "groups": _groups(answer.unrestricted)}
+            {"iteration_seconds": answer.unrestricted.iteration_seconds, "groups": groups_data(answer.unrestricted)}
             if answer.unrestricted
             else None
         ),
         "sensitivity": {
-            s.component: {
-                "lower_factor": s.lower_factor,
-                "upper_factor": s.upper_factor,
-                "lower_becomes": s.lower_becomes,
-                "upper_becomes": s.upper_becomes,
-            }
+            s.component: picked(s, "lower_factor", "upper_factor", "lower_becomes", "upper_becomes")
             for s in answer.sensitivity
         },
         "scaling": _scaling(answer.scaling, other),
@@ -93,14 +81,14 @@ def _scaling(scaling: ScalingCaveat | None, other: PlanSettings | None) -> dict[
         "plan": plan
         and {
             "iteration_seconds": plan.iteration_seconds,
-            "groups": _groups(plan),
+            "groups": groups_data(plan),
             "settings": dict(other.values) if other else None,
         },
         "measure": dict(zip(("component", "gpus"), scaling.measure, strict=True)) if scaling.measure else None,
     }
 
 
-def _groups(plan: Plan) -> list[dict[str, Any]]:
+def groups_data(plan: Plan) -> list[dict[str, Any]]:
     return [
         {"components": list(g.components), "gpus": list(g.gpus), **({"kind": g.kind} if g.kind else {})}
         for g in plan.groups
@@ -108,7 +96,6 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 
 
 def print_text(
-    out: Console,
     answer: PlacementAnswer,
     settings: PlanSettings,
     searched: float,
@@ -125,7 +112,7 @@ def print_text(
     )
     out.print(f"[dim]{answer.plans_considered} plans simulated in {searched:.3f} s[/]")
     if answer.scaling is not None and answer.scaling.plan is not None:
-        _print_scaling(out, answer.scaling)
+        _print_scaling(answer.scaling)
     out.print()
     out.print(_components(best))
     if answer.alternatives:
@@ -151,11 +138,7 @@ def print_text(
         width = max(len(row.component) for row in answer.sensitivity)
         for row in answer.sensitivity:
             out.print(f"  {escape(row.component.ljust(width))}  {escape(_range(row))}")
-    if answer.assumptions or settings.advice:
-        out.print()
-        out.print("[bold]Assumed[/]")
-        for sentence in (*answer.assumptions, *settings.advice):
-            out.print(f"  - {escape(sentence)}")
+    print_list("Assumed", (*answer.assumptions, *settings.advice))
     if other is not None and answer.scaling is not None:
         out.print()
         out.print(f"If each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
@@ -175,7 +158,7 @@ def _proof(answer: PlacementAnswer) -> str:
     return "proven optimal" if answer.optimal else f"at most {_gap(answer):.1%} above the optimum"
 
 
-def _print_scaling(out: Console, scaling: ScalingCaveat) -> None:
+def _print_scaling(scaling: ScalingCaveat) -> None:
     assert scaling.plan is not None
     out.print()
     out.print(
@@ -206,22 +189,20 @@ def _unit(plan: Plan) -> tuple[str, float]:
 
 def _components(plan: Plan) -> Table:
     word, unit = _unit(plan)
-    table = plain_table()
-    table.add_column("component")
-    table.add_column("GPUs", justify="right")
-    table.add_column("ranks")
-    if any(c.variant for c in plan.components):
-        table.add_column("variant")
-    for heading in (word, "start", "end", "idle"):
-        table.add_column(heading, justify="right")
+    variants = any(c.variant for c in plan.components)
+    rows = []
     for c in plan.components:
-        cells = [escape(c.name), str(len(c.gpus) or "CPU"), ranks_text(c.gpus) or "-"]
-        if any(other.variant for other in plan.components):
-            cells.append(escape(c.variant) or "-")
+        seconds, *times = (f"{unit * value:.1f}" for value in (c.seconds, c.start, c.end))
         mark = "*" if c.extrapolated else ""
-        times = [f"{unit * value:.1f}" for value in (c.seconds, c.start, c.end)]
-        cells += [f"{times[0]}{mark}", *times[1:], f"{c.idle_share:.0%}"]
-        table.add_row(*cells)
+        rows.append(
+            (
+                *(c.name, len(c.gpus) or "CPU", ranks_text(c.gpus) or "-"),
+                *([c.variant or "-"] if variants else []),
+                *(f"{seconds}{mark}", *times, f"{c.idle_share:.0%}"),
+            )
+        )
+    heads = ("component", ">GPUs", "ranks", *(["variant"] if variants else []), f">{word}", ">start", ">end", ">idle")
+    table = text_table(heads, rows)
     if any(c.extrapolated for c in plan.components):
         table.caption = "* extrapolated beyond what was measured"
         table.caption_justify = "left"
@@ -230,23 +211,15 @@ def _components(plan: Plan) -> Table:
 
 def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
     word, unit = _unit(best)
-    table = plain_table()
-    table.add_column("compared with")
-    table.add_column(word, justify="right")
-    table.add_column("slower", justify="right")
-    table.add_column("placement, and why it loses")
+    rows = []
     for other in alternatives:
         if other.plan is None:
-            table.add_row(escape(other.label), "-", "-", escape(other.reason))
+            rows.append((other.label, "-", "-", other.reason))
             continue
         ratio = other.plan.iteration_seconds / best.iteration_seconds if best.iteration_seconds else 1.0
-        table.add_row(
-            escape(other.label),
-            f"{unit * other.plan.iteration_seconds:.1f}",
-            f"{ratio:.2f}x",
-            escape(f"{other.plan.describe()}: {other.reason}"),
-        )
-    return table
+        seconds = f"{unit * other.plan.iteration_seconds:.1f}"
+        rows.append((other.label, seconds, f"{ratio:.2f}x", f"{other.plan.describe()}: {other.reason}"))
+    return text_table(("compared with", f">{word}", ">slower", "placement, and why it loses"), rows)
 
 
 def _range(row: Sensitivity) -> str:

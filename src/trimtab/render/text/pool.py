@@ -12,22 +12,9 @@ from rich.table import Table
 
 from trimtab.model.pool import IN_QUEUE, PoolSpec, TaskExplanation
 from trimtab.render.html.kit.labels import counted
-from trimtab.render.output import out, plain_table
-from trimtab.render.text.formatting import (
-    Data,
-    amounts,
-    clock,
-    counts,
-    facts,
-    print_more,
-    print_story,
-    reason_data,
-    show,
-    span,
-    story_data,
-    unit_of,
-    why,
-)
+from trimtab.render.output import out, text_table
+from trimtab.render.text import formatting
+from trimtab.render.text.formatting import Data
 from trimtab.render.text.nodes import groups_table, nodes_data, nodes_table
 from trimtab.runtime.procs.background import sentence
 
@@ -78,22 +65,17 @@ def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, An
     """The data of `trimtab explain` for a task. Times are seconds since 1970 on the controller's clock."""
     pool = status["pools"].get(explanation.pool)
     return {
-        "task": explanation.task,
-        "pool": explanation.pool,
+        **formatting.picked(explanation, "task", "pool"),
         "state": explanation.state.value,
-        "reason": reason_data(explanation.reason),
-        "priority": explanation.priority,
-        "position": explanation.position,
+        "reason": formatting.reason_data(explanation.reason),
+        **formatting.picked(explanation, "priority", "position"),
         "queue_length": len(pool["queue"]) if pool else 0,
         "since": _since(explanation),
         "deadline": explanation.deadline,
         "needs": list(explanation.needs),
-        "evictions": explanation.evictions,
-        "evicted_s": explanation.evicted_s,
-        "attempts": explanation.attempts,
-        "how": explanation.how,
-        "places": [{"group": place.group, "bundle": place.bundle, "node": place.node} for place in explanation.places],
-        "story": story_data(explanation.story),
+        **formatting.picked(explanation, "evictions", "evicted_s", "attempts", "how"),
+        "places": [formatting.picked(place, "group", "bundle", "node") for place in explanation.places],
+        "story": formatting.story_data(explanation.story),
         "time": status["time"],
     }
 
@@ -117,25 +99,19 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
         "labels": dict(spec.labels),
         "strategy": spec.strategy.value,
         "reserved": [resources.floats() for resources in spec.reserved],
-        "reserved_priority": spec.reserved_priority,
-        "dynamic": spec.dynamic,
-        "dynamic_limit": spec.dynamic_limit,
-        "reuse": spec.reuse,
-        "borrow": spec.borrow,
-        "return_preempts": spec.return_preempts,
+        **formatting.picked(
+            spec, "reserved_priority", "dynamic", "dynamic_limit", "reuse", "borrow", "return_preempts"
+        ),
         "preload": list(spec.preload),
-        "wait_s": spec.wait_s,
-        "starvation_timeout_s": spec.starvation_timeout_s,
-        "starvation_runs": spec.starvation_runs,
+        **formatting.picked(spec, "wait_s", "starvation_timeout_s", "starvation_runs"),
         "tasks": [
             {
                 "id": task.id,
                 "state": task.state.value,
-                "reason": reason_data(task.reason),
+                "reason": formatting.reason_data(task.reason),
                 "priority": task.priority,
                 "labels": dict(task.labels),
-                "attempt": task.attempt,
-                "evictions": task.evictions,
+                **formatting.picked(task, "attempt", "evictions"),
                 "nodes": sorted({member.node for member in task.members}),
                 "how": task.how,
             }
@@ -181,7 +157,7 @@ def _waiting_data(task: TaskSnapshot, queue: list[str]) -> dict[str, Any]:
         "state": task.state.value,
         "position": queue.index(task.id) + 1 if task.id in queue else None,
         "priority": task.priority,
-        "reason": reason_data(task.reason),
+        "reason": formatting.reason_data(task.reason),
     }
 
 
@@ -190,7 +166,7 @@ def _waiting_data(task: TaskSnapshot, queue: list[str]) -> dict[str, Any]:
 
 def print_status(data: Data) -> None:
     controller, journal, metrics, evictions = (data[k] for k in ("controller", "journal", "metrics", "evictions"))
-    facts(
+    formatting.facts(
         ("Ray", data["ray"]["how"] + (f"; {data['ray']['fault']}" if data["ray"]["fault"] else "")),
         ("controller", f"{controller['name']}, process {controller['pid']}"),
         ("journal", "; ".join([journal["dir"], *([journal["fault"]] if journal["fault"] else []), *journal["notes"]])),
@@ -202,13 +178,13 @@ def print_status(data: Data) -> None:
     print_pools(data["pools"])
     if data["waiting"]:
         out.print()
-        show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
-        print_more(len(data["waiting"]), WAITING_SHOWN)
+        formatting.show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
+        formatting.print_more(len(data["waiting"]), WAITING_SHOWN)
     out.print()
-    show(nodes_table(data["nodes"], controller["time"]))
+    formatting.show(nodes_table(data["nodes"], controller["time"]))
     if data["groups"]:
         out.print()
-        show(groups_table(data["groups"]))
+        formatting.show(groups_table(data["groups"]))
     if data["faults"]:
         out.print("\n[bold]Controller faults[/]; see its log")
         for fault in data["faults"]:
@@ -225,49 +201,49 @@ def print_pools(pools: Mapping[str, Data]) -> None:
     if not pools:
         out.print("no pools yet")
         return
-    table = plain_table()
-    table.add_column("pool")
-    table.add_column("used of its quota")
-    table.add_column("slots")
-    table.add_column("tasks")
-    table.add_column("evictions", justify="right")
-    for name, view in pools.items():
-        table.add_row(
-            escape(name) + (" (drained)" if view["drained"] else ""),
+    rows = (
+        (
+            name + (" (drained)" if view["drained"] else ""),
             _used(view),
-            counts(view["slots"], ("taken", "idle", "making", "removing", "wanted")),
-            counts(view["tasks"], view["tasks"]),
-            str(sum(view["evictions"].values())),
+            formatting.counts(view["slots"], ("taken", "idle", "making", "removing", "wanted")),
+            formatting.counts(view["tasks"], view["tasks"]),
+            sum(view["evictions"].values()),
         )
-    show(table)
+        for name, view in pools.items()
+    )
+    formatting.show(text_table(("pool", "used of its quota", "slots", "tasks", ">evictions"), rows))
 
 
 def print_pool(data: Data) -> None:
     limit = "no limit" if data["dynamic_limit"] is None else f"at most {data['dynamic_limit']}"
     kept = "kept for reuse" if data["reuse"] else "removed after use"
-    reserved = "; ".join(amounts(resources) for resources in data["reserved"]) or "none"
+    reserved = "; ".join(formatting.amounts(resources) for resources in data["reserved"]) or "none"
     access = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
     evicted = ", ".join(f"{n} {code}" for code, n in data["evictions"].items()) or "none"
-    facts(
+    formatting.facts(
         ("pool", data["name"] + (" (drained: starts nothing new)" if data["drained"] else "")),
         ("used", _used(data)),
         ("reserved", f"{reserved} ({access})" if data["reserved"] else reserved),
         ("dynamic", f"{limit}, {kept}" if data["dynamic"] else "no dynamic slots"),
-        ("slots", counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
+        ("slots", formatting.counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
         ("counts", f"{data['made_count']} made, {data['reuse_count']} reused, {data['destroyed_count']} destroyed"),
         ("warm hosts", f"{data['target_hosts']} requested" + _with(" that import ", data["preload"])),
         ("evictions", evicted),
     )
     if data["tasks"]:
-        table = plain_table()
-        for heading in ("task", "state", "priority", "nodes", "why"):
-            table.add_column(heading, justify="right" if heading == "priority" else "left")
-        for task in data["tasks"][-TASKS_SHOWN:]:
-            nodes = ", ".join(node[:12] for node in task["nodes"]) or "-"
-            table.add_row(escape(task["id"]), task["state"], f"{task['priority']:g}", nodes, why(task["reason"]))
+        rows = (
+            (
+                task["id"],
+                task["state"],
+                f"{task['priority']:g}",
+                ", ".join(node[:12] for node in task["nodes"]) or "-",
+                formatting.reason_text(task["reason"]),
+            )
+            for task in data["tasks"][-TASKS_SHOWN:]
+        )
         out.print()
-        show(table)
-        print_more(len(data["tasks"]), TASKS_SHOWN)
+        formatting.show(text_table(("task", "state", ">priority", "nodes", "why"), rows))
+        formatting.print_more(len(data["tasks"]), TASKS_SHOWN)
 
 
 def print_drained(pool: str, view: Data) -> None:
@@ -279,21 +255,23 @@ def print_drained(pool: str, view: Data) -> None:
 
 def print_explanation(data: Data) -> None:
     now = data["time"]
-    since = f" for {span(now - data['since'])}" if data["since"] is not None else ""
+    since = f" for {formatting.span(now - data['since'])}" if data["since"] is not None else ""
     out.print(
         f"[bold]{escape(data['task'])}[/] is {data['state']}{since}; pool {escape(data['pool'])}, "
         f"priority {data['priority']:g}"
     )
-    rows = [("why", f"{data['reason']['code']}: {data['reason']['sentence']}")]
+    rows = [("why", formatting.reason_text(data["reason"]))]
     if data["position"] is not None:
         rows.append(("position", f"{data['position']} of {data['queue_length']} in the queue of the pool"))
     if data["needs"]:
         rows.append(("needs", f"{', '.join(data['needs'])} would have to end"))
     if data["deadline"] is not None:
         late = data["deadline"] - now
-        rows.append(("deadline", f"in {span(late)} ({clock(data['deadline'])})" if late > 0 else "now"))
+        rows.append(
+            ("deadline", f"in {formatting.span(late)} ({formatting.clock(data['deadline'])})" if late > 0 else "now")
+        )
     if data["evictions"]:
-        rows.append(("evictions", f"{data['evictions']}; out for {span(data['evicted_s'])} in all"))
+        rows.append(("evictions", f"{data['evictions']}; out for {formatting.span(data['evicted_s'])} in all"))
     if data["how"]:
         rows.append(("runs in", data["how"]))
     if data["places"]:
@@ -301,8 +279,8 @@ def print_explanation(data: Data) -> None:
         rows.append(("places", f"{counted(len(data['places']), 'slot')} on {', '.join(nodes)}"))
     if data["attempts"] > 1:
         rows.append(("starts", str(data["attempts"])))
-    facts(*rows)
-    print_story(data["story"])
+    formatting.facts(*rows)
+    formatting.print_story(data["story"])
 
 
 def _metrics_line(metrics: Data) -> str:
@@ -313,24 +291,23 @@ def _metrics_line(metrics: Data) -> str:
 
 
 def _waiting_table(waiting: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("waits", "pool", "place", "priority", "why"):
-        table.add_column(heading, justify="right" if heading in ("place", "priority") else "left")
-    for task in waiting:
-        table.add_row(
-            escape(task["id"]) + (" (evicted)" if task["state"] == "evicted" else ""),
-            escape(task["pool"]),
-            str(task["position"] or "-"),
+    rows = (
+        (
+            task["id"] + (" (evicted)" if task["state"] == "evicted" else ""),
+            task["pool"],
+            task["position"] or "-",
             f"{task['priority']:g}",
-            why(task["reason"]),
+            formatting.reason_text(task["reason"]),
         )
-    return table
+        for task in waiting
+    )
+    return text_table(("waits", "pool", ">place", ">priority", "why"), rows)
 
 
 def _used(view: Data) -> str:
     parts = []
     for name, quota in view["quota"].items():
-        unit, size = unit_of(name, quota)
+        unit, size = formatting.unit_of(name, quota)
         parts.append(f"{view['used'].get(name, 0) / size:.4g}/{quota / size:.4g} {unit}")
     return ", ".join(parts)
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from trimtab.render.output import out, plain_table
+from trimtab.render.output import out, text_table
+from trimtab.render.text.plan import groups_data
 
 if TYPE_CHECKING:
     from trimtab.formats.loaded import PlanSettings
@@ -47,18 +48,12 @@ def print_advice(advice: RoleAdvice, before: Cluster, after: Cluster, settings: 
     out.print(f"[bold]{advice.reason.code.value}[/] {escape(advice.reason.sentence)}")
     out.print(f"{_nodes(before)} before, {_nodes(after)} after")
     out.print()
-    table = plain_table()
-    for heading in ("component", "GPUs", "seconds", "what, and why"):
-        table.add_column(heading, justify="right" if heading in ("GPUs", "seconds") else "left")
+    rows = []
     for change in advice.changes:
         seconds = "-" if change.seconds_before is None else f"{change.seconds_before:.1f}"
-        table.add_row(
-            escape(change.component),
-            _from_to(str(change.gpus_before or "-"), str(change.gpus_after or "CPU")),
-            _from_to(seconds, f"{change.seconds_after:.1f}"),
-            escape(str(change.reason)),
-        )
-    out.print(table)
+        gpus = _from_to(str(change.gpus_before or "-"), str(change.gpus_after or "CPU"))
+        rows.append((change.component, gpus, _from_to(seconds, f"{change.seconds_after:.1f}"), change.reason))
+    out.print(text_table(("component", ">GPUs", ">seconds", "what, and why"), rows))
     out.print()
     if advice.before is not None:
         out.print(f"before  {_described(advice.before)}")
@@ -96,11 +91,4 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    return {
-        "iteration_seconds": plan.iteration_seconds,
-        "gpus": plan.gpus,
-        "groups": [
-            {"components": list(g.components), "gpus": list(g.gpus), **({"kind": g.kind} if g.kind else {})}
-            for g in plan.groups
-        ],
-    }
+    return {"iteration_seconds": plan.iteration_seconds, "gpus": plan.gpus, "groups": groups_data(plan)}

@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from trimtab.machines.diagnose.rollout_findings import RolloutFinding, Severity
 from trimtab.render.html.kit.labels import counted
-from trimtab.render.output import out, plain_table
-from trimtab.render.text.formatting import clock, facts, show, span, why
+from trimtab.render.output import out, text_table
+from trimtab.render.text.formatting import clock, facts, facts_table, reason_text, show, span
 
 Data = Mapping[str, Any]
 COLOURS = {
@@ -24,6 +24,7 @@ COLOURS = {
     "empty": "yellow", "suspect": "red", "lost": "red",
 }  # fmt: skip
 WEIGHT_COLOURS = {Severity.fault: "red", Severity.stuck: "yellow", Severity.note: "cyan"}
+WHY = Column("why", overflow="fold")
 STEPS_SHOWN = 5
 WARNINGS_SHOWN = 5
 WARNED_S = 600.0  # older warnings are shown by --format json only
@@ -110,20 +111,16 @@ def _failed_loop(loop: Data) -> str:
 
 
 def _facts(data: Data) -> Table:
-    table = plain_table(show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
     gateway = data["gateway"]
-    rows = [
-        ("gateway", gateway["url"] + (f" ({gateway['job']})" if gateway["job"] else "")),
-        ("load", _load(data)),
-        ("scaling", _scaling(data)),
-        ("weights", _weights(data)),
-        ("answers", _answers(data["counters"])),
-    ]
-    for word, sentence in rows:
-        table.add_row(word, escape(sentence))
-    return table
+    return facts_table(
+        (
+            ("gateway", gateway["url"] + (f" ({gateway['job']})" if gateway["job"] else "")),
+            ("load", _load(data)),
+            ("scaling", _scaling(data)),
+            ("weights", _weights(data)),
+            ("answers", _answers(data["counters"])),
+        )
+    )
 
 
 def _load(data: Data) -> str:
@@ -161,25 +158,22 @@ def _answers(counters: Data) -> str:
 
 
 def workers_table(workers: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("worker", "engine", "state", "since", "version", "running", "tokens", "served", "why"):
-        right = heading in ("since", "version", "running", "tokens", "served")
-        table.add_column(
-            heading, justify="right" if right else "left", overflow="fold" if heading == "why" else "ellipsis"
-        )
-    for worker in workers[:WORKERS_SHOWN]:
-        table.add_row(
-            escape(worker["name"]),
-            escape(worker["kind"] or "-"),
-            f"[{COLOURS.get(worker['state'], 'default')}]{state_words(worker)}[/]",
+    heads = ("worker", "engine", "state", ">since", ">version", ">running", ">tokens", ">served", WHY)
+    rows = (
+        (
+            worker["name"],
+            worker["kind"] or "-",
+            Text(state_words(worker), COLOURS.get(worker["state"], "default")),
             span(round(worker["since_s"], 1)),
-            "-" if worker["version"] is None else str(worker["version"]),
+            "-" if worker["version"] is None else worker["version"],
             f"{worker['running']}/{worker['limit']}",
-            str(worker["outstanding_tokens"]),
-            str(worker["served"]),
+            worker["outstanding_tokens"],
+            worker["served"],
             _first_line(worker["reason"]),
         )
-    return table
+        for worker in workers[:WORKERS_SHOWN]
+    )
+    return text_table(heads, rows)
 
 
 def state_words(worker: Data) -> str:
@@ -191,37 +185,35 @@ def state_words(worker: Data) -> str:
 
 
 def _queue_table(waiting: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("class", "priority", "waits", "limit", "longest", "why"):
-        table.add_column(heading, justify="left" if heading in ("class", "why") else "right")
-    for queue in waiting:
-        reason = _first_line(queue["reason"]) if queue["reason"] else ""
-        table.add_row(
-            escape(queue["class"]), str(queue["priority"]), str(queue["waiting"]), str(queue["limit"]),
-            span(queue["oldest_s"]), reason,
-        )  # fmt: skip
-    return table
+    rows = (
+        (
+            *(queue[key] for key in ("class", "priority", "waiting", "limit")),
+            span(queue["oldest_s"]),
+            _first_line(queue["reason"]) if queue["reason"] else "",
+        )
+        for queue in waiting
+    )
+    return text_table(("class", ">priority", ">waits", ">limit", ">longest", "why"), rows)
 
 
 def _steps_table(steps: Sequence[Data], now: float) -> Table:
-    table = plain_table()
-    for heading in ("when", "workers", "why", "expected", "came true"):
-        table.add_column(heading, overflow="fold" if heading in ("why", "expected") else "ellipsis")
-    verdicts = {None: "not known yet", True: "yes", False: "[red]no[/]"}
-    for step in steps:
-        table.add_row(
+    verdicts = {None: "not known yet", True: "yes", False: Text("no", "red")}
+    rows = (
+        (
             clock(now - step["ago_s"]),
             f"{step['before']} to {step['workers']}",
-            why(step["reason"]),
-            escape(step.get("expects", "")),
+            reason_text(step["reason"]),
+            step.get("expects", ""),
             verdicts[step.get("came_true")],
         )
-    return table
+        for step in steps
+    )
+    return text_table(("when", "workers", WHY, Column("expected", overflow="fold"), "came true"), rows)
 
 
 def _first_line(reason: Data) -> str:
     """The first line of a reason; the output of an engine that failed is in its story."""
-    first, *more = why(reason).splitlines() or [""]
+    first, *more = reason_text(reason).splitlines() or [""]
     return first + (" ..." if more else "")
 
 
@@ -260,7 +252,7 @@ def print_story(data: Data) -> None:
     worker = data["worker"]
     if worker is not None:
         out.print(f"[bold]{escape(worker['name'])}[/] is {state_words(worker)} for {span(round(worker['since_s'], 1))}")
-        rows = [("why", f"{worker['reason']['code']}: {worker['reason']['sentence']}")]
+        rows = [("why", reason_text(worker["reason"]))]
         if worker["url"]:
             rows.append(("engine", f"{worker['dialect'] or worker['kind']} at {worker['url']}"))
         if worker["deadline_s"] is not None:
@@ -272,12 +264,11 @@ def print_story(data: Data) -> None:
         rows += [(word, worker[word]) for word in ("note", "unwell", "node") if worker.get(word)]
         facts(*rows)
         out.print()
-    table = plain_table()
-    for heading in ("when", "state", "why"):
-        table.add_column(heading, overflow="fold" if heading == "why" else "ellipsis")
-    for entry in data["story"]:
-        table.add_row("" if entry["at"] is None else clock(entry["at"]), entry["state"], why(entry))
-    show(table)
+    entries = (
+        ("" if entry["at"] is None else clock(entry["at"]), entry["state"], reason_text(entry))
+        for entry in data["story"]
+    )
+    show(text_table(("when", "state", WHY), entries))
 
 
 # ---- single results -------------------------------------------------------------------------------------------------

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from trimtab.render.html.dashboard.board import RunBoard
-from trimtab.render.html.kit.labels import duration, share
+from trimtab.render.html.kit.labels import duration, known, reason_text, share
 from trimtab.render.html.run.figures import course, ends_of, metric_names
-from trimtab.render.output import plain_table
+from trimtab.render.output import text_table
 from trimtab.render.text.formatting import amounts, show
 
 if TYPE_CHECKING:
@@ -53,7 +53,12 @@ def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
         for name, view in status["pools"].items()
     ]
     waiting = [
-        [task["id"], task["pool"], task["position"] or "-", _why(task["reason"]["code"], task["reason"]["sentence"])]
+        [
+            task["id"],
+            task["pool"],
+            task["position"] or "-",
+            reason_text(task["reason"]["code"], task["reason"]["sentence"]),
+        ]
         for task in status["waiting"][:20]
     ]
     nodes = [
@@ -86,10 +91,8 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
                 [
                     cost.component,
                     str(len(gpu_slots)) if gpu_slots else "CPU",
-                    _seconds(cost.predicted_s),
-                    _seconds(cost.busy_s),
-                    _seconds(cost.wait_s),
-                    share(cost.idle) if cost.idle is not None else "-",
+                    *(known(value, otherwise="-") for value in (cost.predicted_s, cost.busy_s, cost.wait_s)),
+                    known(cost.idle, share, "-"),
                 ]
             )
         parts += ["", _table(("component", "GPUs", "planned", "own time", "waits", "GPUs idle"), rows, right=1)]
@@ -103,7 +106,7 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
         parts += ["", escape(f"workers: {words}; {busy} request{'s' * (busy != 1)} running")]
     tasks = [task for task in board.tasks.values() if not task.is_over]
     if tasks:
-        rows = [[task.name, task.state, task.group, _why(task.code, task.reason)] for task in tasks[-8:]]
+        rows = [[task.name, task.state, task.group, reason_text(task.code, task.reason)] for task in tasks[-8:]]
         parts += ["", _table(("task", "state", "pool", "why"), rows)]
     nodes = [node for node in story.nodes if board.is_present(node)]
     if nodes:
@@ -113,7 +116,7 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
     used = 4 + len(spent) + len(tasks) + 8
     newest = [event for event in story.timeline_events if event.kind != "saved"][-max(3, min(20, height - used)) :]
     if newest:
-        rows = [[duration(event.t_s), event.title, _why(event.code, event.reason)] for event in newest]
+        rows = [[duration(event.t_s), event.title, reason_text(event.code, event.reason)] for event in newest]
         parts += ["", _table(("at", "what", "why"), rows)]
     return parts
 
@@ -147,18 +150,9 @@ def spark(values: Sequence[float]) -> str:
     return "".join(_BLOCKS[min(7, int(8 * (value - low) / (high - low)))] for value in means)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], right: int = 99) -> Table:
-    table = plain_table()
-    for at, head in enumerate(heads):
-        table.add_column(head, justify="right" if at >= right else "left", overflow="ellipsis", no_wrap=True)
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    return table
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else duration(value)
-
-
-def _why(code: str, reason: str) -> str:
-    return ": ".join(part for part in (code, reason) if part)
+def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], right: int = 99) -> Table:
+    columns = [
+        Column(head, justify="right" if at >= right else "left", overflow="ellipsis", no_wrap=True)
+        for at, head in enumerate(heads)
+    ]
+    return text_table(columns, rows)

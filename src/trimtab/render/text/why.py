@@ -7,15 +7,15 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from trimtab.core.resources import amount_text, total
 from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, NodeFit
 from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, PendingWorkload, ResourceRequest, WorkloadKind
 from trimtab.machines.diagnose.would_fit import WouldFit
-from trimtab.render.output import plain_table
-from trimtab.render.text.formatting import show, span
+from trimtab.render.output import text_table
+from trimtab.render.text.formatting import clock, picked, show, span, text_lines
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
@@ -42,10 +42,7 @@ def as_data(snapshot: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
 def finding_data(snapshot: GcsSnapshot, finding: Finding) -> dict[str, Any]:
     return {
         "cause": finding.cause.value,
-        "never": finding.never,
-        "sentence": finding.sentence,
-        "count": finding.count,
-        "since": finding.since,
+        **picked(finding, "never", "sentence", "count", "since"),
         "waits_s": None if finding.since is None else max(0.0, snapshot.at - finding.since),
         "who": [_waiting_data(snapshot, workload) for workload in finding.workloads],
         "followers": [_waiting_data(snapshot, workload) for workload in finding.followers],
@@ -96,10 +93,8 @@ def _waiting_data(snapshot: GcsSnapshot, workload: PendingWorkload) -> dict[str,
         "count": workload.count,
         "asks": [_ask_data(request) for request in workload.requests],
         "strategy": workload.strategy.value if workload.kind is WorkloadKind.group else None,
-        "group": workload.group,
-        "bundle": workload.bundle,
-        "pinned": workload.pinned,
-        "job": {"id": workload.job, "command": job.command, "pid": job.pid, "address": job.address} if job else None,
+        **picked(workload, "group", "bundle", "pinned"),
+        "job": {"id": workload.job, **picked(job, "command", "pid", "address")} if job else None,
     }
 
 
@@ -121,14 +116,11 @@ def _row_data(row: NodeFit) -> dict[str, Any]:
 
 def _node_data(node: NodeSnapshot) -> dict[str, Any]:
     return {
-        "id": node.id,
-        "name": node.name,
-        "address": node.address,
-        "head": node.head,
+        **picked(node, "id", "name", "address", "head"),
         "total": node.total.floats(),
         "free": node.free.floats(),
         "labels": dict(node.labels),
-        "draining": None if node.drain is None else {"deadline": node.drain.deadline, "cause": node.drain.cause},
+        "draining": None if node.drain is None else picked(node.drain, "deadline", "cause"),
     }
 
 
@@ -155,6 +147,22 @@ def picture(snapshot: GcsSnapshot, found: Diagnosis) -> RenderableType:
     return Group(*parts)
 
 
+def live_picture(snapshot: GcsSnapshot, found: Diagnosis, every_s: float) -> RenderableType:
+    line = Text(f"\n{clock(snapshot.at)}, every {every_s:g} s; Ctrl-C ends", style="dim")
+    return Group(picture(snapshot, found), line)
+
+
+def change_lines(before: tuple[GcsSnapshot, Diagnosis] | None, now: tuple[GcsSnapshot, Diagnosis]) -> list[str]:
+    """The causes whenever they change, for output that is not a terminal."""
+    if before is not None and _gist(before[1]) == _gist(now[1]):
+        return []
+    return [f"-- {clock(now[0].at)}", *text_lines(picture(*now))]
+
+
+def _gist(found: Diagnosis) -> list[Any]:
+    return [(f.cause, f.never, f.count, [each.id for each in f.workloads]) for f in found.findings]
+
+
 def print_would_fit(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
     if found.now:
         verdict = "[bold green]fits now[/]"
@@ -163,24 +171,15 @@ def print_would_fit(snapshot: GcsSnapshot, job: str, plan: str, found: WouldFit)
     else:
         verdict = "[bold red]never fits[/] on the nodes that are not draining"
     parts: list[RenderableType] = [_line(f"[bold]{escape(job)}[/] {verdict}"), _line(f"[dim]plan: {escape(plan)}[/]")]
-    table = plain_table()
-    for heading in ("group", "asks", "now", "nodes empty"):
-        table.add_column(heading)
+    rows = []
     for group_fit in found.groups:
-        requests = (
-            f"{group_fit.group.gpus} gpu"
-            if group_fit.group.gpus
-            else str(total([request.amounts for request in group_fit.group.requests]))
-        )
-        if group_fit.group.block > 1:
-            requests += f", {group_fit.group.block} of them on one node"
+        group = group_fit.group
+        requests = f"{group.gpus} gpu" if group.gpus else str(total([request.amounts for request in group.requests]))
+        if group.block > 1:
+            requests += f", {group.block} of them on one node"
         now = f"fits on {_names(group_fit.nodes)}" if group_fit.now else f"lacks {group_fit.lacks_now}"
-        table.add_row(
-            escape(group_fit.group.name),
-            requests,
-            escape(now),
-            "fits" if group_fit.ever else f"lacks {group_fit.lacks_ever}",
-        )
+        rows.append((group.name, requests, now, "fits" if group_fit.ever else f"lacks {group_fit.lacks_ever}"))
+    table = text_table(("group", "asks", "now", "nodes empty"), rows)
     parts += [Text(), table]
     if found.finding is not None:
         parts += [Text(), _finding(snapshot, found.finding, heading=False)]
@@ -282,12 +281,9 @@ def _nodes(finding: Finding) -> list[RenderableType]:
     shown = [row for row in finding.rows if row not in none]
     parts: list[RenderableType] = []
     if shown:
-        table = plain_table(header_style="dim")
-        for heading in ("node", "free", "lacks now", ""):
-            table.add_column(heading, no_wrap=heading == "node")
-        for row in shown[:NODES_SHOWN]:
-            table.add_row(*(escape(word) for word in _row(finding, row)))
-        parts.append(table)
+        heads = (Column("node", no_wrap=True), "free", "lacks now", "")
+        rows = (_row(finding, row) for row in shown[:NODES_SHOWN])
+        parts.append(text_table(heads, rows, header_style="dim"))
     if len(shown) > NODES_SHOWN:
         parts.append(_line(f"[dim]and {len(shown) - NODES_SHOWN} nodes more: --format json has all[/]"))
     if shown and none:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
+from trimtab.formats.files import meant
 
 
 def check_name(name: str, known: Iterable[str], where: str, what: str = "{} is not known here") -> None:
     if name not in known:
-        near = nearest(name, known)
-        raise InputError(
-            what.format(name), where=where, hint=f"did you mean {near}?" if near else "known: " + ", ".join(known)
-        )
+        raise InputError(what.format(name), where=where, hint=meant(name, known, "known: " + ", ".join(known)))
 
 
 def check_keys(given: Iterable[object], known: Iterable[str], where: str) -> None:

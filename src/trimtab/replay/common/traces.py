@@ -11,7 +11,7 @@ import gzip
 import io
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -20,6 +20,7 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.formats.files import unreadable
 
 MAX_ROWS = 10_000_000
+TraceItem = TypeVar("TraceItem")
 
 
 @dataclass(frozen=True)
@@ -62,35 +63,49 @@ MOONCAKE = TraceKind(
 
 def jobs(path: Path, limit: int | None = None) -> list[JobRow]:
     """Jobs of a Philly-style table, in order of submission."""
-    found: list[JobRow] = []
-    for line, row in rows(path, (JOBS,)):
-        job = JobRow(
-            row.number("submit_s"), row.number("duration_s"), row.whole("gpus"), row.words.get("virtual_cluster", "")
-        )
-        if job.gpus < 1:
-            raise InputError(f"a job asks for {job.gpus} GPUs", where=f"{path}, line {line}", hint="at least 1")
-        if found and job.submit_s < found[-1].submit_s:
-            raise _unordered(path, line, "submit_s")
-        found.append(job)
-        if limit is not None and len(found) >= limit:
-            break
-    return _some(found, path)
+
+    def job(row: TraceRow) -> tuple[float, JobRow]:
+        submit_s, gpus = row.number("submit_s"), row.whole("gpus")
+        if gpus < 1:
+            raise InputError(f"a job asks for {gpus} GPUs", where=row.where, hint="at least 1")
+        return submit_s, JobRow(submit_s, row.number("duration_s"), gpus, row.words.get("virtual_cluster", ""))
+
+    return _in_order(path, (JOBS,), job, "submit_s", limit)
 
 
 def requests(path: Path, limit: int | None = None) -> list[RequestRow]:
     """Requests of an Azure LLM or Mooncake trace, in order of arrival; the columns tell which."""
-    found: list[RequestRow] = []
-    for line, row in rows(path, (AZURE, MOONCAKE)):
+
+    def request(row: TraceRow) -> tuple[float, RequestRow]:
         arrival_s = row.number("arrival_ms") / 1e3 if "arrival_ms" in row.words else row.number("arrival_s")
-        hashes = row.words.get("hash_ids", "")
-        blocks = tuple(row.integer("hash_ids", word) for word in hashes.split()) if hashes else ()
-        request = RequestRow(arrival_s, row.whole("input_tokens"), row.whole("output_tokens"), blocks)
-        if found and request.arrival_s < found[-1].arrival_s:
-            raise _unordered(path, line, "arrival")
-        found.append(request)
+        blocks = tuple(row.integer("hash_ids", word) for word in row.words.get("hash_ids", "").split())
+        return arrival_s, RequestRow(arrival_s, row.whole("input_tokens"), row.whole("output_tokens"), blocks)
+
+    return _in_order(path, (AZURE, MOONCAKE), request, "arrival", limit)
+
+
+def _in_order(
+    path: Path,
+    kinds: Sequence[TraceKind],
+    parse: Callable[[TraceRow], tuple[float, TraceItem]],
+    column: str,
+    limit: int | None,
+) -> list[TraceItem]:
+    """Parsed rows, of which the time must not decrease."""
+    found: list[TraceItem] = []
+    before = 0.0
+    for _, row in rows(path, kinds):
+        at, item = parse(row)
+        if at < before:
+            what, hint = f"{column} is earlier than in the line before", "sort the trace by time"
+            raise InputError(what, where=row.where, hint=hint)
+        before = at
+        found.append(item)
         if limit is not None and len(found) >= limit:
             break
-    return _some(found, path)
+    if not found:
+        raise InputError("the trace has no rows", where=str(path))
+    return found
 
 
 @dataclass(frozen=True)
@@ -183,18 +198,3 @@ def _known(head: list[str], kinds: Sequence[TraceKind], path: Path) -> None:
         raise InputError(f"column {missing[0]} is missing", where=where, hint=hint)
     if unknown:
         raise InputError(f"unknown column {unknown[0]}", where=where, hint=columns)
-
-
-def _unordered(path: Path, line: int, column: str) -> InputError:
-    return InputError(
-        f"{column} is earlier than in the line before", where=f"{path}, line {line}", hint="sort the trace by time"
-    )
-
-
-TraceItem = TypeVar("TraceItem")
-
-
-def _some(found: list[TraceItem], path: Path) -> list[TraceItem]:
-    if not found:
-        raise InputError("the trace has no rows", where=str(path))
-    return found

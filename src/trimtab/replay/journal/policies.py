@@ -13,9 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.formats import yaml_text
+from trimtab.formats.files import meant
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, rules_of
 from trimtab.replay.common.keys import check_keys
@@ -49,8 +50,7 @@ def read_alternatives(given: Sequence[str]) -> list[AlternativePolicy]:
         elif path.suffix in (".yaml", ".yml", ".json") or path.exists():
             found += _file(path)
         else:
-            near = nearest(name, KNOWN)
-            hint = f"did you mean {near}?" if near else "a YAML file, or one of " + ", ".join(KNOWN)
+            hint = meant(name, KNOWN, "a YAML file, or one of " + ", ".join(KNOWN))
             raise InputError(f"{name} is neither a policy nor a file", where="command line: --with", hint=hint)
     taken = [RECORDED, AS_IT_WAS]
     for at, other in enumerate(found):
@@ -120,8 +120,7 @@ def fitted(other: AlternativePolicy, world: JournalWorld) -> AlternativePolicy:
     pools = {}
     for name, section in other.pools.items():
         if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else "it has " + (", ".join(sorted(known)) or "none")
+            hint = meant(name, known, "it has " + (", ".join(sorted(known)) or "none"))
             raise InputError(f"the journal has no pool {name}", where=f"policy {other.name}", hint=hint)
         quota = {"quota": world.units.counted(section["quota"])} if "quota" in section else {}
         pools[name] = {**section, **quota}

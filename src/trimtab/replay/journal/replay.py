@@ -201,9 +201,7 @@ class JournalReplay(PoolReplay):
         """Adds a point for every bin: runs are short here and are compared with the recording."""
         until_s = min(self._agenda.now, self._window_s)
         while self._next_bin <= until_s and len(self._curves.at) <= BINS:
-            self._curves.at.append(self._next_bin)
-            self._curves.waiting.append(self._waiting)
-            self._curves.used_gpus.append(self._used)
+            self._curves.add(self._next_bin, self._waiting, self._used)
             self._next_bin = self._window_s * len(self._curves.at) / BINS
         if self._progress is not None:
             self._progress(until_s / self._window_s if self._window_s else 1.0)
@@ -363,9 +361,7 @@ def _curves(world: JournalWorld) -> PoolCurves:
         while at < len(changes) and changes[at][0] <= now_s:
             waiting, used = waiting + changes[at][1], used + changes[at][2]
             at += 1
-        curves.at.append(now_s)
-        curves.waiting.append(waiting)
-        curves.used_gpus.append(used)
+        curves.add(now_s, waiting, used)
     return curves
 
 

@@ -105,9 +105,12 @@ class BaselineJob:
 
 
 class BaselineScheduler:
-    """Common part of the baselines: nodes, placement groups, starts and ends."""
+    """Common part of the baselines: queues, nodes, placement groups, starts and ends."""
+
+    fill = True  # jobs that fit pass those that do not
 
     def __init__(self, node_gpus: int) -> None:
+        self._queues: dict[tuple[float, tuple[int, ...]], list[tuple[int, str]]] = {}  # by level and size
         self.free_gpus = FreeGpuIndex(node_gpus)
         self.jobs: dict[str, BaselineJob] = {}  # not ended
         self.by_group: dict[str, str] = {}
@@ -164,12 +167,35 @@ class BaselineScheduler:
                 f"{node}: free GPUs do not add up"
             )
 
+    def level(self, job: BaselineJob) -> float:
+        """Jobs of a lower level start first; within a level, by submission."""
+        return 0.0
+
     def enqueue(self, job: BaselineJob) -> None:
-        raise NotImplementedError
+        heapq.heappush(self._queues.setdefault((self.level(job), job.sizes), []), (job.seq, job.spec.id))
 
     def schedule(self) -> None:
         """Starts the jobs that may start."""
-        raise NotImplementedError
+        heads = [(level, queue[0], (level, sizes)) for (level, sizes), queue in self._queues.items()]
+        heapq.heapify(heads)
+        while heads:
+            level, (_, name), key = heapq.heappop(heads)
+            if not self.place(self.jobs[name], level):
+                if not self.fill:
+                    return
+                continue  # neither could another job of its size and level be placed
+            queue = self._queues[key]
+            heapq.heappop(queue)
+            if queue:
+                heapq.heappush(heads, (level, queue[0], key))
+            else:
+                del self._queues[key]
+
+    def place(self, job: BaselineJob, level: float) -> bool:
+        nodes = self.free_gpus.find_nodes(job.sizes)
+        if nodes is not None:
+            self.assign(job, nodes)
+        return nodes is not None
 
     def started(self, job: BaselineJob) -> None:
         """Its work begins."""
@@ -252,28 +278,7 @@ class OrderedScheduler(BaselineScheduler):
 
     def __init__(self, node_gpus: int, *, by_priority: bool = False, fill: bool = False) -> None:
         super().__init__(node_gpus)
-        self._by_priority, self._fill = by_priority, fill
-        self._queues: dict[tuple[float, tuple[int, ...]], list[tuple[int, str]]] = {}
+        self._by_priority, self.fill = by_priority, fill
 
-    def enqueue(self, job: BaselineJob) -> None:
-        level = -job.spec.priority if self._by_priority else 0.0
-        heapq.heappush(self._queues.setdefault((level, job.sizes), []), (job.seq, job.spec.id))
-
-    def schedule(self) -> None:
-        heads = [(level, queue[0], (level, sizes)) for (level, sizes), queue in self._queues.items()]
-        heapq.heapify(heads)
-        while heads:
-            level, (_, name), key = heapq.heappop(heads)
-            job = self.jobs[name]
-            nodes = self.free_gpus.find_nodes(job.sizes)
-            if nodes is None:
-                if not self._fill:
-                    return
-                continue  # neither would another job of its size and level
-            queue = self._queues[key]
-            heapq.heappop(queue)
-            self.assign(job, nodes)
-            if queue:
-                heapq.heappush(heads, (level, queue[0], key))
-            else:
-                del self._queues[key]
+    def level(self, job: BaselineJob) -> float:
+        return -job.spec.priority if self._by_priority else 0.0

@@ -66,9 +66,7 @@ class Clairvoyant:
     def _sample(self) -> None:
         now = self._agenda.now
         if self._next_bin <= now <= self._window_s:
-            self._curves.at.append(now)
-            self._curves.waiting.append(self._waits)
-            self._curves.used_gpus.append(self._gpus - self._free)
+            self._curves.add(now, self._waits, self._gpus - self._free)
             self._next_bin = now + self._window_s / BINS
 
     def _node(self, what: ChurnEvent) -> None:

@@ -78,6 +78,11 @@ class PoolCurves:
     waiting: list[int] = field(default_factory=list)
     used_gpus: list[int] = field(default_factory=list)
 
+    def add(self, at: float, waiting: int, used_gpus: int) -> None:
+        self.at.append(at)
+        self.waiting.append(waiting)
+        self.used_gpus.append(used_gpus)
+
 
 @dataclass
 class PoolOutcome:
@@ -170,9 +175,7 @@ class PoolReplay:
         now = self._agenda.now
         if now < self._next_bin or now > self._window_s:
             return
-        self._curves.at.append(now)
-        self._curves.waiting.append(self._waiting)
-        self._curves.used_gpus.append(self._used)
+        self._curves.add(now, self._waiting, self._used)
         self._next_bin = now + self._window_s / BINS
         if self._progress is not None:
             self._progress(now / self._window_s if self._window_s else 1.0)

@@ -8,14 +8,16 @@ submission: after that the cluster only drains.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from trimtab.replay.common.comparison import PolicySummary, Spread, by_policy, spread, spreads
 from trimtab.replay.pool.driver import PoolCurves, PoolOutcome, SimulatedTask
 
 ALL = "all"
+OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class ClassFigures:
     completion_p99_s: float
     slowdown_mean: float  # completion time over length of work
     evictions: int
+
+
+OF_CLASS = tuple(item.name for item in fields(ClassFigures) if item.name != "tasks")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,16 @@ class PoolFigures:
     checks: int  # full consistency checks of the scheduler
     curves: PoolCurves
     seconds: float = 0.0  # wall time of the simulation
+
+    def record(self) -> dict[str, Any]:
+        """One flat record, for JSON and CSV."""
+        by_class = {
+            f"{class_}.{name}": getattr(known, name)
+            for class_, known in self.classes.items()
+            for name in ("tasks", *OF_CLASS)
+        }
+        before, after = ("policy", "seed", *OF_RUN), ("events", "looks", "checks", "seconds")
+        return {name: getattr(self, name) for name in before} | by_class | {name: getattr(self, name) for name in after}
 
 
 def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
@@ -95,61 +110,15 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-def spread(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and standard deviation."""
-    known = list(values)
-    return fmean(known), stdev(known) if len(known) > 1 else 0.0
-
-
-OF_CLASS = tuple(item.name for item in fields(ClassFigures) if item.name != "tasks")
-OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")
-
-
-@dataclass(frozen=True)
-class PolicySummary:
-    """A policy over all seeds: (mean, standard deviation) by figure, such as `utilisation` or `high.wait_mean_s`."""
-
-    policy: str
-    runs: tuple[PoolFigures, ...]
-    figures: dict[str, tuple[float, float]]
-
-    def mean(self, name: str) -> float:
-        return self.figures[name][0]
-
-
 def summary(runs: Sequence[PoolFigures]) -> list[PolicySummary]:
-    """One row per policy, in the order of the runs."""
-    by_policy: dict[str, list[PoolFigures]] = {}
-    for run in runs:
-        by_policy.setdefault(run.policy, []).append(run)
-    return [PolicySummary(policy, tuple(known), _means(known)) for policy, known in by_policy.items()]
+    """One row per policy, in the order of the runs; figures of a class are named `high.wait_mean_s`."""
+    return [PolicySummary(policy, _means(known)) for policy, known in by_policy(runs).items()]
 
 
-def _means(runs: Sequence[PoolFigures]) -> dict[str, tuple[float, float]]:
-    found = {name: spread(getattr(run, name) for run in runs) for name in OF_RUN}
+def _means(runs: Sequence[PoolFigures]) -> dict[str, Spread]:
+    found = spreads(runs, OF_RUN)
     for class_ in runs[0].classes:
         known = [run.classes[class_] for run in runs if class_ in run.classes]
         for name in OF_CLASS:
             found[f"{class_}.{name}"] = spread(getattr(figures, name) for figures in known)
     return found
-
-
-def data(runs: Sequence[PoolFigures]) -> list[dict[str, Any]]:
-    """One flat record per run, for JSON and CSV."""
-    return [
-        {
-            "policy": run.policy,
-            "seed": run.seed,
-            **{name: getattr(run, name) for name in OF_RUN},
-            **{
-                f"{class_}.{name}": getattr(known, name)
-                for class_, known in run.classes.items()
-                for name in ("tasks", *OF_CLASS)
-            },
-            "events": run.events,
-            "looks": run.looks,
-            "checks": run.checks,
-            "seconds": run.seconds,
-        }
-        for run in runs
-    ]

@@ -37,7 +37,6 @@ class LeastAttained(BaselineScheduler):
         self._since: dict[str, float] = {}  # by running job: start of its work
         self._second: dict[str, dict[str, int]] = {}  # by node: running second-level jobs and their GPUs there
         self._demotions: list[tuple[float, str, int]] = []
-        self._queues: dict[tuple[int, tuple[int, ...]], list[tuple[int, str]]] = {}
         self._claims: dict[str, _PendingClaim] = {}  # by preempted job
         self._reserved: dict[str, int] = {}
 
@@ -51,9 +50,8 @@ class LeastAttained(BaselineScheduler):
             heapq.heappop(self._demotions)
         return None
 
-    def enqueue(self, job: BaselineJob) -> None:
-        level = int(self._service.get(job.spec.id, 0.0) >= self._threshold)
-        heapq.heappush(self._queues.setdefault((level, job.sizes), []), (job.seq, job.spec.id))
+    def level(self, job: BaselineJob) -> float:
+        return float(self._service.get(job.spec.id, 0.0) >= self._threshold)
 
     def started(self, job: BaselineJob) -> None:
         if job.state != "running":
@@ -83,22 +81,10 @@ class LeastAttained(BaselineScheduler):
         while (due := self.next_deadline()) is not None and due <= self.now:
             _, name, _ = heapq.heappop(self._demotions)
             self._set_second_level(self.jobs[name], True)
-        heads = [(level, queue[0], (level, sizes)) for (level, sizes), queue in self._queues.items()]
-        heapq.heapify(heads)
-        while heads:
-            level, (_, name), key = heapq.heappop(heads)
-            job = self.jobs[name]
-            nodes = self.free_gpus.find_nodes(job.sizes)
-            if nodes is not None:
-                self.assign(job, nodes)
-            elif level > 0 or not self._preempt_for(job):
-                continue
-            queue = self._queues[key]
-            heapq.heappop(queue)
-            if queue:
-                heapq.heappush(heads, (level, queue[0], key))
-            else:
-                del self._queues[key]
+        super().schedule()
+
+    def place(self, job: BaselineJob, level: float) -> bool:
+        return super().place(job, level) or (level == 0 and self._preempt_for(job))
 
     def _set_second_level(self, job: BaselineJob, second: bool) -> None:
         for node, size in zip(job.nodes, job.sizes, strict=False):

@@ -1,4 +1,4 @@
-"""Reads a pool scenario file: a cluster, its tasks, durations, and the policies to compare.
+"""Reads a pool scenario file: a cluster, its tasks, durations, and the policies to compare; and runs a policy of it.
 
 The file is validated before anything runs: an unknown key is refused with the nearest known key, an invalid value with
 its place. Trace paths are relative to the file.
@@ -6,7 +6,7 @@ its place. Trace paths are relative to the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +14,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
+from trimtab.formats.files import meant
 from trimtab.replay.common.churn import AN_HOUR, Churn, ChurnEvent
 from trimtab.replay.common.keys import check_unique
 from trimtab.replay.common.timing import Distribution, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
-from trimtab.replay.pool.policies import PoolPolicy
-from trimtab.replay.pool.workload import CLASSES, PriorityClass, TaskGenerator, classes_of
+from trimtab.replay.pool.clairvoyant import Clairvoyant
+from trimtab.replay.pool.driver import PoolReality, PoolReplay
+from trimtab.replay.pool.figures import PoolFigures, figures
+from trimtab.replay.pool.policies import PoolPolicy, scheduler
+from trimtab.replay.pool.workload import CLASSES, PriorityClass, TaskGenerator, WorkloadTask, classes_of, workload
 
 SEEDS = (1, 2, 3, 4, 5)
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
@@ -109,6 +113,53 @@ class PoolScenario:
             f"a task's work is {kept} {every}; what is lost is done again",
             *self.times.text(),
         ]
+
+
+def reality(scenario: PoolScenario, seed: int, until_s: float) -> PoolReality:
+    """The cluster of a scenario, with its churn under a seed."""
+    cluster = scenario.cluster
+    names = tuple(f"n{at:05d}" for at in range(cluster.nodes))
+    by_chance = cluster.churn.events(list(names), until_s, seed) if cluster.churn else []
+    events = sorted([*cluster.events, *by_chance], key=lambda event: (event.at_s, event.node))
+    return PoolReality(names, cluster.gpus, scenario.times, tuple(events), scenario.checkpoint_s, seed)
+
+
+def tasks(scenario: PoolScenario, seed: int) -> list[WorkloadTask]:
+    """The workload of a scenario under a seed."""
+    settings = scenario.tasks
+    rows = settings.rows(seed)
+    total = scenario.cluster.nodes * scenario.cluster.gpus
+    for row in rows:
+        if row.gpus > total:
+            raise InputError(
+                f"a job asks for {row.gpus} GPUs, but the cluster has {total}",
+                where="cluster",
+                hint="add nodes, or set `most_gpus` under `tasks` to skip larger jobs",
+            )
+    return workload(
+        rows,
+        seed=seed,
+        node_gpus=scenario.cluster.gpus,
+        classes=settings.classes,
+        rate=settings.rate,
+        saves=settings.saves,
+        estimates=settings.estimates,
+    )
+
+
+def run_pool(
+    scenario: PoolScenario, policy: PoolPolicy, seed: int, progress: Callable[[float], None] | None = None
+) -> PoolFigures:
+    submitted = tasks(scenario, seed)
+    until_s = max(task.submit_s for task in submitted) + max(task.work_s for task in submitted)
+    real = reality(scenario, seed, until_s)
+    classes = [priority_class.name for priority_class in scenario.tasks.classes]
+    if policy.use == "clairvoyant":
+        return figures(Clairvoyant(submitted, real).run(), policy.name, seed, classes)
+    gpus = scenario.cluster.nodes * scenario.cluster.gpus
+    machine, first = scheduler(policy, scenario.cluster.gpus, gpus)
+    outcome = PoolReplay(machine, submitted, real, first=first, progress=progress).run()
+    return figures(outcome, policy.name, seed, classes)
 
 
 # ---- file ---------------------------------------------------------------------------------------------------------
@@ -321,8 +372,7 @@ def explained(error: ValidationError, path: Path, root: type[BaseModel], section
         for key in keys[:-1]:
             section = sections.get(key, section)
         known = list(section.model_fields)
-        near = nearest(keys[-1], known)
-        hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
+        hint = meant(keys[-1], known, "known: " + ", ".join(known))
         return InputError(f"{keys[-1]} is not known here", where=where, hint=hint)
     if first["type"] == "missing":
         return InputError(f"{keys[-1]} is missing", where=where)

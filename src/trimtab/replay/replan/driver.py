@@ -266,10 +266,7 @@ class ReplanReplay:
             if todo.stage is MigrationStage.save and not self._plan_is_usable
             else times.draw(todo.stage, move.id, seed)
         )
-        began = self._agenda.now
-        self._spend(took, MOVES)
-        self._stopped_s += self._agenda.now - began
-        if self._next_stage is not todo:
+        if not self._spend_in(todo, took):
             return  # it has failed in the meantime: the rollback is next
         if times.failing(move.id, seed) is todo.stage:
             self._send_event(e.MigrationStageFailed(move.id, todo.stage, "simulated failure"))
@@ -288,14 +285,18 @@ class ReplanReplay:
                 times.draw(stage, move.id, seed)
                 for stage in (MigrationStage.place, MigrationStage.load, MigrationStage.resume)
             )
-        began = self._agenda.now
-        self._spend(took, MOVES)
-        self._stopped_s += self._agenda.now - began
-        if self._next_stage is not todo:
+        if not self._spend_in(todo, took):
             return
         self._invariants.rolled_back()
         self._migration_over(todo, arrived=False)
         self._send_event(e.RolledBack(move.id, took))
+
+    def _spend_in(self, todo: e.RunMigrationStage | e.RollBackMigration, took_s: float) -> bool:
+        """Spends time in a stage; False if something else is to be done in the end."""
+        began = self._agenda.now
+        self._spend(took_s, MOVES)
+        self._stopped_s += self._agenda.now - began
+        return self._next_stage is todo
 
     def _migration_over(self, todo: e.RunMigrationStage | e.RollBackMigration, *, arrived: bool) -> None:
         move = todo.move

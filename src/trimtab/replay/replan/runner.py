@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from trimtab.machines.replan.machine import ReplanMachine
 from trimtab.model.run import ReplanMode, ReplanRules
@@ -55,6 +56,9 @@ class ReplanFigures:
     walls_s: tuple[float, ...] = ()
     moved: tuple[SimulatedMigration, ...] = ()
     seconds: float = 0.0  # wall time of the simulation
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def loop_run(

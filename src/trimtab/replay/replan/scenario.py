@@ -13,7 +13,7 @@ The file is validated before anything runs. `iterations`, `save_every` and `loop
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,9 @@ from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.replay.common.churn import Churn
+from trimtab.replay.common.comparison import Comparison, PolicySummary, Spread, by_policy, spread, spreads
 from trimtab.replay.common.keys import check_keys, check_name, check_unique
+from trimtab.replay.common.recommend import Recommendation
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.pool.scenario import (
     SEEDS,
@@ -63,6 +65,10 @@ RULE_KEYS = tuple(key for key in LOOP_KEYS if key not in ("mode", "elastic", "ra
 MOST_ITERATIONS = 100_000
 NAMED = 8  # events listed in a report
 WHEN = "one of at_s, at_iteration"
+FIGURES = (
+    *("total_s", "iteration_s", "moves", "rolled_back", "forced", "moving_s", "void_s", "waiting_s", "void"),
+    "decisions",
+)
 FAR = 20.0  # churn is drawn for so many times the length of the run with its first plan
 
 
@@ -131,10 +137,6 @@ class ReplanScenario:
         ]
         return TrueCosts(replace(reality, happens=(*self.events, *happens)), self.plans)
 
-    def run(self, at: int, seed: int, progress: Any = None) -> ReplanFigures:
-        policy = self.policies[at]
-        return figures(run_policy(policy.use, self.truth(seed), policy.rules, progress), policy.name, seed)
-
     def assumptions(self) -> list[str]:
         """The assumptions of a scenario, for a report."""
         nodes = self.job.cluster.nodes
@@ -160,6 +162,45 @@ class ReplanScenario:
         kept = f"every {self.save_every} iterations" if self.save_every else "after every iteration"
         lines.append(f"a loss voids the work since the last checkpoint; checkpoints are saved {kept}, at no cost")
         return lines
+
+
+def run_replan(
+    scenario: ReplanScenario, policy: ReplanPolicy, seed: int, progress: Callable[[float], None] | None = None
+) -> ReplanFigures:
+    return figures(run_policy(policy.use, scenario.truth(seed), policy.rules, progress), policy.name, seed)
+
+
+def compare_replans(
+    scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice: Recommendation | None = None
+) -> Comparison[ReplanScenario, ReplanFigures]:
+    """Facts of a policy: how many runs did all iterations; `regret` and `against_kept`, its total relative to that of
+    the free oracle and of the kept plan under the same seed, minus 1 (None: it did not run).
+    """
+    oracle, kept = (_totals(scenario, runs, use) for use in ("oracle", "kept"))
+    known = by_policy(runs)
+    rows = [
+        PolicySummary(
+            policy.name,
+            spreads(known[policy.name], FIGURES),
+            {
+                "finished": sum(run.finished for run in known[policy.name]),
+                "regret": _beside(known[policy.name], oracle),
+                "against_kept": _beside(known[policy.name], kept),
+            },
+        )
+        for policy in scenario.policies
+    ]
+    return Comparison(scenario, runs, rows, advice=advice)
+
+
+def _totals(scenario: ReplanScenario, runs: Sequence[ReplanFigures], use: str) -> dict[int, float]:
+    name = next((policy.name for policy in scenario.policies if policy.use == use), None)
+    return {run.seed: run.total_s for run in runs if run.policy == name and run.finished}
+
+
+def _beside(known: Sequence[ReplanFigures], other: dict[int, float]) -> Spread | None:
+    shares = [run.total_s / other[run.seed] - 1 for run in known if run.finished and other.get(run.seed)]
+    return spread(shares) if shares else None
 
 
 # ---- file ---------------------------------------------------------------------------------------------------------

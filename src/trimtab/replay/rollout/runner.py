@@ -1,13 +1,21 @@
-"""Runs a policy of a rollout scenario with a seed and returns its figures, beside lower bounds."""
+"""Runs a policy of a rollout scenario with a seed and returns its figures, beside lower bounds.
+
+The clairvoyant bound: for steps, the engine-seconds in which a static fleet of the best pace had any work, which is
+what a policy needs that knows the future and sleeps and wakes at no cost. For a trace, the fewest engines that serve
+the load in every second.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from trimtab.machines.rollout.policies.stream import on
+from trimtab.replay.common.comparison import Comparison, PolicySummary, Spread, by_policy, spread, spreads
+from trimtab.replay.common.recommend import Recommendation
 from trimtab.replay.pool.figures import percentile
 from trimtab.replay.rollout.driver import RolloutOutcome, RolloutReplay
 from trimtab.replay.rollout.engine_model import least_engine_s
@@ -35,7 +43,11 @@ class RolloutFigures:
     loads: tuple[int, ...] = ()  # for a trace, by counted second: unanswered requests
     seconds: float = 0.0
 
+    def record(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "loads"}
 
+
+SAME_PACE = 1.02  # steps within this ratio count as equally fast
 NO_WAIT_S = 1.0  # queue waits below this count as none
 FIGURES = (
     "step_s",
@@ -50,7 +62,9 @@ FIGURES = (
 )
 
 
-def run_rollout(scenario: RolloutScenario, policy: RolloutPolicy, seed: int) -> RolloutFigures:
+def run_rollout(
+    scenario: RolloutScenario, policy: RolloutPolicy, seed: int, progress: Callable[[float], None] | None = None
+) -> RolloutFigures:
     replay = RolloutReplay(policy.elastic, scenario.fleet)
     if scenario.profile is not None:
         profile = scenario.profile
@@ -127,3 +141,52 @@ def clairvoyant_engine_s(static: Sequence[tuple[int, RolloutFigures]], limit: in
             fewest += 1
         total += fewest
     return max(float(total), run.least_engine_s)
+
+
+# ---- comparison ---------------------------------------------------------------------------------------------------
+
+
+def compare_rollouts(
+    scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: Recommendation | None = None
+) -> Comparison[RolloutScenario, RolloutFigures]:
+    """Facts of a policy, in engine-seconds: `against_static`, relative to the cheapest static fleet as fast (None:
+    none is); `regret`, relative to the clairvoyant bound, minus 1.
+    """
+    known = by_policy(runs)
+    found = {policy.name: spreads(known[policy.name], FIGURES) for policy in scenario.policies}
+    static = [found[policy.name] for policy in scenario.policies if policy.use == "static"]
+    bound = clairvoyant_s(scenario, runs)
+    rows = []
+    for name, figures in found.items():
+        rivals = [fleet["engine_s"][0] for fleet in static if _as_fast(scenario, fleet, figures)]
+        engine_s = figures["engine_s"][0]
+        facts = {
+            "against_static": engine_s / min(rivals) if rivals else None,
+            "regret": None if bound is None else engine_s / bound - 1,
+        }
+        rows.append(PolicySummary(name, figures, facts))
+    return Comparison(scenario, runs, rows, {"clairvoyant_engine_s": bound}, advice)
+
+
+def _as_fast(scenario: RolloutScenario, figures: Mapping[str, Spread], other: Mapping[str, Spread]) -> bool:
+    """Whether steps, or waits for an engine, are no longer than those of `other`."""
+    if scenario.trace is None:
+        return figures["step_s"][0] <= SAME_PACE * other["step_s"][0]
+    return figures["wait_p99_s"][0] <= max(other["wait_p99_s"][0], NO_WAIT_S)
+
+
+def clairvoyant_s(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> float | None:
+    """The clairvoyant bound in engine-seconds; None without a static policy."""
+    numbers = {policy.name: policy.elastic.max_workers for policy in scenario.policies if policy.use == "static"}
+    if not numbers:
+        return None
+    if scenario.trace is not None:
+        first = [(numbers[run.policy], run) for run in runs if run.policy in numbers and run.seed == scenario.seeds[0]]
+        return clairvoyant_engine_s(first, scenario.fleet.limit)
+    known = {name: [run for run in runs if run.policy == name] for name in numbers}
+    pace_s = min(spread(run.step_s for run in fleet_runs)[0] for fleet_runs in known.values())
+    return min(
+        spread(run.busy_s for run in fleet_runs)[0]
+        for fleet_runs in known.values()
+        if spread(run.step_s for run in fleet_runs)[0] <= SAME_PACE * pace_s
+    )

@@ -8,20 +8,14 @@ exports. What is not known is left out.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.core.errors import TrimtabError
 from trimtab.runtime.localcluster import auth
 from trimtab.runtime.localcluster.ray_status import RayView
-from trimtab.runtime.procs.background import Background, RestartPolicy
+from trimtab.runtime.procs.sampler import ChildSampler, print_samples
 
 METRICS_S = 2.0
 STALE_S = 60.0  # older samples are not shown
@@ -39,54 +33,29 @@ class NodeUtilization:
     busy: tuple[tuple[int, float], ...] = ()
 
 
-class ClusterWatch:
+class ClusterWatch(ChildSampler[tuple[NodeUtilization, ...]]):
     """Samples the cluster in a child process; reading the latest sample never blocks."""
 
     def __init__(self, address: str, every_s: float, stale_s: float = STALE_S) -> None:
         self.address = address
         self._stale_s = stale_s
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "trimtab.runtime.advise.cluster", address, str(every_s)],
-            stdin=subprocess.PIPE,  # closing it ends the child
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
-        self._latest: tuple[NodeUtilization, ...] | str = "it has not answered yet"
-        self._at = time.monotonic()
-        # A malformed line is logged, and the next one is read.
-        self._reader = Background(RestartPolicy(max_failures=None, max_backoff_s=1.0)).start_thread(
-            "advise", self._read
-        )
+        super().__init__("trimtab.runtime.advise.cluster", address, str(every_s), parse=_nodes)
 
     def seen(self) -> tuple[NodeUtilization, ...] | str:
         """The nodes, or why they are not known."""
-        if self._child.poll() is not None:
+        sample, age_s = self.latest()
+        if not self.is_alive:
             return f"the Ray cluster at {self.address} is not watched any more: it is gone"
-        if not isinstance(self._latest, str) and time.monotonic() - self._at > self._stale_s:
+        if not isinstance(sample, str) and age_s > self._stale_s:
             return f"the Ray cluster at {self.address} has not answered for {self._stale_s:g} s"
-        return self._latest
+        return sample
 
-    def close(self) -> None:
-        self._child.kill()
-        self._child.wait()
-        self._reader.join(5)
-        for stream in (self._child.stdin, self._child.stdout):
-            if stream is not None:
-                stream.close()
 
-    def _read(self) -> None:
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
-            sample = json.loads(line)
-            if isinstance(sample, str):
-                self._latest = sample
-            else:
-                self._latest = tuple(
-                    NodeUtilization(**{**node, "busy": tuple((int(at), float(share)) for at, share in node["busy"])})
-                    for node in sample
-                )
-            self._at = time.monotonic()
+def _nodes(sample: Any) -> tuple[NodeUtilization, ...]:
+    return tuple(
+        NodeUtilization(**{**node, "busy": tuple((int(at), float(share)) for at, share in node["busy"])})
+        for node in sample
+    )
 
 
 # ---- the child process -----------------------------------------------------------------------------------------------
@@ -137,27 +106,10 @@ def _sample(view: _View) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    """Print samples, one line each, until the parent is gone."""
-    address, every_s = sys.argv[1], float(sys.argv[2])
-
-    def exit_with_parent() -> None:
-        sys.stdin.buffer.read()
-        os._exit(0)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    view: _View | None = None
-    while True:
-        try:
-            if view is None:
-                auth.match_cluster(address)
-                view = _View(address)
-            sample: Any = _sample(view)
-        except TrimtabError as fault:
-            view, sample = None, fault.what
-        print(json.dumps(sample), flush=True)
-        time.sleep(every_s)
+def _connect(address: str) -> _View:
+    auth.match_cluster(address)
+    return _View(address)
 
 
 if __name__ == "__main__":
-    main()
+    print_samples(lambda: _connect(sys.argv[1]), _sample, float(sys.argv[2]))

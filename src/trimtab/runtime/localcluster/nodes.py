@@ -6,6 +6,7 @@ is told. No other processes are touched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -103,7 +104,7 @@ def settle(
     """Wait until Ray lists all of them alive; UnreachableError if one ends or the time is up."""
     waiting = {node.mark: node for node in nodes}
     settled = []
-    with RayViewProcess(cluster.address) as watch:
+    with contextlib.closing(RayViewProcess(cluster.address)) as watch:
         while waiting:
             listed = {node.node_id for node in _seen(watch)}
             now = _by_mark(ledger)

@@ -8,13 +8,8 @@ vanishes, Ray silently ends processes that query it after a minute, so continuou
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import os
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +18,7 @@ from typing import Any
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import UnreachableError
+from trimtab.runtime.procs.sampler import ChildSampler, print_samples
 
 ANSWER_S = 10
 FIRST_ANSWER_S = 30.0  # importing Ray takes a second or two, on a busy machine many
@@ -170,65 +166,32 @@ class RayView:
             ) from None
 
 
-class RayViewProcess:
+class RayViewProcess(ChildSampler[list[RayNode]]):
     """Polls a cluster in a child process; every read has a deadline."""
 
     def __init__(self, address: str, every_s: float = 0.2) -> None:
         self.address = address
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "trimtab.runtime.localcluster.ray_status", address, str(every_s)],
-            stdin=subprocess.PIPE,  # closing it ends the child
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
-        self._news = threading.Condition()
-        self._latest: list[RayNode] | str = "it has not answered yet"
-        self._at = -math.inf
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def __enter__(self) -> RayViewProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__init__("trimtab.runtime.localcluster.ray_status", address, str(every_s), parse=_nodes)
 
     def nodes(self, wait_s: float = FIRST_ANSWER_S, stale_s: float = ANSWER_S) -> list[RayNode]:
         """The latest nodes, not older than `stale_s`; waits for them, UnreachableError in the end."""
         deadline = time.monotonic() + wait_s
-        with self._news:
-            while isinstance(self._latest, str) or time.monotonic() - self._at > stale_s:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0 or not self.is_alive:
-                    why = self._latest if isinstance(self._latest, str) else "it stopped answering"
-                    raise UnreachableError(
-                        f"the Ray cluster at {self.address} does not answer: {why}",
-                        hint="`trimtab cluster status` says what is left of it",
-                    )
-                self._news.wait(min(left_s, 0.2))
-            return self._latest
+        while True:
+            sample, age_s = self.latest()
+            if not isinstance(sample, str) and age_s <= stale_s:
+                return sample
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self.is_alive:
+                why = sample if isinstance(sample, str) else "it stopped answering"
+                raise UnreachableError(
+                    f"the Ray cluster at {self.address} does not answer: {why}",
+                    hint="`trimtab cluster status` says what is left of it",
+                )
+            self.wait(min(left_s, 0.2))
 
-    @property
-    def is_alive(self) -> bool:
-        return self._child.poll() is None
 
-    def close(self) -> None:
-        self._child.kill()
-        self._child.wait()
-        self._reader.join(5)
-        for stream in (self._child.stdin, self._child.stdout):
-            if stream is not None:
-                stream.close()
-
-    def _read(self) -> None:
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
-            sample = json.loads(line)
-            seen = sample if isinstance(sample, str) else [decode(RayNode, row) for row in sample]
-            with self._news:
-                self._latest, self._at = seen, time.monotonic()
-                self._news.notify_all()
+def _nodes(sample: Any) -> list[RayNode]:
+    return [decode(RayNode, row) for row in sample]
 
 
 def _ours(amounts: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
@@ -242,25 +205,7 @@ def _ours(amounts: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(kept))
 
 
-def main() -> None:
-    """Print the nodes, one line each time, until the parent is gone."""
-    address, every_s = sys.argv[1], float(sys.argv[2])
-
-    def exit_with_parent() -> None:
-        sys.stdin.buffer.read()
-        os._exit(0)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    view: RayView | None = None
-    while True:
-        try:
-            view = view or RayView(address)
-            sample: Any = [encode(node) for node in view.nodes()]
-        except UnreachableError as fault:
-            view, sample = None, fault.what
-        print(json.dumps(sample), flush=True)
-        time.sleep(every_s)
-
-
 if __name__ == "__main__":
-    main()
+    print_samples(
+        lambda: RayView(sys.argv[1]), lambda view: [encode(node) for node in view.nodes()], float(sys.argv[2])
+    )

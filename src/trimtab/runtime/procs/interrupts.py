@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,18 +40,24 @@ class Interrupts:
 
 
 @contextlib.contextmanager
+def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
 def interrupts_deferred() -> Iterator[Interrupts]:
     """Defer Ctrl-C until `release`, and raise it once: the cleanup after it is not interrupted again."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
-    before = {number: signal.signal(number, interrupts.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled(interrupts.on_signal, signal.SIGINT, signal.SIGTERM):
         yield interrupts
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -71,27 +78,18 @@ def stop_on_interrupt(stop: Callable[[str], None], is_ending: Callable[[], bool]
             raise KeyboardInterrupt
         stop("Ctrl-C" if number == signal.SIGINT else "it was asked to end (SIGTERM)")
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled(on_signal, signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Ignore SIGINT, SIGTERM and SIGHUP during a cleanup that has its own deadlines."""
-    try:
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
-    except ValueError:  # not in the main thread
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    try:
+    with _handled(signal.SIG_IGN, *_ENDING):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -122,3 +120,14 @@ def reliable_interrupts() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP act like Ctrl-C: what was started is stopped in order."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with _handled(interrupt, *_ENDING):
+        yield

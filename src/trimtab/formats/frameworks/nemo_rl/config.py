@@ -12,25 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trimtab.core.errors import InputError
-from trimtab.formats.frameworks.common import (
-    AllowedGpuCounts,
-    check_expressible,
-    component,
-    costs,
-    divisors_of_batch,
-    even_cluster,
-    groupings,
-    node_counts,
-    not_placed,
-    product,
-    weight_sync,
-)
+from trimtab.formats.frameworks import common
+from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Component, PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Component, Workflow
 
 NAME = "nemo_rl"
 
@@ -124,14 +113,14 @@ class _Config:
         self.reader = reader = composed.reader
         self.profile = profile
         self.gpus = gpus_of(reader)
-        self.costs = costs(profile, COMPONENTS, ("generation", "policy"), NAME, str(composed.path))
+        self.costs = common.costs(profile, COMPONENTS, ("generation", "policy"), NAME, str(composed.path))
         self.reward_on_gpu = "reward" in self.costs and self.gpus.reward > 0
         outside = 0 if self.reward_on_gpu else self.gpus.reward
         whole = outside // self.gpus.per_node if self.gpus.nodes > 1 else 0
         self.outside = (self.gpus.teacher_nodes + whole, 0 if whole else outside)  # (nodes, GPUs of the only node)
         self.nodes, self.per_node = self.gpus.nodes - whole, self.gpus.per_node - self.outside[1]
         self.total = self.nodes * self.per_node
-        self.cluster = even_cluster(self.nodes, self.per_node)
+        self.cluster = common.even_cluster(self.nodes, self.per_node)
         self.algorithm = next((name for name in _ALGORITHMS if reader.has(name)), "grpo")
         self.batches = int(reader.positive_int(f"{self.algorithm}.num_prompts_per_step", 1))
         self.backend = reader.text("policy.generation.backend", "vllm")
@@ -163,9 +152,8 @@ class _Config:
             components=tuple(members.values()),
             batches=self.batches,
             staleness=self.staleness,
-            weight_sync=weight_sync(self.profile, "policy", "generation"),
+            weight_sync=common.weight_sync(self.profile, "policy", "generation"),
         )
-        check_workflow(workflow)
         training: list[str] = [name for name in ("logprobs", "policy") if name in self.costs]
         reward: list[list[str]] = [["reward"]] if self.reward_on_gpu else []
         options: list[list[list[str]]] = []
@@ -175,19 +163,12 @@ class _Config:
             options.append([["generation"], training, *reward])
         rules = FrameworkRules(
             framework="NeMo RL",
-            groupings=groupings(options, members, self._pool_sizes(), str(self.composed.path)),
+            groupings=common.groupings(options, members, self._pool_sizes(), str(self.composed.path)),
             even_nodes=True,
         )
-        return LoadedJob(
-            file_format=NAME,
-            path=self.composed.path,
-            job=PlacementJob(cluster=self.cluster, workflow=workflow),
-            settings=lambda plan: self._settings(plan, rules),
-            rules=rules,
-            assumptions=(self._mode_text(), *self._outside_text(), *not_placed(self.profile, COMPONENTS)),
-            current=self._current(),
-            literal=self.composed.literal,
-            states=self.composed.states,
+        assumptions = (self._mode_text(), *self._outside_text(), *common.not_placed(self.profile, COMPONENTS))
+        return common.loaded_job(
+            self.composed, NAME, self.cluster, workflow, rules, self._settings, assumptions, self._current()
         )
 
     def _runs(self, how: Literal["shared", "apart"]) -> bool:
@@ -225,27 +206,31 @@ class _Config:
             after = [n for n in ("reward", "logprobs") if n in self.costs] or ["generation"]
         on_cpu = name == "reward" and not self.reward_on_gpu
         chunk = self.chunk if after else None
-        return component(self.costs[name], after=after, sizes=self._sizes(name), granularity=chunk, on_cpu=on_cpu)
+        return common.component(
+            self.costs[name], after=after, sizes=self._sizes(name), granularity=chunk, on_cpu=on_cpu
+        )
 
     def _sizes(self, component_name: str) -> AllowedGpuCounts:
         reader = self.reader
         if component_name == "generation" and self.backend != "megatron":
             section = f"policy.generation.{'vllm' if self.backend == 'dynamo' else self.backend}_cfg"
             names = ["tensor_parallel_size", "pipeline_parallel_size", "tp_size", "pp_size"]
-            return AllowedGpuCounts(product(reader, [f"{section}.{name}" for name in names]))
+            return AllowedGpuCounts(common.product(reader, [f"{section}.{name}" for name in names]))
         if component_name == "reward":
             names = ["tensor_parallel_size", "context_parallel_size"]
-            return AllowedGpuCounts(product(reader, [f"env.reward_model.dtensor_cfg.{name}" for name in names]))
+            return AllowedGpuCounts(common.product(reader, [f"env.reward_model.dtensor_cfg.{name}" for name in names]))
         if reader.boolean("policy.megatron_cfg.enabled", False):
             names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
-            parallel = product(reader, [f"policy.megatron_cfg.{name}" for name in names])
+            parallel = common.product(reader, [f"policy.megatron_cfg.{name}" for name in names])
         else:
             names = ["tensor_parallel_size", "context_parallel_size"]
-            parallel = product(reader, [f"policy.dtensor_cfg.{name}" for name in names])
+            parallel = common.product(reader, [f"policy.dtensor_cfg.{name}" for name in names])
         if component_name == "generation":
             return AllowedGpuCounts(parallel)
         batch: int | None = reader.positive_int("policy.train_global_batch_size", None)
-        return AllowedGpuCounts(parallel, None if batch is None else divisors_of_batch(batch, parallel, self.total))
+        return AllowedGpuCounts(
+            parallel, None if batch is None else common.divisors_of_batch(batch, parallel, self.total)
+        )
 
     def _pool_sizes(self) -> list[int]:
         """A part of the only node, or whole nodes; on several nodes at least one."""
@@ -264,10 +249,9 @@ class _Config:
             ranks={name: ranks[name] for name in self.costs if name in ranks}, where=self.reader.where(_COLOCATED)
         )
 
-    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
-        check_expressible(plan, rules)
-        gpus = {name: group.gpus for group in plan.groups for name in group.components}
-        counts = {name: node_counts(ranks, self.cluster, name) for name, ranks in gpus.items()}
+    def _settings(self, plan: Plan) -> PlanSettings:
+        gpus = common.gpus_by_component(plan)
+        counts = {name: common.node_counts(ranks, self.cluster, name) for name, ranks in gpus.items()}
         shared = gpus["generation"] == gpus["policy"]
         groups = [counts["policy"], *([] if shared else [counts["generation"]])]
         if "reward" in counts:

@@ -13,25 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.formats.frameworks.common import (
-    AllowedGpuCounts,
-    check_expressible,
-    component,
-    costs,
-    even_cluster,
-    groupings,
-    node_counts,
-    not_placed,
-    pool_sizes,
-    product,
-    weight_sync,
-)
+from trimtab.formats.frameworks import common
+from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Cluster, Component, PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Cluster, Component, Workflow
 
 NAME = "openrlhf"
 
@@ -55,7 +44,7 @@ class _Config:
         self.composed = composed
         self.reader = reader = composed.reader
         self.profile = profile
-        self.costs = costs(profile, COMPONENTS, ("rollout", "actor"), "OpenRLHF", str(composed.path))
+        self.costs = common.costs(profile, COMPONENTS, ("rollout", "actor"), "OpenRLHF", str(composed.path))
         self.is_async = reader.boolean("train.async_enable", False)
         self.shares = reader.boolean("train.colocate_all", False) and not self.is_async
         self.engine_gpus = int(reader.positive_int("vllm.tensor_parallel_size", 1))
@@ -86,7 +75,7 @@ class _Config:
             raise InputError(
                 f"the run has {taken + outside} GPUs, the cluster {nodes * per_node}", where=str(composed.path)
             )
-        self.cluster = _without(even_cluster(nodes, per_node), outside)
+        self.cluster = _without(common.even_cluster(nodes, per_node), outside)
 
     def _others(self) -> tuple[tuple[str, ...], dict[str, int]]:
         """(models on the actor's GPUs, GPUs of models that have their own)."""
@@ -118,9 +107,8 @@ class _Config:
             components=tuple(members.values()),
             batches=int(self.reader.positive_int("rollout.batch_size", 1024)),
             staleness=staleness,
-            weight_sync=weight_sync(self.profile, "actor", "rollout"),
+            weight_sync=common.weight_sync(self.profile, "actor", "rollout"),
         )
-        check_workflow(workflow)
         training: list[str] = [name for name in ("inference", "actor") if name in self.costs]
         # If a model with its own GPUs would share them, or the reverse, its time would change.
         stays = bool(self.separate) or any(role in self.on_actor_gpus for role in ("critic", "reward"))
@@ -131,19 +119,12 @@ class _Config:
             options.append([["rollout"], training])
         rules = FrameworkRules(
             framework="OpenRLHF",
-            groupings=groupings(options, members, pool_sizes(self.cluster), str(self.composed.path)),
+            groupings=common.groupings(options, members, common.pool_sizes(self.cluster), str(self.composed.path)),
             even_nodes=True,
         )
-        return LoadedJob(
-            file_format=NAME,
-            path=self.composed.path,
-            job=PlacementJob(cluster=self.cluster, workflow=workflow),
-            settings=lambda plan: self._settings(plan, rules),
-            rules=rules,
-            assumptions=(self._mode_text(staleness), *self._apart_text(), *not_placed(self.profile, COMPONENTS)),
-            current=self._current(),
-            literal=self.composed.literal,
-            states=self.composed.states,
+        assumptions = (self._mode_text(staleness), *self._apart_text(), *common.not_placed(self.profile, COMPONENTS))
+        return common.loaded_job(
+            self.composed, NAME, self.cluster, workflow, rules, self._settings, assumptions, self._current()
         )
 
     def _mode_text(self, staleness: int) -> str:
@@ -161,13 +142,13 @@ class _Config:
     def _component(self, name: str) -> Component:
         after = {"inference": ["rollout"], "actor": ["inference"] if "inference" in self.costs else ["rollout"]}
         if name == "rollout":
-            return component(self.costs[name], sizes=AllowedGpuCounts(self.engine_gpus))
-        return component(self.costs[name], after=after[name], sizes=self._training_sizes())
+            return common.component(self.costs[name], sizes=AllowedGpuCounts(self.engine_gpus))
+        return common.component(self.costs[name], after=after[name], sizes=self._training_sizes())
 
     def _training_sizes(self) -> AllowedGpuCounts:
         """DeepSpeed splits a training batch evenly into micro-batches, and every process makes experience."""
         read = self.reader.positive_int
-        parallel = product(self.reader, ("ds.tensor_parallel_size", "ds.ring_attn_size"))
+        parallel = common.product(self.reader, ("ds.tensor_parallel_size", "ds.ring_attn_size"))
         batch, micro = int(read("train.batch_size", 128)), int(read("train.micro_batch_size", 1))
         samples = int(read("rollout.batch_size", 1024)) * int(read("rollout.n_samples_per_prompt", 1))
         highest = min(samples // int(read("rollout.micro_batch_size", 1)), self.cluster.gpus // parallel)
@@ -182,11 +163,10 @@ class _Config:
         ranks["rollout"] = tuple(range(first, first + self.rollout_gpus))
         return CurrentPlacement({name: ranks[name] for name in self.costs}, self.reader.where("vllm.num_engines"))
 
-    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
-        check_expressible(plan, rules)
-        gpus = {name: group.gpus for group in plan.groups for name in group.components}
+    def _settings(self, plan: Plan) -> PlanSettings:
+        gpus = common.gpus_by_component(plan)
         shared = gpus["rollout"] == gpus["actor"]
-        nodes, per_node = node_counts(gpus["actor"], self.cluster, "actor")
+        nodes, per_node = common.node_counts(gpus["actor"], self.cluster, "actor")
         values: dict[str, Any] = {"actor.num_nodes": nodes, "actor.num_gpus_per_node": per_node}
         for role in self.on_actor_gpus:
             values |= {f"{role}.num_nodes": nodes, f"{role}.num_gpus_per_node": per_node}

@@ -10,24 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.formats.frameworks.common import (
-    AllowedGpuCounts,
-    check_expressible,
-    component,
-    even_cluster,
-    not_placed,
-    product,
-    refuse_waits,
-    runnable,
-    weight_sync,
-)
+from trimtab.formats.frameworks import common
+from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.frameworks.rlinf import embodied as rlinf_embodied
 from trimtab.formats.frameworks.rlinf import placement as rlinf_placement
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import Component, PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Component, Workflow
 
 NAME = "rlinf"
 TRAINS = ("embodied", "reasoning", "coding_online_rl")
@@ -88,40 +79,21 @@ class _Reasoning:
         workflow = Workflow(
             components=components,
             batches=self.stated_batches or 1,
-            weight_sync=weight_sync(self.profile, self.trainer, "rollout"),
+            weight_sync=common.weight_sync(self.profile, self.trainer, "rollout"),
         )
-        check_workflow(workflow)
         rules = self._rules(components)
-        return LoadedJob(
-            file_format=NAME,
-            path=self.composed.path,
-            job=PlacementJob(cluster=even_cluster(self.nodes, self.gpus_per_node), workflow=workflow),
-            settings=lambda plan: self._settings(plan, rules),
-            rules=rules,
-            assumptions=tuple(self.assumptions),
-            current=self._current(),
-            literal=self.composed.literal,
-            states=self.composed.states,
+        cluster = common.even_cluster(self.nodes, self.gpus_per_node)
+        return common.loaded_job(
+            self.composed, NAME, cluster, workflow, rules, self._settings, self.assumptions, self._current()
         )
 
     def _costs(self) -> dict[str, ComponentProfile]:
         reader = self.reader
         if self.profile is not None:
             names = ["rollout", *(["inference"] if self.recompute else []), self._trainer_in(self.profile)]
-            found = {}
-            for name in names:
-                measured = self.profile.component(name)
-                if measured is None:
-                    raise InputError(
-                        f"the profile has no {name}",
-                        where=f"profile ({self.profile.source})",
-                        hint="without a separate inference set algorithm.recompute_logprobs=false"
-                        if name == "inference"
-                        else None,
-                    )
-                refuse_waits(measured)
-                found[name] = measured
-            self.assumptions.extend(not_placed(self.profile, [*names, "reward"]))
+            hint = "without a separate inference set algorithm.recompute_logprobs=false"
+            found = common.profiled(self.profile, names, inference=hint)
+            self.assumptions.extend(common.not_placed(self.profile, [*names, "reward"]))
             return found
         if not reader.has("profile_data"):
             raise InputError(
@@ -158,7 +130,7 @@ class _Reasoning:
         streaming = self._streams()
         minibatch = max(1, (self.stated_batches or 1) // self.minibatches) if streaming else None
         return tuple(
-            component(
+            common.component(
                 measured,
                 after=self._after(name),
                 sizes=self._sizes(name),
@@ -199,12 +171,14 @@ class _Reasoning:
         if name == "reward":
             return AllowedGpuCounts()
         if name == "rollout":
-            return AllowedGpuCounts(product(reader, ["rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"]))
+            return AllowedGpuCounts(
+                common.product(reader, ["rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"])
+            )
         section = "actor.model"
         if name in ("inference", "critic") and reader.has(f"{name}.model"):
             section = f"{name}.model"
         keys = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-        model_parallel = product(reader, [f"{section}.{key}" for key in keys])
+        model_parallel = common.product(reader, [f"{section}.{key}" for key in keys])
         if self.stated_batches is None:
             return AllowedGpuCounts(model_parallel)
         group_size: int = reader.positive_int("algorithm.group_size", 1)
@@ -228,7 +202,7 @@ class _Reasoning:
     def _rules(self, components: tuple[Component, ...]) -> FrameworkRules:
         names = [c.name for c in components if not c.on_cpu]
         groupings: list[tuple[AllowedGroup, ...]] = []
-        if runnable([self.total], components):
+        if common.runnable([self.total], components):
             groupings.append((AllowedGroup(frozenset(names), (self.total,)),))
         others = sorted(set(self.placed) - {*names, "reward", "actor", "trainer", "inference"})
         if others:
@@ -274,8 +248,7 @@ class _Reasoning:
             return None
         return CurrentPlacement(ranks=ranks, where=self.reader.where(rlinf_placement.KEY))
 
-    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
-        check_expressible(plan, rules)
+    def _settings(self, plan: Plan) -> PlanSettings:
         shared = len(plan.groups) == 1
         placement: dict[str, Any] = {}
         if shared:

@@ -13,23 +13,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
-from trimtab.formats.frameworks.common import (
-    AllowedGpuCounts,
-    check_expressible,
-    check_gpus,
-    component,
-    even_cluster,
-    refuse_waits,
-    weight_sync,
-)
+from trimtab.core.errors import InputError
+from trimtab.formats.files import meant
+from trimtab.formats.frameworks import common
+from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, as_number
 from trimtab.formats.frameworks.rlinf import placement as rlinf_placement
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Workflow
 
 COMPONENTS = ("env", "rollout", "actor")
 GROUPINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
@@ -52,7 +46,7 @@ def cluster_size(reader: ConfigReader) -> tuple[int, int]:
     nodes = int(reader.positive_int("cluster.num_nodes", 1))
     stated: int | None = reader.positive_int("cluster.num_gpus_per_node", None)
     if stated is not None:
-        check_gpus(nodes * stated, f"{nodes:,} nodes of {stated:,} GPUs", reader.where("cluster"))
+        common.check_gpus(nodes * stated, f"{nodes:,} nodes of {stated:,} GPUs", reader.where("cluster"))
         return nodes, stated
     highest = rlinf_placement.highest_rank(reader)
     if highest is None or (highest + 1) % nodes:
@@ -61,7 +55,7 @@ def cluster_size(reader: ConfigReader) -> tuple[int, int]:
             where=reader.where("cluster.num_gpus_per_node"),
             hint="add it to the file, or to the command: ++cluster.num_gpus_per_node=8",
         )
-    check_gpus(highest + 1, f"GPUs 0 to {highest:,}", reader.where(rlinf_placement.KEY))
+    common.check_gpus(highest + 1, f"GPUs 0 to {highest:,}", reader.where(rlinf_placement.KEY))
     return nodes, (highest + 1) // nodes
 
 
@@ -80,7 +74,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
     assumptions = [note]
     if profile is not None:
         batches = units
-        costs, sizes = _profiled(profile), _checked_sizes(reader, placed, total)
+        costs, sizes = common.profiled(profile, COMPONENTS), _checked_sizes(reader, placed, total)
     else:
         batches = int(reader.positive_int("data.env_num", hint="add data.env_num: the number of environments"))
         granularity = None
@@ -89,7 +83,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
         assumptions.append("no instance has more environments than were measured")
     workflow = Workflow(
         components=tuple(
-            component(
+            common.component(
                 costs[name],
                 after=COMPONENTS[index - 1 : index] if index else (),
                 sizes=sizes[name],
@@ -99,31 +93,20 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
         ),
         batches=batches,
         staleness=_staleness(reader),
-        weight_sync=weight_sync(profile, "actor", "rollout"),
+        weight_sync=common.weight_sync(profile, "actor", "rollout"),
     )
-    check_workflow(workflow)
     rules = _rules()
     current = _current(reader, placed)
     if current is None and placed:
         assumptions.append("your placement is not compared: it leaves components out")
 
     def settings(plan: Plan) -> PlanSettings:
-        check_expressible(plan, rules)
         _check_counts(plan, workflow)
         values = {rlinf_placement.KEY: _placement(reader, plan, placed, total)}
         return PlanSettings(values=values, block=block(reader, nodes, values))
 
-    return LoadedJob(
-        file_format="rlinf",
-        path=composed.path,
-        job=PlacementJob(cluster=even_cluster(nodes, per_node), workflow=workflow),
-        settings=settings,
-        rules=rules,
-        assumptions=tuple(assumptions),
-        current=current,
-        literal=composed.literal,
-        states=composed.states,
-    )
+    cluster = common.even_cluster(nodes, per_node)
+    return common.loaded_job(composed, "rlinf", cluster, workflow, rules, settings, assumptions, current)
 
 
 def _placement(reader: ConfigReader, plan: Plan, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Any]:
@@ -209,17 +192,6 @@ def _check_counts(plan: Plan, workflow: Workflow) -> None:
             raise InputError(f"RLinf cannot run this plan: {name} cannot have {count} GPUs{only}")
 
 
-def _profiled(profile: Profile) -> dict[str, ComponentProfile]:
-    costs = {}
-    for name in COMPONENTS:
-        measured = profile.component(name)
-        if measured is None:
-            raise InputError(f"the profile has no {name}", where=f"profile ({profile.source})")
-        refuse_waits(measured)
-        costs[name] = measured
-    return costs
-
-
 def _stated(
     reader: ConfigReader, env_num: int, total: int
 ) -> tuple[dict[str, ComponentProfile], dict[str, AllowedGpuCounts]]:
@@ -263,12 +235,8 @@ def check_profile_keys(reader: ConfigReader, known: Sequence[str]) -> None:
     """Refuse unknown keys of `profile_data` with the nearest known one."""
     for key in reader.mapping("profile_data"):
         if key not in known:
-            near = nearest(str(key), known)
-            raise InputError(
-                f"profile_data has no key {key}",
-                where=reader.where(f"profile_data.{key}"),
-                hint=f"did you mean {near}?" if near else f"it has: {', '.join(known)}",
-            )
+            hint = meant(key, known, f"it has: {', '.join(known)}")
+            raise InputError(f"profile_data has no key {key}", where=reader.where(f"profile_data.{key}"), hint=hint)
 
 
 def stated_cost(

@@ -13,26 +13,14 @@ import math
 from typing import Any, Literal
 
 from trimtab.core.errors import InputError
-from trimtab.formats.frameworks.common import (
-    AllowedGpuCounts,
-    check_expressible,
-    check_gpus,
-    component,
-    costs,
-    divisors_of_batch,
-    groupings,
-    node_counts,
-    not_placed,
-    pool_sizes,
-    product,
-    weight_sync,
-)
+from trimtab.formats.frameworks import common
+from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Workflow, check_workflow
+from trimtab.model.workflow import Cluster, Component, Node, Workflow
 from trimtab.plan.placement.spread import positions_of, spread
 
 NAME = "verl"
@@ -67,7 +55,7 @@ class _Config:
         self.reader = composed.reader
         self.profile = profile
         self.mode = _mode(self.reader)
-        self.costs = costs(profile, COMPONENTS, ("rollout", "update_actor"), NAME, str(composed.path))
+        self.costs = common.costs(profile, COMPONENTS, ("rollout", "update_actor"), NAME, str(composed.path))
         self.reward_key = "reward.reward_model" if self.reader.has("reward.reward_model") else "reward_model"
         self.reward_model = self.reader.boolean(f"{self.reward_key}.enable", False)
         in_own = self.mode in ("one_step_off", "fully_async")
@@ -83,26 +71,19 @@ class _Config:
             components=tuple(members.values()),
             batches=self._batches(),
             staleness=staleness,
-            weight_sync=weight_sync(self.profile, "update_actor", "rollout"),
+            weight_sync=common.weight_sync(self.profile, "update_actor", "rollout"),
         )
-        check_workflow(workflow)
         self._note_mode(staleness)
-        self.assumptions.extend(not_placed(self.profile, COMPONENTS))
+        self.assumptions.extend(common.not_placed(self.profile, COMPONENTS))
         rules = FrameworkRules(
             framework=f"{NAME} in {self.mode} mode",
-            groupings=groupings(self._options(), members, pool_sizes(self.cluster), str(self.composed.path)),
+            groupings=common.groupings(
+                self._options(), members, common.pool_sizes(self.cluster), str(self.composed.path)
+            ),
             even_nodes=True,
         )
-        return LoadedJob(
-            file_format=NAME,
-            path=self.composed.path,
-            job=PlacementJob(cluster=self.cluster, workflow=workflow),
-            settings=lambda plan: self._settings(plan, rules),
-            rules=rules,
-            assumptions=tuple(self.assumptions),
-            current=self._current(),
-            literal=self.composed.literal,
-            states=self.composed.states,
+        return common.loaded_job(
+            self.composed, NAME, self.cluster, workflow, rules, self._settings, self.assumptions, self._current()
         )
 
     # -- the cluster ------------------------------------------------------------------------------------------------
@@ -131,7 +112,7 @@ class _Config:
             return int(self.reader.positive_int(f"{key}.{name}", default))
 
         pool = read("nnodes", nodes), read("n_gpus_per_node", gpus)
-        check_gpus(pool[0] * pool[1], f"{pool[0]:,} nodes of {pool[1]:,} GPUs", self.reader.where(key))
+        common.check_gpus(pool[0] * pool[1], f"{pool[0]:,} nodes of {pool[1]:,} GPUs", self.reader.where(key))
         return pool
 
     def _cluster(self) -> Cluster:
@@ -147,7 +128,7 @@ class _Config:
                     f"the cluster is the pools of the file ({stated}), each on nodes of its own; if it is not, add "
                     "++trimtab.nodes=N ++trimtab.gpus_per_node=G"
                 )
-        check_gpus(sum(shape), f"{len(shape):,} nodes", reader.where("trainer"))
+        common.check_gpus(sum(shape), f"{len(shape):,} nodes", reader.where("trainer"))
         return Cluster(tuple(Node(name=f"node{index}", gpus=gpus) for index, gpus in enumerate(shape)))
 
     # -- the workflow -----------------------------------------------------------------------------------------------
@@ -161,7 +142,9 @@ class _Config:
             after = middle or ["rollout"]
         on_cpu = name == "reward" and not self.reward_model
         granularity = self._granularity() if after else None
-        return component(self.costs[name], after=after, sizes=self._sizes(name), granularity=granularity, on_cpu=on_cpu)
+        return common.component(
+            self.costs[name], after=after, sizes=self._sizes(name), granularity=granularity, on_cpu=on_cpu
+        )
 
     def _batches(self) -> int:
         """Prompts per iteration: a batch, or without one what the trainer takes between two weight syncs."""
@@ -245,10 +228,10 @@ class _Config:
             if section is None:
                 return AllowedGpuCounts()
             keys = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-            return AllowedGpuCounts(product(reader, [f"{section}.{key}" for key in keys]))
+            return AllowedGpuCounts(common.product(reader, [f"{section}.{key}" for key in keys]))
         if reader.text(f"{_ACTOR}.strategy", "fsdp") == "megatron":
             keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-            parallel = product(reader, [f"{_ACTOR}.megatron.{key}" for key in keys])
+            parallel = common.product(reader, [f"{_ACTOR}.megatron.{key}" for key in keys])
             split = parallel
         else:
             parallel = int(reader.positive_int(f"{_ACTOR}.ulysses_sequence_parallel_size", 1))
@@ -259,7 +242,7 @@ class _Config:
         samples = prompts * int(reader.positive_int(f"{_ROLLOUT}.n", 1))
         if split > 1:
             samples //= int(reader.positive_int(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1)) or 1
-        return AllowedGpuCounts(parallel, divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
+        return AllowedGpuCounts(parallel, common.divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -301,13 +284,14 @@ class _Config:
     def _on_cpu(self, name: str) -> bool:
         return name == "reward" and not self.reward_model
 
-    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
-        check_expressible(plan, rules)
-        gpus = {name: group.gpus for group in plan.groups for name in group.components}
+    def _settings(self, plan: Plan) -> PlanSettings:
+        gpus = common.gpus_by_component(plan)
         values: dict[str, Any] = {}
 
         def put(key: str, name: str) -> None:
-            values[f"{key}.nnodes"], values[f"{key}.n_gpus_per_node"] = node_counts(gpus[name], self.cluster, name)
+            values[f"{key}.nnodes"], values[f"{key}.n_gpus_per_node"] = common.node_counts(
+                gpus[name], self.cluster, name
+            )
 
         put("trainer", "update_actor")
         if self.mode in SEPARATE:

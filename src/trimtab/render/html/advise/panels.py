@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.render.html.kit.labels import counted, duration, escape, escape_block, share
-from trimtab.render.html.kit.page import heads, scroll
+from trimtab.render.html.kit import page
+from trimtab.render.html.kit.labels import counted, duration, escape, share
 from trimtab.render.html.run.facts import finite
 from trimtab.runtime.run.folder import SUMMARY
 
@@ -70,9 +70,7 @@ def _advice(data: Mapping[str, Any]) -> str:
         f"<p><strong>{escape(str(advice['placement']))}</strong>, since step {int(advice['since_step'])}. "
         f"{escape(_gain(advice))}</p>\n<p>{escape(str(advice['reason']))} "
         f"<code>{escape(str(advice['code']))}</code></p>\n{more}"
-        "<p>Add to the run's command line:</p>"
-        f'<div class="copy"><pre tabindex="0" aria-label="Overrides">{escape_block(overrides)}</pre></div>'
-        + _notes(data)
+        "<p>Add to the run's command line:</p>" + page.copy_block("Overrides", overrides) + _notes(data)
     )
 
 
@@ -82,8 +80,7 @@ def _notes(data: Mapping[str, Any]) -> str:
         for name, component in data["components"].items()
         if component.get("wait")
     ]
-    items = "".join(f"<li>{escape(str(note))}</li>" for note in [*waits, *data["notes"]])
-    return f'<ul class="plain">{items}</ul>' if items else ""
+    return page.plain_list(escape(str(note)) for note in [*waits, *data["notes"]])
 
 
 def _gain(advice: Mapping[str, Any]) -> str:
@@ -97,41 +94,37 @@ def _around(data: Mapping[str, Any]) -> str:
     found = ""
     engines = data["engines"]
     if engines:
-        rows = "".join(_engine(engine) for engine in engines[:ENGINES_SHOWN])
         left = f"<p>The first {ENGINES_SHOWN} of {len(engines)}.</p>" if len(engines) > ENGINES_SHOWN else ""
-        columns = '<thead><tr><th scope="col">Engine</th>' + "".join(
-            f'<th scope="col" class="number">{heading}</th>' for heading in ("Running", "Waiting", "Cache", "Tokens/s")
-        )
-        body = f'{columns}<th scope="col">State</th></tr></thead>\n<tbody>{rows}</tbody>'
-        found += left + scroll("Engines", body, css="bare tall")
+        heads = ("Engine", "Running", "Waiting", "Cache", "Tokens/s", "State")
+        rows = map(_engine, engines[:ENGINES_SHOWN])
+        found += left + page.table("Engines", heads, rows, numeric=range(1, 5), css="bare tall")
     cluster = data["cluster"]
     if cluster is not None and cluster.get("fault"):
         found += f'<p class="warn">Cluster: {escape(str(cluster["fault"]))}</p>'
     elif cluster is not None:
-        rows = "".join(_node(node) for node in cluster["nodes"][:NODES_SHOWN])
-        columns = heads("Node of the cluster", "GPUs", "Free", "GPU utilisation", words=1)
-        found += scroll("Nodes of the cluster", f"{columns}\n<tbody>{rows}</tbody>", css="bare tall")
+        rows = map(_node, cluster["nodes"][:NODES_SHOWN])
+        columns = ("Node of the cluster", "GPUs", "Free", "GPU utilisation")
+        found += page.table("Nodes of the cluster", columns, rows, numeric=range(1, 4), css="bare tall")
     if data["gpus_here"]:
-        busy = ", ".join(share(float(busy_share)) for busy_share in data["gpus_here"])
-        found += f"<p>GPUs of this machine compute {busy} of the time.</p>"
+        found += f"<p>GPUs of this machine compute {_shares(data['gpus_here'])} of the time.</p>"
     return found
 
 
-def _engine(engine: Mapping[str, Any]) -> str:
-    fault = engine["fault"]
+def _engine(engine: Mapping[str, Any]) -> list[str]:
     silent = f"does not answer for {duration(float(engine['silent_seconds'] or 0))}"
-    state = "answers" if fault is None else f'<span class="warn">{escape(silent)}</span>'
-    numbers = (_number(engine["running"]), _number(engine["waiting"]), _share(engine["cache_share"]),
-               _number(engine["tokens_per_second"]))  # fmt: skip
-    cells = "".join(f'<td class="number">{cell}</td>' for cell in numbers)
-    return f'<tr><th scope="row">{escape(str(engine["url"]))}</th>{cells}<td>{state}</td></tr>\n'
+    return [
+        escape(str(engine["url"])),
+        _number(engine["running"]),
+        _number(engine["waiting"]),
+        _share(engine["cache_share"]),
+        _number(engine["tokens_per_second"]),
+        "answers" if engine["fault"] is None else f'<span class="warn">{escape(silent)}</span>',
+    ]
 
 
-def _node(node: Mapping[str, Any]) -> str:
-    busy = ", ".join(share(float(value)) for value in node["busy"].values()) or "–"
+def _node(node: Mapping[str, Any]) -> list[str]:
     name = f"{node['name']}, draining" if node["draining"] else str(node["name"])
-    cells = "".join(f'<td class="number">{cell}</td>' for cell in (_number(node["gpus"]), _number(node["free"]), busy))
-    return f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>\n'
+    return [escape(name), _number(node["gpus"]), _number(node["free"]), _shares(node["busy"].values()) or "–"]
 
 
 def _number(value: Any) -> str:
@@ -140,6 +133,10 @@ def _number(value: Any) -> str:
 
 def _share(value: Any) -> str:
     return "–" if finite(value) is None else share(float(value))
+
+
+def _shares(values: Iterable[Any]) -> str:
+    return ", ".join(share(float(value)) for value in values)
 
 
 def _lines(data: Mapping[str, Any]) -> list[str]:
@@ -155,7 +152,5 @@ def _lines(data: Mapping[str, Any]) -> list[str]:
         answers = counted(len(data["engines"]), "engine")
         found.append(answers + (f", of which do not answer: {', '.join(silent)}" if silent else ", all answer"))
     if data["gpus_here"]:
-        found.append(
-            f"GPUs of this machine: {', '.join(share(float(busy_share)) for busy_share in data['gpus_here'])} busy"
-        )
+        found.append(f"GPUs of this machine: {_shares(data['gpus_here'])} busy")
     return found

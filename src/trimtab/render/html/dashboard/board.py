@@ -13,8 +13,8 @@ from typing import Any
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.run_events import ODD
-from trimtab.render.html.kit.labels import counted, duration, share
-from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, whole
+from trimtab.render.html.kit.labels import counted, duration, gpus_words, known, reason_text, share
+from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, finite, whole
 from trimtab.render.html.run.figures import ReportCost, costs, idle_shares
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.summary import status_sentence
@@ -95,8 +95,8 @@ class RunBoard:
             name, group, state = str(event["task"]), as_text(event.get("pool")), str(event["what"])
         else:
             name, group, state = worker_name(event), str(event["component"]), str(event["state"])
-        known = self.tasks if kind == "task" else self.workers
-        status = known.setdefault(name, SubjectStatus(name, group, str(event.get("worker", name))))
+        subjects = self.tasks if kind == "task" else self.workers
+        status = subjects.setdefault(name, SubjectStatus(name, group, str(event.get("worker", name))))
         if timeline_event.t_s < status.since_s:  # late event: the known state is newer
             return
         gone = (
@@ -190,10 +190,6 @@ class RunBoard:
                 found.update(dict.fromkeys(names, gpus))
         return found
 
-    def subject_of(self, at: int) -> Subject | None:
-        """The subject of an event, by its number."""
-        return self._about[at] if 0 <= at < len(self._about) else None
-
     def story_of(self, kind: str, name: str) -> dict[str, Any] | None:
         """A story for the page: title, facts, and chapters of time, what and why. None where it does not exist."""
         if kind == "mark":
@@ -228,7 +224,12 @@ class RunBoard:
         if task is None:
             return None
         evicted = counted(task.times, "time") if task.times else ""
-        return [*_status_facts(task), ("pool", task.group), ("GPUs", _number(task.gpus)), ("evicted", evicted)]
+        return [
+            *_status_facts(task),
+            ("pool", task.group),
+            ("GPUs", known(task.gpus, "{:g}".format, "")),
+            ("evicted", evicted),
+        ]
 
     def _worker_facts(self, name: str) -> list[tuple[str, str]] | None:
         worker = self.workers.get(name)
@@ -246,8 +247,12 @@ class RunBoard:
         )
         here = "; ".join(f"{component} on GPU {ranks_text(gpus)}" for component, gpus in self.on_node(name).items())
         state = "draining" if name in self.leaving else "present" if self.is_present(node) else "gone"
-        has = f"{node.gpus} × {node.kind}" if node.kind else counted(node.gpus, "GPU")
-        return [("state", state), ("has", has), ("present", times), ("runs", here if state != "gone" else "")]
+        return [
+            ("state", state),
+            ("has", gpus_words(node.gpus, node.kind)),
+            ("present", times),
+            ("runs", here if state != "gone" else ""),
+        ]
 
     def _component_facts(self, name: str) -> list[tuple[str, str]] | None:
         cost = next((cost for cost in self.costs if cost.component == name), None)
@@ -258,12 +263,12 @@ class RunBoard:
         nodes = ", ".join(dict.fromkeys(node for node, _ in gpu_slots if node))
         return [
             ("runs on", f"{counted(len(gpu_slots), 'GPU')}{f' of {nodes}' if nodes else ''}" if gpu_slots else "CPUs"),
-            ("own time", _seconds(cost.busy_s)),
-            ("planned", _seconds(cost.predicted_s)),
-            ("waits", _seconds(cost.wait_s)),
-            ("switch", _seconds(cost.switch_s)),
-            ("GPUs idle", share(cost.idle) if cost.idle is not None else ""),
-            ("drift", f"× {cost.drift:.2f}" if cost.drift is not None else ""),
+            ("own time", known(cost.busy_s, otherwise="")),
+            ("planned", known(cost.predicted_s, otherwise="")),
+            ("waits", known(cost.wait_s, otherwise="")),
+            ("switch", known(cost.switch_s, otherwise="")),
+            ("GPUs idle", known(cost.idle, share, "")),
+            ("drift", known(cost.drift, "× {:.2f}".format, "")),
         ]
 
     def _move_facts(self, name: str) -> list[tuple[str, str]] | None:
@@ -272,14 +277,12 @@ class RunBoard:
             return None
         move: ReportMigration = moves[-1]
         stages = ", ".join(f"{stage} {duration(took)}" for stage, _, took in move.stages)
-        gain = move.numbers.get("gain_s")
-        gain_text = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else ""
         return [
             ("state", move.state + (", forced" if move.forced else "")),
             ("from", move.before),
             ("to", move.after),
             ("why", " ".join(filter(None, (f"{move.code}:" if move.code else "", move.reason)))),
-            ("gain per iteration", gain_text),
+            ("gain per iteration", known(finite(move.numbers.get("gain_s")), otherwise="")),
             ("stages", stages),
             ("took", duration(move.cost_s) if move.cost_s else ""),
             ("outcome", move.outcome),
@@ -292,18 +295,9 @@ def worker_name(event: Mapping[str, Any]) -> str:
 
 
 def _status_facts(status: SubjectStatus) -> list[tuple[str, str]]:
-    why = f"{status.code}: {status.reason}" if status.code and status.reason else status.code or status.reason
+    why = reason_text(status.code, status.reason)
     return [("state", f"{status.state}, since {duration(status.since_s)}"), ("why", why)]
 
 
 def _chapter(event: ReportEvent) -> list[str]:
-    why = f"{event.code}: {event.reason}" if event.code and event.reason else event.code or event.reason
-    return [duration(event.t_s), event.title, why]
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else duration(value)
+    return [duration(event.t_s), event.title, reason_text(event.code, event.reason)]

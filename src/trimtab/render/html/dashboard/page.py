@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 
 from trimtab import __version__
 from trimtab.render.html.kit.labels import escape
+from trimtab.render.html.kit.svg import asset
 
 STYLES = ("report.css", "timeline.css", "run_report.css", "dashboard.css")
 SCRIPTS = ("run_timeline.js", "dashboard.js")
@@ -44,12 +44,8 @@ def files() -> Mapping[str, tuple[str, bytes]]:
     found = {"/": ("text/html; charset=utf-8", _page().encode())}
     for name in (*STYLES, *SCRIPTS):
         kind = "text/css" if name.endswith(".css") else "text/javascript"
-        found[f"/{name}"] = (f"{kind}; charset=utf-8", _asset(name))
+        found[f"/{name}"] = (f"{kind}; charset=utf-8", asset(name).encode())
     return found
-
-
-def _asset(name: str) -> bytes:
-    return resources.files("trimtab.render.html").joinpath(f"assets/{name}").read_bytes()
 
 
 def _panel(name: str, title: str) -> str:

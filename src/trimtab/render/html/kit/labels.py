@@ -10,6 +10,7 @@ import html
 import math
 import re
 import unicodedata
+from collections.abc import Callable, Sequence
 
 # XML allows no control characters and no surrogates; direction marks would reorder adjacent text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -92,9 +93,34 @@ def share(part: float) -> str:
     return f"{percent:.0f} %" if abs(percent) >= 10 or percent == round(percent) else f"{percent:.1f} %"
 
 
+def known(value: float | None, render: Callable[[float], str] = duration, otherwise: str = "–") -> str:
+    """A figure, or a dash where it is not known."""
+    return otherwise if value is None else render(value)
+
+
 def counted(number: int, noun: str) -> str:
     """`1 move`, `2 moves`."""
     return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def reason_text(code: str, reason: str) -> str:
+    """`CODE: reason`, or what there is of it."""
+    return ": ".join(part for part in (code, reason) if part)
+
+
+def gpus_words(count: int, kind: str) -> str:
+    """`8 × H100`, or `8 GPUs` where the kind is not known."""
+    return f"{count} × {kind}" if kind else counted(count, "GPU")
 
 
 def wrap(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:
@@ -111,13 +137,14 @@ def ticks(seconds: float, limit: int) -> list[tuple[float, str]]:
     if not (seconds > 0 and math.isfinite(seconds)):
         return [(0.0, "0")]
     at_least = seconds / max(1, limit)
-    step = _step(at_least, minutes=seconds > 240 or at_least > 50)
+    step = round_step(at_least, minutes=seconds > 240 or at_least > 50)
     size, unit = next((s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (0, "µs")) if step >= s)
     count = math.floor(seconds / step + _LESS_THAN_A_TICK)
     return [(0.0, "0")] + [(i * step, f"{i * step / (size or 1e-6):.6g} {unit}") for i in range(1, count + 1)]
 
 
-def _step(at_least: float, *, minutes: bool) -> float:
+def round_step(at_least: float, *, minutes: bool = False) -> float:
+    """1, 2 or 5 times a power of ten; or a round number of minutes or hours."""
     if minutes and at_least <= _STEPS_S[-1]:
         return next(step for step in _STEPS_S if step >= at_least)
     power = 10.0 ** math.floor(math.log10(at_least))

@@ -1,4 +1,4 @@
-"""Curves over the iterations of a run: lines, steps for predictions, marks where the plan changed.
+"""Curves over iterations, time or a count: lines, steps for predictions, marks where the plan changed.
 
 Pure. Must never happen: a curve hides a point. Where there are more points than pixels, the lowest and the highest per
 pixel are kept; an outlier is drawn at the edge with an arrow and its value, so that it does not flatten the rest.
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
-from trimtab.render.html.kit.svg import px, svg_document, text_at
+from trimtab.render.html.kit.labels import duration, escape, fit, round_step, share, text_width, ticks
+from trimtab.render.html.kit.svg import px, svg_document, text_at, tooltip
 from trimtab.render.html.kit.timeline import COLOURS
 
 Unit = Literal["seconds", "share", "number"]
@@ -47,7 +47,7 @@ class CurveChart:
     unit: Unit
     description: str
     marks: tuple[tuple[float, str], ...] = ()
-    across: str = "iteration"
+    across: str = "iteration"  # what the horizontal axis counts; empty: seconds
 
 
 def curves_svg(chart: CurveChart, width: int, prefix: str) -> str:
@@ -65,7 +65,7 @@ class _Plot:
         self.chart, self.width, self.prefix = chart, width, prefix
         points = [point for curve in chart.curves for point in curve.points]
         self.low, self.high = _span([y for _, y in points], chart.unit)
-        self.first = min((x for x, _ in points), default=0.0)
+        self.first = min((x for x, _ in points), default=0.0) if chart.across else 0.0
         self.last = max((x for x, _ in points), default=1.0)
         self.ticks = _ticks(self.low, self.high, chart.unit)
         self.left = 12.0 + max(text_width(words, 12) for _, words in self.ticks)
@@ -88,7 +88,7 @@ class _Plot:
         self.marks()
         for curve in self.chart.curves:
             self.curve(curve)
-        chart, height = self.chart, self.bottom + 42
+        chart, height = self.chart, self.bottom + (42 if self.chart.across else 24)
         return svg_document("".join(self.out), self.width, height, self.prefix, chart.title, chart.description)
 
     def axes(self) -> None:
@@ -97,15 +97,21 @@ class _Plot:
             self.out.append(f'<path class="grid" d="M{px(self.left)} {px(y)}H{px(self.right)}"/>')
             self.out.append(text_at(self.left - 8, y + 4, words, "quiet", anchor="end"))
         free_from = 0.0
-        for value in _whole_steps(self.first, self.last, max(2, int((self.right - self.left) / 70))):
-            words = f"{value:,}"
+        for value, words in self.positions(max(2, int((self.right - self.left) / 70))):
             half = text_width(words, 12) / 2
             middle = min(self.x(value), self.right - half)
             if middle - half >= free_from:
                 self.out.append(text_at(middle, self.bottom + 17, words, "quiet", anchor="middle"))
                 free_from = middle + half + 8
-        middle = (self.left + self.right) / 2
-        self.out.append(text_at(middle, self.bottom + 36, self.chart.across, "quiet", anchor="middle"))
+        if self.chart.across:
+            middle = (self.left + self.right) / 2
+            self.out.append(text_at(middle, self.bottom + 36, self.chart.across, "quiet", anchor="middle"))
+
+    def positions(self, limit: int) -> list[tuple[float, str]]:
+        """Round positions on the horizontal axis, with labels."""
+        if not self.chart.across:
+            return ticks(self.last, limit)
+        return [(value, f"{value:,}") for value in _whole_steps(self.first, self.last, limit)]
 
     def marks(self) -> None:
         free_from = self.left
@@ -142,10 +148,9 @@ class _Plot:
             if not dots and y <= self.high:
                 continue
             note = curve.notes[at] if at < len(curve.notes) else ""
-            words = f"{curve.name}\n{self.chart.across} {x:,.0f}: {figure(y, self.chart.unit)}" + (
-                f"\n{note}" if note else ""
-            )
-            title = f"<title>{'&#10;'.join(map(escape, words.splitlines()))}</title>"
+            where = f"{self.chart.across} {x:,.0f}" if self.chart.across else duration(x)
+            words = f"{curve.name}\n{where}: {figure(y, self.chart.unit)}" + (f"\n{note}" if note else "")
+            title = tooltip(words)
             if y > self.high:
                 cx, cy = self.x(x), self.top
                 up = f"M{px(cx - 4)} {px(cy + 5)}L{px(cx)} {px(cy - 2)}L{px(cx + 4)} {px(cy + 5)}Z"
@@ -219,8 +224,7 @@ def _ticks(low: float, high: float, unit: Unit) -> list[tuple[float, str]]:
     if unit == "share":
         return [(part / 4, f"{25 * part} %") for part in range(5)]
     at_least = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(at_least))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= at_least * (1 - 1e-9))
+    step = round_step(at_least)
     first = math.ceil(low / step - 1e-9)
     return [(at * step, f"{at * step:.6g}") for at in range(first, math.floor(high / step + 1e-9) + 1)] or [
         (low, f"{low:.4g}")

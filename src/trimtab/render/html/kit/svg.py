@@ -1,8 +1,17 @@
-"""SVG elements. Text is escaped here."""
+"""SVG elements and asset files. Text is escaped here."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import resources
+
 from trimtab.render.html.kit.labels import escape
+
+
+@cache
+def asset(name: str) -> str:
+    """The text of a file in `assets`."""
+    return resources.files("trimtab.render.html").joinpath(f"assets/{name}").read_text(encoding="utf-8")
 
 
 def px(number: float) -> str:
@@ -17,8 +26,12 @@ def rect(
     wide = round(x + width, 2) - round(x, 2)
     rounded = f' rx="{px(rx)}"' if rx else ""
     start = f'<rect class="{css}" x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="{px(height)}"{rounded}{more}'
-    # A tooltip keeps its line breaks as references: as plain characters an XML reader may fold them.
-    return f"{start}><title>{'&#10;'.join(map(escape, tip.splitlines()))}</title></rect>" if tip else f"{start}/>"
+    return f"{start}>{tooltip(tip)}</rect>" if tip else f"{start}/>"
+
+
+def tooltip(text: str) -> str:
+    """Line breaks are kept as references: as plain characters an XML reader may fold them."""
+    return f"<title>{'&#10;'.join(map(escape, text.splitlines()))}</title>"
 
 
 def text_at(x: float, y: float, words: str, css: str, *, anchor: str = "", tip: str = "", more: str = "") -> str:

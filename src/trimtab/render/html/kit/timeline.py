@@ -8,20 +8,19 @@ unescaped.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import resources
+from collections.abc import Callable, Sequence
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan, TimelineBar
 from trimtab.render.html.kit.chart import BarLook, Chart, ChartBar, ChartMark, ChartRow, ChartSpan, gaps, merge_bars
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
-from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
+from trimtab.render.html.kit.svg import asset, hatch_pattern, px, rect, svg_document, text_at
 
 COLOURS = 8
+NARROW_TIMELINE_PX = 560
 JOIN_PX = 0.5
 """Bars closer together than this are drawn as one."""
 
-_NARROW_PX = 560
 _MAX_SPANS = 12
 _NO_TIME_S = 1e-9
 _WORDS: dict[BarLook, str] = {"run": "", "switch": "switch", "sync": "weight sync"}
@@ -92,12 +91,6 @@ def _periods(plan: Plan, seconds: float) -> tuple[ChartSpan, ...]:
     return tuple(ChartSpan(i * period, (i + 1) * period, label if i == 0 else "") for i in range(whole))
 
 
-@cache
-def style() -> str:
-    """The style sheet of timelines; a page with several carries it once."""
-    return resources.files("trimtab.render.html").joinpath("assets/timeline.css").read_text(encoding="utf-8")
-
-
 def svg(
     chart: Chart, width: int = 960, standalone: bool = True, *, compact: bool = False, prefix: str = "timeline"
 ) -> str:
@@ -108,24 +101,48 @@ def svg(
     return _Canvas(chart, width, standalone, compact, escape(prefix)).draw()
 
 
-class _Canvas:
-    """A drawing in progress. `y` is the bottom of what is drawn; everything else is fixed at the start."""
+class TimeCanvas:
+    """A picture in progress, of rows over time: `y` is the bottom of what is drawn."""
+
+    def __init__(self, width: int, prefix: str, left: float, right: float, seconds: float, keys: Sequence[str]) -> None:
+        self.width, self.prefix, self.left, self.right = width, prefix, left, right
+        self.axis = seconds if seconds > _NO_TIME_S else 0.0
+        self.scale = (right - left) / self.axis if self.axis else 0.0
+        self.colour = {key: index % COLOURS for index, key in enumerate(keys)}
+        self.y = 0.0
+        self.out: list[str] = []
+
+    def x(self, seconds: float) -> float:
+        return self.left + min(max(seconds, 0.0), self.axis) * self.scale
+
+    def time_grid(self, line: Callable[[float], str], labels_y: float, first: float, last: float) -> list[str]:
+        """Lines at round times, with labels between `first` and `last` where there is room."""
+        out = []
+        free_from = first - 1
+        for at, words in ticks(self.axis, max(2, int((self.right - self.left) / 88))):
+            x, half = self.x(at), text_width(words, 12) / 2
+            out.append(line(x))
+            middle = max(min(x, last - half), first + half)
+            if middle - half >= free_from:
+                out.append(text_at(middle, labels_y, words, "quiet", anchor="middle"))
+                free_from = middle + half + 4
+        return out
+
+
+class _Canvas(TimeCanvas):
+    """The picture of a chart."""
 
     def __init__(self, chart: Chart, width: int, standalone: bool, compact: bool, prefix: str) -> None:
-        self.chart, self.width, self.standalone, self.compact, self.prefix = chart, width, standalone, compact, prefix
+        self.chart, self.standalone, self.compact = chart, standalone, compact
         self.pad = 20.0 if standalone else 0.0
-        self.narrow = width < _NARROW_PX
-        self.left = self.pad + (1.0 if self.narrow else min(0.22 * width, 210.0))
-        self.right = width - self.pad - 2.0
-        axis = chart.seconds if chart.axis_seconds is None else chart.axis_seconds
-        self.axis = axis if axis > _NO_TIME_S else 0.0
-        self.scale = (self.right - self.left) / self.axis if self.axis else 0.0
+        self.narrow = width < NARROW_TIMELINE_PX
+        left = self.pad + (1.0 if self.narrow else min(0.22 * width, 210.0))
+        seconds = chart.seconds if chart.axis_seconds is None else chart.axis_seconds
+        super().__init__(width, prefix, left, width - self.pad - 2.0, seconds, chart.keys)
         # Compact charts only compare lengths: finer detail would be noise.
         self.join_px = 3 * JOIN_PX if compact else JOIN_PX
-        self.colour = {key: index % COLOURS for index, key in enumerate(chart.keys)}
         self.y = self.pad
         self.bands: list[tuple[float, float]] = []  # top and bottom of each row drawn, without its label
-        self.out: list[str] = []
 
     def draw(self) -> str:
         if self.standalone and self.chart.title:
@@ -147,13 +164,10 @@ class _Canvas:
     def page(self, height: float) -> str:
         chart, head = self.chart, ""
         if self.standalone:
-            head += f"<style>{style()}</style>"
+            head += f"<style>{asset('timeline.css')}</style>"
             head += f'<rect class="surface" width="{self.width}" height="{px(height)}" rx="8"/>'
         body = head + hatch_pattern(self.prefix) + "".join(self.out)
         return svg_document(body, self.width, height, self.prefix, chart.title, chart.description)
-
-    def x(self, seconds: float) -> float:
-        return self.left + min(max(seconds, 0.0), self.axis) * self.scale
 
     def legend(self) -> None:
         """Names with their colours, then the looks that occur; wrapped where the line is full."""
@@ -296,16 +310,7 @@ class _Canvas:
         return rect(x, y, width, height, "inside", more=f' fill="url(#{self.prefix}-hatch)"')
 
     def grid(self, top: float, bottom: float) -> list[str]:
-        out = []
-        free_from = self.pad - 1
-        for at, words in ticks(self.axis, max(2, int((self.right - self.left) / 88))):
-            x, half = self.x(at), text_width(words, 12) / 2
-            out.append(self.line("grid", x, top - 2, bottom))
-            middle = max(min(x, self.right + 2 - half), self.pad + half)
-            if middle - half >= free_from:
-                out.append(text_at(middle, bottom + 14, words, "quiet", anchor="middle"))
-                free_from = middle + half + 4
-        return out
+        return self.time_grid(lambda x: self.line("grid", x, top - 2, bottom), bottom + 14, self.pad, self.right + 2)
 
     def lines(self, top: float, bottom: float) -> None:
         last = bottom - (6 if self.compact else 10) + 3

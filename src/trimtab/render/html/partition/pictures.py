@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow, ChartSpan
-from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
+from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width
+from trimtab.render.html.kit.lines import CurveChart, ReportCurve
 from trimtab.render.html.kit.svg import px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.text.partition import MIB, limit_words
@@ -183,43 +184,12 @@ def _name(number: int) -> str:
     return f"microbatch {number + 1}"
 
 
-def frontier_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
+def frontier_chart(answer: PartitionAnswer) -> CurveChart:
     """The minimum bottleneck over the number of devices, as a line."""
-    points = answer.frontier
-    left, right, top, bottom = 64.0, width - 16.0, 14.0, 214.0
-    max_seconds = max(point.bottleneck_seconds for point in points)
-    first, last = points[0].devices, points[-1].devices
-
-    def x(devices: int) -> float:
-        return (
-            (left + right) / 2
-            if first == last
-            else left + 14 + (right - left - 28) * (devices - first) / (last - first)
-        )
-
-    def y(seconds: float) -> float:
-        return bottom - (bottom - top) * (seconds / max_seconds if max_seconds > 0 else 0.0)
-
-    out = []
-    for value, words in ticks(max_seconds, 4):
-        out.append(f'<path class="grid" d="M{px(left)} {px(y(value))}H{px(right)}"/>')
-        out.append(text_at(left - 8, y(value) + 4, words, "quiet", anchor="end"))
-    every = max(1, -(-(last - first + 1) // int((right - left) / 34)))
-    out += [
-        text_at(x(devices), bottom + 18, str(devices), "quiet", anchor="middle")
-        for devices in range(first, last + 1, every)
-    ]
-    line = "L".join(f"{px(x(p.devices))} {px(y(p.bottleneck_seconds))}" for p in points)
-    out.append(f'<path d="M{line}" fill="none" stroke="var(--tt-0)" stroke-width="2"/>')
     used = len(answer.schedule.stages)
-    for point in points:
-        words = f"{point.devices} device{'s' if point.devices != 1 else ''}: {duration(point.bottleneck_seconds)}"
-        radius = 5.5 if point.devices == used else 3.5
-        out.append(
-            f'<circle class="bar k0 edged" cx="{px(x(point.devices))}" cy="{px(y(point.bottleneck_seconds))}" '
-            f'r="{radius}"><title>{escape(words)}</title></circle>'
-        )
-    out.append(text_at((left + right) / 2, bottom + 38, "devices", "quiet", anchor="middle"))
-    height = bottom + 46
-    listed = "; ".join(f"{p.devices}: {duration(p.bottleneck_seconds)}" for p in points)
-    return svg_document("".join(out), width, height, prefix, "Bottleneck over the number of devices", listed)
+    points = tuple((float(point.devices), point.bottleneck_seconds) for point in answer.frontier)
+    notes = tuple("this schedule" if point.devices == used else "" for point in answer.frontier)
+    listed = "; ".join(f"{point.devices}: {duration(point.bottleneck_seconds)}" for point in answer.frontier)
+    title = "Bottleneck over the number of devices"
+    curve = ReportCurve("minimum bottleneck", points, 0, notes=notes)
+    return CurveChart(title, (curve,), "seconds", listed, across="devices")

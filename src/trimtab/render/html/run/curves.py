@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from trimtab.render.html.kit.labels import counted, duration, escape, share
+from trimtab.render.html.kit import page
+from trimtab.render.html.kit.labels import counted, duration, escape, known, share
 from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
-from trimtab.render.html.kit.page import WIDTHS, both, card, heads, scroll, section
+from trimtab.render.html.kit.page import WIDTHS
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.html.run.figures import ReportCost, all_metrics, course, ends_of, errors, expected
 from trimtab.render.html.run.story import RunStory
@@ -23,13 +24,11 @@ _MAX_POINTS = 600
 
 
 def _drawn(chart: CurveChart, prefix: str, key: str = "", widths: Widths = WIDTHS) -> str:
-    pictures = both(lambda width, name: curves_svg(chart, width, name), prefix, widths)
-    return f"{key}<figure>{pictures}</figure>"
+    return key + page.picture(lambda width, name: curves_svg(chart, width, name), prefix, widths)
 
 
 def _key(entries: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f'<li><span class="tt-key {css}"></span>{escape(words)}</li>' for css, words in entries)
-    return f'<ul class="legend">{items}</ul>'
+    return page.legend((f'<span class="tt-key {css}"></span>', words) for css, words in entries)
 
 
 def _changes(story: RunStory) -> tuple[tuple[float, str], ...]:
@@ -82,7 +81,7 @@ def predicted_section(story: RunStory) -> str:
     if not story.iterations:
         return ""
     lede, drawn = predicted_curves(story)
-    return section("predicted", "Predicted against measured", lede, card(drawn))
+    return page.section("predicted", "Predicted against measured", lede, page.card(drawn))
 
 
 def costs_section(story: RunStory, spent: list[ReportCost]) -> str:
@@ -101,29 +100,24 @@ def costs_section(story: RunStory, spent: list[ReportCost]) -> str:
     chart = CurveChart(
         "Cost of components", tuple(curves), "seconds", "Each component's own time per iteration.", _changes(story)
     )
-    rows = "".join(_cost(at, cost) for at, cost in enumerate(spent))
-    columns = heads("Component", "GPUs", "Predicted", "Measured", "Waited", "Switch", "GPUs idle", "Drift", words=2)
-    table = scroll("Cost of components", f"{columns}\n<tbody>{rows}</tbody>")
+    heads = ("Component", "GPUs", "Predicted", "Measured", "Waited", "Switch", "GPUs idle", "Drift")
+    table = page.table("Cost of components", heads, map(_cost, range(len(spent)), spent), numeric=range(2, 8))
     key = _key([(f"key{at % COLOURS}", name) for at, name in enumerate(story.components)])
     lede = (
         "A component's own time per iteration, without waiting. In the table: medians under the last plan; "
         "drift is the end relative to the start, on the same GPUs."
     )
-    return section("costs", "Cost of components", lede, card(_drawn(chart, "costs", key) + table))
+    return page.section("costs", "Cost of components", lede, page.card(_drawn(chart, "costs", key) + table))
 
 
-def _cost(at: int, cost: ReportCost) -> str:
-    def cell(value: float | None) -> str:
-        return f'<td class="number">{duration(value) if value is not None else "–"}</td>'
-
-    gpus = ", ".join(str(count) if count else "CPU" for count in cost.gpus[-8:]) or "–"
-    idle = share(cost.idle) if cost.idle is not None else "–"
-    drift = f"× {cost.drift:.2f}" if cost.drift is not None else "–"
-    return (
-        f'<tr><th scope="row"><span class="named"><span class="tt-key key{at % COLOURS}"></span>'
-        f"<span>{escape(cost.component)}</span></span></th><td>{gpus}</td>{cell(cost.predicted_s)}{cell(cost.busy_s)}"
-        f'{cell(cost.wait_s)}{cell(cost.switch_s)}<td class="number">{idle}</td><td class="number">{drift}</td></tr>\n'
-    )
+def _cost(at: int, cost: ReportCost) -> list[str]:
+    return [
+        page.keyed(at, escape(cost.component)),
+        ", ".join(str(count) if count else "CPU" for count in cost.gpus[-8:]) or "–",
+        *(known(value) for value in (cost.predicted_s, cost.busy_s, cost.wait_s, cost.switch_s)),
+        known(cost.idle, share),
+        known(cost.drift, "× {:.2f}".format),
+    ]
 
 
 def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> str:
@@ -139,7 +133,7 @@ def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> s
     )
     key = _key([(f"key{curve.colour}", curve.name) for curve in curves])
     lede = "The share of each iteration in which the GPUs of a component were idle; for CPU components, the component."
-    return section("idle", "Idle share", lede, card(_drawn(chart, "idle", key)))
+    return page.section("idle", "Idle share", lede, page.card(_drawn(chart, "idle", key)))
 
 
 def metrics_section(story: RunStory, names: list[str], wanted: Sequence[str]) -> str:
@@ -147,16 +141,15 @@ def metrics_section(story: RunStory, names: list[str], wanted: Sequence[str]) ->
     if not names:
         available = ", ".join(all_metrics(story)[:20])
         if wanted and available:
-            return section(
-                "metrics", "Metrics", f"None of the requested metrics exists; available: {escape(available)}.", ""
-            )
+            lede = f"None of the requested metrics exists; available: {escape(available)}."
+            return page.section("metrics", "Metrics", lede, "")
         return ""
     cards = ""
     for at, name in enumerate(names[:_MAX_METRICS]):
         if drawn := metric_curve(story, name, f"metric{at}"):
-            cards += card(f"<h3>{escape(name)}</h3>{drawn[1]}")
+            cards += page.card(f"<h3>{escape(name)}</h3>{drawn[1]}")
     title = "Reward" if not wanted else "Metrics"
-    return section("metrics", title, "Means over the batches of an iteration.", cards) if cards else ""
+    return page.section("metrics", title, "Means over the batches of an iteration.", cards) if cards else ""
 
 
 def figures_section(story: RunStory, names: list[str]) -> str:
@@ -165,24 +158,25 @@ def figures_section(story: RunStory, names: list[str]) -> str:
     if not done:
         return ""
     every = -(-len(done) // _MAX_ROWS)
-    columns = ("Iteration", "Ended at", "Took", "Predicted", *map(escape, (*story.components, *names)))
+    heads = ("Iteration", "Ended at", "Took", "Predicted", *map(escape, (*story.components, *names)))
     by_number = {name: dict(course(done, name)) for name in names}
-    rows = ""
+    rows = []
     for record in done[::every]:
         number = record.iteration.number
         busy = {m.component: m.busy_s for m in record.iteration.components}
         predicted = story.prediction(record.plan) if record.plan >= 0 else None
-        cells = [duration(record.end_s), duration(record.iteration.wall_s), duration(predicted) if predicted else "–"]
-        cells += [duration(busy[name]) if name in busy else "–" for name in story.components]
-        cells += [f"{by_number[name][number]:.4g}" if number in by_number[name] else "–" for name in names]
         extra = f" <small>{escape(', '.join(record.iteration.extra))}</small>" if record.iteration.extra else ""
-        rows += (
-            f'<tr><th scope="row">{number}{extra}</th>'
-            + "".join(f'<td class="number">{c}</td>' for c in cells)
-            + "</tr>\n"
+        rows.append(
+            [
+                f"{number}{extra}",
+                duration(record.end_s),
+                duration(record.iteration.wall_s),
+                known(predicted or None),
+                *(known(busy.get(name)) for name in story.components),
+                *(known(by_number[name].get(number), "{:.4g}".format) for name in names),
+            ]
         )
     sampled = f", one in {every}" if every > 1 else ""
-    table = scroll("Iterations", f"{heads(*columns, words=1)}\n<tbody>{rows}</tbody>", css="tall")
-    summary = f"{counted(len(done), 'iteration')} in figures{sampled}"
-    body = f'<details class="card"><summary>{summary}</summary>{table}</details>'
-    return section("figures", "Figures", "What the curves are drawn from.", body)
+    table = page.table("Iterations", heads, rows, numeric=range(1, len(heads)), css="tall")
+    body = page.folded(f"{counted(len(done), 'iteration')} in figures{sampled}", table)
+    return page.section("figures", "Figures", "What the curves are drawn from.", body)

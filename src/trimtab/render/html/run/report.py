@@ -7,36 +7,24 @@ the story.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import cache
-from importlib import resources
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
 from trimtab.core.ranks import ranks_text
-from trimtab.render.html.kit.labels import counted, duration, escape, share
-from trimtab.render.html.kit.page import both, card, code_of, heads, page_foot, page_head, page_header, scroll, section
-from trimtab.render.html.run.curves import (
-    costs_section,
-    figures_section,
-    idle_section,
-    metrics_section,
-    predicted_section,
-)
-from trimtab.render.html.run.facts import ReportMigration, ReportPlan
-from trimtab.render.html.run.figures import (
-    ReportCost,
-    costs,
-    course,
-    ends_of,
-    errors,
-    group_equal,
-    idle_shares,
-    metric_names,
-)
+from trimtab.render.html.kit import page
+from trimtab.render.html.kit.labels import counted, duration, escape, known, listed, share
+from trimtab.render.html.kit.page import Tile, code_of
+from trimtab.render.html.kit.svg import asset
+from trimtab.render.html.run import curves, figures
+from trimtab.render.html.run.facts import ReportMigration, ReportPlan, finite
 from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.summary import has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
+
+SCRIPT, STYLE = "run_timeline.js", "run_report.css"
+MOVE_LOOKS = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}
+"""Style of the state of a move."""
 
 _MAX_ROWS = 150
 _NUMBERS = {
@@ -49,75 +37,61 @@ _NUMBERS = {
 def run_report(story: RunStory, *, title: str, command: str | None, metrics: Sequence[str] = ()) -> str:
     """The report of a story as HTML. `metrics` names what to draw besides costs; by default rewards."""
     chart = run_chart(story)
-    idle = idle_shares(story)
-    spent = costs(story, idle)
-    names = metric_names(story, metrics)
+    idle = figures.idle_shares(story)
+    spent = figures.costs(story, idle)
+    names = figures.metric_names(story, metrics)
     parts = [
-        page_head(title, scripts=(script(),), style=style()),
         _headline(story, chart, spent, names, title),
         _timeline(story, chart),
         _happened(story),
         _plans(story),
         _moves(story.moves),
         _decisions(story),
-        predicted_section(story),
-        costs_section(story, spent),
-        idle_section(story, idle),
-        metrics_section(story, names, metrics),
-        figures_section(story, names),
-        page_foot(command, more=f" {story.events:,} events.", script=script()),
+        curves.predicted_section(story),
+        curves.costs_section(story, spent),
+        curves.idle_section(story, idle),
+        curves.metrics_section(story, names, metrics),
+        curves.figures_section(story, names),
     ]
-    return "\n".join(part for part in parts if part) + "\n"
+    more = f" {story.events:,} events."
+    return page.document(title, parts, command=command, more=more, script=asset(SCRIPT), style=asset(STYLE))
 
 
-@cache
-def script() -> str:
-    """The script of the timeline."""
-    return resources.files("trimtab.render.html").joinpath("assets/run_timeline.js").read_text(encoding="utf-8")
-
-
-@cache
-def style() -> str:
-    """The style of a run's pictures, besides that of all reports."""
-    return resources.files("trimtab.render.html").joinpath("assets/run_report.css").read_text(encoding="utf-8")
-
-
-def _headline(story: RunStory, chart: RunChart, spent: list[ReportCost], names: list[str], title: str) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in summary_lines(story, chart, spent, names))
+def _headline(story: RunStory, chart: RunChart, spent: list[figures.ReportCost], names: list[str], title: str) -> str:
+    lines = page.plain_list(map(escape, summary_lines(story, chart, spent, names)), "said")
     warned = ""
     if story.unparsed_lines:
         where = ", ".join(map(str, story.unparsed_lines[:5])) + (" …" if len(story.unparsed_lines) > 5 else "")
         count = counted(len(story.unparsed_lines), "line")
         warned = f'<p class="lede warn">{count} of events.jsonl could not be parsed and left out: {where}.</p>\n'
-    more = f'<ul class="plain said">{lines}</ul>\n'
     eyebrow, tiles = f"trimtab report · {story.job or 'run'}", _tiles(story, chart, names)
-    return page_header(eyebrow, title, status_sentence(story), tiles, notice=warned, more=more)
+    return page.header(eyebrow, title, status_sentence(story), tiles, notice=warned, more=f"{lines}\n")
 
 
-def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[tuple[str, str]]:
-    count = len(story.iterations)
-    of = f"of {story.wanted}" if story.wanted else "done"
+def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[Tile]:
     arrived = sum(move.state == "arrived" for move in story.moves)
     back = sum(move.state == "rolled back" for move in story.moves)
     tiles = [
-        ("Iterations", f"<dd>{count}<small>{of}</small></dd>"),
-        (
-            "Time",
-            f"<dd>{duration(story.end_s)}<small>{'of the plan' if has_virtual_clock(story) else 'in all'}</small></dd>",
-        ),
-        ("Moves", f"<dd>{arrived}<small>{f'{back} rolled back' if back else 'none rolled back'}</small></dd>"),
+        Tile("Iterations", str(len(story.iterations)), f"of {story.wanted}" if story.wanted else "done"),
+        Tile("Time", duration(story.end_s), "of the plan" if has_virtual_clock(story) else "in all"),
+        Tile("Moves", str(arrived), f"{back or 'none'} rolled back"),
     ]
     if chart.available_gpu_s > 0:
         part = max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s)
-        tiles.append(("GPUs idle", f"<dd>{share(part)}<small>of the time they were available</small></dd>"))
-    off = [abs(error) for _, error in errors(story)]
+        tiles.append(Tile("GPUs idle", share(part), "of the time they were available"))
+    off = [abs(error) for _, error in figures.errors(story)]
     if off:
-        tiles.append(("Prediction off by", f"<dd>{share(median(off))}<small>at the median</small></dd>"))
-    values = [value for name in names[:1] for _, value in course(story.iterations, name)]
-    if values:
-        first, last = ends_of(values)
-        tiles.append((escape(names[0]), f"<dd>{last:.3g}<small>from {first:.3g}</small></dd>"))
-    return tiles
+        tiles.append(Tile("Prediction off by", share(median(off)), "at the median"))
+    return tiles + reward_tiles(story, names)
+
+
+def reward_tiles(story: RunStory, names: Sequence[str]) -> list[Tile]:
+    """The first metric: its value at the end, and at the beginning."""
+    values = [value for name in names[:1] for _, value in figures.course(story.iterations, name)]
+    if not values:
+        return []
+    first, last = figures.ends_of(values)
+    return [Tile(names[0], f"{last:.3g}", f"from {first:.3g}")]
 
 
 # ---- the timeline ----------------------------------------------------------------------------------------------------
@@ -126,7 +100,7 @@ def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[tuple[str
 def _timeline(story: RunStory, chart: RunChart) -> str:
     if story.end_s <= 0 or not (chart.tracks or chart.marks):
         return ""
-    drawn = both(lambda width, name: static_svg(chart, width, name, "The run over time"), "run")
+    drawn = page.picture(lambda width, name: static_svg(chart, width, name, "The run over time"), "run", css="still")
     clock = (
         "Time is that of the plan, as if components ran in parallel"
         if has_virtual_clock(story)
@@ -135,10 +109,10 @@ def _timeline(story: RunStory, chart: RunChart) -> str:
     lede = f"{clock}; a row for each GPU. Grey is idle; an empty row means that the node was absent."
     body = (
         f'{legend(chart)}\n<div class="run-timeline" data-run-timeline="run-data">\n'
-        f'<figure class="still">{drawn}</figure>\n</div>\n'
+        f"{drawn}\n</div>\n"
         f'<script type="application/json" id="run-data">{_json(chart_data(chart))}</script>'
     )
-    return section("timeline", "Timeline", lede, card(body))
+    return page.section("timeline", "Timeline", lede, page.card(body))
 
 
 def _json(data: dict[str, Any]) -> str:
@@ -151,28 +125,23 @@ def _happened(story: RunStory) -> str:
     """The marks of the timeline as a table."""
     if not story.timeline_events:
         return ""
-    ordered = sorted(
-        enumerate(sorted(story.timeline_events, key=lambda event: event.t_s)), key=lambda pair: pair[1].t_s
-    )
     rows, saved = [], 0
-    for at, event in ordered:
+    for at, event in enumerate(sorted(story.timeline_events, key=lambda event: event.t_s)):
         saved += event.kind == "saved"
         hidden = ' class="minor"' if event.kind == "saved" else ""
         why = escape(event.reason) or "–"
         code = f'<small class="code">{escape(event.code)}</small>' if event.code else ""
         rows.append(
             f'<tr id="e{at}"{hidden}><td>{duration(event.t_s)}</td>'
-            f'<th scope="row">{escape(event.title)}</th><td>{why}{code}</td></tr>'
+            f'<th scope="row">{escape(event.title)}</th><td>{why}{code}</td></tr>\n'
         )
     left = ""
     if len(rows) > 4 * _MAX_ROWS:
         left = f"<p>The first and the last {2 * _MAX_ROWS} of {len(rows):,}.</p>"
         rows = rows[: 2 * _MAX_ROWS] + rows[-2 * _MAX_ROWS :]
-    columns = "".join(f'<th scope="col">{words}</th>' for words in ("At", "What", "Why"))
-    head = f"<thead><tr>{columns}</tr></thead>"
-    body = scroll("What happened", f"{head}\n<tbody>\n{chr(10).join(rows)}\n</tbody>", css="bare tall events")
+    body = page.table("What happened", ("At", "What", "Why"), rows, css="bare tall events")
     lede = f"{counted(len(story.timeline_events), 'event')} besides the iterations, {saved} of them checkpoints."
-    return section("events", "What happened", lede, card(left + body))
+    return page.section("events", "What happened", lede, page.card(left + body))
 
 
 # ---- plans, moves, decisions -----------------------------------------------------------------------------------------
@@ -181,9 +150,8 @@ def _happened(story: RunStory) -> str:
 def _plans(story: RunStory) -> str:
     if not story.plans:
         return ""
-    items = "\n".join(_plan(story, plan) for plan in story.plans)
-    body = f'<ol class="plans">\n{items}\n</ol>'
-    return section("plans", "Plans", "In sequence, with predicted and measured times.", body)
+    items = page.cards(_plan(story, plan) for plan in story.plans)
+    return page.section("plans", "Plans", "In sequence, with predicted and measured times.", items)
 
 
 def _plan(story: RunStory, plan: ReportPlan) -> str:
@@ -208,18 +176,11 @@ def _plan(story: RunStory, plan: ReportPlan) -> str:
         middle = median(measured)
         off = f" ({middle / predicted - 1:+.1%})".replace("%", " %") if predicted else ""
         result = f", {duration(middle)} measured median{off}"
-    groups = "; ".join(f"{_join(names)} on {_slots_text(gpu_slots)}" for names, gpu_slots in plan.groups if gpu_slots)
+    groups = "; ".join(f"{listed(names)} on {_slots_text(gpu_slots)}" for names, gpu_slots in plan.groups if gpu_slots)
     spent = ", ".join(f"{escape(name)} {duration(cost)}" for name, cost in plan.costs_s.items()) if predicted else ""
     more = f"<p>Planned with costs: {spent}.</p>" if spent else ""
-    return (
-        f'<li class="card"><h3>{escape(plan.words)}<span class="time">{promised}</span></h3>'
-        f"<p>From {duration(plan.t_s)}, {escape(why)}: {ran}{result}.</p><p>{escape(groups)}</p>{more}</li>"
-    )
-
-
-def _join(names: Sequence[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    body = f"<p>From {duration(plan.t_s)}, {escape(why)}: {ran}{result}.</p><p>{escape(groups)}</p>{more}"
+    return page.card_item(escape(plan.words), promised, body)
 
 
 def _slots_text(gpu_slots: tuple[tuple[str, int], ...]) -> str:
@@ -234,73 +195,67 @@ def _slots_text(gpu_slots: tuple[tuple[str, int], ...]) -> str:
 def _moves(moves: list[ReportMigration]) -> str:
     if not moves:
         return ""
-    items = "\n".join(map(_move, moves))
-    return section(
-        "moves",
-        "Moves",
-        "Each with its reason, and the time of its stages.",
-        f'<ol class="plans">\n{items}\n</ol>',
-    )
+    lede = "Each with its reason, and the time of its stages."
+    return page.section("moves", "Moves", lede, page.cards(map(_move, moves)))
 
 
 def _move(move: ReportMigration) -> str:
-    css = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}.get(move.state, "")
     forced = ' <span class="badge">forced</span>' if move.forced else ""
-    change = f"{escape(move.before or '?')} → {escape(move.after or '?')}"
     why = f"<p>{escape(move.reason)}{code_of(move.code)}</p>" if move.reason or move.code else ""
     outcome = f'<p class="warn">{escape(move.outcome)}</p>' if move.outcome else ""
-    stages = "".join(f"<div><dt>{escape(name)}</dt><dd>{duration(took)}</dd></div>" for name, _, took in move.stages)
-    if move.rollback_s:
-        stages += f"<div><dt>rollback</dt><dd>{duration(move.rollback_s)}</dd></div>"
+    stages = [(escape(name), duration(took)) for name, _, took in move.stages]
+    stages += [("rollback", duration(move.rollback_s))] if move.rollback_s else []
     changed = "; ".join(
         f"{escape(name)} {escape(how)} ({before} → {after} GPUs)"
         for name, how, before, after in move.changes
         if how != "stays"
     )
-    return (
-        f'<li class="card" id="move{move.id}"><h3>Move {move.id}: {change}{forced}<span class="time {css}">'
-        f"{escape(move.state)}<small> · {duration(move.cost_s)}</small></span></h3>"
+    return page.card_item(
+        f"Move {move.id}: {change_of(move)}{forced}",
+        f"{escape(move.state)}<small> · {duration(move.cost_s)}</small>",
         f"<p>At {duration(move.began_s)}, after iteration {move.iteration}.</p>{why}{outcome}"
-        f"{f'<p>{changed}.</p>' if changed else ''}"
-        f'{_figures(move.numbers)}<dl class="figures stages" aria-label="Stages">{stages}</dl></li>'
+        f"{f'<p>{changed}.</p>' if changed else ''}{page.facts_list(_figures(move.numbers))}"
+        + page.facts_list(stages, 'class="figures stages" aria-label="Stages"'),
+        attributes=f' class="card" id="move{move.id}"',
+        css=MOVE_LOOKS.get(move.state, ""),
     )
 
 
-def _figures(numbers: Any) -> str:
-    shown = []
+def change_of(move: ReportMigration) -> str:
+    """The plans before and after a move, as markup."""
+    return f"{escape(move.before or '?')} → {escape(move.after or '?')}"
+
+
+def _figures(numbers: Any) -> Iterator[tuple[str, str]]:
     for key, words in _NUMBERS.items():
-        value = numbers.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or (key == "dwell_left" and not value):
+        value = finite(numbers.get(key))
+        if value is None or (key == "dwell_left" and not value):
             continue
-        text = duration(value) if key.endswith("_s") else share(value) if key == "margin" else f"{value:g}"
         if key == "cost_s" and not numbers.get("cost_measured"):
             words = "cost of a move, assumed"
-        shown.append(f"<div><dt>{words}</dt><dd>{text}</dd></div>")
-    return f'<dl class="figures">{"".join(shown)}</dl>' if shown else ""
+        yield words, duration(value) if key.endswith("_s") else share(value) if key == "margin" else f"{value:g}"
 
 
 def _decisions(story: RunStory) -> str:
     if not story.decisions:
         return ""
-    rows = ""
-    groups = group_equal(story.decisions)
+    rows = []
+    groups = figures.group_equal(story.decisions)
     for first, last, count in groups[-_MAX_ROWS:]:
         span = str(first.iteration) if first.iteration == last.iteration else f"{first.iteration} to {last.iteration}"
-        gain = last.numbers.get("gain_s")
-        gain_text = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else "–"
         plan = f"<br>{escape(last.plan)}" if last.plan else ""
-        rows += (
-            f'<tr><th scope="row">{span}</th><td>{escape(last.what)}{f" × {count}" if count > 1 else ""}</td>'
-            f'<td>{escape(last.reason)}{code_of(last.code)}{plan}</td><td class="number">{gain_text}</td></tr>\n'
+        rows.append(
+            [
+                span,
+                f"{escape(last.what)}{f' × {count}' if count > 1 else ''}",
+                f"{escape(last.reason)}{code_of(last.code)}{plan}",
+                known(finite(last.numbers.get("gain_s"))),
+            ]
         )
     stays = sum(decision.what == "stay" for decision in story.decisions)
     left = f"<p>The last {_MAX_ROWS} of {len(groups)}.</p>" if len(groups) > _MAX_ROWS else ""
-    table = scroll(
-        "Decisions", f"{heads('Iteration', 'Decision', 'Why', 'Expected gain', words=3)}\n<tbody>{rows}</tbody>"
-    )
-    body = (
-        f'<details class="card"><summary>{counted(len(story.decisions), "decision")}, {stays} of them to stay</summary>'
-        f"{left}{table}</details>"
-    )
+    heads = ("Iteration", "Decision", "Why", "Expected gain")
+    summary = f"{counted(len(story.decisions), 'decision')}, {stays} of them to stay"
+    body = page.folded(summary, left + page.table("Decisions", heads, rows, numeric=(3,)))
     lede = "Each with its reason; consecutive equal decisions are counted."
-    return section("decisions", "Decisions", lede, body)
+    return page.section("decisions", "Decisions", lede, body)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from statistics import median
 
 from trimtab.render.html.kit.labels import counted, duration, share
+from trimtab.render.html.run import figures
 from trimtab.render.html.run.facts import ReportMigration
-from trimtab.render.html.run.figures import ReportCost, course, ends_of, errors, expected_errors
 from trimtab.render.html.run.story import RunStory
-from trimtab.render.html.run.timeline import RunChart
+from trimtab.render.html.run.timeline import RunChart, run_chart
 
 MAX_LINES = 10
 _UNLIKE = 0.1  # process clock and timeline differ by more than this share
 _DRIFTED = 0.1
 
 
-def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics: list[str]) -> list[str]:
+def summary_lines(story: RunStory, chart: RunChart, costs: list[figures.ReportCost], metrics: list[str]) -> list[str]:
     """The summary, the most important line first."""
     lines = [
         _length(story),
@@ -32,6 +33,12 @@ def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], met
         _rewards(story, metrics),
     ]
     return [line for line in lines if line][:MAX_LINES]
+
+
+def story_lines(story: RunStory, metrics: Sequence[str] = ()) -> list[str]:
+    """The summary of a story by itself."""
+    spent = figures.costs(story, figures.idle_shares(story))
+    return summary_lines(story, run_chart(story), spent, figures.metric_names(story, metrics))
 
 
 def status_sentence(story: RunStory) -> str:
@@ -114,7 +121,7 @@ def _decisions(story: RunStory) -> str:
 
 
 def _prediction(story: RunStory) -> str:
-    found = [error for _, error in errors(story)]
+    found = [error for _, error in figures.errors(story)]
     if not found:
         return ""
     middle = median(found)
@@ -122,12 +129,12 @@ def _prediction(story: RunStory) -> str:
     how = f"{share(abs(middle))} {side}" if abs(middle) >= 0.0005 else "as long as"
     off = share(median(abs(error) for error in found))
     spread = "" if off == share(abs(middle)) else f", with an absolute error of {off}"
-    now = [abs(error) for error in expected_errors(story)]
+    now = [abs(error) for error in figures.expected_errors(story)]
     current = f"; by the costs measured just before, off by {share(median(now))}" if now else ""
     return f"Iterations were {how} predicted (median){spread}{current}."
 
 
-def _drift(costs: list[ReportCost]) -> str:
+def _drift(costs: list[figures.ReportCost]) -> str:
     drifted = [cost for cost in costs if cost.drift is not None and abs(cost.drift - 1) >= _DRIFTED]
     if not drifted:
         return ""
@@ -137,7 +144,7 @@ def _drift(costs: list[ReportCost]) -> str:
     return f"{worst.component} is {change} than at first, on the same GPUs."
 
 
-def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
+def _idle(chart: RunChart, costs: list[figures.ReportCost]) -> str:
     if chart.available_gpu_s <= 0:
         return ""
     whole = share(max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s))
@@ -187,9 +194,9 @@ def _sentence(text: str) -> str:
 
 def _rewards(story: RunStory, metrics: list[str]) -> str:
     for name in metrics:
-        values = [value for _, value in course(story.iterations, name)]
+        values = [value for _, value in figures.course(story.iterations, name)]
         if values:
-            first, last = ends_of(values)
+            first, last = figures.ends_of(values)
             way = "rose" if last > first else "fell" if last < first else "stayed"
             return f"{name} {way} from {first:.3g} to {last:.3g}."
     return ""

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trimtab.render.html.kit import page
 from trimtab.render.html.kit.chart import BarLook, ChartBar, merge_bars
-from trimtab.render.html.kit.labels import counted, duration, escape, fit, text_width, ticks
-from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
-from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
+from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width
+from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at, tooltip
+from trimtab.render.html.kit.timeline import JOIN_PX, NARROW_TIMELINE_PX, TimeCanvas
 from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode
 from trimtab.render.html.run.story import RunStory
 
@@ -57,7 +58,6 @@ SHAPE_WORDS = {
 
 _LOOKS: tuple[BarLook, ...] = ("run", "switch", "sync")
 _LANE_PX, _GLYPH_PX, _NODE_PX = 20.0, 5.0, 19.0
-_NARROW_PX = 560
 _CROWDED_PX = 7.0
 
 
@@ -191,7 +191,15 @@ def chart_data(chart: RunChart) -> dict[str, Any]:
             for track in chart.tracks
         ],
         "marks": [
-            [round(mark.t_s, digits), mark.lane, mark.kind, mark.title, _why(mark), int(mark.strong), at]
+            [
+                round(mark.t_s, digits),
+                mark.lane,
+                mark.kind,
+                mark.title,
+                reason_text(mark.code, mark.reason),
+                int(mark.strong),
+                at,
+            ]
             for at, mark in enumerate(chart.marks)
             if mark.lane in LANES
         ],
@@ -205,10 +213,6 @@ def chart_data(chart: RunChart) -> dict[str, Any]:
     }
 
 
-def _why(mark: ReportEvent) -> str:
-    return f"{mark.code}: {mark.reason}" if mark.code and mark.reason else mark.code or mark.reason
-
-
 # ---- still picture --------------------------------------------------------------------------------------------------
 
 
@@ -217,24 +221,18 @@ def static_svg(chart: RunChart, width: int, prefix: str, title: str) -> str:
     return _Drawing(chart, width, escape(prefix)).draw(title)
 
 
-class _Drawing:
-    """A drawing in progress; `y` is the bottom of what is drawn."""
+class _Drawing(TimeCanvas):
+    """The still picture of a run."""
 
     def __init__(self, chart: RunChart, width: int, prefix: str) -> None:
-        self.chart, self.width, self.prefix = chart, width, prefix
-        self.left = 66.0 if width < _NARROW_PX else 104.0
-        self.right = width - 3.0
-        self.scale = (self.right - self.left) / chart.end_s if chart.end_s > 0 else 0.0
+        self.chart = chart
+        left = 66.0 if width < NARROW_TIMELINE_PX else 104.0
+        super().__init__(width, prefix, left, width - 3.0, chart.end_s, chart.keys)
         rows = sum(node.gpus for node in chart.nodes)
         self.row = 20.0 if rows <= 12 else 14.0 if rows <= 32 else 9.0 if rows <= 96 else 5.0
-        self.colour = {key: at % COLOURS for at, key in enumerate(chart.keys)}
         self.tops: list[float] = []  # of each node's first row
         self.cpu_top = 0.0
         self.y = 20.0
-        self.out: list[str] = []
-
-    def x(self, seconds: float) -> float:
-        return self.left + min(max(seconds, 0.0), self.chart.end_s) * self.scale
 
     def draw(self, title: str) -> str:
         for lane in self.chart.lanes:
@@ -254,7 +252,7 @@ class _Drawing:
             self.head(node, node_top)
         self.separators()
         self.through(top, bottom)
-        grid = self.grid(bottom)
+        grid = self.time_grid(lambda x: f'<path class="grid" d="M{px(x)} 16V{px(bottom)}"/>', 11, 0.0, self.right)
         words = (
             f"{counted(sum(node.gpus for node in self.chart.nodes), 'GPU')} of "
             f"{counted(len(self.chart.nodes), 'node')} over {duration(self.chart.end_s)}. "
@@ -305,8 +303,7 @@ class _Drawing:
         if node.name or len(self.chart.nodes) > 1:
             self.out.append(rect(self.left, top - _NODE_PX, self.right - self.left, _NODE_PX, "head"))
             name = node.name or "GPUs without a node name"
-            has = f"{node.gpus} × {node.kind}" if node.kind else counted(node.gpus, "GPU")
-            has = fit(has, self.right / 3, 12)
+            has = fit(gpus_words(node.gpus, node.kind), self.right / 3, 12)
             shown = fit(name, self.right - text_width(has, 12) - 16, 13, bold=True)
             aside = f'<tspan class="quiet" font-weight="400" dx="8">{escape(has)}</tspan>'
             self.out.append(text_at(0, top - 6, shown, "name small", tip=name, more=aside))
@@ -344,8 +341,7 @@ class _Drawing:
             faded = f' fill-opacity="{opacity:.2f}"' if opacity < 0.995 else ""
             # One path for all blocks of a bar, on any number of nodes.
             shape = "".join(f"M{px(x0)} {px(a)}H{px(x1)}V{px(b)}H{px(x0)}Z" for a, b in blocks)
-            title = "&#10;".join(map(escape, tip.splitlines()))
-            self.out.append(f'<path class="bar {colour}" d="{shape}"{faded}><title>{title}</title></path>')
+            self.out.append(f'<path class="bar {colour}" d="{shape}"{faded}>{tooltip(tip)}</path>')
             if bar.look == "switch" and x1 - x0 > 3:
                 self.out.append(f'<path class="inside" d="{shape}" fill="url(#{self.prefix}-hatch)"/>')
 
@@ -366,18 +362,6 @@ class _Drawing:
             if mark.strong:
                 self.out.append(f'<path class="inside mark" d="M{px(self.x(mark.t_s))} {px(top)}V{px(bottom)}"/>')
 
-    def grid(self, bottom: float) -> list[str]:
-        out = []
-        free_from = 0.0
-        for at, words in ticks(self.chart.end_s, max(2, int((self.right - self.left) / 88))):
-            x, half = self.x(at), text_width(words, 12) / 2
-            out.append(f'<path class="grid" d="M{px(x)} 16V{px(bottom)}"/>')
-            middle = max(min(x, self.right - half), self.left + half if at else x)
-            if middle - half >= free_from:
-                out.append(text_at(middle, 11, words, "quiet", anchor="middle"))
-                free_from = middle + half + 4
-        return out
-
 
 def _look(doing: str) -> BarLook:
     return next((look for look in _LOOKS if look == doing), "run")
@@ -397,7 +381,7 @@ def _crowds(marks: list[ReportEvent], x: Any) -> Iterator[list[ReportEvent]]:
 
 def glyph(kind: str, x: float, y: float, tip: str = "") -> str:
     """The mark of a kind around a point."""
-    title = f"<title>{'&#10;'.join(map(escape, tip.splitlines()))}</title>" if tip else ""
+    title = tooltip(tip) if tip else ""
     where = f"translate({px(x)} {px(y)}) scale({px(_GLYPH_PX)})"
     return f'<path class="glyph {_tone(kind)}" transform="{where}" d="{SHAPES[kind]}">{title}</path>'
 
@@ -414,23 +398,18 @@ def _move_tip(move: ReportMigration) -> str:
 def legend(chart: RunChart) -> str:
     """The legend of colours and marks, for both ways of drawing."""
     looks = {bar.doing for track in chart.tracks for bar in track.bars}
-    items = [
-        f'<li><span class="tt-key key{at % COLOURS}"></span>{escape(name)}</li>' for at, name in enumerate(chart.keys)
-    ]
+    entries = [(page.key_of(at), name) for at, name in enumerate(chart.keys)]
     first = next((bar.component for track in chart.tracks for bar in track.bars if bar.doing == "switch"), None)
     if first is not None:
-        colour = chart.keys.index(first) % COLOURS
-        items.append(f'<li><span class="tt-key key{colour} hatched"></span>switch</li>')
-    if "sync" in looks:
-        items.append('<li><span class="tt-key keysync"></span>weight sync</li>')
-    if any(bar.void for track in chart.tracks for bar in track.bars):
-        items.append('<li><span class="tt-key keyvoid"></span>run again later</li>')
-    if chart.nodes:
-        items.append('<li><span class="tt-key keyidle"></span>idle</li>')
+        entries.append((page.key_of(chart.keys.index(first)).replace('"></', ' hatched"></'), "switch"))
+    seen = {
+        "sync": ("weight sync", "sync" in looks),
+        "void": ("run again later", any(bar.void for track in chart.tracks for bar in track.bars)),
+        "idle": ("idle", bool(chart.nodes)),
+    }
+    entries += [(f'<span class="tt-key key{css}"></span>', words) for css, (words, there) in seen.items() if there]
     for kind in dict.fromkeys(mark.kind for mark in chart.marks if mark.lane in LANES):
         if kind in SHAPE_WORDS:
-            drawn = glyph(kind, 6, 6)
-            items.append(
-                f'<li><svg class="tt" width="12" height="12" aria-hidden="true">{drawn}</svg>{SHAPE_WORDS[kind]}</li>'
-            )
-    return f'<ul class="legend">{"".join(items)}</ul>'
+            drawn = f'<svg class="tt" width="12" height="12" aria-hidden="true">{glyph(kind, 6, 6)}</svg>'
+            entries.append((drawn, SHAPE_WORDS[kind]))
+    return page.legend(entries)

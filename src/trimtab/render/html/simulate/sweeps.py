@@ -7,22 +7,23 @@ later half of a trace. A value that makes something else worse than the current 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.render.html.simulate.rollout import SAME_PACE
-from trimtab.render.live.simulate import loop_runs, pool_runs, rollout_runs
-from trimtab.render.text.simulate import NamedPolicy
+from trimtab.render.live.simulate import run_all
+from trimtab.replay.common.comparison import NamedPolicy, by_policy, spread
+from trimtab.replay.common.keys import check_name
 from trimtab.replay.common.recommend import Recommendation, best, recommend
-from trimtab.replay.pool.figures import ALL, PoolFigures, spread
+from trimtab.replay.pool.figures import ALL, PoolFigures
 from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
-from trimtab.replay.pool.scenario import PoolScenario
+from trimtab.replay.pool.scenario import PoolScenario, run_pool
 from trimtab.replay.replan.runner import ReplanFigures
-from trimtab.replay.replan.scenario import ReplanPolicy, ReplanScenario, with_rule
-from trimtab.replay.rollout.runner import NO_WAIT_S, RolloutFigures
-from trimtab.replay.rollout.scenario import RolloutPolicy, RolloutScenario
+from trimtab.replay.replan.scenario import ReplanPolicy, ReplanScenario, run_replan, with_rule
+from trimtab.replay.rollout.runner import NO_WAIT_S, SAME_PACE, RolloutFigures, run_rollout
+from trimtab.replay.rollout.scenario import RolloutScenario
 
 SEED_OFFSET = 1_000  # of evaluation seeds
 MAX_WAIT_RATIO, NEGLIGIBLE_WAIT_S = 1.05, 10.0  # of the first class's waits
@@ -31,41 +32,61 @@ WINDOWS = 8  # of a trace: the first is warm-up, three choose, four evaluate
 KINDS = {field.name: field.type for field in fields(ElasticConfig) if field.type in ("int", "float", "bool")}
 
 Figures = TypeVar("Figures", PoolFigures, RolloutFigures, ReplanFigures)
+ByPolicy = Mapping[str, Sequence[Figures]]
 
 
-Policy = TypeVar("Policy", bound=NamedPolicy)
+@dataclass(frozen=True)
+class SweepRules(Generic[Figures]):
+    """Which value is best: the lowest figure, unless it is rejected in comparison with the current setting."""
+
+    figure: Callable[[Figures], float]
+    what: str  # the figure, in words
+    rejection: Callable[[str, Sequence[Figures], Sequence[Figures]], str]  # why a setting is; empty if it is not
+
+    def recommendation(
+        self,
+        base: str,
+        chosen_by: ByPolicy[Figures],
+        judge: Callable[[set[str]], ByPolicy[Figures]],
+        runs: str = "seeds",
+    ) -> Recommendation:
+        """`chosen_by` are the runs that choose; `judge` runs settings with seeds that had no part in the choice."""
+        allowed = {
+            name: known
+            for name, known in chosen_by.items()
+            if name == base or not self.rejection(name, known, chosen_by[base])
+        }
+        figures = self._by_seed(allowed)
+        choice = best(base, figures)
+        judged_by = judge({base, choice})
+        found = recommend(base, figures, self.what, self._by_seed(judged_by), runs)
+        why = self.rejection(choice, judged_by[choice], judged_by[base])
+        if not why or choice == base:
+            return found
+        return replace(found, choose=base, sentence=f"keep {base}: {why} in the evaluation runs; {found.sentence}")
+
+    def _by_seed(self, known: ByPolicy[Figures]) -> dict[str, dict[int, float]]:
+        return {name: {run.seed: self.figure(run) for run in runs} for name, runs in known.items()}
 
 
-def _variants(policies: Sequence[Policy], base: Policy) -> list[Policy]:
-    return [policy for policy in policies if policy is base or policy.name.startswith(f"{base.name}, ")]
+def _tried(runs: Sequence[Figures], base: NamedPolicy) -> dict[str, list[Figures]]:
+    """The runs of a setting and of its variants."""
+    return {name: known for name, known in by_policy(runs).items() if f"{name}, ".startswith(f"{base.name}, ")}
 
 
-def _evaluation_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    return tuple(seed + SEED_OFFSET for seed in seeds)
-
-
-def _by_name(runs: Sequence[Figures], policies: Sequence[NamedPolicy]) -> dict[str, list[Figures]]:
-    return {policy.name: [run for run in runs if run.policy == policy.name] for policy in policies}
-
-
-def _by_seed(known: Mapping[str, Sequence[Figures]], value: Callable[[Figures], float]) -> dict[str, dict[int, float]]:
-    return {name: {run.seed: value(run) for run in runs} for name, runs in known.items()}
-
-
-def _unknown(key: str, known: Sequence[str], where: str) -> InputError:
-    near = nearest(key, known)
-    hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-    return InputError(f"{key} cannot be swept", where=where, hint=hint)
+def _judge(scenario: Any, run: Any, jobs: int, names: set[str]) -> dict[str, list[Any]]:
+    """Runs policies with other seeds."""
+    policies = tuple(policy for policy in scenario.policies if policy.name in names)
+    seeds = tuple(seed + SEED_OFFSET for seed in scenario.seeds)
+    return by_policy(run_all(replace(scenario, policies=policies, seeds=seeds), run, jobs))
 
 
 # ---- pools ----------------------------------------------------------------------------------------------------------
 
 
-def pool_sweep(scenario: PoolScenario, key: str, values: Sequence[float], where: str) -> PoolScenario:
+def pool_sweep(scenario: PoolScenario, key: str, values: Sequence[float], where: str) -> tuple[PoolScenario, list[str]]:
     """The scenario with the current pool settings and with every value of a setting."""
-    known = (*PREEMPTION_KEYS, *POOL_KEYS)
-    if key not in known:
-        raise _unknown(key, known, where)
+    check_name(key, (*PREEMPTION_KEYS, *POOL_KEYS), where, "{} cannot be swept")
     base = _pool_base(scenario)
     tried = [base]
     for value in values:
@@ -76,7 +97,7 @@ def pool_sweep(scenario: PoolScenario, key: str, values: Sequence[float], where:
         else:
             tried.append(replace(changed, pool={**base.pool, **setting}))
     others = [policy for policy in scenario.policies if policy is not base]
-    return replace(scenario, policies=(*tried, *others))
+    return replace(scenario, policies=(*tried, *others)), []
 
 
 def _pool_base(scenario: PoolScenario) -> PoolPolicy:
@@ -89,34 +110,17 @@ def pool_recommendation(scenario: PoolScenario, runs: Sequence[PoolFigures], job
     Rejected: values with which the first class waits longer, or less work is done.
     """
     base = _pool_base(scenario)
-    tried = _variants(scenario.policies, base)
-    chosen_by = _by_name(runs, tried)
-    allowed = {name: known for name, known in chosen_by.items() if not _rejection(known, chosen_by[base.name])}
-    waits = _by_seed(allowed, _mean_wait_s)
-    choice = best(base.name, waits)
-    evaluated = tuple(policy for policy in tried if policy.name in (base.name, choice))
-    seeds = _evaluation_seeds(scenario.seeds)
-    judged_by = _by_name(pool_runs(replace(scenario, policies=evaluated, seeds=seeds), jobs), evaluated)
-    found = recommend(base.name, waits, "the mean wait of all tasks", _by_seed(judged_by, _mean_wait_s))
-    cost = _rejection(judged_by[choice], judged_by[base.name])
-    if cost:
-        sentence = f"keep {base.name}: with {choice} {cost} in the evaluation runs; {found.sentence}"
-        return replace(found, choose=base.name, sentence=sentence)
-    return found
+    rules = SweepRules(lambda run: run.classes[ALL].wait_mean_s, "the mean wait of all tasks", _pool_rejection)
+    return rules.recommendation(base.name, _tried(runs, base), partial(_judge, scenario, run_pool, jobs))
 
 
-def _mean_wait_s(run: PoolFigures) -> float:
-    return run.classes[ALL].wait_mean_s
-
-
-def _rejection(runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
-    """Why a setting is rejected; empty if it is not."""
+def _pool_rejection(name: str, runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
     first = next(iter(base[0].classes))
     wait, base_wait = (spread(run.classes[first].wait_mean_s for run in side)[0] for side in (runs, base))
     if wait > max(MAX_WAIT_RATIO * base_wait, NEGLIGIBLE_WAIT_S):
-        return f"the class {first} waits longer"
+        return f"with {name} the class {first} waits longer"
     done, base_done = (spread(run.utilisation for run in side)[0] for side in (runs, base))
-    return "less work is done" if done < MIN_UTILISATION_RATIO * base_done else ""
+    return f"with {name} less work is done" if done < MIN_UTILISATION_RATIO * base_done else ""
 
 
 # ---- rollout --------------------------------------------------------------------------------------------------------
@@ -129,8 +133,9 @@ def rollout_sweep(
     base = next((policy for policy in scenario.policies if policy.use != "static"), None)
     if base is None:
         raise InputError("only static policies are given", where=where, hint="another --policy")
-    if key not in KINDS or key == "max_workers":
-        raise _unknown(key, tuple(KINDS), where)
+    if key == "max_workers":
+        raise InputError("max_workers cannot be swept", where=where, hint="known: " + ", ".join(KINDS))
+    check_name(key, KINDS, where, "{} cannot be swept")
     tried, left_out = [], []
     for value in values:
         name = f"{base.name}, {key} {value:g}"
@@ -161,57 +166,36 @@ def rollout_recommendation(scenario: RolloutScenario, runs: Sequence[RolloutFigu
     Rejected: values with longer steps or waits.
     """
     base = next(policy for policy in scenario.policies if policy.use != "static")
-    tried = _variants(scenario.policies, base)
-    chosen_by = _windows(scenario, tried, range(1, WINDOWS // 2), jobs) if scenario.trace else _by_name(runs, tried)
-    allowed = {name: known for name, known in chosen_by.items() if _no_slower(known, chosen_by[base.name])}
-    figures = _by_seed(allowed, _engine_s)
-    choice = best(base.name, figures)
-    evaluated = [policy for policy in tried if policy.name in (base.name, choice)]
-    if scenario.trace:
-        judged_by = _windows(scenario, evaluated, range(WINDOWS // 2, WINDOWS), jobs)
-    else:
-        seeds = _evaluation_seeds(scenario.seeds)
-        judged_by = _by_name(rollout_runs(replace(scenario, policies=tuple(evaluated), seeds=seeds), jobs), evaluated)
-    found = recommend(
-        base.name,
-        figures,
-        "the number of engine-seconds",
-        _by_seed(judged_by, _engine_s),
-        "windows" if scenario.trace else "seeds",
-    )
-    if not _no_slower(judged_by[choice], judged_by[base.name]):
-        sentence = f"keep {base.name}: {choice} slows down in the evaluation runs; {found.sentence}"
-        return replace(found, choose=base.name, sentence=sentence)
-    return found
+    rules = SweepRules(lambda run: run.engine_s, "the number of engine-seconds", _rollout_rejection)
+    chosen_by = _tried(runs, base)
+    if not scenario.trace:
+        return rules.recommendation(base.name, chosen_by, partial(_judge, scenario, run_rollout, jobs))
+    first, second = range(1, WINDOWS // 2), range(WINDOWS // 2, WINDOWS)
+    chosen_by = _windows(scenario, first, jobs, set(chosen_by))
+    return rules.recommendation(base.name, chosen_by, partial(_windows, scenario, second, jobs), "windows")
 
 
-def _windows(
-    scenario: RolloutScenario, policies: Sequence[RolloutPolicy], which: range, jobs: int
-) -> dict[str, list[RolloutFigures]]:
+def _windows(scenario: RolloutScenario, which: range, jobs: int, names: set[str]) -> dict[str, list[RolloutFigures]]:
     """Runs on parts of the trace; a part takes the place of a seed."""
-    found: dict[str, list[RolloutFigures]] = {policy.name: [] for policy in policies}
-    for at in which:
-        part = (at / WINDOWS, (at + 1) / WINDOWS)
-        for run in rollout_runs(replace(scenario, policies=tuple(policies), seeds=(at,), part=part), jobs):
-            found[run.policy].append(run)
-    return found
+    policies = tuple(policy for policy in scenario.policies if policy.name in names)
+    parts = [replace(scenario, policies=policies, seeds=(at,), part=(at / WINDOWS, (at + 1) / WINDOWS)) for at in which]
+    return by_policy(run for part in parts for run in run_all(part, run_rollout, jobs))
 
 
-def _engine_s(run: RolloutFigures) -> float:
-    return run.engine_s
-
-
-def _no_slower(runs: Sequence[RolloutFigures], base: Sequence[RolloutFigures]) -> bool:
-    """Whether steps, within SAME_PACE, and waits are as short."""
+def _rollout_rejection(name: str, runs: Sequence[RolloutFigures], base: Sequence[RolloutFigures]) -> str:
+    """Steps, within SAME_PACE, and waits must be as short."""
     step, base_step = (spread(run.step_s for run in side)[0] for side in (runs, base))
     wait, base_wait = (spread(run.wait_p99_s for run in side)[0] for side in (runs, base))
-    return step <= SAME_PACE * base_step and wait <= max(base_wait, NO_WAIT_S)
+    is_as_fast = step <= SAME_PACE * base_step and wait <= max(base_wait, NO_WAIT_S)
+    return "" if is_as_fast else f"{name} slows down"
 
 
 # ---- replanning -----------------------------------------------------------------------------------------------------
 
 
-def replan_sweep(scenario: ReplanScenario, key: str, values: Sequence[float], where: str) -> ReplanScenario:
+def replan_sweep(
+    scenario: ReplanScenario, key: str, values: Sequence[float], where: str
+) -> tuple[ReplanScenario, list[str]]:
     """The scenario with the current rules and with every other value of a setting."""
     base = _replan_base(scenario)
     tried = [with_rule(base, key, value, where) for value in values]
@@ -219,7 +203,7 @@ def replan_sweep(scenario: ReplanScenario, key: str, values: Sequence[float], wh
     if not tried:
         raise InputError(f"{key} has these values already", where=where)
     others = tuple(policy for policy in scenario.policies if policy is not base)
-    return replace(scenario, policies=(base, *tried, *others))
+    return replace(scenario, policies=(base, *tried, *others)), []
 
 
 def _replan_base(scenario: ReplanScenario) -> ReplanPolicy:
@@ -232,18 +216,9 @@ def replan_recommendation(scenario: ReplanScenario, runs: Sequence[ReplanFigures
     Rejected: values with which a run did not finish.
     """
     base = _replan_base(scenario)
-    tried = _variants(scenario.policies, base)
-    chosen_by = _by_name(runs, tried)
-    allowed = {
-        name: known for name, known in chosen_by.items() if name == base.name or all(run.finished for run in known)
-    }
-    figures = _by_seed(allowed, _total_s)
-    choice = best(base.name, figures)
-    evaluated = tuple(policy for policy in tried if policy.name in (base.name, choice))
-    seeds = _evaluation_seeds(scenario.seeds)
-    judged_by = _by_name(loop_runs(replace(scenario, policies=evaluated, seeds=seeds), jobs), evaluated)
-    return recommend(base.name, figures, "the time of the run", _by_seed(judged_by, _total_s))
+    rules = SweepRules(lambda run: run.total_s, "the time of the run", _replan_rejection)
+    return rules.recommendation(base.name, _tried(runs, base), partial(_judge, scenario, run_replan, jobs))
 
 
-def _total_s(run: ReplanFigures) -> float:
-    return run.total_s
+def _replan_rejection(name: str, runs: Sequence[ReplanFigures], base: Sequence[ReplanFigures]) -> str:
+    return "" if all(run.finished for run in runs) else f"with {name} the run does not finish"
