@@ -38,7 +38,11 @@ def on(event: type) -> Callable[[Method], Method]:
 
 
 def earliest(*dues: float | None) -> float | None:
-    return min((due for due in dues if due is not None), default=None)
+    found = None
+    for due in dues:
+        if due is not None and (found is None or due < found):
+            found = due
+    return found
 
 
 class Machine(Generic[State, Event, Instruction]):
@@ -110,16 +114,18 @@ class Timers(Generic[Key]):
     def arm(self, key: Key) -> None:
         due = self._due(key)
         if due is not None and self._armed.get(key) != due:
-            self._armed[key] = due
-            heapq.heappush(self._heap, (due, key))
+            self._push(due, key)
 
     def next(self) -> float | None:
         while self._heap:
             at, key = self._heap[0]
-            if self._due(key) == at:
+            due = self._due(key)
+            if due == at:
                 return at
+            latest = self._armed.get(key) == at
             self._pop()
-            self.arm(key)
+            if latest and due is not None:
+                self._push(due, key)
         return None
 
     def pop_due(self, now: float) -> Key | None:
@@ -131,6 +137,10 @@ class Timers(Generic[Key]):
         """Keys that nothing wakes when they are due; for `check`."""
         known = set(self._heap)
         return [key for key in keys if (due := self._due(key)) is not None and (due, key) not in known]
+
+    def _push(self, due: float, key: Key) -> None:
+        self._armed[key] = due
+        heapq.heappush(self._heap, (due, key))
 
     def _pop(self) -> Key:
         at, key = heapq.heappop(self._heap)

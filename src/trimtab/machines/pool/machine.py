@@ -420,7 +420,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
             due.append(timer)
         waiting: list[PoolTask] = []
         for kind, name in due:
-            if not isinstance(name, str):
+            if kind == "recheck":
                 state.rechecks.discard(name)
                 state.wake_all()
                 continue

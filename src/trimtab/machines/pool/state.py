@@ -33,7 +33,7 @@ from trimtab.machines.pool.records import (
 )
 from trimtab.model.pool import ENDED, IN_QUEUE, PreemptionPolicy, TaskState
 
-TimerKey = tuple[str, str | float]  # "task" or "group" and its id, or "recheck" and its time
+TimerKey = tuple[str, Any]  # "task" or "group" and its id, or "recheck" and its time
 
 
 class IdleGroups:
@@ -189,9 +189,10 @@ class PoolState:
 
     def _due(self, timer: TimerKey) -> float | None:
         kind, name = timer
-        if not isinstance(name, str):
-            return name if name in self.rechecks else None
-        record = self.groups.get(name) if kind == "group" else self.tasks.get(name)
+        if kind == "recheck":
+            at: float = name
+            return at if at in self.rechecks else None
+        record = self.tasks.get(name) if kind == "task" else self.groups.get(name)
         return None if record is None else record.deadline
 
     # ---- tasks ----

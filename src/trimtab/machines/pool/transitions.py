@@ -337,7 +337,8 @@ class TaskTransitions:
 
     def to(self, task: PoolTask, state: TaskState, reason: Reason, deadline: float | None) -> None:
         task.state, task.reason, task.since, task.deadline = state, reason, self.state.now, deadline
-        self.state.timers.arm(("task", task.id))
+        if deadline is not None:
+            self.state.timers.arm(("task", task.id))
         self.record(task, state.value, reason)
 
     def record(self, task: PoolTask, what: str, reason: Reason, at: float | None = None) -> None:
