@@ -81,6 +81,7 @@ class VllmForm(VllmStub):
         self.started = time.time() if started is None else started
         self.shows = shows  # its metrics have the start time; not so with several API servers
         self.root = "default"
+        self.interval: int | None = None  # `--stream-interval`; None: this release does not say
         self.paths: list[str] = []
 
     def restart(self) -> None:
@@ -96,6 +97,7 @@ class VllmForm(VllmStub):
         for path, handler in (
             ("/health", self._health), ("/version", self._say_version), ("/v1/models", self._models),
             ("/metrics", self._metrics), ("/load", self._load), ("/is_sleeping", self._is_sleeping),
+            ("/server_info", self._server_info),
         ):  # fmt: skip
             router.add_get(path, handler)
         router.add_post("/v1/completions", self._completions)
@@ -118,10 +120,15 @@ class VllmForm(VllmStub):
             posts.pop(path)
         for path, handler in posts.items():
             router.add_post(path, handler)
-        self.paths = [*posts, "/is_sleeping", *(["/get_world_size"] if form.get("transfer") else [])]
+        self.paths = [*posts, "/is_sleeping", "/server_info", *(["/get_world_size"] if form.get("transfer") else [])]
         self.paths += ["/weight_info"] if form["version"] else []
         if self.openapi:
             router.add_get("/openapi.json", self._page)
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        settings = {} if self.interval is None else {"stream_interval": self.interval}
+        whole = {"scheduler_config": settings}
+        return web.json_response({"vllm_config": whole if request.query.get("config_format") == "json" else str(whole)})
 
     async def _page(self, request: web.Request) -> web.Response:
         flag = ("wait_for_inflight_requests", "clear_cache")

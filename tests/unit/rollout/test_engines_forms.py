@@ -63,6 +63,24 @@ SGLANG_HAS = {
 }
 
 
+@pytest.mark.parametrize(("release", "interval", "every"), [("0.26.0", 32, 32), ("0.26.0", 1, 1), ("0.11.1", None, 1)])
+def test_the_interval_of_streams_is_asked_of_a_server_that_takes_none_with_a_request(
+    release: str, interval: int | None, every: int
+) -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        await engine.ready()
+        assert engine.pieces.every == every
+        stub.interval = 8
+        stub.restart()
+        await engine.ready()  # sees that it is another process
+        await engine.ready()
+        assert engine.pieces.every == 8, "another process has settings of its own"
+
+    stub = VllmForm(release)
+    stub.interval = interval
+    scene(stub, play)
+
+
 @PAGES
 @pytest.mark.parametrize("release", VLLM)
 def test_what_a_vllm_server_can_do_is_found_by_asking_and_changes_nothing(release: str, openapi: bool) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from trimtab.runtime.engines.engine import (
     EngineCapability,
+    EngineError,
     EngineFailedError,
     EngineLoad,
     EngineMalformedError,
@@ -48,7 +49,7 @@ _DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 on a private interface"
 _PATHS = (
     "/pause", "/resume", "/abort_requests", "/sleep", "/wake_up", "/reset_prefix_cache", "/collective_rpc",
     "/weight_info", "/update_weight_version", "/init_weight_transfer_engine", "/update_weights", "/get_world_size",
-    "/is_sleeping", "/v1/completions",
+    "/is_sleeping", "/v1/completions", "/server_info",
 )  # fmt: skip
 
 
@@ -118,6 +119,8 @@ class VllmEngine(HttpEngine):
                 raise EngineMalformedError("/v1/models names no model", engine=self.name) from None
         if self._calls is None:
             self._learn(await served_calls(self.wire, _PATHS))
+            if not self.pieces.interval and self.pieces.every == 1 and self._has("/server_info"):
+                self.pieces = replace(self.pieces, every=await self._stream_interval())
 
     def _learn(self, calls: ServedCalls) -> None:
         """What it can do, by the calls that it has."""
@@ -142,6 +145,17 @@ class VllmEngine(HttpEngine):
         why = "this release has no such call" if development else _DEVELOPMENT
         self.lacks = {verb: why for verb, has in offered.items() if not has}
 
+    async def _stream_interval(self) -> int:
+        """Tokens of an event, by the server's own settings; 1 where it does not say.
+
+        The first such call takes the server some seconds: it also collects facts of its machine.
+        """
+        try:
+            info = await self.wire.get("/server_info", config_format="json")
+            return max(1, int(info["vllm_config"]["scheduler_config"]["stream_interval"]))
+        except (EngineError, EngineRefusedError, KeyError, TypeError, ValueError):
+            return 1
+
     def _has(self, path: str) -> bool:
         return self._calls is not None and self._calls.has(path)
 
@@ -152,6 +166,7 @@ class VllmEngine(HttpEngine):
 
     def _replaced(self) -> None:
         self._calls, self._reloads_by_path = None, None
+        self.pieces = replace(self.pieces, every=1)
 
     async def _process(self) -> str | None:
         started = (await gauges(self.wire)).get("process_start_time_seconds")
