@@ -120,7 +120,6 @@ class VllmForm(VllmStub):
             router.add_post(path, handler)
         self.paths = [*posts, "/is_sleeping", *(["/get_world_size"] if form.get("transfer") else [])]
         self.paths += ["/weight_info"] if form["version"] else []
-        self.paths += ["/v1/completions"] if form.get("completions") else []
         if self.openapi:
             router.add_get("/openapi.json", self._page)
 
@@ -129,8 +128,8 @@ class VllmForm(VllmStub):
         return web.json_response(
             schema(
                 {"/pause": ("mode", *flag) if self.form["pause"] == "mode" else flag},
-                {"/v1/completions": self.form["completions"]} if self.form.get("completions") else {},
-                self.paths,
+                {"/v1/completions": self.form.get("completions", ())},
+                ["/v1/completions", *self.paths],
             )
         )
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from engine_scenes import expected
 from engine_stubs import VllmStub, written
 from rollout_scenes import PROMPT, QUICK, Scene, play
 from trimtab.core.errors import InputError
+from trimtab.formats.rollout.job_section import from_text
 from trimtab.model.rollout import End, Owner, Ownership, RolloutRules, Span, resume_bounds
-from trimtab.rollout import Sample, SamplingParams
+from trimtab.rollout import EngineCommand, Sample, SamplingParams
 from trimtab.runtime.engines.engine import PieceSupport
 from trimtab.runtime.rollout.pieces import PiecePlan, PiecePlanner
 
@@ -370,3 +372,31 @@ def test_a_whole_answer_may_take_longer_than_any_silence_while_its_engine_genera
         assert (sample.token_ids, sample.moves, sample.restarts) == (expected(400), 0, 0)
 
     play(act, kinds=("vllm",), rules=rules)
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens", "seconds"), [("64", 64.0, None), ("'10 s'", None, 10.0), (".inf", None, None)]
+)
+def test_a_job_file_states_resume_every(written: str, tokens: float | None, seconds: float | None) -> None:
+    text = f"rollout:\n  engines: ['http://127.0.0.1:8000']\n  rules:\n    resume_every: {written}\n"
+    rules = from_text(text, Path("job.yaml")).rules
+    assert (rules.resume_every, rules.resume_every_s) == (tokens, seconds)
+    with pytest.raises(InputError, match="resume_every"):
+        from_text(text.replace(written, "soon"), Path("job.yaml"))
+
+
+def test_vllm_is_started_with_an_interval_unless_it_does_not_know_it() -> None:
+    command = EngineCommand("model", "vllm")
+    assert command.words[-2:] == ("--stream-interval", "32")
+    assert command.stream_interval == 32
+    older = command.without_interval(
+        "it ended with status 2: vllm: error: unrecognized arguments: --stream-interval 32"
+    )
+    assert older is not None
+    assert (older.stream_interval, "--stream-interval" in older.words) == (1, False)
+    assert command.without_interval("out of memory") is None
+    assert EngineCommand("model", "vllm", arguments=("--stream-interval=8",)).stream_interval == 8
+    assert EngineCommand("model", "sglang").stream_interval == 1
