@@ -57,24 +57,24 @@ async def kill(bench: Bench) -> dict[str, Any]:
     again, useful = made - tokens_of(answers), tokens_of(answers)
     alone_s = await _rest_alone(bench, urls[1], names, orders, answers, at_kill)
     every = bench.rules().resume_every
-    bound = None if every is None else every * at_kill.running[0]
+    bound = min(every or bench.tokens, bench.tokens) * at_kill.running[0]
     found = {
         "answers": len(answers), "each_once": books.each_once, "exact": useful == wanted, "tokens": useful,
         "killed_after_s": round(at_kill.at - begun, 2), "made_at_kill": [round(count) for count in at_kill.made],
         "running_at_kill": list(at_kill.running), "made_again": round(again),
         "kept_of_the_killed": sum(books.resumed.values()), "blind_s": round(blind_s, 4),
-        "resume_every": every, "made_again_at_most": bound, "moved": sum(answer.moves > 0 for answer in answers),
-        "restarted": sum(answer.restarts > 0 for answer in answers), "after_kill_s": round(after_s, 2),
+        "resume_every": every, "made_again_at_most": bound, "sent_again": len(books.resumed),
+        "from_the_prompt": sum(not kept for kept in books.resumed.values()), "after_kill_s": round(after_s, 2),
         "one_engine_alone_s": round(alone_s, 2), "ratio": round(after_s / alone_s, 3), "counters": dict(counters),
     }  # fmt: skip
-    share, allowed = sum(at_kill.made) / wanted, "as many as there were" if bound is None else f"{bound:,.0f}"
+    share = sum(at_kill.made) / wanted
     print(f"\none of two engines killed after {at_kill.at - begun:.1f} s, at {share:.0%} of {wanted:,} tokens")
     print(f"the killed engine had made {at_kill.made[0]:,.0f} tokens of {at_kill.running[0]} answers; "
           f"{sum(books.resumed.values()):,} of them were kept")  # fmt: skip
     print(f"answers {len(answers)}, each once: {books.each_once}, all of {bench.tokens} tokens: {useful == wanted}; "
-          f"moved {found['moved']}, restarted {found['restarted']}")  # fmt: skip
+          f"sent again {found['sent_again']}, {found['from_the_prompt']} of them from the prompt")  # fmt: skip
     print(f"made again {again:,.0f} tokens (those of the last {blind_s * 1e3:.1f} ms of that engine may be missing), "
-          f"allowed {allowed}: resume_every {every} x {at_kill.running[0]} requests on it")  # fmt: skip
+          f"allowed {bound:,.0f}: resume_every {every or 'inf'} x {at_kill.running[0]} requests on it")  # fmt: skip
     print(f"after the kill {after_s:.2f} s; one engine alone needs {alone_s:.2f} s for the rest: "
           f"{after_s / alone_s:.3f}x (goal {GOAL_TIME}x)", flush=True)  # fmt: skip
     return found
