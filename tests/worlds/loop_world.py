@@ -414,7 +414,7 @@ def _answers(machine: ReplanMachine) -> list[Any]:
         machine.iterations,
         machine.moving,
         machine.stopped,
-        machine.costs(),
+        machine.state.costs,
         machine.estimates(),
         [machine.story(), *map(machine.story, moves)],
         [machine.drift.levels(), machine.drift.ranges(), machine.drift.dwell(), machine.drift.bias],

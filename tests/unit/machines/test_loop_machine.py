@@ -280,7 +280,7 @@ def test_a_move_that_gained_less_than_promised_doubles_the_dwell_time() -> None:
 def test_a_move_costs_what_was_measured_once_one_was() -> None:
     world = drifted()
     world.carry_all()
-    (cost,) = world.machine.costs()
+    (cost,) = world.machine.state.costs
     assert cost.seconds == 2.0 * len(STAGES)
     assert all(vars(cost).values()), f"a figure of {cost} is never measured"
     assert cost_of(cost.touched, [cost], AUTO, 0.0) == (14.0, True)

@@ -11,7 +11,7 @@ from statistics import median
 
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan.decision import PlanComparison, ReplanDecision, ReplanPlanner, cost_of, kinds_of, weigh
-from trimtab.machines.replan.estimates import CostEstimates, profiled_seconds, sure_level
+from trimtab.machines.replan.estimates import CostEstimates, sure_level
 from trimtab.machines.replan.events import SetGpuRange
 from trimtab.machines.replan.explain import costs_text, drift_reason
 from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, changes, gpu_slots, without
@@ -169,16 +169,6 @@ class DriftMonitor:
     def bias(self) -> float | None:
         """Measured over predicted iteration time, once enough iterations ran under this plan."""
         return median(self.run.bias) if len(self.run.bias) >= SOME else None
-
-    def seconds_on(self, component: str, gpus: int) -> float | None:
-        """Predicted time of a component for all batches on so many GPUs, in its current variant."""
-        placed, kind = self.run.running.plan.placed(component), kinds_of(self.run.running.plan).get(component, "")
-        profiled = profiled_seconds(self.workflow.component(component), placed.variant, kind, gpus)
-        return None if profiled is None else profiled * self.estimates.estimate(component).level
-
-    def shares(self) -> dict[str, tuple[float, float]]:
-        """Busy and waiting shares of the latest iteration, by component."""
-        return {name: (track.busy_share, track.wait_share) for name, track in self.estimates.tracks.items()}
 
     def ranges(self) -> tuple[SetGpuRange, ...]:
         """GPU ranges of elastic components under the plan."""

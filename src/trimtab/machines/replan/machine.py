@@ -34,7 +34,6 @@ from trimtab.model.run import (
     DecisionNumbers,
     Iteration,
     Migration,
-    MigrationCost,
     ReplanMode,
     ReplanRules,
 )
@@ -68,15 +67,8 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         self._run = state.run
         self.drift = DriftMonitor(state, workflow, rules, allowed)
         out: list[e.ReplanInstruction] = []
-        self._moves = MigrationTracker(
-            rules,
-            state,
-            state.run,
-            out,
-            on_arrived=self._moving_to_arrived,
-            on_back=self._rolling_to_old,
-            on_stuck=self._to_stuck,
-        )
+        outcomes = (self._moving_to_arrived, self._rolling_to_old, self._to_stuck)
+        self._moves = MigrationTracker(rules, state, state.run, out, *outcomes)
         super().__init__(state, state.run, out, self._moves)
 
     @classmethod
@@ -409,9 +401,6 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
     def stopped(self) -> Reason | None:
         """Why StopRun was issued, if it was."""
         return self._run.stopped
-
-    def costs(self) -> tuple[MigrationCost, ...]:
-        return tuple(self.state.costs)
 
     def estimates(self) -> dict[str, CostEstimate]:
         """Current cost of every component relative to its profile."""

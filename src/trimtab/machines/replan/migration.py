@@ -51,7 +51,6 @@ class MigrationTracker:
         state: MigrationState,
         clock: MachineClock,
         out: list[e.ReplanInstruction],
-        *,
         on_arrived: Callable[[OngoingMigration], None],
         on_back: Callable[[OngoingMigration], None],
         on_stuck: Callable[[OngoingMigration, Reason], None],

@@ -35,15 +35,8 @@ class KeptPlanPolicy:
         self._out: list[e.ReplanInstruction] = []
         patient = replace(rules, stage_limit_s=1e9, rollback_limit_s=1e9)
         self._migrations = MigrationState(None, 0, [])
-        self._moves = MigrationTracker(
-            patient,
-            self._migrations,
-            self,
-            self._out,
-            on_arrived=self._arrived,
-            on_back=lambda moving: None,
-            on_stuck=lambda moving, reason: None,
-        )
+        outcomes = (self._arrived, lambda moving: None, lambda moving, reason: None)
+        self._moves = MigrationTracker(patient, self._migrations, self, self._out, *outcomes)
 
     def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
         """Processes an event and returns instructions."""
