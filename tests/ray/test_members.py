@@ -543,7 +543,9 @@ def test_whatever_a_task_does_its_process_does_not_exist_after_a_stop(
             None,
             WAIT_S,
         )
-        stopped = await world.members.stop(started[0], 0.2, False, 0.2, None)
+        cancel_s = 0.2 if does.get("cancel") in ("hang", "hold") else WAIT_S
+        save_s = 0.2 if does.get("save") == "hang" else WAIT_S
+        stopped = await world.members.stop(started[0], cancel_s, False, save_s, None)
         assert not alive(started[0].pid)
         assert (stopped.cancel, stopped.saved, stopped.note) == (cancel, saved, note)
         assert world.deaths == []

@@ -18,6 +18,7 @@ from trimtab.core.reasons import ReasonCode
 from trimtab.formats import yaml_text
 from trimtab.model.pool import Aggressiveness, TaskState
 from trimtab.render.text import pool as pool_text
+from trimtab.render.text.formatting import span
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.metrics import METRICS
 from trimtab.runtime.controller.node_metrics import METRICS as FLEET_METRICS
@@ -334,7 +335,7 @@ print(status, ray.is_initialized())
 
 
 def test_times_are_said_as_people_say_them() -> None:
-    said = [pool_text.span(seconds) for seconds in (0.03, 9.94, 45.2, 61, 120, 3600, 4000, -5)]
+    said = [span(seconds) for seconds in (0.03, 9.94, 45.2, 61, 120, 3600, 4000, -5)]
     assert said == ["0.03 s", "9.9 s", "45 s", "1 min 1 s", "2 min", "1 h", "1 h 6 min", "0 s"]
 
 
