@@ -2,7 +2,7 @@
 
 `python tools/stream_hashes.py --save before.json` on the old tree, `--compare before.json` on the new one (exit 1 where
 a stream differs). Sources: the adversarial worlds of `tests/worlds` with fixed seeds, the scenarios and the recorded
-journal of `examples/simulate`, and seven parts of the Philly job table (`TRIMTAB_TRACES`, else ../shared/data). A name
+journal of `examples/simulate`, and seven parts of the Philly job table (`philly_jobs.csv.gz` in the folder TRIMTAB_TRACES). A name
 as argument restricts them to the sources that contain it.
 """
 
@@ -46,7 +46,7 @@ MACHINES = {
     "rollout": RolloutMachine,
     "replan": ReplanMachine,
 }
-TRACES = Path(os.environ.get("TRIMTAB_TRACES") or ROOT.parent / "shared" / "data")
+TRACES = Path(os.environ.get("TRIMTAB_TRACES", "."))
 PHILLY_PARTS, PART_JOBS, PART_NODES, NODE_GPUS = 7, 1_200, 12, 8
 
 
