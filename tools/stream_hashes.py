@@ -2,8 +2,8 @@
 
 `python tools/stream_hashes.py --save before.json` on the old tree, `--compare before.json` on the new one (exit 1 where
 a stream differs). Sources: the adversarial worlds of `tests/worlds` with fixed seeds, the scenarios and the recorded
-journal of `examples/simulate`, and seven parts of the Philly job table (`philly_jobs.csv.gz` in the folder TRIMTAB_TRACES). A name
-as argument restricts them to the sources that contain it.
+journal of `examples/simulate`, and seven parts of the Philly job table (`philly_jobs.csv.gz` in the folder
+TRIMTAB_TRACES). A name as argument restricts them to the sources that contain it.
 """
 
 from __future__ import annotations
