@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -162,10 +161,6 @@ def serve_command(
     else:
         command += ["--gpu-memory-utilization", str(gpu_share), "--enable-sleep-mode", "--dtype", "bfloat16"]
     return [*command, *shlex.split(more)], ENVIRONMENT | (CPU if cpu else {})
-
-
-def port_of(url: str) -> int:
-    return urlsplit(url).port or 80
 
 
 def _free_port() -> int:
