@@ -574,6 +574,7 @@ def test_a_journal_of_an_older_version_is_refused_with_what_still_runs_and_how_t
     task = first.pool("p", {"cpu": 2}).submit(Counter, resources=CPU)
     pid = task.call("pid")
     assert run(["pool", "free", "--name", name]) == 2
+    assert run(["pool", "free", "--name", "a:b"]) == 2
     assert f"the controller {name} is running" in capsys.readouterr().err
     first.ask("shutdown", False, 10.0)  # the controller alone
     first._controller.end()

@@ -21,6 +21,7 @@ from trimtab.runtime.localcluster import auth
 from trimtab.runtime.procs.background import describe, first_line
 from trimtab.runtime.rayapi.connect import answers, import_ray
 from trimtab.runtime.store.journal import JournalVersionError
+from trimtab.runtime.workers.task_types import check_controller_name
 
 if TYPE_CHECKING:
     from trimtab.runtime.controller.recovery import Remains
@@ -146,8 +147,7 @@ class ControllerConnection:
         make: bool = True,
         reconcile_s: float | None = None,
     ) -> None:
-        if not name or any(character in name for character in ":/\\\n\0"):
-            raise InputError(f"{name!r} cannot be the name of a controller", hint="letters, digits, - . and _")
+        check_controller_name(name)
         self.ray = ray
         self.name = name
         journal_dir, state_dir = (None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
@@ -229,6 +229,7 @@ def free_controller(ray: Any, name: str, timeout_s: float = 60.0) -> Remains:
     """End what a controller left that is dead or refuses its journal; InputError if it runs. Returns what there was."""
     from trimtab.runtime.controller.recovery import free_remains
 
+    check_controller_name(name)
     if name in controllers(ray):
         try:
             ControllerConnection(ray, name, None, None, timeout_s, make=False)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.runtime.store.blobs import pack, state_name, unpack
 
 ProcessKey = tuple[str, int, float]  # node, pid, start time
+
+
+def check_controller_name(name: str) -> None:
+    """Names of actors, placement groups and folders are made of it."""
+    if not name or any(character in name for character in ":/\\\n\0"):
+        raise InputError(f"{name!r} cannot be the name of a controller", hint="letters, digits, - . and _")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
@@ -40,6 +40,7 @@ from trimtab.runtime.workers.task_types import (
     TaskWorker,
     WorkerDiedError,
     WorkerStopResult,
+    check_controller_name,
     saved_state_name,
 )
 from trimtab.runtime.workers.warm_pool import WarmPool, WarmWorker, WorkerSetupError
@@ -60,8 +61,7 @@ class TaskWorkerManager:
         on_death: Callable[[TaskWorker, str], None],
         background: Background | None = None,
     ) -> None:
-        if not controller or any(character in controller for character in ":/\\\n\0"):
-            raise InputError(f"{controller!r} cannot be the name of a controller", hint="letters, digits, - . and _")
+        check_controller_name(controller)
         self.state_dir = state_dir
         self._controller = controller
         self._on_death = on_death
