@@ -365,11 +365,11 @@ def test_caches_of_different_weights_are_kept_apart() -> None:
 
 
 def test_a_whole_answer_may_take_longer_than_any_silence_while_its_engine_generates() -> None:
-    rules = replace(WHOLE, stall_s=0.4)
+    rules = replace(WHOLE, stall_s=2.0)
 
     async def act(scene: Scene) -> None:
-        sample = await scene.one(400)
-        assert (sample.token_ids, sample.moves, sample.restarts) == (expected(400), 0, 0)
+        sample = await scene.one(800)
+        assert (sample.token_ids, sample.moves, sample.restarts) == (expected(800), 0, 0)
 
     play(act, kinds=("vllm",), rules=rules)
 

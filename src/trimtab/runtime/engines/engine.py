@@ -110,7 +110,6 @@ class PieceSupport:
     interval: bool = False  # a stream with so many tokens for each event, as the request says
     every: int = 1  # tokens for each event of a stream, if the request says nothing
     partial: bool = False  # an aborted request is answered with its tokens so far
-    versions: bool = False  # it says which version of the weights made each token
     context: int | None = None  # tokens of prompt and answer together
 
 

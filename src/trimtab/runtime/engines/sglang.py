@@ -164,7 +164,7 @@ class SglangEngine(HttpEngine):
             EngineCapability.load: counted,
         }
         self._calls = calls
-        self.pieces = replace(self.pieces, partial=calls.has("/abort_request"), versions=has_version)
+        self.pieces = replace(self.pieces, partial=calls.has("/abort_request"))
         self._tags = calls.takes("/release_memory_occupation", "tags", otherwise=pauses)
         self.capabilities = frozenset(verb for verb, has in offered.items() if has)
         self.lacks = {verb: "this release has no such call" for verb, has in offered.items() if not has}

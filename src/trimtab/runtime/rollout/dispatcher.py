@@ -203,7 +203,7 @@ class Dispatcher:
         async with contextlib.aclosing(engine.generate(request)) as pieces:
             async for piece in pieces:
                 self._require_current(attempt)
-                if request.piece != 1 and piece.token_ids and not self._says_version(attempt, piece):
+                if request.piece != 1 and piece.token_ids:
                     self._require_weights(attempt, updates)
                 finish = piece.finish or finish
                 if buffer is None:
@@ -230,19 +230,15 @@ class Dispatcher:
         if handle is not None and view is not None and handle.state is not None and handle.state.version is not None:
             attempt.named = {handle.state.version: view.version}
 
-    def _says_version(self, attempt: RequestAttempt, piece: StreamDelta) -> bool:
-        name = piece.version
-        return name is not None and (version_number(name) is not None or attempt.named.get(name) is not None)
-
     def _weight_updates(self, attempt: RequestAttempt) -> int:
         handle = self._core.handles.get(attempt.worker)
         return -1 if handle is None else handle.weight_updates
 
     def _require_weights(self, attempt: RequestAttempt, updates: int) -> None:
-        """Tokens of a piece need a single version of the weights, unless the engine says which made them."""
+        """Tokens of a piece need a single version of the weights."""
         if self._weight_updates(attempt) != updates:
             raise WeightsChangedError(
-                "the weights changed while it ran, and the engine does not say which made its tokens",
+                "the weights changed while it ran, and it is not known which made its tokens",
                 engine=attempt.worker,
             )
 

@@ -162,9 +162,10 @@ class RolloutPool(RequestApi):
             limit=limit,
             size=size,
             can_sleep=Offers.sleep in engine.capabilities,
-            # The version of every token must be known after a pause: each has arrived, or the engine says it.
+            # The version of every token must be known after a pause, so each must have arrived. SGLang reports versions
+            # by token, and counts those that it has not sent yet as made by the weights of the event.
             can_pause=Offers.keep in engine.capabilities
-            and (engine.pieces.versions or not engine.pieces.whole or self._core.machine.rules.resume_every == 1),
+            and (not engine.pieces.whole or self._core.machine.rules.resume_every == 1),
             sleep_keeps_weights=1 in engine.sleep_levels or not engine.sleep_levels,
             node=node,
         )
