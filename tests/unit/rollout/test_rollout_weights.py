@@ -315,9 +315,12 @@ def test_engines_are_given_up_for_a_taker_and_come_back_with_the_load() -> None:
     )  # fmt: skip
 
     async def act(scene: Scene) -> None:
-        await asyncio.sleep(1.0)
-        assert [one.state for one in scene.pool.workers()] == [S.active] * 3  # nobody wants them
-        assert scene.pool.status()["scaling"]["decision"]["reason"]["code"] == "NO_TAKER"
+        def decided() -> str:
+            decision = scene.pool.status()["scaling"]["decision"]
+            return decision["reason"]["code"] if decision else ""
+
+        assert await scene.pool.until(lambda: decided() == "NO_TAKER", 60.0)
+        assert [one.state for one in scene.pool.workers()] == [S.active] * 3  # no task wants them
         scene.pool.takers((Taker("trainer", 2, 3600.0),))
         assert await scene.pool.until(lambda: sum(one.asleep for one in scene.pool.workers()) == 2, 20.0)
         scene.pool.takers(())
