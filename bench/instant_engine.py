@@ -75,20 +75,21 @@ def completed(count: int, streams: bool) -> bytes:
     return streamed([json.dumps(completion(" a", at == count)).encode() for at in range(1, count + 1)])
 
 
-class Engine(asyncio.Protocol):
-    """One connection."""
+class Connection(asyncio.Protocol):
+    """One connection; what is answered is said by a subclass."""
 
     def __init__(self) -> None:
         self.buffer = b""
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Somebody came."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
+    def connection_lost(self, error: Exception | None) -> None:
+        self.transport = None
+
     def data_received(self, data: bytes) -> None:
-        """Some of a request, or several."""
         self.buffer += data
         while self.transport is not None:
             end = self.buffer.find(b"\r\n\r\n")
@@ -99,37 +100,41 @@ class Engine(asyncio.Protocol):
             size = int(head[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self.buffer) < end + 4 + size:
                 return
-            path = self.buffer.split(b" ", 2)[1].partition(b"?")[0]
+            path = self.buffer.split(b" ", 2)[1].partition(b"?")[0].decode("latin-1")
             body, self.buffer = self.buffer[end + 4 : end + 4 + size], self.buffer[end + 4 + size :]
-            self.transport.write(respond(path, body))
+            self.transport.write(self.respond(path, body))
+
+    def respond(self, path: str, body: bytes) -> bytes:
+        raise NotImplementedError
 
 
-def respond(path: bytes, body: bytes) -> bytes:
-    """What is answered."""
-    if path in (b"/generate", b"/v1/completions"):
-        found = TOKENS.search(body)
-        make = generated if path == b"/generate" else completed
-        return make(int(found[1]) if found else 16, STREAMS.search(body) is not None)
-    if path == b"/v1/loads":
-        load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0, "timestamp": time.time()}
-        return answer(json.dumps({"loads": [load]}).encode())
-    told = INFO.get(path.decode("latin-1"))
-    if told is not None:
-        return answer(json.dumps(told).encode())
-    if path in (b"/health", b"/ready", b"/health_generate", b"/abort_request"):
-        return answer(b"")
-    return answer(b"{}", status="404 Not Found")
+class Engine(Connection):
+    """SGLang's calls, and OpenAI's."""
+
+    def respond(self, path: str, body: bytes) -> bytes:
+        if path in ("/generate", "/v1/completions"):
+            found = TOKENS.search(body)
+            make = generated if path == "/generate" else completed
+            return make(int(found[1]) if found else 16, STREAMS.search(body) is not None)
+        if path == "/v1/loads":
+            load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0, "timestamp": time.time()}
+            return answer(json.dumps({"loads": [load]}).encode())
+        if path in INFO:
+            return answer(json.dumps(INFO[path]).encode())
+        if path in ("/health", "/ready", "/health_generate", "/abort_request"):
+            return answer(b"")
+        return answer(b"{}", status="404 Not Found")
 
 
-async def serve() -> None:
+async def serve(protocol: type[Connection]) -> None:
     """Until SIGTERM."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    server = await loop.create_server(Engine, "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(protocol, "127.0.0.1", 0, backlog=1024)
     print(f"at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await ended.wait()
     server.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    asyncio.run(serve(Engine))

@@ -11,13 +11,11 @@ import asyncio
 import functools
 import json
 import re
-import signal
 import time
 
-from bench.instant_engine import answer, streamed
+from bench.instant_engine import STREAMS, Connection, answer, serve, streamed
 
 TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
-STREAMS = re.compile(rb'"stream": ?true')
 LOGPROBS = re.compile(rb'"logprobs": ?\d')
 SCHEMA = {"openapi": "3.1.0", "paths": {path: {"post": {}} for path in ("/reset_prefix_cache", "/sleep", "/wake_up")}}
 INFO = {
@@ -61,49 +59,17 @@ def completed(count: int, streams: bool, logprobs: bool) -> bytes:
     return streamed([completion(1, at, logprobs, at == count) for at in range(1, count + 1)])
 
 
-class Server(asyncio.Protocol):
-    """One connection."""
+class Server(Connection):
+    """vLLM's calls."""
 
-    def __init__(self) -> None:
-        self.buffer = b""
-        self.transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.transport = None
-
-    def data_received(self, data: bytes) -> None:
-        self.buffer += data
-        while self.transport is not None:
-            end = self.buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            head = self.buffer[:end].lower()
-            at = head.find(b"\r\ncontent-length:")
-            size = int(head[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            if len(self.buffer) < end + 4 + size:
-                return
-            path = self.buffer.split(b" ", 2)[1].partition(b"?")[0].decode("latin-1")
-            body, self.buffer = self.buffer[end + 4 : end + 4 + size], self.buffer[end + 4 + size :]
-            self.respond(path, body)
-
-    def respond(self, path: str, body: bytes) -> None:
+    def respond(self, path: str, body: bytes) -> bytes:
         if path != "/v1/completions":
-            self.write(other(path))
-            return
+            return other(path)
         found = TOKENS.search(body)
         count = int(found[1]) if found else 16
-        reply = completed(count, STREAMS.search(body) is not None, LOGPROBS.search(body) is not None)
         global made
         made += count
-        self.write(reply)
-
-    def write(self, reply: bytes) -> None:
-        if self.transport is not None:
-            self.transport.write(reply)
+        return completed(count, STREAMS.search(body) is not None, LOGPROBS.search(body) is not None)
 
 
 def other(path: str) -> bytes:
@@ -116,15 +82,5 @@ def other(path: str) -> bytes:
     return answer(b"") if path == "/health" else answer(b"{}", status="404 Not Found")
 
 
-async def serve() -> None:
-    """Until SIGTERM."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
-    server = await loop.create_server(Server, "127.0.0.1", 0, backlog=1024)
-    print(f"at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await ended.wait()
-    server.close()
-
-
 if __name__ == "__main__":
-    asyncio.run(serve())
+    asyncio.run(serve(Server))

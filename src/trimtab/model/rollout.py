@@ -10,6 +10,7 @@ import enum
 import math
 import re
 from dataclasses import dataclass, fields
+from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.core.numbers import LONGEST_S, MAX_COUNT, SHORTEST_S, is_number, is_whole
@@ -274,17 +275,18 @@ class RolloutRules:
 
 def resume_bounds(given: object) -> tuple[float | None, float | None]:
     """Tokens and seconds of a `resume_every`: 128, inf, or a text with a unit: `10 s`."""
-    found = re.fullmatch(r"\s*([0-9.]+|inf)\s*(s|tokens)?\s*", given) if isinstance(given, str) else None
-    try:
-        number = float(found[1]) if found is not None else given
-    except ValueError:
-        number = None if found is None else found
+    number: Any = given
+    unit = ""
+    if isinstance(given, str):
+        found = re.fullmatch(r"\s*(\d+\.?\d*|inf)\s*(s|tokens)?\s*", given)
+        number, unit = (float(found[1]), found[2] or "") if found else (math.nan, "")
     if number is None or number == math.inf:
         return None, None
-    if found is not None and found[2] == "s" and is_number(number, SHORTEST_S, LONGEST_S):
-        return None, float(number)  # type: ignore[arg-type]
-    if is_number(number, 1, MAX_COUNT) and number == int(number):  # type: ignore[call-overload]
-        return float(number), None  # type: ignore[arg-type]
+    if unit == "s":
+        if is_number(number, SHORTEST_S, LONGEST_S):
+            return None, number
+    elif is_number(number, 1, MAX_COUNT) and number == int(number):
+        return float(number), None
     raise InputError(f"resume_every is {given!r}", hint="tokens, at least 1; seconds as '10 s'; inf: whole answers")
 
 

@@ -277,9 +277,8 @@ class ServedEngines:
         for name in group.names:
             self._devices[name] = functools.partial(launcher.devices_of, name)
             spec = WorkerSpec(
-                name, limit=group.limit, size=group.size, startable=True, can_sleep=group.sleeps,
-                can_pause=group.kind == "sglang",  # it says which weights made each token
-            )  # fmt: skip
+                name, limit=group.limit, size=group.size, startable=True, can_sleep=group.sleeps, can_pause=False
+            )
             self._pool.add_startable(spec, launcher)
 
     def _on_slots(self, group: StartedEngines, command: EngineCommand) -> None:

@@ -28,7 +28,7 @@ from trimtab.runtime.rollout.launch.launcher import (
     safe_name,
 )
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
-from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, EngineEndedError, PortTakenError, wait_until_serving
+from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -63,17 +63,7 @@ class ProcessLauncher:
     # ---- for the pool
 
     async def start(self, worker: str, version: int, path: str | None) -> Started:
-        for _ in range(PORT_TRIES - 1):
-            try:
-                return await self._begin(worker, version, path)
-            except PortTakenError:  # noqa: PERF203 - a start takes seconds
-                continue
-            except EngineEndedError as ended:
-                older = self.command.without_interval(ended.what)
-                if older is None:
-                    raise
-                self.command = older
-        return await self._begin(worker, version, path)
+        return await start_with_retries(self, lambda: self._begin(worker, version, path))
 
     async def stop(self, worker: str) -> None:
         """SIGTERM, then SIGKILL."""

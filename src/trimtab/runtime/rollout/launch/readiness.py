@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Protocol
 
 import aiohttp
 
@@ -19,7 +20,7 @@ from trimtab.runtime.engines.detect import attach
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import require_private
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState, Started
 
 FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # back-off: some engines start in half a second
 PORT_TRIES = 3
@@ -33,6 +34,27 @@ class EngineEndedError(UnreachableError):
 
 class PortTakenError(EngineEndedError):
     """It ended because another process has its port: retry with another port."""
+
+
+class HasCommand(Protocol):
+    """A launcher, with the command line of its engines."""
+
+    command: EngineCommand
+
+
+async def start_with_retries(launcher: HasCommand, start: Callable[[], Awaitable[Started]]) -> Started:
+    """Starts again where the port was taken, and without the stream interval where the engine does not know it."""
+    for _ in range(PORT_TRIES - 1):
+        try:
+            return await start()
+        except PortTakenError:  # noqa: PERF203 - a start takes seconds
+            continue
+        except EngineEndedError as ended:
+            older = launcher.command.without_interval(ended.what)
+            if older is None:
+                raise
+            launcher.command = older
+    return await start()
 
 
 async def wait_until_serving(
@@ -56,7 +78,7 @@ async def wait_until_serving(
             engine, seen = await _try_attach(name, url, command, session, deadlines)
             if engine is not None:
                 engine.launched = True
-                engine.pieces = replace(engine.pieces, every=command.stream_interval)
+                engine.pieces = replace(engine.pieces, every=max(engine.pieces.every, command.stream_interval))
                 return engine
         if time.monotonic() - began > command.start_s:
             raise UnreachableError(

@@ -43,7 +43,7 @@ from trimtab.runtime.rollout.launch.launcher import (
     Started,
     safe_name,
 )
-from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, EngineEndedError, PortTakenError, wait_until_serving
+from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
 from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask
 
 log = logging.getLogger("trimtab.rollout")
@@ -266,17 +266,7 @@ class SlotLauncher:
         return NoRoomError(why, where=f"worker {slot.worker}")
 
     async def _launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
-        for _ in range(PORT_TRIES - 1):
-            try:
-                return await self._launch_once(slot, version, path)
-            except PortTakenError:  # noqa: PERF203 - a start takes seconds
-                continue
-            except EngineEndedError as ended:
-                older = self.command.without_interval(ended.what)
-                if older is None:
-                    raise
-                self.command = older
-        return await self._launch_once(slot, version, path)
+        return await start_with_retries(self, lambda: self._launch_once(slot, version, path))
 
     async def _launch_once(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
         command = self.command
