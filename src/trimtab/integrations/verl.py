@@ -220,7 +220,7 @@ class Balancer:
             else:
                 watched = handle if self._settings.watch == "actor" else None
                 engine = ServerEngine(added.worker, watched, lambda why: pool.died(added.worker, why))
-                spec = WorkerSpec(added.worker, limit=limit, can_sleep=False, can_pause=False)
+                spec = WorkerSpec(added.worker, limit=limit, can_sleep=False)
                 await pool.add_engine(engine, spec, version=pool.version)
         except BaseException:
             del self._by_worker[added.worker]

@@ -176,7 +176,7 @@ class WorkerSpec:
     size: int = 1  # ranks of a collective (tensor parallel x pipeline parallel)
     startable: bool = False  # trimtab starts and stops its process; False: attached
     can_sleep: bool = True
-    can_pause: bool = True  # in place, keeping running requests
+    can_pause: bool = False  # in place, keeping running requests
     sleep_keeps_weights: bool = True  # False: it is `empty` after a sleep
     node: str = ""
 

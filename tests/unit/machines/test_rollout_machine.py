@@ -58,7 +58,7 @@ class Bench:
             self.add(f"w{number}", **(spec or {}))
 
     def add(self, name: str, *, up: bool = True, version: int | None = 0, **spec: Any) -> None:
-        self.tell(e.WorkerAdded(WorkerSpec(name, **spec), up, version if up else None))
+        self.tell(e.WorkerAdded(WorkerSpec(name, **{"can_pause": True, **spec}), up, version if up else None))
 
     def tell(self, event: Any, after_s: float = 0.0) -> list[Any]:
         self.now += after_s

@@ -321,7 +321,7 @@ def test_a_stop_string_across_a_cut_ends_the_answer_where_it_would_have_ended(tm
         with servers(1, tmp_path, slots=2) as (server,):
             async with RolloutPool(QUICK) as pool:
                 engine = Breaks("one", server.url, pool._session)  # type: ignore[arg-type]
-                await pool.add_engine(engine, WorkerSpec("one", can_sleep=False, can_pause=False), version=0)
+                await pool.add_engine(engine, WorkerSpec("one", can_sleep=False), version=0)
                 plain = (await pool.generate([PROMPT], SamplingParams(max_tokens=40, temperature=0.0)))[0].samples[0]
                 word = plain.text[18:24]
                 params = SamplingParams(max_tokens=40, temperature=0.0, stop=(word, "never this"))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +23,10 @@ from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
 from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, process
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher
-from trimtab.runtime.rollout.launch.process_engine import EngineProcess
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.launch.start import engines_as_processes
-from waiting import until_async
+from waiting import until, until_async
 
 PROMPT = (5, 6, 7, 8)
 WAIT_S = 240.0
@@ -287,6 +288,32 @@ def test_an_engine_ends_also_when_its_guard_is_killed(tmp_path: Path) -> None:
 
 
 # Under a rollout pool.
+
+
+LISTENS_AND_WAITS = """
+import socket, sys, time
+at = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+time.sleep(600)
+"""
+
+
+def test_an_engine_whose_connections_ended_is_given_time_to_end(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    guard = EngineProcess([sys.executable, "-c", LISTENS_AND_WAITS, str(port)], {}, tmp_path / "log", stop_s=5.0)
+    try:
+        until(lambda: guard.probe(port).listens, "the engine listens")
+        assert guard.exit_reason(port, 300.0) == "", "it listens: nothing is awaited"
+        [engine] = descendants(guard.pid)
+        os.kill(guard.pid, signal.SIGSTOP)  # so late is it that the engine's end is not seen yet
+        os.kill(engine.pid, signal.SIGKILL)
+        until(lambda: not guard.probe(port).listens, "the engine's end")
+        assert guard.exit_reason() == ""
+        timer = threading.Timer(0.2, os.kill, (guard.pid, signal.SIGCONT))
+        timer.start()
+        assert "SIGKILL" in guard.exit_reason(port, 60.0)
+        timer.join()
+    finally:
+        guard.end()
 
 
 def test_a_pool_starts_refits_restarts_and_stops_its_processes(tmp_path: Path) -> None:

@@ -276,9 +276,7 @@ class ServedEngines:
         launcher = ProcessLauncher(self._pool, command, devices=group.devices, logs=logs)
         for name in group.names:
             self._devices[name] = functools.partial(launcher.devices_of, name)
-            spec = WorkerSpec(
-                name, limit=group.limit, size=group.size, startable=True, can_sleep=group.sleeps, can_pause=False
-            )
+            spec = WorkerSpec(name, limit=group.limit, size=group.size, startable=True, can_sleep=group.sleeps)
             self._pool.add_startable(spec, launcher)
 
     def _on_slots(self, group: StartedEngines, command: EngineCommand) -> None:

@@ -467,7 +467,7 @@ class ElasticScheduler:
     def _join(self, worker: WorkerId) -> None:
         name = str(worker)
         self._ids[name] = worker
-        spec = WorkerSpec(name, limit=self.config.requests_per_worker_capacity, can_pause=False)
+        spec = WorkerSpec(name, limit=self.config.requests_per_worker_capacity)
         self._handle(e.WorkerAdded(spec, up=True, version=VERSION))
 
     def _record_fault(self, sentence: str) -> None:

@@ -88,8 +88,14 @@ class EngineProcess:
         links = (link for process in self._tree() for link in _links(process.pid))
         return not {int(link[8:-1]) for link in links if link.startswith("socket:[")}.isdisjoint(_listening(port))
 
-    def exit_reason(self) -> str:
-        """How it ended, with the end of its log; empty while it runs."""
+    def exit_reason(self, port: int = 0, within_s: float = 0.0) -> str:
+        """How it ended, with the end of its log; empty while it runs.
+
+        If it listens no more on `port`, it gets `within_s` to end: connections end before the process and its guard.
+        """
+        if within_s > 0 and self.alive and not self._listens(port):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(within_s)
         status = self._popen.poll()
         if status is None:
             return ""

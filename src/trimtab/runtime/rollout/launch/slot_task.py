@@ -76,10 +76,10 @@ class EngineSlotTask(SlotTask):
         process = self._process
         return EngineProcessState(ENDED_HERE) if process is None else process.probe(self._port)
 
-    def ended(self) -> str:
-        """How the engine ended; empty while it runs."""
+    def ended(self, within_s: float = 0.0) -> str:
+        """How the engine ended; empty while it runs. If nothing listens, its processes get `within_s` to end."""
         process = self._process
-        return ENDED_HERE if process is None else process.exit_reason()
+        return ENDED_HERE if process is None else process.exit_reason(self._port, within_s)
 
     def end(self) -> bool:
         with self._changing:

@@ -51,6 +51,7 @@ log = logging.getLogger("trimtab.rollout")
 ANSWER_S = 30.0  # for the controller or a task to answer
 NEWS_WAIT_S = 0.5  # of a call for news, which is then repeated for the current tasks
 ENGINE_CHECK_S = 1.0  # between checks of an engine's process
+ENGINE_END_S = 3.0  # for the processes of an engine that listens no more
 TASK_END_S = 60.0  # for a task to end
 UNTIMED_DRAIN_S = 30.0  # a node that drains without a deadline
 NO_TIMEOUT_S = 1e7
@@ -177,13 +178,14 @@ class SlotLauncher:
         slot = self.worker_slots.get(worker)
         if slot is None:
             return
+        ending_s = ENGINE_END_S if slot.up else 0.0
         slot.stop_watching()
         if slot.state in IN_QUEUE and slot.taken:
             return  # queued, without an engine
         if slot.state is TaskState.cancelling:
             await self._hand_over(slot)
             return
-        if not slot.taken and await self._ended_by_itself(slot):
+        if not slot.taken and await self._ended_by_itself(slot, ending_s):
             slot.idle_since = time.monotonic()
             return
         await asyncio.shield(self._spawn(self._give_back(slot)))
@@ -299,9 +301,9 @@ class SlotLauncher:
                 slot.watching = None
                 self._engine_gone(slot, ended)
 
-    async def _ended_by_itself(self, slot: WorkerSlot) -> bool:
+    async def _ended_by_itself(self, slot: WorkerSlot, within_s: float) -> bool:
         with contextlib.suppress(UnreachableError):
-            return bool(await slot.call("ended"))
+            return bool(await slot.call("ended", within_s, within_s=within_s + ANSWER_S))
         return False
 
     # ---- returning a slot --------------------------------------------------------------------------------------------

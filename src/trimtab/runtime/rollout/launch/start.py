@@ -34,7 +34,7 @@ def engines_as_processes(
     sleeps = command.kind in ("vllm", "sglang")
     for number in range(1, workers + 1):
         # Answers come in pieces: after a pause, which weights made the tokens still to arrive would be unknown.
-        spec = WorkerSpec(f"{name}-{number}", limit=limit, startable=True, can_sleep=sleeps, can_pause=False)
+        spec = WorkerSpec(f"{name}-{number}", limit=limit, startable=True, can_sleep=sleeps)
         pool.add_startable(spec, launcher)
     return launcher
 
@@ -65,7 +65,7 @@ def engines_on_slots(
     launcher = SlotLauncher(pool, session, slots, command, resources=resources, **settings)
 
     def spec(worker: str) -> WorkerSpec:
-        return slot_worker(worker, limit=limit, size=size, can_pause=False)
+        return slot_worker(worker, limit=limit, size=size)
 
     if workers is None:
         follower = EnginesPerNode(

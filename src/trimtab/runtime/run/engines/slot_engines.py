@@ -63,7 +63,7 @@ class EngineObjectSlotTask(SlotTask):
             raise RuntimeError(ENDED_HERE)
         return engine_thread.exchange(what, wait_s)
 
-    def ended(self) -> str:
+    def ended(self, within_s: float = 0.0) -> str:
         """How the engine ended; empty while it runs."""
         return ENDED_HERE if self._engine_thread is None else ""
 
