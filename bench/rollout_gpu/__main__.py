@@ -9,7 +9,7 @@ Needs torch, transformers and vLLM in the interpreter that runs it, or in --engi
 sleep mode and development mode, in sessions of their own; a later command with the same --folder finds them. Not part
 of `make bench`, which needs no GPU.
 
-    speed     tokens per second and CPU of this process, directly and through the pool in turns, one engine and two,
+    speed     tokens per second and CPU of this process, directly and through the pool in turns, two engines and one:
               answers of one length; and n samples with log-probs and long-tail lengths
     curve     the rate for each `resume_every`, and what a lost engine costs then
     sleep     GPU memory before, asleep and awake, levels 1 and 2
@@ -83,7 +83,9 @@ def arguments() -> argparse.Namespace:
     add("--up-s", type=float, default=600.0, help="seconds for the servers to come up (default: %(default)g)")
     loads = parser.add_argument_group("loads")
     add = loads.add_argument
-    add("--answers", type=int, default=512, help="default: %(default)s")
+    add("--answers", type=int, default=512, help="of one length; 0: without (default: %(default)s)")
+    add("--ask", default="2,1", help="engines of the part speed (default: %(default)s)")
+    add("--affinity", type=float, help="affinity_requests: what a prefix hit is worth (default: the pool's)")
     add("--tokens", type=int, default=1_024, help="of each answer (default: %(default)s)")
     add("--rounds", type=int, default=3, help="of direct and pool in turns (default: %(default)s)")
     add("--tail", default="64,8,1000,8000", help="prompts, samples, mean length, longest; 0: without (%(default)s)")
@@ -143,6 +145,8 @@ async def measure(given: argparse.Namespace, fleet: Fleet, models: list[str], ou
             segment=given.segment,
             resume_every=given.resume_every,
             curve=tuple(given.curve.split(",")),
+            asked=tuple(count for count in map(int, given.ask.split(",")) if count <= len(fleet.urls)),
+            affinity=given.affinity,
             gpu=given.gpu,
         )
         machine = {

@@ -241,6 +241,8 @@ class Bench:
     segment: int  # tokens: `resume_every` of the part `segments`
     resume_every: str | None  # tokens, inf, or seconds as `2 s`; None: the pool's default
     curve: tuple[str, ...]
+    asked: tuple[int, ...]  # engines of the part `speed`
+    affinity: float | None  # `affinity_requests`; None: the pool's default
     gpu: int
     prompt_tokens: int = 64
     results: dict[str, Any] = field(default_factory=dict)
@@ -260,6 +262,8 @@ class Bench:
         every = self.resume_every if resume_every is None else resume_every
         if every is not None:
             others["resume_every"] = every
+        if self.affinity is not None:
+            others["affinity_requests"] = self.affinity
         return RolloutRules(version=self.fleet.version, **others)
 
     @asynccontextmanager

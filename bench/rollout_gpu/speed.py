@@ -1,8 +1,10 @@
 """Tokens per second and client CPU: directly and through the pool, in turns, with the same orders.
 
-`speed` has two loads: answers of one exact length at once, on one engine and on two; and `n` samples with log-probs
-whose lengths have a long tail, on all engines. `curve` shows what `resume_every` costs: the rate at each setting, and
-how many tokens a lost engine would cost then, for the same answers.
+`speed` has two loads, on two engines and on one: answers of one exact length at once, and `n` samples with log-probs
+whose lengths have a long tail. Two engines on one GPU take turns: there the long tail ends sooner if the longest
+answers are on one of them (`--affinity`, as a direct call with n samples has it), unlike on two GPUs. `curve` shows
+what `resume_every` costs: the rate at each setting, and how many tokens a lost engine would cost then, for the same
+answers.
 """
 
 from __future__ import annotations
@@ -20,25 +22,19 @@ async def speed(bench: Bench) -> dict[str, Any]:
     """Both loads."""
     found: dict[str, Any] = bench.results.setdefault("speed", {})
     await warm_up(bench)
-    loads: list[tuple[str, list[str], Callable[[], list[Order]]]] = [
-        (
-            f"{engines} engine{'s' * (engines > 1)}, {bench.answers} answers of {bench.tokens} tokens",
-            urls,
-            bench_equal(bench),
-        )
-        for engines in (2, 1)
-        if len(urls := bench.urls[:engines]) == engines
-    ]
     prompts, samples, mean, longest = bench.tail
-    if prompts:
-        lengths = tail_lengths(prompts, mean, longest)
-        title = (
-            f"{len(bench.urls)} engines, {prompts} prompts x {samples} samples with log-probs, "
-            f"lengths {min(lengths)} to {max(lengths):,}, mean {statistics.mean(lengths):,.0f}"
-        )
-        loads.append((title, bench.urls, bench_tail(bench, lengths)))
-    for title, urls, orders in loads:
-        found[title] = await in_turns(bench, title, urls, orders)
+    lengths = tail_lengths(prompts, mean, longest) if prompts else []
+    for engines in bench.asked:
+        urls, who = bench.urls[:engines], f"{engines} engine{'s' * (engines > 1)}"
+        if bench.answers:
+            title = f"{who}, {bench.answers} answers of {bench.tokens} tokens"
+            found[title] = await in_turns(bench, title, urls, bench_equal(bench))
+        if prompts:
+            title = (
+                f"{who}, {prompts} prompts x {samples} samples with log-probs, "
+                f"lengths {min(lengths)} to {max(lengths):,}, mean {statistics.mean(lengths):,.0f}"
+            )
+            found[title] = await in_turns(bench, title, urls, bench_tail(bench, lengths))
     return found
 
 
@@ -56,7 +52,7 @@ def bench_tail(bench: Bench, lengths: Sequence[int]) -> Callable[[], list[Order]
 
 async def warm_up(bench: Bench) -> None:
     """Every engine has seen the batch sizes of what follows, with log-probs and without."""
-    count, tokens = min(bench.answers, bench.limit), min(bench.tokens, 64)
+    count, tokens = min(max(bench.answers, 64), bench.limit), min(bench.tokens, 64)
     for url in bench.urls:
         for logprobs in (None, 0):
             orders = [Order(prompt, tokens, logprobs=logprobs) for prompt in bench.prompts(count)]
