@@ -83,7 +83,7 @@ class Scene:
     names: list[str] = field(default_factory=list)
     arrived: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
-    begun: set[str] = field(default_factory=set)  # workers that have made some tokens of some request
+    begun: dict[str, str] = field(default_factory=dict)  # requests under way with some tokens, and their workers
     _sent: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def __call__(self, what: Any, now: float) -> None:
@@ -91,10 +91,12 @@ class Scene:
             self.arrived[what.spec.id] += 1
         elif isinstance(what, e.AnswerRequest):
             self.answered[what.request] += 1
+            self.begun.pop(what.request, None)
         elif isinstance(what, e.SendRequest):
+            self.begun.pop(what.request, None)
             self._sent[what.request, what.attempt] = what.worker
         elif isinstance(what, e.TokensStreamed) and what.tokens >= BEGUN:
-            self.begun.add(self._sent[what.request, what.attempt])
+            self.begun[what.request] = self._sent[what.request, what.attempt]
 
     def state(self, name: str) -> WorkerState | None:
         return next((one.state for one in self.pool.workers() if one.worker == name), None)
@@ -109,9 +111,8 @@ class Scene:
     @asynccontextmanager
     async def asked(self, asked: Sequence[Sequence[int]] = ASKED, **how: Any) -> AsyncIterator[asyncio.Task[Any]]:
         """Requests of which every engine has begun some; they are answered within the block."""
-        self.begun.clear()
         task = asyncio.create_task(self.pool.generate(asked, GREEDY, **how))
-        assert await self.pool.until(lambda: self.begun >= set(self.names) or task.done(), 120.0)
+        assert await self.pool.until(lambda: {*self.begun.values()} >= {*self.names} or task.done(), 120.0)
         assert not task.done(), "they were answered before anything could be done to the engines"
         yield task
         await task

@@ -18,7 +18,7 @@ from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, Task, connect
-from trimtab.runtime.client.task import TaskFailedError
+from trimtab.runtime.client.task import TaskFailedError, TaskTimeoutError
 from trimtab.runtime.rayapi.connect import connected
 
 CPU = {"cpu": 1}
@@ -142,7 +142,13 @@ def test_a_result_that_cannot_be_stored_is_a_failure_with_its_cause(tmp_path: Pa
                 with pytest.raises(TaskFailedError, match=f"{disk}/journal/results cannot be written: No space left"):
                     task.result(timeout=LONG_S)
                 assert task.state is TaskState.failed
-        late = pool.submit(Work, (str(tmp_path),), resources=CPU, run="give", run_args=(3,))
+        (tmp_path / "later").mkdir()
+        late = pool.submit(Work, (str(tmp_path / "later"),), resources=CPU, run="give", run_args=(3,))
+        late.wait("running", timeout=LONG_S)
+        with full(disk):
+            (tmp_path / "later/go").touch()
+            with pytest.raises(TaskTimeoutError):
+                late.result(timeout=1.0)  # it has returned, and waits for room
         assert late.result(timeout=LONG_S) == "xxx"
 
 

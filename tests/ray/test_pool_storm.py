@@ -32,13 +32,15 @@ def storm_over(nodes: int, seed: int) -> Iterator[Storm]:
     before = dict(os.environ)
     os.environ.update(HEALTH_CHECKS, RAY_USAGE_STATS_ENABLED="0")
     one = Storm(nodes, CPUS, seed)
-    ray.init(address=one.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    yield one
-    ray.shutdown()
-    one.cluster.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
-    cloudpickle.unregister_pickle_by_value(storms)
+    try:
+        ray.init(address=one.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield one
+    finally:
+        ray.shutdown()
+        one.cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+        cloudpickle.unregister_pickle_by_value(storms)
 
 
 def rage(storm: Storm, session: Session, disk: Path | None, wanted: int, pause_s: float) -> None:

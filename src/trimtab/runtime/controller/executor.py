@@ -385,9 +385,7 @@ class InstructionExecutor:
     # ---- outcomes -------------------------------------------------------------------------------------------
 
     async def _await_outcomes(self, task: str, attempt: int, members: Sequence[TaskWorker]) -> None:
-        """Wait for all entry methods. The first error ends the wait, as other workers may wait for the one that
-        raised.
-        """
+        """Wait for all entry methods. The first error ends the wait: other workers may wait for the one that raised."""
         waits = {asyncio.ensure_future(self._outcome(member)): member for member in members}
         outcomes: dict[int, EntryOutcome] = {}
         try:
@@ -414,21 +412,23 @@ class InstructionExecutor:
 
     async def _store_result(self, task: str, outcomes: dict[int, EntryOutcome]) -> str | None:
         """Store the result; returns why it could not be stored."""
-        ranks = sorted(outcomes)
-        header = {
-            "errors": [outcomes[rank].error for rank in ranks],
-            "traces": [outcomes[rank].trace for rank in ranks],
-        }
-        data = pack(header, [outcomes[rank].value for rank in ranks])
-        try:
-            if len(data) < _LARGE:
-                self._blobs.put("results", task, data)
-            else:
-                await asyncio.to_thread(self._blobs.put, "results", task, data)
-        except UnreachableError as fault:
-            log.error("task %s: its result is lost: %s", task, fault.what)
-            return f"it returned, but its result is lost: {fault.what}; {fault.hint}"
-        return None
+        ends = [outcomes[rank] for rank in sorted(outcomes)]
+        header = {"errors": [end.error for end in ends], "traces": [end.trace for end in ends]}
+        data = pack(header, [end.value for end in ends])
+        tries = iter(RETRY_S)
+        while True:  # a disk may be full for a moment
+            try:
+                if len(data) < _LARGE:
+                    self._blobs.put("results", task, data)
+                else:
+                    await asyncio.to_thread(self._blobs.put, "results", task, data)
+                return None
+            except UnreachableError as fault:
+                wait_s = next(tries, None)
+                if wait_s is None or self._closed:
+                    log.error("task %s: its result is lost: %s", task, fault.what)
+                    return f"it returned, but its result is lost: {fault.what}; {fault.hint}"
+            await asyncio.sleep(wait_s)
 
     async def _outcome(self, member: TaskWorker) -> EntryOutcome | None:
         """Outcome of the entry method; None if the process died, which is reported."""
