@@ -13,7 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@tools/make-venv "$(PYTHON)" "$(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@tools/install-packages $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: setup

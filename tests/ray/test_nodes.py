@@ -149,6 +149,7 @@ def test_a_killed_node_is_known_to_be_lost_before_ray_knows_it(nodes: Nodes, ses
     until(lambda: view(session, other) is None, "a removed node is still there")
 
 
+@pytest.mark.long  # the storm kills nodes too, and looks for two processes of a task at once
 def test_processes_of_a_dead_raylet_are_gone_before_their_task_starts_again(
     nodes: Nodes, session: Session, pool: Pool, tmp_path: Path
 ) -> None:

@@ -28,6 +28,8 @@ from trimtab.runtime.run.local_run import RunEnd
 from trimtab.runtime.run.migration import MigrationExecutor
 from trimtab.runtime.run.ray_run import ClusterRun
 
+pytestmark = pytest.mark.long
+
 ITERATIONS = 16
 Disturb = Callable[[str, dict[str, Any]], None]
 
@@ -123,7 +125,6 @@ def kill_controller(session: Session) -> None:
     os.kill(session.status()["pid"], signal.SIGKILL)
 
 
-@pytest.mark.long
 def test_a_component_that_is_killed_is_made_anew_and_no_iteration_counts_twice(house: House, tmp_path: Path) -> None:
     kill = once(at_iteration(6), lambda: kill_one(house, "trainer"))
     end = run(house, tmp_path / "run", kill)
@@ -131,13 +132,11 @@ def test_a_component_that_is_killed_is_made_anew_and_no_iteration_counts_twice(h
     assert events(tmp_path / "run", "lost")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [pytest.param("save", marks=pytest.mark.long), "place"])
+@pytest.mark.parametrize("stage", ["save", "place"])
 def test_a_component_that_is_killed_amid_a_move(house: House, tmp_path: Path, stage: str) -> None:
     disturbed(house, tmp_path, at_stage(stage), lambda: kill_one(house, "trainer"))
 
 
-@pytest.mark.long
 def test_a_node_that_is_lost_leaves_the_run_a_smaller_plan_and_one_that_joins_a_larger_one(
     house: House, tmp_path: Path
 ) -> None:
@@ -159,7 +158,6 @@ def test_a_node_that_is_lost_leaves_the_run_a_smaller_plan_and_one_that_joins_a_
     assert "gone with node" in forced[-1]["reason"]
 
 
-@pytest.mark.long
 def test_a_node_that_is_lost_while_components_are_first_placed_leaves_the_run_a_smaller_plan(
     house: House, tmp_path: Path
 ) -> None:
@@ -172,7 +170,6 @@ def test_a_node_that_is_lost_while_components_are_first_placed_leaves_the_run_a_
     assert end.plan.total_gpus == 4  # of one node
 
 
-@pytest.mark.long
 def test_a_run_that_is_only_advised_follows_the_advice_when_its_plan_is_gone(house: House, tmp_path: Path) -> None:
     rules = replace(AUTO, mode=ReplanMode.advise)
     end = run(house, tmp_path / "run", once(at_iteration(6), house.kill_node), rules=rules)
@@ -184,14 +181,11 @@ def test_a_run_that_is_only_advised_follows_the_advice_when_its_plan_is_gone(hou
     assert plans[-1]["plan"] != plans[0]["plan"]
 
 
-@pytest.mark.long
 def test_a_node_that_is_lost_amid_a_move(house: House, tmp_path: Path) -> None:
     disturbed(house, tmp_path, at_stage("release"), house.kill_node)
 
 
-@pytest.mark.parametrize(
-    "when", [pytest.param(at_iteration(5), marks=pytest.mark.long), at_stage("release")], ids=["at work", "amid a move"]
-)
+@pytest.mark.parametrize("when", [at_iteration(5), at_stage("release")], ids=["at work", "amid a move"])
 def test_a_controller_that_is_killed_is_started_again_and_the_run_goes_on(
     house: House, tmp_path: Path, when: Callable[[str, dict[str, Any]], bool]
 ) -> None:
@@ -224,7 +218,6 @@ def killed_amid_a_move(house: House, folder: Path) -> bool:
     return True
 
 
-@pytest.mark.long
 def test_a_driver_that_is_killed_amid_a_move_is_resumed_and_nothing_counts_twice(house: House, tmp_path: Path) -> None:
     folders = [tmp_path / f"run-{attempt}" for attempt in range(3)]
     folder = next((one for one in folders if killed_amid_a_move(house, one)), None)
@@ -250,7 +243,6 @@ class BreaksInTurn(MigrationExecutor):
         super().do(stage)
 
 
-@pytest.mark.long
 def test_moves_that_fail_at_each_of_their_stages_are_undone_one_after_another(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
