@@ -24,6 +24,7 @@ from trimtab.core.reasons import ReasonCode
 from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Pool, Session, connect
+from trimtab.runtime.client.task import TaskFailedError
 from trimtab.runtime.controller.rpc import ClientUpdate
 from trimtab.runtime.rayapi import draining
 from waiting import until
@@ -39,8 +40,8 @@ class Nodes:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         self._made: dict[str, Any] = {}
 
-    def add(self) -> str:
-        node = self.cluster.add_node(num_cpus=1, resources={"seat": 1})
+    def add(self, **labels: str) -> str:
+        node = self.cluster.add_node(num_cpus=1, resources={"seat": 1}, labels=labels)
         self._made[node.node_id] = node
         return str(node.node_id)
 
@@ -147,6 +148,22 @@ def test_a_killed_node_is_known_to_be_lost_before_ray_knows_it(nodes: Nodes, ses
     nodes.remove(first)
     nodes.remove(other)
     until(lambda: view(session, other) is None, "a removed node is still there")
+
+
+def test_a_task_goes_to_a_node_with_the_label_that_it_asks_for(nodes: Nodes, session: Session, pool: Pool) -> None:
+    plain, labelled = nodes.add(), nodes.add(gpu="h200")
+    for node in (plain, labelled):
+        joined(session, node)
+    task = pool.submit(Seat, resources=UNIT, label_selector={"gpu": "in(h200, b200)"})
+    assert task.call("where")[0] == labelled
+    other = pool.submit(Seat, resources=UNIT, label_selector={"gpu": "b200"})
+    with pytest.raises(TaskFailedError, match="no node has label gpu=b200"):
+        other.wait("running", WAIT_S)
+    task.cancel()
+    task.wait("ended", WAIT_S)
+    for node in (plain, labelled):
+        nodes.remove(node)
+        until(lambda node=node: view(session, node) is None, "a removed node is still there")
 
 
 @pytest.mark.long  # the storm kills nodes too, and looks for two processes of a task at once

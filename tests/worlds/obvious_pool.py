@@ -114,7 +114,7 @@ class Facts:
 def has_room(facts: Facts, spec: TaskSpec) -> bool:
     """Whether a task of one bundle could start without anybody leaving."""
     pool, ask = facts.pools[spec.pool], amounts(spec.bundles[0])
-    room = spec.room[0] if spec.room else spec.bundles[0]
+    room = spec.size[0]
     if not fits(ask, facts.quota_left[spec.pool]):
         return False
     idle = [slot for slot in facts.slots if not slot.tenants]

@@ -36,11 +36,13 @@ from trimtab.model.pool import (
     HOLDS_SLOTS,
     IN_QUEUE,
     BundlePlacement,
+    Labels,
     PlacementStrategy,
     PoolSpec,
     PreemptionPolicy,
     TaskSpec,
     TaskState,
+    label_matches,
     labels_of,
     rules_of,
 )
@@ -111,6 +113,7 @@ class Node:
     total: Resources
     outside: Resources
     cordoned: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -312,7 +315,7 @@ class World:
 
     def _on_NodeJoined(self, event: news.NodeJoined) -> None:  # noqa: N802
         cordoned = event.node in self.nodes and self.nodes[event.node].cordoned
-        self.nodes[event.node] = Node(event.total, event.outside, cordoned)
+        self.nodes[event.node] = Node(event.total, event.outside, cordoned, dict(event.labels))
 
     def _on_NodeCordoned(self, event: news.NodeCordoned) -> None:  # noqa: N802
         if event.node in self.nodes:
@@ -435,7 +438,7 @@ class World:
             assert not self.nodes[node].cordoned, f"{wanted.group} is to be made on the cordoned {node}"
             have = amounts(self.nodes[node].total.minus(self.nodes[node].outside))
             held = self.held(node)
-            for name, _ in bundle:
+            for name in bundle.floats():
                 assert held.get(name, 0) <= have.get(name, 0), (
                     f"{wanted.group} brings {node} to {held} of {have}: oversubscribed"
                 )
@@ -499,6 +502,9 @@ class World:
             assert group.made.nodes[place.bundle] == place.node
             assert group.made.pool == spec.pool
             assert bundle.within(group.made.bundles[place.bundle])
+            for key, wanted in spec.label_selector:
+                there = self.nodes[place.node].labels
+                assert label_matches(there, key, wanted), f"{spec.id} is started on {place.node} with {there}"
 
     def _book_stop(self, wanted: StopTask) -> None:
         run = self.runs.get(wanted.task)
@@ -622,7 +628,7 @@ class World:
         free = {}
         for node, one in self.nodes.items():
             if not one.cordoned:
-                free[node] = added(amounts(one.total.minus(one.outside)), self.held(node), -1)
+                free[node] = added(self.capacity(node), self.held(node), -1)
         left = {name: amounts(spec.quota) for name, spec in self.pools.items()}
         inside: dict[str, list[str]] = {}
         for name, task_now in self.machine.tasks.items():
@@ -758,10 +764,17 @@ class World:
                 assert told.position is not None or not queued, f"{name} waits without a position"
         assert self.dumped() == before
 
+    def capacity(self, node: str, *, outside: bool = True) -> Amounts:
+        """What a node has, and each label that some task asked for, as often as anybody may want it."""
+        one = self.nodes[node]
+        asked = {(key, wanted) for spec in self.specs.values() for key, wanted in spec.label_selector}
+        labels = {f"label {key}={wanted}": 2**30 for key, wanted in asked if label_matches(one.labels, key, wanted)}
+        return {**amounts(one.total.minus(one.outside) if outside else one.total), **labels}
+
     def could_fit(self, spec: TaskSpec) -> bool:
         """Whether the task could run if it were alone."""
         pool = self.pools[spec.pool]
-        asks = spec.room or spec.bundles
+        asks = spec.size
         if not fits(amounts(total(spec.bundles)), amounts(pool.quota)):
             return False
         entitled = spec.priority >= pool.reserved_priority or (pool.borrow and spec.evictable)
@@ -771,7 +784,7 @@ class World:
             return False
         if not self.nodes:
             return True
-        return can_lie(asks, spec.strategy or pool.strategy, {n: amounts(o.total) for n, o in self.nodes.items()})
+        return can_lie(asks, spec.strategy or pool.strategy, {n: self.capacity(n, outside=False) for n in self.nodes})
 
     # ---- carrying out ----
 
@@ -853,8 +866,10 @@ class World:
 
     # ---- plain deeds for tests ----
 
-    def node(self, name: str, count: float = 8, outside: Resources = NOTHING, **more: float) -> None:
-        self.tell(news.NodeJoined(name, Resources.of(gpu=count, cpu=64, **more), outside))
+    def node(
+        self, name: str, count: float = 8, outside: Resources = NOTHING, labels: Labels = (), **more: float
+    ) -> None:
+        self.tell(news.NodeJoined(name, Resources.of(gpu=count, cpu=64, **more), outside, labels))
 
     def submit(self, *specs: TaskSpec) -> list[PoolInstruction]:
         """Submit, and carry out nothing."""
@@ -924,7 +939,7 @@ class World:
 
     def fits_alone(self, spec: TaskSpec) -> bool:
         """Whether nothing but reserved slots stands in its way, now that nobody runs."""
-        free = {name: amounts(one.total.minus(one.outside)) for name, one in self.nodes.items()}
+        free = {name: self.capacity(name) for name in self.nodes}
         for name, group in self.groups.items():
             for at, node in enumerate(group.made.nodes):
                 if node in free and self.is_reserved(name):
@@ -932,7 +947,7 @@ class World:
         pool = self.pools[spec.pool]
         if not self.could_fit(spec) or spec.shares or not pool.dynamic:
             return False
-        return can_lie(spec.room or spec.bundles, spec.strategy or pool.strategy, free)
+        return can_lie(spec.size, spec.strategy or pool.strategy, free)
 
     def close(self) -> None:
         """Deadlines pass and pools are dropped: nobody waits any more, and nothing is left behind."""

@@ -158,6 +158,8 @@ class Fate(RuleBasedStateMachine):
                 room=(ask.plus(Resources.of(gpu=1, cpu=1)),) if odd in (6, 7, 10) else (),
                 residual=(Resources.of(gpu=0.25),) if odd in (6, 8) else (),
                 start_timeout_s=30.0 if odd == 9 else 600.0,
+                label_selector={11: (("kind", "a"),), 12: (("kind", "!a"),)}.get(odd, ()),
+                awaits_node=odd in (11, 12),
             )
         )
         if carried:
@@ -244,7 +246,8 @@ class Fate(RuleBasedStateMachine):
     def change_node(self, at, count, outside, what):
         world, node = self.world, f"n{at}"
         if what == "join":
-            world.node(node, count, outside=Resources.of(gpu=min(outside, count)))
+            labels = (("kind", "ab"[at % 2]),) if at < 5 else ()
+            world.node(node, count, outside=Resources.of(gpu=min(outside, count)), labels=labels)
         elif node in world.nodes and what == "lose":
             world.tell(news.NodeLost(node))
         elif node in world.nodes and what == "empty":

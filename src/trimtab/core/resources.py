@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from trimtab.core.errors import InputError
 
 GRAIN = 10_000  # units in 1
+LABEL = "label "  # a label that a node must have is a resource of this name: `label gpu=h200`
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class Resources:
         return all(units <= limits.get(name, 0) for name, units in self.units)
 
     def floats(self) -> dict[str, float]:
-        """Numbers by name; integers where they are whole."""
-        return {name: units // GRAIN if units % GRAIN == 0 else units / GRAIN for name, units in self.units}
+        """Numbers by name, without labels; integers where they are whole."""
+        amounts = {name: units for name, units in self.units if not name.startswith(LABEL)}
+        return {name: units // GRAIN if units % GRAIN == 0 else units / GRAIN for name, units in amounts.items()}
 
     def __str__(self) -> str:
         return ", ".join(amount_text(name, units) for name, units in self.units) or "nothing"
@@ -76,6 +78,8 @@ class Resources:
 def amount_text(name: str, units: int) -> str:
     """An amount for display: `1.5 cpu`, `2 GiB memory`."""
     amount = units / GRAIN
+    if name.startswith(LABEL):
+        return name
     if name == "memory" and amount >= 2**20:
         size, unit = (amount / 2**30, "GiB") if amount >= 2**30 else (amount / 2**20, "MiB")
         return f"{size:.4g} {unit} memory"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.numbers import check_number, check_whole
 from trimtab.core.reasons import Reason, StoryEntry
-from trimtab.core.resources import Resources, total
+from trimtab.core.resources import LABEL, Resources, total
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label
 
@@ -106,6 +106,7 @@ class TaskSpec:
     bundles: tuple[Resources, ...]
     priority: float = 5.0
     labels: Labels = ()
+    label_selector: Labels = ()  # of nodes, as in Ray: `value`, `!value`, `in(a, b)` or `!in(a, b)` for each key
     estimate_s: float = 0.0  # 0: unknown
     preemptible: bool | None = None  # None: single actors are, gangs are not
     strategy: PlacementStrategy | None = None  # None: the pool's
@@ -142,6 +143,14 @@ class TaskSpec:
                 raise InputError(
                     f"{name} has {len(bundles)} bundles where the task has {len(self.bundles)}", where=where
                 )
+        for key, wanted in self.label_selector:
+            if not key or "=" in key or not wanted.strip("! "):
+                raise InputError(
+                    f"label_selector {key!r}: {wanted!r} selects no node",
+                    where=where, hint="{label: value}, or !value, in(a, b), !in(a, b)",
+                )  # fmt: skip
+        if self.label_selector and self.shares is not None:
+            raise InputError("it shares a slot, whose node is not its choice", where=where, hint="no label_selector")
         if any(not ask.within(room) for ask, room in zip(self.bundles, self.room, strict=False)):
             raise InputError("its room is smaller than what it asks", where=where)
         if any(not rest.within(ask) for rest, ask in zip(self.residual, self.bundles, strict=False)):
@@ -149,8 +158,12 @@ class TaskSpec:
 
     @property
     def size(self) -> tuple[Resources, ...]:
-        """The slots it gets: its bundles, or `room` where other tasks will share them."""
-        return self.room or self.bundles
+        """The slots it gets: its bundles, or `room` where other tasks will share them; with labels of nodes."""
+        size = self.room or self.bundles
+        if not self.label_selector:
+            return size
+        labels = Resources(tuple((f"{LABEL}{key}={value}", 1) for key, value in self.label_selector))
+        return tuple(bundle.plus(labels) for bundle in size)
 
     @property
     def processes(self) -> int:
@@ -249,6 +262,13 @@ def labels_of(labels: Mapping[str, str] | None, where: str) -> Labels:
         if not isinstance(key, str) or not isinstance(value, str):
             raise InputError(f"labels are words, not {key!r}: {value!r}", where=where)
     return tuple(sorted((labels or {}).items()))
+
+
+def label_matches(labels: Mapping[str, str], key: str, wanted: str) -> bool:
+    """Whether a node with these labels is selected: by `value`, `in(a, b)`, or `!` before either."""
+    plain = wanted.removeprefix("!").strip()
+    values = plain[3:-1].split(",") if plain.startswith("in(") and plain.endswith(")") else [plain]
+    return (labels.get(key) in [value.strip() for value in values]) != wanted.startswith("!")
 
 
 def rules_of(

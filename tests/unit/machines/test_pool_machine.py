@@ -308,6 +308,63 @@ def test_a_task_that_awaits_a_node_waits_where_none_is_large_enough():
     assert one.state("a") is TaskState.running
 
 
+def labelled(**labels):
+    return tuple(sorted(labels.items()))
+
+
+def test_a_task_goes_to_a_node_with_the_label_that_it_asks_for():
+    one = world(8)
+    one.node("h200", 4, labels=labelled(gpu="h200", zone="b"))
+    one.node("a100", 4, labels=labelled(gpu="a100", zone="b"))
+    one.run(
+        task("value", 2, label_selector=(("gpu", "h200"),)),
+        task("not", 2, label_selector=(("gpu", "!h200"), ("zone", "b"))),
+        task("any", 2, label_selector=(("gpu", "in(a100, h200)"),)),
+        task("none", 2, label_selector=(("gpu", "!in(a100, h200)"),)),
+        task("plain", 2),
+    )
+    at = {name: found.places[0].node for name, found in one.machine.tasks.items()}
+    assert (at["value"], at["not"], at["none"]) == ("h200", "a100", "n0")
+    assert at["any"] in ("h200", "a100")
+    one.run(task("more", 4, label_selector=(("gpu", "h200"),)))
+    assert one.state("more") is TaskState.waiting
+    assert one.why("more") is ReasonCode.no_room
+    one.reload()
+    one.end("value")
+    if at["any"] == "h200":
+        one.end("any")
+    one.carry_all()
+    assert one.machine.tasks["more"].places[0].node == "h200"
+
+
+def test_a_label_that_no_node_has_is_said_and_a_node_that_joins_with_it_is_used():
+    one = world(8)
+    asked = {"label_selector": (("gpu", "b200"),)}
+    one.run(task("fails", 1, **asked), task("waits", 1, awaits_node=True, **asked))
+    assert one.states("fails", "waits") == ["failed", "waiting"]
+    assert "no node has label gpu=b200" in one.machine.tasks["waits"].reason.sentence
+    one.node("n9", 8, labels=labelled(gpu="b200"))
+    one.carry_all()
+    assert one.machine.tasks["waits"].places[0].node == "n9"
+
+
+def test_tasks_are_evicted_only_on_nodes_with_the_label():
+    one = world(2)
+    one.node("far", 2, labels=labelled(gpu="h200"))
+    one.tell(news.PolicySet(policy(same_pool_gap=1.0)))
+    one.run(task("a", 2, priority=1.0), task("b", 2, priority=1.0, label_selector=(("gpu", "h200"),)))
+    one.run(task("urgent", 2, priority=9.0, label_selector=(("gpu", "h200"),)))
+    assert one.states("a", "b", "urgent") == ["running", "evicted", "running"]
+
+
+@pytest.mark.parametrize("selector", [(("", "x"),), (("a=b", "x"),), (("a", "! "),)])
+def test_a_selector_that_selects_nothing_is_refused(selector):
+    with pytest.raises(InputError, match="selects no node"):
+        task("a", 1, label_selector=selector)
+    with pytest.raises(InputError, match="not its choice"):
+        task("a", 1, label_selector=(("a", "x"),), shares="b")
+
+
 def test_nobody_joins_a_slot_that_somebody_else_takes_over():
     one = world(4)
     one.tell(news.PolicySet(policy(same_pool_gap=1.0)))

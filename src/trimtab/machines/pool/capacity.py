@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.core.resources import Resources
+from trimtab.core.resources import LABEL, Resources
+from trimtab.model.pool import Labels, label_matches
 
 Vector = NDArray[np.int64]
 
 FIRST_COLUMNS = ("cpu", "gpu", "memory")
+LABELLED = 2**40  # units of a label on a node that has it: enough for all of its tasks
 
 
 class ClusterCapacity:
@@ -27,6 +29,7 @@ class ClusterCapacity:
         self.columns: dict[str, int] = {name: at for at, name in enumerate(FIRST_COLUMNS)}
         self.row_of: dict[str, int] = {}
         self.nodes: list[str | None] = []  # by row; None where a node was lost
+        self.labels: dict[str, dict[str, str]] = {}  # by node
         self._vectors: dict[Resources, Vector] = {}
         width = 8
         self.total: Vector = np.zeros((0, width), np.int64)
@@ -79,10 +82,19 @@ class ClusterCapacity:
     def _add_column(self, name: str) -> None:
         self.columns[name] = len(self.columns)
         width = self.total.shape[1]
-        if len(self.columns) <= width:
-            return
-        more = width
+        if len(self.columns) > width:
+            self._widen(width)
+        if name.startswith(LABEL):
+            for node, row in self.row_of.items():
+                self._set_label(node, row, name)
+            self.shape += 1
+            self._free = self._max_free = None
 
+    def _set_label(self, node: str, row: int, name: str) -> None:
+        key, _, wanted = name.removeprefix(LABEL).partition("=")
+        self.total[row, self.columns[name]] = LABELLED * label_matches(self.labels[node], key, wanted)
+
+    def _widen(self, more: int) -> None:
         def wider(matrix: Vector) -> Vector:
             return np.concatenate([matrix, np.zeros((*matrix.shape[:-1], more), np.int64)], axis=-1)
 
@@ -102,8 +114,9 @@ class ClusterCapacity:
         found[list(self.row_of.values())] = True
         return found
 
-    def set_node(self, node: str, amounts: Resources, outside: Resources) -> None:
+    def set_node(self, node: str, amounts: Resources, outside: Resources, labels: Labels) -> None:
         self.vector(amounts), self.vector(outside)
+        self.labels[node] = dict(labels)
         row = self.row_of.get(node)
         if row is None:
             row = heapq.heappop(self._holes) if self._holes else self._new_row()
@@ -111,6 +124,9 @@ class ClusterCapacity:
             self.row_of[node] = row
         self.total[row] = self.vector(amounts)
         self.outside[row] = self.vector(outside)
+        for name in self.columns:
+            if name.startswith(LABEL):
+                self._set_label(node, row, name)
         self.usable[row] = node not in self.cordoned
         self.shape += 1
         self._free = self._max_free = None
@@ -149,6 +165,7 @@ class ClusterCapacity:
 
     def drop_node(self, node: str) -> None:
         row = self.row_of.pop(node)
+        del self.labels[node]
         self.nodes[row] = None
         heapq.heappush(self._holes, row)
         self.cordoned.discard(node)

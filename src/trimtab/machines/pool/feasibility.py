@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.reasons import Reason, ReasonCode
-from trimtab.core.resources import total
+from trimtab.core.resources import LABEL, total
 from trimtab.machines.pool.binpack import fitting, never_placeable, place
 from trimtab.machines.pool.capacity import Vector
 from trimtab.machines.pool.events import RecoveredTask
@@ -43,13 +43,13 @@ def strategy_of(state: PoolState, spec: TaskSpec) -> PlacementStrategy:
 def placement_key(state: PoolState, spec: TaskSpec) -> tuple[object, ...]:
     """What `find_assignment` depends on: tasks with equal keys fit together, or not at all."""
     owner = spec.priority >= state.pools[spec.pool].spec.reserved_priority
-    return spec.pool, spec.bundles, spec.room, spec.strategy, owner, spec.evictable
+    return spec.pool, spec.bundles, spec.size, spec.strategy, owner, spec.evictable
 
 
 def preemption_key(state: PoolState, task: PoolTask) -> tuple[object, ...]:
     """What `plan_preemption` depends on, besides the priority."""
     spec = task.spec
-    own = (spec.pool, spec.bundles, spec.room, spec.strategy, spec.evictable, spec.labels)
+    own = (spec.pool, spec.bundles, spec.size, spec.strategy, spec.evictable, spec.labels)
     return *own, state.may_evict(task), task.evictions > 0
 
 
@@ -353,7 +353,10 @@ def never_fits_nodes(state: PoolState, spec: TaskSpec) -> str | None:
     known = state.never_fits_cache.get((spec.size, strategy))
     if known is None or known[0] != state.node_epoch:
         capacity = state.capacity
-        why = never_placeable(capacity.total, capacity.node_rows(), _demands(state, spec), strategy)
+        demands, nodes = _demands(state, spec), capacity.node_rows()
+        missing = [name for name, _ in spec.size[0] if not capacity.total[nodes, capacity.columns[name]].any()]
+        labels = [name for name in missing if name.startswith(LABEL)] if nodes.any() else []
+        why = f"no node has {labels[0]}" if labels else never_placeable(capacity.total, nodes, demands, strategy)
         if len(state.never_fits_cache) > 1_000:
             state.never_fits_cache.clear()
         known = (state.node_epoch, None if why is None else f"it asks {total(spec.size)}, and {why}")

@@ -198,7 +198,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
             state.changed_nodes.add(event.node)
         self.nodes[event.node] = event
         state.node_epoch += 1
-        state.capacity.set_node(event.node, event.total, event.outside)
+        state.capacity.set_node(event.node, event.total, event.outside, event.labels)
         if known is None:
             self._record_node(event.node, "joined", f"it has {event.total}")
         state.wake_all()

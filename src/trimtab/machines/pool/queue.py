@@ -24,7 +24,7 @@ class SchedulingClass(NamedTuple):
 
     pool: str
     bundles: tuple[Resources, ...]
-    room: tuple[Resources, ...]
+    size: tuple[Resources, ...]
     strategy: PlacementStrategy | None
     priority: float
     labels: Labels
@@ -47,7 +47,7 @@ class ClassQueue:
     def __init__(self, kind: SchedulingClass) -> None:
         self.kind = kind
         self.entries: list[QueueEntry] = []
-        self.size = kind.room or kind.bundles
+        self.size = kind.size
         self.uniform = all(bundle == self.size[0] for bundle in self.size)
         self.wanted: list[tuple[int, int]] | None = (
             None  # of a bundle, by column of ClusterCapacity; computed on demand
@@ -76,7 +76,7 @@ class PendingQueue:
         kind = SchedulingClass(
             spec.pool,
             spec.bundles,
-            spec.room,
+            spec.size,
             spec.strategy,
             spec.priority,
             spec.labels,

@@ -406,7 +406,8 @@ class PoolState:
         for row, name in enumerate(data["rows"]):
             capacity.set_row(row, name)
             if name is not None:
-                capacity.set_node(name, self.nodes[name].total, self.nodes[name].outside)
+                node = self.nodes[name]
+                capacity.set_node(name, node.total, node.outside, node.labels)
         for pool in decode(list[PoolRecord], data["pools"]):
             self.add_pool(pool)
         self.tasks.update((task.id, task) for task in decode(list[PoolTask], data["tasks"]))

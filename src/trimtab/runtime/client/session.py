@@ -340,8 +340,8 @@ class Pool:
         Ray, has async methods, has `ray_options` that only an actor can honour, or `plain` requests an actor. Actors
         that it creates without a placement are in its slot, and end with it. `ends_with_me` cancels it when this client
         ends. Further settings are fields of `TaskSpec`: estimate_s, preemptible, strategy, wait_s, restarts, saves,
-        notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s, one_process (a list
-        of resources is for one object and the actors that it creates).
+        notice_s, label_selector (of nodes, as in Ray), awaits_node, may_evict, over_quota_waits, shares, residual,
+        room, start_timeout_s, one_process (a list of resources is for one object and the actors that it creates).
         """
         session = self._session
         user_class = class_of(kind)
@@ -424,6 +424,8 @@ def _task_spec(
     for name in ("residual", "room"):
         if name in settings:
             settings[name] = _bundles(settings[name], where)
+    if "label_selector" in settings:
+        settings["label_selector"] = labels_of(settings["label_selector"], where)
     if isinstance(settings.get("strategy"), str):
         settings["strategy"] = strategy_of(settings["strategy"], where)
     return TaskSpec(
