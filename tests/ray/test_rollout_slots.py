@@ -384,12 +384,10 @@ def test_an_engine_over_two_nodes_leaves_both_with_notice_and_returns(
         async with engines(session, slots, command=command, workers=1, nodes=2) as (pool, launcher):
             await until_async(lambda: active(pool), "an engine")
             [place] = launcher.worker_slots.values()
-            vips = [
-                await asyncio.to_thread(
-                    lambda at=at: slots.submit(Taker, resources=GPU, id=f"vip-{uuid.uuid4().hex[:4]}", priority=9.0)
-                )
-                for at in range(len(nodes.there) + 1)
-            ]
+            names = [f"vip-{uuid.uuid4().hex[:4]}" for _ in range(len(nodes.there) + 1)]
+            vips = await asyncio.to_thread(
+                lambda: [slots.submit(Taker, resources=GPU, id=name, priority=9.0) for name in names]
+            )
             await asyncio.to_thread(vips[-1].wait, "running", WAIT_S)
             assert not servers(), "it leaves as a whole"
             for vip in vips:
