@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from engine_answers import prompts, run
-from rollout_commands import llama
+from rollout_commands import llama, llama_over_nodes
 from storm import below, kill
 from tiny_gguf import tiny_gguf
 from trimtab import rollout
@@ -36,7 +36,8 @@ from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.procs.processes import table
 from trimtab.runtime.rollout.launch.demand import DemandWatch
-from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, engines_that_fit
+from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, engines_over, engines_that_fit
+from trimtab.runtime.rollout.launch.launcher import EngineCommand
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
 from trimtab.runtime.rollout.launch.start import engines_as_processes, engines_on_slots
 from waiting import until_async
@@ -136,12 +137,17 @@ class Taker:
 
 @asynccontextmanager
 async def engines(
-    session: Session, slots: Pool, elastic: ElasticConfig | None = None, **settings: Any
+    session: Session,
+    slots: Pool,
+    elastic: ElasticConfig | None = None,
+    command: EngineCommand | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[RolloutPool, SlotLauncher]]:
     settings = {"resources": GPU, "limit": 4, "notice_s": 8.0, "room_s": 1.0, "idle_s": 3.0, **settings}
     more = () if elastic is None else (elastic,)
     async with RolloutPool(RULES, *more, look_s=0.3) as pool:
-        launcher = engines_on_slots(pool, session, slots, llama(mark=MARK, stop_s=2.0), **settings)
+        command = command or llama(mark=MARK, stop_s=2.0)
+        launcher = engines_on_slots(pool, session, slots, command, **settings)
         yield pool, launcher
 
 
@@ -315,6 +321,84 @@ def test_engines_follow_nodes_that_drain_and_join_and_are_lost(nodes: Nodes, ses
     run(play(), within_s=400)
 
 
+@pytest.mark.long
+def test_an_engine_over_two_nodes_is_lost_with_a_process_a_member_or_a_node_and_no_request_is(
+    nodes: Nodes, session: Session, slots: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.add(2 - len(nodes.there))  # three with the head, so that it has somewhere to go
+    deaths: list[str] = []
+
+    def rank(pid: int) -> int:
+        return int(_line(pid).split("\0")[6])
+
+    async def play() -> None:
+        command = llama_over_nodes(MARK, stop_s=2.0)
+        async with engines(session, slots, command=command, workers=1, nodes=2, notice_s=20.0) as (pool, launcher):
+            died = pool.died
+            monkeypatch.setattr(pool, "died", lambda worker, why: (deaths.append(why), died(worker, why)))
+
+            async def again(before: list[int]) -> list[int]:
+                """Its processes, when none of before is left and it serves."""
+                await until_async(
+                    lambda: len(servers()) == 2 and not set(before) & set(servers()) and active(pool), "it serves"
+                )
+                await flow.flows()
+                [view] = pool.status()["workers"]
+                on = view["node"].split(", ")
+                assert len(set(on)) == 2, "its nodes"
+                return sorted(servers(), key=rank)
+
+            await until_async(lambda: active(pool), "an engine")
+            async with traffic(pool) as flow:
+                first = await again([])
+                assert [rank(pid) for pid in first] == [0, 1]
+                [place] = launcher.worker_slots.values()
+                kill(first[1])
+                second = await again(first)
+                assert list(launcher.worker_slots.values()) == [place], "the gang was kept"
+                assert len(deaths) == 1
+                assert "rank 1: it was ended by SIGKILL" in deaths[0]
+                members = await asyncio.to_thread(lambda: place.member.task.members)
+                kill(members[1].pid)
+                third = await again(second)
+                assert list(launcher.worker_slots.values()) != [place], "the gang was lost as a whole"
+                assert len(deaths) == 2
+                [place] = launcher.worker_slots.values()
+                nodes.kill(next(node for node in nodes.there if node.node_id in place.nodes))
+                await again(third)
+                assert len(deaths) == 3
+        assert not servers()
+        assert not [one for one in await asyncio.to_thread(slots.tasks) if one.state is TaskState.running]
+
+    run(play(), within_s=400)
+
+
+@pytest.mark.long
+def test_an_engine_over_two_nodes_leaves_both_with_notice_and_returns(
+    nodes: Nodes, session: Session, slots: Pool
+) -> None:
+    nodes.add(1 - len(nodes.there))
+
+    async def play() -> None:
+        command = llama_over_nodes(MARK, stop_s=2.0)
+        async with engines(session, slots, command=command, workers=1, nodes=2) as (pool, launcher):
+            await until_async(lambda: active(pool), "an engine")
+            [place] = launcher.worker_slots.values()
+            names = [f"vip-{uuid.uuid4().hex[:4]}" for _ in range(len(nodes.there) + 1)]
+            vips = await asyncio.to_thread(
+                lambda: [slots.submit(Taker, resources=GPU, id=name, priority=9.0) for name in names]
+            )
+            await asyncio.to_thread(vips[-1].wait, "running", WAIT_S)
+            assert not servers(), "it leaves as a whole"
+            for vip in vips:
+                await asyncio.to_thread(vip.complete)
+            await until_async(lambda: active(pool), "its return")
+            assert launcher.worker_slots[place.worker] is place, "its task had waited in the queue"
+            assert len(servers()) == 2
+
+    run(play(), within_s=300)
+
+
 # Without a cluster.
 
 
@@ -326,6 +410,7 @@ class Ledger:
     """A rollout pool and a launcher that only take note."""
 
     unit: Resources = TWO_GPUS
+    nodes: int = 1
     worker_slots: dict[str, Any] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
@@ -363,6 +448,19 @@ def test_a_node_has_places_for_what_is_left_of_it_and_none_before_it_may_be_used
     assert engines_that_fit(node("a", 8, announced=False), unit) == 0
 
 
+def test_an_engine_over_several_nodes_needs_a_node_for_each_of_its_parts() -> None:
+    for parts, nodes, fit in (
+        ([4, 4], 1, 8),
+        ([4, 4], 2, 4),
+        ([4, 0], 2, 0),
+        ([9, 1, 1], 2, 2),
+        ([2, 2, 2], 2, 3),
+        ([1, 1], 3, 0),
+        ([], 2, 0),
+    ):
+        assert engines_over(parts, nodes) == fit, (parts, nodes)
+
+
 def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first() -> None:
     async def play() -> None:
         ledger = Ledger()
@@ -372,9 +470,7 @@ def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first()
         follower.update([node("a", 4), node("b", 4)])
         assert len(follower.workers) == 4
         for worker, where in zip(follower.workers, "aabb", strict=True):
-            ledger.worker_slots[worker] = SimpleNamespace(
-                member=SimpleNamespace(there=True, node=where), node_leaving=False
-            )
+            ledger.worker_slots[worker] = SimpleNamespace(nodes=(where,), node_leaving=False)
         follower.update([node("a", 4, NodeState.draining), node("b", 4)])
         await asyncio.sleep(0)
         assert ledger.removed == ["engine-1", "engine-2"]

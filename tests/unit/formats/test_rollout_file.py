@@ -204,6 +204,18 @@ def test_engines_of_a_pool_may_follow_its_nodes() -> None:
     assert "of a pool follow" in fault("rollout: {engines: [{kind: vllm, model: m, count: nodes}]}").what
 
 
+def test_an_engine_of_a_pool_may_be_over_several_nodes() -> None:
+    text = "rollout: {engines: [{kind: vllm, model: m, size: 16, nodes: 2%s}]}"
+    for more, gpus in ((", pool: p", 8.0), (", pool: p, gpus: 4", 4.0)):
+        (engines,) = read(text % more).engines
+        assert isinstance(engines, StartedEngines)
+        assert (engines.nodes, engines.size, engines.gpus) == (2, 16, gpus)
+    assert "nodes applies to engines on a pool" in fault(text % "").what
+    assert (
+        "size 3 over 2 nodes" in fault("rollout: {engines: [{kind: vllm, model: m, size: 3, nodes: 2, pool: p}]}").what
+    )
+
+
 def test_what_becomes_of_an_engine_that_is_given_up_is_said_or_follows_from_its_kind() -> None:
     text = "rollout: {engines: [{kind: %s, model: m%s}]}"
     for kind, more, sleeps in (

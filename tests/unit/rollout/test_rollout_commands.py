@@ -361,6 +361,7 @@ def test_errors_have_a_status_and_say_what_to_do(
     [
         ("rollout: {engines: [{kind: vllm, model: m, command: [vllm, serve]}]}", "job.yaml:1: rollout.engines[0]"),
         ("rollout: {engines: [{command: 'x {prot}'}]}", "did you mean {port}?"),
+        ("rollout: {engines: [{command: 'x {port}', pool: p, nodes: 2, gpus: 1}]}", "no {rank}, {nodes}, {head}"),
         ("rollout: {engines: 'http://127.0.0.1:9', gateway: {worker_hosts: ['10.0.0.0/99']}}", "worker_hosts"),
         ("rollout: {engines: 'http://8.8.8.8:9', gateway: {port: 0}}", "not a private address"),
     ],

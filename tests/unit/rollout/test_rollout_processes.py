@@ -23,7 +23,7 @@ from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
 from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, process
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher
-from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_ports
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.launch.start import engines_as_processes
 from waiting import until, until_async
@@ -188,8 +188,8 @@ def test_a_port_that_somebody_else_took_is_given_up_for_another(
     async def play(launcher: ProcessLauncher, heard: Heard) -> None:
         first = await launcher.start("w0", 0, None)
         taken = int(first.url.rpartition(":")[2])
-        given, honest = [taken], processes.free_port
-        monkeypatch.setattr(processes, "free_port", lambda host: given.pop() if given else honest(host))
+        given, honest = [[taken, 0]], processes.free_ports
+        monkeypatch.setattr(processes, "free_ports", lambda host, count: given.pop() if given else honest(host, count))
         second = await launcher.start("w1", 0, None)
         assert not given
         assert second.url != first.url, "what answers at the first port is not what was started"
@@ -298,7 +298,7 @@ time.sleep(600)
 
 
 def test_an_engine_whose_connections_ended_is_given_time_to_end(tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
+    [port] = free_ports("127.0.0.1", 1)
     guard = EngineProcess([sys.executable, "-c", LISTENS_AND_WAITS, str(port)], {}, tmp_path / "log", stop_s=5.0)
     try:
         until(lambda: guard.probe(port).listens, "the engine listens")
@@ -403,6 +403,60 @@ def test_a_command_line_is_filled_in_and_json_in_it_is_left_alone() -> None:
     assert command.started_version(7, None) == 0
     fixed = EngineCommand("base", command="serve base --port {port}", version=2)
     assert fixed.started_version(7, "/weights/7") == 2, "a command that names no weights starts with its own"
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        (
+            "vllm",
+            ["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--master-port", "82"],
+            ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "82", "--headless"],
+        ),
+        (
+            "sglang",
+            ["--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "10.0.0.1:82"],
+            ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:82"],
+        ),
+    ],
+)
+def test_the_usual_command_of_a_kind_knows_how_its_ranks_meet(kind: str, first: list[str], second: list[str]) -> None:
+    plain = EngineCommand("base", kind)
+    command = plain.over(2)
+    assert plain.over(1) is plain
+    assert command.over(2) is command, "once is enough"
+    for rank, host, expected in ((0, "10.0.0.1", first), (1, "10.0.0.2", second)):
+        place: dict[str, Any] = {"name": "w", "host": host, "port": 81, "version": 0, "path": None}
+        line = command.line(**place, rank=rank, nodes=2, head="10.0.0.1", dist_port=82)
+        assert line == [*plain.line(**place), *expected]
+
+
+def test_a_command_of_ones_own_over_several_nodes_says_where_its_ranks_go() -> None:
+    own = EngineCommand("base", command="serve {port} {rank} {nodes} {head} {dist_port}").over(2)
+    line = own.line(name="w", host="b", port=81, version=0, path=None, rank=1, nodes=2, head="a", dist_port=82)
+    assert line == ["serve", "81", "1", "2", "a", "82"]
+    alone = own.line(name="w", host="b", port=81, version=0, path=None, dist_port=83)
+    assert alone == ["serve", "81", "0", "1", "b", "83"]
+    for command, missing in (
+        (EngineCommand("m", command="serve {port}"), "{rank}, {nodes}, {head}, {dist_port}"),
+        (EngineCommand("m", "vllm", "vllm serve {port} {rank} {head}"), "{nodes}, {dist_port}"),
+        (EngineCommand("m", "llamacpp"), "{rank}, {nodes}, {head}, {dist_port}"),
+    ):
+        with pytest.raises(InputError, match="over 2 nodes") as fault:
+            command.over(2)
+        assert f"no {missing}," in fault.value.what
+    with pytest.raises(InputError, match="at least 1"):
+        own.over(0)
+
+
+def test_an_engine_that_is_ended_by_force_gets_no_time_and_leaves_nothing(tmp_path: Path) -> None:
+    code = "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN)\n"
+    code += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); signal.pause()"
+    engine = EngineProcess([sys.executable, "-c", code], {}, tmp_path / "log", stop_s=WAIT_S, own_session=False)
+    them = until(lambda: (found := descendants(engine.pid)) and len(found) == 2 and found, "the engine and its child")
+    assert engine.end(force=True)
+    assert "SIGKILL" in engine.exit_reason(), "the engine's own end, told by its guard"
+    assert not gone(them, 0.0)
 
 
 def test_an_engine_does_not_get_the_tokens_of_trimtab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

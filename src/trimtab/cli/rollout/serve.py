@@ -83,7 +83,7 @@ def commands(settings: RolloutSettings) -> dict[int, EngineCommand]:
                 found[index] = EngineCommand(
                     engines.model, engines.kind, engines.command, engines.arguments, engines.environment,
                     engines.host, settings.rules.version, engines.start_s, engines.stop_s, engines.folder,
-                )  # fmt: skip
+                ).over(engines.nodes)  # fmt: skip
             except InputError as error:
                 error.where = engines.where
                 raise
@@ -290,8 +290,8 @@ class ServedEngines:
             engines_on_slots(
                 self._pool, self._session, group.pool, command,
                 resources={name: amount for name, amount in resources.items() if amount}, workers=group.count,
-                per_node=group.per_node, max_workers=self._settings.rules.max_workers, name=group.name,
-                limit=group.limit, size=group.size, priority=group.priority,
+                nodes=group.nodes, per_node=group.per_node, max_workers=self._settings.rules.max_workers,
+                name=group.name, limit=group.limit, size=group.size, priority=group.priority,
             )  # fmt: skip
         except InputError as error:
             error.where = group.where

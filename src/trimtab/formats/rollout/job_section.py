@@ -68,7 +68,7 @@ STARTED_ONLY = (
     "pool",
 )
 ATTACHED_ONLY = ("version", "node")
-ON_A_POOL = ("gpus", "cpus", "memory_gb", "priority", "per_node")
+ON_A_POOL = ("nodes", "gpus", "cpus", "memory_gb", "priority", "per_node")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -209,6 +209,9 @@ def _started(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ...
     if isinstance(entry.count, int) and 0 < len(entry.devices) < entry.count:
         few = f"{entry.count} engines, and devices for {len(entry.devices)}"
         raise at.error(few, *keys, "devices", hint="one entry for each engine: ['0', '1'], or '0,1' for one with two")
+    if entry.gpus is None and entry.size % entry.nodes:
+        uneven = f"an engine of size {entry.size} over {entry.nodes} nodes"
+        raise at.error(uneven, *keys, "nodes", hint="size: its ranks on all nodes; or gpus: on each node")
     can_sleep = entry.kind in ("vllm", "sglang") and entry.pool is None
     if entry.idle == "sleep" and not can_sleep:
         why = "a slot is only free when its engine has ended" if entry.pool is not None else "this engine cannot sleep"
@@ -231,7 +234,8 @@ def _started(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ...
         devices=tuple(entry.devices),
         sleeps=can_sleep if entry.idle is None else entry.idle == "sleep",
         pool=entry.pool,
-        gpus=float(entry.size) if entry.gpus is None else entry.gpus,
+        nodes=entry.nodes,
+        gpus=entry.size / entry.nodes if entry.gpus is None else entry.gpus,
         cpus=0.0 if entry.cpus is None else entry.cpus,
         memory_gb=entry.memory_gb,
         priority=3.0 if entry.priority is None else entry.priority,

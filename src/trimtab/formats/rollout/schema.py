@@ -81,6 +81,7 @@ class EngineSection(_Section):
     devices: Words = Field(default_factory=list)
     idle: Literal["sleep", "stop"] | None = None
     pool: Name | None = None
+    nodes: Whole = 1
     gpus: Amount | None = None
     cpus: Amount | None = None
     memory_gb: Amount | None = None

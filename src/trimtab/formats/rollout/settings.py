@@ -65,7 +65,8 @@ class StartedEngines:
     devices: tuple[str, ...]  # values of CUDA_VISIBLE_DEVICES, one per engine
     sleeps: bool  # when scaled down; False: it is stopped
     pool: str | None  # None: local processes
-    gpus: float
+    nodes: int  # of each engine
+    gpus: float  # on each of its nodes, as the other resources
     cpus: float
     memory_gb: float | None
     priority: float

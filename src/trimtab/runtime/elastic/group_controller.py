@@ -26,7 +26,7 @@ from trimtab.model.nodes import ElasticSpec, NodeState, NodeView, World
 from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, value_of
 from trimtab.runtime.elastic.collectives import StateLostError, StepOutcome, StepRun, WorldSetup
-from trimtab.runtime.elastic.member_client import MemberClient
+from trimtab.runtime.elastic.member_client import LOSSES, MemberClient
 from trimtab.runtime.elastic.member_tasks import ANSWER_S, MemberTasks
 from trimtab.runtime.elastic.view import GroupLogEntry, GroupStats, StepResult
 from trimtab.runtime.procs.background import Background, RestartPolicy
@@ -45,14 +45,6 @@ FAULTS = (  # a member that leaves for one of these is not called any more
     ReasonCode.unhealthy,
     ReasonCode.node_lost,
     ReasonCode.process_died,
-)
-LOSSES = (
-    ReasonCode.node_lost,
-    ReasonCode.slot_lost,
-    ReasonCode.process_died,
-    ReasonCode.gang_broken,
-    ReasonCode.start_timeout,
-    ReasonCode.restarts_used,
 )
 
 

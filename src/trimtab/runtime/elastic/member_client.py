@@ -10,9 +10,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import TaskState
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.elastic.member import PartLostError
+
+LOSSES = (  # a task that stops for one of these is lost: it was not asked to leave
+    ReasonCode.node_lost,
+    ReasonCode.slot_lost,
+    ReasonCode.process_died,
+    ReasonCode.gang_broken,
+    ReasonCode.start_timeout,
+    ReasonCode.restarts_used,
+)
 
 
 class MemberGoneError(Exception):

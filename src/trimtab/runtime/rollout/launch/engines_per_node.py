@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.resources import Resources
@@ -29,12 +29,20 @@ def slot_worker(worker: str, **settings: object) -> WorkerSpec:
 
 
 def engines_that_fit(node: NodeView, unit: Resources, per_node: int | None = None) -> int:
-    """Number of engines that fit on a node, beside what is used outside trimtab."""
+    """Number of engines, or parts of engines, that fit on a node, beside what is used outside trimtab."""
     if node.state not in (NodeState.ready, NodeState.suspect) or not node.announced:
         return 0  # a suspect node keeps its workers
     free = node.facts.total.minus(node.outside)
     fit = min((free.get(name) // units for name, units in unit), default=0)
     return fit if per_node is None else min(fit, per_node)
+
+
+def engines_over(parts: Sequence[int], nodes: int) -> int:
+    """Number of engines that have a part on each of `nodes` nodes, if so many parts fit on each node there is."""
+    engines = sum(parts) // nodes
+    while sum(min(fit, engines) for fit in parts) < engines * nodes:
+        engines -= 1
+    return engines
 
 
 class EnginesPerNode:
@@ -65,7 +73,8 @@ class EnginesPerNode:
     def update(self, nodes: Iterable[NodeView]) -> None:
         """Adds or removes workers for these nodes."""
         by_name = {node.node: node for node in nodes}
-        fit = sum(engines_that_fit(node, self._launcher.unit, self._per_node) for node in by_name.values())
+        parts = [engines_that_fit(node, self._launcher.unit, self._per_node) for node in by_name.values()]
+        fit = engines_over(parts, self._launcher.nodes)
         wanted = max(self._min_workers, min(self._max_workers, fit))
         while len(self.workers) < wanted:
             worker = f"{self._name}-{next(self._numbers)}"
@@ -77,12 +86,12 @@ class EnginesPerNode:
                 self._remove(worker)
 
     def _removal_rank(self, worker: str, nodes: dict[str, NodeView]) -> int:
-        """Removed first: workers whose node leaves or is gone, then those without a node."""
+        """Removed first: workers of which a node leaves or is gone, then those without a node."""
         slot = self._launcher.worker_slots.get(worker)
-        if slot is None or not slot.member.there:
+        if slot is None or not slot.nodes:
             return 1
-        node = nodes.get(slot.member.node)
-        return 0 if slot.node_leaving or node is None or node.state is not NodeState.ready else 2
+        ready = all(name in nodes and nodes[name].state is NodeState.ready for name in slot.nodes)
+        return 2 if ready and not slot.node_leaving else 0
 
     def _remove(self, worker: str) -> None:
         self.workers.remove(worker)

@@ -20,7 +20,9 @@ from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.model.rollout import WorkerSpec, WorkerView
 from trimtab.runtime.engines.engine import Engine
 
-PLACEHOLDERS = ("model", "port", "host", "name", "version", "path")
+OF_NODES = ("rank", "nodes", "head", "dist_port")
+"""Placeholders that an engine over several nodes needs."""
+PLACEHOLDERS = ("model", "port", "host", "name", "version", "path", *OF_NODES)
 """Placeholders of a command line."""
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -38,6 +40,13 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 INTERVAL = ("--stream-interval", "32")
 """For vLLM: an event for every token costs its HTTP front more than the token. Releases before 0.12 do not know it."""
+NODE_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "vllm": ("--nnodes", "{nodes}", "--node-rank", "{rank}", "--master-addr", "{head}", "--master-port", "{dist_port}"),
+    "sglang": ("--nnodes", "{nodes}", "--node-rank", "{rank}", "--dist-init-addr", "{head}:{dist_port}"),
+}
+"""Of default commands, for engines over several nodes. vLLM has them since 0.11.1."""
+HEADLESS = "--headless"  # for vLLM's ranks above 0, which serve nothing
+NODE_ADDRESS = {"vllm": "VLLM_HOST_IP", "sglang": "SGLANG_HOST_IP"}  # by which the other ranks reach this one
 ENVIRONMENT: dict[str, dict[str, str]] = {"vllm": {"VLLM_SERVER_DEV_MODE": "1"}}  # for pause, sleep and refit
 
 _BRACES = re.compile(r"\{([a-z_]+)\}")  # JSON in an argument has quotes or spaces after its braces
@@ -119,7 +128,8 @@ class EngineCommand:
 
     `kind` is vllm, sglang or llamacpp, or empty: detected. `command` is the command line with {model}, {port} and
     {host}, and optionally {name}, {version} and {path}; empty: the default of the kind. {model} is the path of the
-    trainer's weights if known, else `model`; {path} is only ever the trainer's, or empty.
+    trainer's weights if known, else `model`; {path} is only ever the trainer's, or empty. Of an engine over several
+    {nodes} each runs it with its {rank}; {head} and {dist_port} are the address of rank 0's node and a free port there.
     """
 
     model: str
@@ -185,13 +195,41 @@ class EngineCommand:
         """Environment variables of the kind, and those given."""
         return {**ENVIRONMENT.get(self.kind, {}), **self.environment}
 
-    def line(self, *, name: str, host: str, port: int, version: int, path: str | None) -> list[str]:
-        """Arguments of one engine."""
+    def over(self, nodes: int) -> EngineCommand:
+        """The command of engines over so many nodes: a default command gets the arguments of its kind."""
+        if nodes < 1:
+            raise InputError(f"an engine over {nodes} nodes", where="engine command", hint="at least 1")
+        missing = [f"{{{name}}}" for name in OF_NODES if f"{{{name}}}" not in " ".join(self.words)]
+        if nodes == 1 or not missing:
+            return self
+        if not self.command and self.kind in NODE_ARGUMENTS:
+            return replace(self, arguments=(*NODE_ARGUMENTS[self.kind], *self.arguments))
+        raise InputError(
+            f"the command has no {', '.join(missing)}, and its engine is over {nodes} nodes", where="engine command",
+            hint="it is run on every node: with its rank, their number, and the address and port where ranks meet",
+        )  # fmt: skip
+
+    def line(
+        self,
+        *,
+        name: str,
+        host: str,
+        port: int,
+        version: int,
+        path: str | None,
+        rank: int = 0,
+        nodes: int = 1,
+        head: str = "",
+        dist_port: int = 0,
+    ) -> list[str]:
+        """Arguments of one engine, or of one rank of it."""
         values = {
             "model": path or self.model, "port": str(port), "host": host, "name": name,
             "version": str(self.started_version(version, path)), "path": path or "",
+            "rank": str(rank), "nodes": str(nodes), "head": head or host, "dist_port": str(dist_port),
         }  # fmt: skip
-        return [_BRACES.sub(lambda found: values[found[1]], word) for word in self.words]
+        silent = (HEADLESS,) if self.kind == "vllm" and rank > 0 and HEADLESS not in self.words else ()
+        return [_BRACES.sub(lambda found: values[found[1]], word) for word in (*self.words, *silent)]
 
     def started_version(self, version: int, path: str | None) -> int:
         """Version of an engine started so: that of `model` unless the trainer's path is used."""

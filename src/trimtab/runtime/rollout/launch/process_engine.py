@@ -31,13 +31,15 @@ LOG_TAIL_CHARS = 4_000  # read from the end of a log
 LOG_TAIL_LINES = 12
 
 
-def free_port(host: str) -> int:
-    """A port that is free now. If another process takes it first, the start is retried with another port."""
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports that are free now. If another process takes one first, the start is retried with others."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.bind((host, 0))
-            return int(sock.getsockname()[1])
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
+            for each in sockets:
+                each.bind((host, 0))
+            return [int(each.getsockname()[1]) for each in sockets]
     except OSError as fault:
         raise InputError(f"nothing can listen on {host}: {fault.strerror}", hint="an address of this machine") from None
 
@@ -75,10 +77,10 @@ class EngineProcess:
     def alive(self) -> bool:
         return self._popen.poll() is None
 
-    def probe(self, port: int) -> EngineProcessState:
+    def probe(self, port: int, dist_port: int = 0) -> EngineProcessState:
         ended = self.exit_reason()
         return (
-            EngineProcessState(ended, port_taken=not is_free(port))
+            EngineProcessState(ended, port_taken=not (is_free(port) and is_free(dist_port)))
             if ended
             else EngineProcessState(listens=self._listens(port))
         )
@@ -131,8 +133,11 @@ class EngineProcess:
         for process in self._tree():
             send(process, signal.SIGKILL)
 
-    def end(self) -> bool:
-        """Terminates, then kills; whether it is gone. Blocks."""
+    def end(self, force: bool = False) -> bool:
+        """Terminates, then kills, by `force` at once; whether it is gone. Blocks."""
+        if force and self.alive:
+            for process in descendants(self.pid):  # its guard kills what they started meanwhile
+                send(process, signal.SIGKILL)
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(self._stop_s + KILL_S)

@@ -27,7 +27,7 @@ from trimtab.runtime.rollout.launch.launcher import (
     base_url,
     safe_name,
 )
-from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_ports
 from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")
@@ -99,8 +99,8 @@ class ProcessLauncher:
 
     async def _begin(self, worker: str, version: int, path: str | None) -> Started:
         await self.stop(worker)  # the previous engine
-        command, port = self.command, free_port(self.command.host)
-        line = command.line(name=worker, host=command.host, port=port, version=version, path=path)
+        command, (port, dist_port) = self.command, free_ports(self.command.host, 2)
+        line = command.line(name=worker, host=command.host, port=port, version=version, path=path, dist_port=dist_port)
         settings = {**command.settings, **self._device(worker)}
         process = EngineProcess(line, settings, self.log_of(worker), stop_s=command.stop_s, folder=command.folder)
         self._running[worker] = process

@@ -1,5 +1,6 @@
 """Task that holds a slot for a rollout engine: runs the engine's process on the slot's node and devices.
 
+Of an engine over several nodes, each member of a gang runs the process of its rank.
 The task lasts as long as the slot is held; the launcher starts, checks and ends the engine in it by calls, so after an
 eviction the task gets the current weights and not those of its submission. Calls come on the main thread, `drain` and
 `cancel` on others: the task stays until the launcher releases it or its notice is over, and then ends the engine. If
@@ -11,8 +12,14 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState, base_url, safe_name
-from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
+from trimtab.runtime.rollout.launch.launcher import (
+    NODE_ADDRESS,
+    EngineCommand,
+    EngineProcessState,
+    base_url,
+    safe_name,
+)
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_ports
 
 ENDED_HERE = "it was stopped"
 SPARE_S = 1.0  # of the notice: for the process to end before it is killed with its worker process
@@ -26,8 +33,8 @@ class SlotTask:
         self._changing = threading.RLock()
         self._let_go = threading.Event()
 
-    def end(self) -> bool:
-        """Ends the engine; whether it is gone. The slot is kept."""
+    def end(self, force: bool = False) -> bool:
+        """Ends the engine, by `force` at once; whether it is gone. The slot is kept."""
         raise NotImplementedError
 
     def leave(self) -> bool:
@@ -52,21 +59,32 @@ class EngineSlotTask(SlotTask):
     def __init__(self, worker: str) -> None:
         super().__init__(worker)
         self._process: EngineProcess | None = None
-        self._port = 0
+        self._host = ""
+        self._port = self._dist_port = 0
 
-    def launch(self, command: EngineCommand, version: int, path: str | None) -> str:
-        """Starts an engine, replacing the previous one; returns its URL."""
-        import ray
+    def prepare(self) -> tuple[str, int]:
+        """Ends the previous engine; returns this node's address and a port for ranks to meet on, if this is rank 0."""
+        if not self.end():
+            raise RuntimeError("the previous engine does not end")
+        self._host = _node_address()
+        self._port, self._dist_port = free_ports(self._host, 2)
+        return self._host, self._dist_port
 
-        host = str(ray.util.get_node_ip_address())
+    def launch(
+        self, command: EngineCommand, version: int, path: str | None, rank: int, nodes: int, head: str, dist_port: int
+    ) -> str:
+        """Starts a rank of an engine on what was prepared; returns its URL."""
+        host, name = self._host, safe_name(self._worker) + (f".{rank}" if rank else "")
+        address = {NODE_ADDRESS[command.kind]: host} if nodes > 1 and command.kind in NODE_ADDRESS else {}
+        line = command.line(
+            name=self._worker, host=host, port=self._port, version=version, path=path,
+            rank=rank, nodes=nodes, head=head, dist_port=dist_port,
+        )  # fmt: skip
         with self._changing:
-            self.end()
             if self._let_go.is_set():
                 raise RuntimeError("this slot is being given up")
-            self._port = free_port(host)
-            line = command.line(name=self._worker, host=host, port=self._port, version=version, path=path)
             self._process = EngineProcess(
-                line, command.settings, _log_dir() / f"trimtab-engine-{safe_name(self._worker)}.log",
+                line, {**address, **command.settings}, _log_dir() / f"trimtab-engine-{name}.log",
                 stop_s=command.stop_s, folder=command.folder, own_session=False,
             )  # fmt: skip
         return base_url(host, self._port)
@@ -74,16 +92,16 @@ class EngineSlotTask(SlotTask):
     def probe(self) -> EngineProcessState:
         """Process state during the start."""
         process = self._process
-        return EngineProcessState(ENDED_HERE) if process is None else process.probe(self._port)
+        return EngineProcessState(ENDED_HERE) if process is None else process.probe(self._port, self._dist_port)
 
     def ended(self, within_s: float = 0.0) -> str:
         """How the engine ended; empty while it runs. If nothing listens, its processes get `within_s` to end."""
         process = self._process
         return ENDED_HERE if process is None else process.exit_reason(self._port, within_s)
 
-    def end(self) -> bool:
+    def end(self, force: bool = False) -> bool:
         with self._changing:
-            ended = self._process is None or self._process.end()
+            ended = self._process is None or self._process.end(force)
             if ended:
                 self._process = None
             return ended
@@ -93,6 +111,12 @@ class EngineSlotTask(SlotTask):
         process = self._process
         if process is not None:
             process.kill()
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _log_dir() -> Path:

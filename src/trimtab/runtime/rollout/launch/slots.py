@@ -1,5 +1,8 @@
 """Launcher of engines on slots of a pool of a Ray cluster, one task each, so that freed GPUs go to other tasks.
 
+The task of an engine over several nodes is a gang, which is had, kept and lost as a whole: if one of its processes
+ends, the others are ended before it is started again.
+
 A starting worker queues for a slot by its priority; a stopped worker returns it (a sleeping engine would keep it). When
 the slots' pool evicts a worker, its task gets notice, the rollout pool drains the worker and the slot is handed over;
 the task stays queued, and the worker may be used again when it has a slot. What must never happen: a slot held without
@@ -19,19 +22,25 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
 from trimtab.runtime.client.session import Pool, Session
+from trimtab.runtime.client.task import Task
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
-from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
+from trimtab.runtime.elastic.member_client import (
+    LOSSES,
+    MemberClient,
+    MemberGoneError,
+    MemberHungError,
+    MemberRaisedError,
+)
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.procs.background import Background, describe
@@ -55,21 +64,16 @@ ENGINE_END_S = 3.0  # for the processes of an engine that listens no more
 TASK_END_S = 60.0  # for a task to end
 UNTIMED_DRAIN_S = 30.0  # a node that drains without a deadline
 NO_TIMEOUT_S = 1e7
-LOSSES = (
-    ReasonCode.node_lost,
-    ReasonCode.slot_lost,
-    ReasonCode.process_died,
-    ReasonCode.start_timeout,
-    ReasonCode.restarts_used,
-)
 
 
 class WorkerSlot:
-    """A worker's task in the slots' pool."""
+    """A worker's task in the slots' pool, with a member on each of its nodes."""
 
-    def __init__(self, worker: str, member: MemberClient) -> None:
+    def __init__(self, worker: str, task: Task, nodes: int = 1) -> None:
         self.worker = worker
-        self.member = member
+        names = [worker] if nodes == 1 else [f"rank {rank} of {worker}" for rank in range(nodes)]
+        self.members = [MemberClient(name, task) for name in names]
+        self.member = self.members[0]  # the one that serves
         self.reason = "it was just submitted"
         self.node_leaving = False
         self.starting = False  # `start` is running
@@ -83,6 +87,19 @@ class WorkerSlot:
     def state(self) -> TaskState:
         return self.member.seen[0]
 
+    @property
+    def there(self) -> bool:
+        """Whether all members can be called."""
+        return all(member.there for member in self.members)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(member.node for member in self.members) if self.there else ()
+
+    def down(self, why: str) -> None:
+        for member in self.members:
+            member.down(why)
+
     def stop_watching(self) -> None:
         """The rollout pool no longer has its engine."""
         self.up = False
@@ -95,19 +112,46 @@ class WorkerSlot:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.changed.wait(), within_s)
 
-    async def call(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
-        """Calls the task; UnreachableError if it is gone, hangs or raises."""
+    async def call(self, method: str, *args: Any, rank: int = 0, within_s: float = ANSWER_S) -> Any:
+        """Calls a member; UnreachableError if it is gone, hangs or raises."""
         try:
-            return await self.member.call(method, *args, within_s=within_s)
+            return await self.members[rank].call(method, *args, within_s=within_s)
         except (MemberGoneError, MemberHungError, MemberRaisedError) as fault:
             raise UnreachableError(str(fault), where=f"worker {self.worker}") from fault
+
+    async def call_all(self, method: str, *args: Any, within_s: float = ANSWER_S) -> list[Any]:
+        """Calls all members; raises the first error when each has returned."""
+        ranks = range(len(self.members))
+        calls = (self.call(method, *args, rank=rank, within_s=within_s) for rank in ranks)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    async def ended(self, within_s: float = 0.0) -> str:
+        """How the engine ended, empty while it runs. If it does not listen, its processes get `within_s` to end."""
+
+        async def ask(rank: int, within_s: float) -> str:
+            with contextlib.suppress(UnreachableError):  # the task's own end is reported by the controller
+                return str(await self.call("ended", within_s, rank=rank, within_s=within_s + ANSWER_S))
+            return ""
+
+        others = (ask(rank, 0.0) for rank in range(1, len(self.members)))
+        return self.exit_reasons(await asyncio.gather(ask(0, within_s), *others))
+
+    def exit_reasons(self, ended: Sequence[str]) -> str:
+        """Exit reasons of its processes in one text; of an engine over several nodes with their ranks."""
+        return "\n".join(
+            f"rank {rank}: {why}" if len(self.members) > 1 else why for rank, why in enumerate(ended) if why
+        )
 
 
 class SlotLauncher:
     """Starts and stops engines on slots of `slots`, a pool of the session's controller.
 
-    `resources` is what an engine needs, on one node. A worker without a slot after `room_s` stays in the pool's queue,
-    and the rollout pool goes on without it until then.
+    `resources` is what an engine needs on a node, and on each of them if it is over several `nodes`. A worker without a
+    slot after `room_s` stays in the pool's queue, and the rollout pool goes on without it until then.
     """
 
     def __init__(
@@ -118,6 +162,7 @@ class SlotLauncher:
         command: EngineCommand,
         *,
         resources: Mapping[str, float],
+        nodes: int = 1,
         priority: float = 3.0,
         labels: Mapping[str, str] | None = None,
         notice_s: float = 30.0,
@@ -126,14 +171,17 @@ class SlotLauncher:
         deadlines: EngineDeadlines | None = None,
     ) -> None:
         self.unit = _checked(resources)
+        self.nodes = nodes
+        self.command = command if nodes == 1 else command.over(nodes)
         self.pool = pool
         self.session = session
         self.slots = session.pool(slots) if isinstance(slots, str) else slots
-        self.command = command
         self.notice_s = notice_s
         self.on_nodes: list[Callable[[tuple[NodeView, ...]], None]] = []
         self.worker_slots: dict[str, WorkerSlot] = {}  # by worker
         self._settings: dict[str, Any] = {"priority": priority, "labels": dict(labels or {}), "notice_s": notice_s}
+        if nodes > 1:
+            self._settings |= {"strategy": "STRICT_SPREAD", "preemptible": True}
         self._room_s, self._idle_s = room_s, idle_s
         self._deadlines = deadlines
         self._http: aiohttp.ClientSession | None = None
@@ -185,7 +233,8 @@ class SlotLauncher:
         if slot.state is TaskState.cancelling:
             await self._hand_over(slot)
             return
-        if not slot.taken and await self._ended_by_itself(slot, ending_s):
+        if not slot.taken and await slot.ended(ending_s):
+            await self._kill(slot)
             slot.idle_since = time.monotonic()
             return
         await asyncio.shield(self._spawn(self._give_back(slot)))
@@ -235,7 +284,7 @@ class SlotLauncher:
             self.slots.submit,
             EngineSlotTask,
             (worker,),
-            resources=self.unit.floats(),
+            resources=[self.unit.floats()] * self.nodes,
             id=f"{safe_name(worker)}.{self._run_id}.{next(self._numbers)}",
             ends_with_me=True,
             restarts=0,
@@ -243,13 +292,13 @@ class SlotLauncher:
             awaits_node=True,
             **self._settings,
         )
-        slot = self.worker_slots[worker] = WorkerSlot(worker, MemberClient(worker, await self._in_thread(submit)))
+        slot = self.worker_slots[worker] = WorkerSlot(worker, await self._in_thread(submit), self.nodes)
         return slot
 
     async def _wait_for_slot(self, slot: WorkerSlot) -> None:
         """Waits for the slot; NoRoomError after `room_s` in the queue."""
         deadline = time.monotonic() + self._room_s
-        while not (slot.member.there and slot.state is TaskState.running):
+        while not (slot.there and slot.state is TaskState.running):
             if self.worker_slots.get(slot.worker) is not slot or slot.state in ENDED:
                 raise UnreachableError(f"its task in pool {self.slots.name} ended: {slot.reason}")
             left_s = deadline - time.monotonic()
@@ -275,43 +324,51 @@ class SlotLauncher:
         self._http = self._http or open_session()
 
         async def probe() -> EngineProcessState:
-            seen: EngineProcessState = await slot.call("probe")
-            return seen
+            seen: list[EngineProcessState] = await slot.call_all("probe")
+            ended = slot.exit_reasons([state.ended for state in seen])
+            return EngineProcessState(ended, seen[0].listens, any(state.port_taken for state in seen))
 
-        within_s = command.stop_s + ANSWER_S  # a previous engine ends first
-        url = await slot.call("launch", command, version, path, within_s=within_s)
-        engine = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
+        try:
+            # A previous engine ends on all nodes before the first process of the new one is started.
+            (head, dist_port), *_ = await slot.call_all("prepare", within_s=command.stop_s + ANSWER_S)
+            launches = (
+                slot.call("launch", command, version, path, rank, self.nodes, head, dist_port, rank=rank)
+                for rank in range(self.nodes)
+            )
+            url, *_ = await asyncio.gather(*launches)
+            engine = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
+        except Exception:
+            await asyncio.shield(self._spawn(self._kill(slot)))
+            raise
         slot.up = True
         slot.watching = self.background.start(
             f"engine of {slot.worker}",
             functools.partial(self._watch, slot),
             on_failed=lambda _, error: self._engine_gone(slot, f"its engine cannot be watched: {describe(error)}"),
         )
-        return Started(engine, command.started_version(version, path), url, slot.member.node)
+        return Started(engine, command.started_version(version, path), url, ", ".join(slot.nodes))
 
     async def _watch(self, slot: WorkerSlot) -> None:
         """Reports an engine that ends before its task."""
         while slot.up:
             await asyncio.sleep(ENGINE_CHECK_S)
-            try:
-                ended = await slot.call("ended")
-            except UnreachableError:
-                continue  # the task's own end is reported by the controller
+            ended = await slot.ended()
             if ended and slot.up and slot.state is TaskState.running:
                 slot.watching = None
+                self._spawn(self._kill(slot))
                 self._engine_gone(slot, ended)
 
-    async def _ended_by_itself(self, slot: WorkerSlot, within_s: float) -> bool:
+    async def _kill(self, slot: WorkerSlot) -> None:
+        """Kills what is left of an engine that did not start, or of which a process ended."""
         with contextlib.suppress(UnreachableError):
-            return bool(await slot.call("ended", within_s, within_s=within_s + ANSWER_S))
-        return False
+            await slot.call_all("end", True, within_s=self.command.stop_s + ANSWER_S)
 
     # ---- returning a slot --------------------------------------------------------------------------------------------
 
     async def _hand_over(self, slot: WorkerSlot) -> None:
         """After notice: ends the engine; the task returns to the queue by itself."""
         with contextlib.suppress(UnreachableError):
-            await slot.call("leave", within_s=self.command.stop_s + ANSWER_S)
+            await slot.call_all("leave", within_s=self.command.stop_s + ANSWER_S)
         deadline = time.monotonic() + self.notice_s + TASK_END_S
         while slot.state is TaskState.cancelling and self.worker_slots.get(slot.worker) is slot and not self._closed:
             if time.monotonic() > deadline:
@@ -322,10 +379,9 @@ class SlotLauncher:
         """Ends the engine, then the task."""
         if self.worker_slots.get(slot.worker) is slot:
             del self.worker_slots[slot.worker]
-        if slot.member.there:
-            with contextlib.suppress(UnreachableError):
-                await slot.call("leave", within_s=self.command.stop_s + ANSWER_S)
-        slot.member.down("its slot was given back")
+        with contextlib.suppress(UnreachableError):
+            await slot.call_all("leave", within_s=self.command.stop_s + ANSWER_S)
+        slot.down("its slot was given back")
         try:
             await self._in_thread(functools.partial(slot.member.task.complete, keep_slot=False))
         except InputError:
@@ -374,8 +430,10 @@ class SlotLauncher:
                 await self._on_task(by_task[seen.id], seen)
         if news.version != self._version:
             self._version = news.version
+            draining = {node.node: node for node in news.nodes if node.state is NodeState.draining}
             for slot in list(self.worker_slots.values()):
-                self._on_node(slot, {node.node: node for node in news.nodes}.get(slot.member.node))
+                for node in (draining[name] for name in slot.nodes if name in draining):
+                    self._on_draining(slot, node)
             for callback in self.on_nodes:
                 callback(news.nodes)
         self._release_idle()
@@ -383,15 +441,15 @@ class SlotLauncher:
     async def _on_task(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
         slot.member.seen = seen.state, seen.attempt
         slot.reason = str(seen.reason)
-        if slot.member.there and seen.attempt != slot.member.attempt:  # it ended and restarted between two updates
-            slot.member.down("its task was started again")
+        if slot.there and seen.attempt != slot.member.attempt:  # it ended and restarted between two updates
+            slot.down("its task was started again")
             self._engine_gone(slot, "its task was started again")
-        if seen.state is TaskState.running and not slot.member.there:
+        if seen.state is TaskState.running and not slot.there:
             await self._on_slot(slot, seen)
         elif seen.state is TaskState.cancelling and seen.reason.code not in LOSSES:
             self._on_notice(slot, seen)
         elif seen.state in (TaskState.cancelling, *IN_QUEUE, *ENDED):
-            slot.member.down(f"its task is {seen.state.value}: {seen.reason}")
+            slot.down(f"its task is {seen.state.value}: {seen.reason}")
             self._engine_gone(slot, str(seen.reason))
             if seen.state in ENDED:
                 self._ended(slot, seen)
@@ -406,15 +464,16 @@ class SlotLauncher:
 
     async def _on_slot(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
         self._engine_gone(slot, "its task was started again")
-        handle, node = seen.handles[0] if seen.handles else None, seen.members[0].node
-        if handle is None:
-            member = seen.members[0]
-            find = functools.partial(self.session._ray.get_actor, member.actor, namespace=member.namespace)
-            try:
-                handle = await self._in_thread(find)
-            except ValueError:
-                return  # gone again; the next update reports it
-        slot.member.up(handle, node, seen.attempt)
+        handles = list(seen.handles) or [None] * len(seen.members)
+        for rank, found in enumerate(seen.members):
+            if handles[rank] is None:
+                find = functools.partial(self.session._ray.get_actor, found.actor, namespace=found.namespace)
+                try:
+                    handles[rank] = await self._in_thread(find)
+                except ValueError:
+                    return  # gone again; the next update reports it
+        for client, handle, found in zip(slot.members, handles, seen.members, strict=True):
+            client.up(handle, found.node, seen.attempt)
         slot.node_leaving, slot.idle_since = False, time.monotonic()
         if slot.taken:
             slot.taken = False
@@ -429,9 +488,9 @@ class SlotLauncher:
         else:
             self._spawn(self._hand_over(slot))
 
-    def _on_node(self, slot: WorkerSlot, node: NodeView | None) -> None:
-        """A draining node: the worker leaves in time."""
-        if node is None or node.state is not NodeState.draining or slot.node_leaving:
+    def _on_draining(self, slot: WorkerSlot, node: NodeView) -> None:
+        """A node of it drains: the worker leaves in time."""
+        if slot.node_leaving:
             return
         slot.node_leaving = True
         left_s = UNTIMED_DRAIN_S
@@ -441,7 +500,7 @@ class SlotLauncher:
         if slot.up or slot.starting:
             slot.taken = True
             self._notify(self.pool.take, slot.worker, left_s, why, forced=True)
-        elif slot.member.there:
+        elif slot.there:
             self._spawn(self._give_back(slot))
 
     def _release_idle(self) -> None:
@@ -451,7 +510,7 @@ class SlotLauncher:
         for slot in list(self.worker_slots.values()):
             if slot.up or slot.starting or slot.state is TaskState.cancelling:
                 continue
-            if slot.worker not in known or (slot.member.there and now - slot.idle_since > self._idle_s):
+            if slot.worker not in known or (slot.there and now - slot.idle_since > self._idle_s):
                 self._spawn(self._give_back(slot))
 
     # ---- internals ---------------------------------------------------------------------------------------------------

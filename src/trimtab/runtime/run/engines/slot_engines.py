@@ -67,7 +67,7 @@ class EngineObjectSlotTask(SlotTask):
         """How the engine ended; empty while it runs."""
         return ENDED_HERE if self._engine_thread is None else ""
 
-    def end(self) -> bool:
+    def end(self, force: bool = False) -> bool:
         with self._changing:
             engine_thread, self._engine_thread = self._engine_thread, None
             if engine_thread is not None:
