@@ -32,7 +32,7 @@ from trimtab.runtime.run.component import check_class, find_class
 from trimtab.runtime.run.folder import JOB, check_free, discard_unused, new_folder, read_run
 from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.job_file import check_same, load_run, plain_data, read_run_job
-from trimtab.runtime.run.local_run import LocalRun, RunEnd
+from trimtab.runtime.run.run import Run, RunEnd
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
@@ -52,7 +52,7 @@ class Job:
     that name. `Job.load` reads a job file.
     """
 
-    _runner: LocalRun | None = None  # while it runs
+    _runner: Run | None = None  # while it runs
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Job:
         """Check now whether the plan is still right: the result is an event `decided`. Thread-safe."""
         self._running().request_replan(why)
 
-    def _running(self) -> LocalRun:
+    def _running(self) -> Run:
         if self._runner is None:
             raise InputError("the job does not run now")
         return self._runner
@@ -220,20 +220,21 @@ class Job:
         plan: Plan | None,
         emit: OnEvent,
         beside: Beside | None,
-    ) -> Iterator[LocalRun]:
+    ) -> Iterator[Run]:
         context = beside or (lambda folder, session: contextlib.nullcontext())
         if local:
             emit("starting", {"folder": str(path), "on": "this process, without Ray"})
             with context(path, None):
-                yield LocalRun(self.run_job, path, plan=plan, resume=resume, on_event=emit)
+                yield Run(self.run_job, path, plan=plan, resume=resume, on_event=emit)
             return
         from trimtab.runtime.rayapi.embedded import session_for
-        from trimtab.runtime.run.ray_run import ClusterRun
+        from trimtab.runtime.run.ray_executor import RayExecutor
 
         with session_for(self.run_job.job.cluster, address) as (session, how):
             emit("starting", {"folder": str(path), "on": how})
             with context(path, session):
-                yield ClusterRun(self.run_job, path.resolve(), session, plan=plan, resume=resume, on_event=emit)
+                executor = RayExecutor(session)
+                yield Run(self.run_job, path.resolve(), executor, plan=plan, resume=resume, on_event=emit)
 
 
 def _name_of(path: Path) -> str:

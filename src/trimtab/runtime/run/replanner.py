@@ -70,11 +70,10 @@ class Replanner:
     def iteration(self, iteration: Iteration) -> None:
         self.handle(e.IterationDone(iteration))
 
-    def cluster_changed(
-        self, cluster: Cluster, why: e.ClusterChangeCause, leaving: tuple[str, ...], deadline: float | None
-    ) -> None:
-        self._emit("cluster", why=why.value, leaving=list(leaving), deadline=deadline, nodes=nodes_facts(cluster))
-        self.handle(e.ClusterChanged(cluster, why, leaving, deadline))
+    def cluster_changed(self, change: e.ClusterChanged) -> None:
+        facts = {"leaving": list(change.leaving), "deadline": change.deadline, "nodes": nodes_facts(change.cluster)}
+        self._emit("cluster", why=change.why.value, **facts)
+        self.handle(change)
 
     def stage_done(self, stage: MigrationStage, took_s: float) -> None:
         """A stage is done; the run was stopped for `took_s`."""
