@@ -20,7 +20,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -31,7 +31,7 @@ from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
-from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
+from trimtab.runtime.elastic.member_client import MemberClient, MemberError
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.procs.background import Background, describe
@@ -44,7 +44,7 @@ from trimtab.runtime.rollout.launch.launcher import (
     safe_name,
 )
 from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
-from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask
+from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask, SlotTask
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -99,15 +99,57 @@ class WorkerSlot:
         """Calls the task; UnreachableError if it is gone, hangs or raises."""
         try:
             return await self.member.call(method, *args, within_s=within_s)
-        except (MemberGoneError, MemberHungError, MemberRaisedError) as fault:
+        except MemberError as fault:
             raise UnreachableError(str(fault), where=f"worker {self.worker}") from fault
+
+
+class SlotEngines(Protocol):
+    """How engines are started in slots."""
+
+    task: type[SlotTask]  # holds a slot
+    stop_s: float  # for an engine to end
+
+    async def launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
+        """Start an engine in its slot, replacing an earlier one."""
+
+    async def close(self) -> None: ...
+
+
+class CommandEngines:
+    """Engines that are processes started by a command line."""
+
+    task = EngineSlotTask
+
+    def __init__(self, command: EngineCommand, deadlines: EngineDeadlines | None) -> None:
+        self.command, self.stop_s, self._deadlines = command, command.stop_s, deadlines
+        self._http: aiohttp.ClientSession | None = None
+
+    async def launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
+        return await start_with_retries(self, lambda: self._launch_once(slot, version, path))
+
+    async def _launch_once(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
+        command = self.command
+        self._http = self._http or open_session()
+
+        async def probe() -> EngineProcessState:
+            seen: EngineProcessState = await slot.call("probe")
+            return seen
+
+        within_s = command.stop_s + ANSWER_S  # a previous engine ends first
+        url = await slot.call("launch", command, version, path, within_s=within_s)
+        engine = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
+        return Started(engine, command.started_version(version, path), url, slot.member.node)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
 
 
 class SlotLauncher:
     """Starts and stops engines on slots of `slots`, a pool of the session's controller.
 
-    `resources` is what an engine needs, on one node. A worker without a slot after `room_s` stays in the pool's queue,
-    and the rollout pool goes on without it until then.
+    `engines` is their command line, or how they are started otherwise; `resources` is what one needs, on one node. A
+    worker without a slot after `room_s` stays in the pool's queue, and the rollout pool goes on without it until then.
     """
 
     def __init__(
@@ -115,7 +157,7 @@ class SlotLauncher:
         pool: LauncherCallbacks,
         session: Session,
         slots: Pool | str,
-        command: EngineCommand,
+        engines: EngineCommand | SlotEngines,
         *,
         resources: Mapping[str, float],
         priority: float = 3.0,
@@ -129,14 +171,12 @@ class SlotLauncher:
         self.pool = pool
         self.session = session
         self.slots = session.pool(slots) if isinstance(slots, str) else slots
-        self.command = command
+        self.engines = CommandEngines(engines, deadlines) if isinstance(engines, EngineCommand) else engines
         self.notice_s = notice_s
         self.on_nodes: list[Callable[[tuple[NodeView, ...]], None]] = []
         self.worker_slots: dict[str, WorkerSlot] = {}  # by worker
         self._settings: dict[str, Any] = {"priority": priority, "labels": dict(labels or {}), "notice_s": notice_s}
         self._room_s, self._idle_s = room_s, idle_s
-        self._deadlines = deadlines
-        self._http: aiohttp.ClientSession | None = None
         self._run_id = uuid.uuid4().hex[:6]
         self._numbers = itertools.count(1)
         self._version = -1  # of the nodes, as last received
@@ -157,7 +197,14 @@ class SlotLauncher:
         slot.starting = True
         try:
             await self._wait_for_slot(slot)
-            return await self._launch(slot, version, path)
+            started = await self.engines.launch(slot, version, path)
+            slot.up = True
+            slot.watching = self.background.start(
+                f"engine of {worker}",
+                functools.partial(self._watch, slot),
+                on_failed=lambda _, error: self._engine_gone(slot, f"its engine cannot be watched: {describe(error)}"),
+            )
+            return started
         finally:
             slot.starting, slot.idle_since = False, time.monotonic()
 
@@ -203,8 +250,7 @@ class SlotLauncher:
             slot.stop_watching()
         ends = [self._spawn(self._give_back(slot)) for slot in list(self.worker_slots.values())]
         await asyncio.gather(*ends, return_exceptions=True)
-        if self._http is not None:
-            await self._http.close()
+        await self.engines.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def add_loop(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -233,7 +279,7 @@ class SlotLauncher:
     async def _submit(self, worker: str) -> WorkerSlot:
         submit = functools.partial(
             self.slots.submit,
-            EngineSlotTask,
+            self.engines.task,
             (worker,),
             resources=self.unit.floats(),
             id=f"{safe_name(worker)}.{self._run_id}.{next(self._numbers)}",
@@ -267,28 +313,6 @@ class SlotLauncher:
         self._notify(self.pool.take, slot.worker, 0.0, why, forced=True)
         return NoRoomError(why, where=f"worker {slot.worker}")
 
-    async def _launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
-        return await start_with_retries(self, lambda: self._launch_once(slot, version, path))
-
-    async def _launch_once(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
-        command = self.command
-        self._http = self._http or open_session()
-
-        async def probe() -> EngineProcessState:
-            seen: EngineProcessState = await slot.call("probe")
-            return seen
-
-        within_s = command.stop_s + ANSWER_S  # a previous engine ends first
-        url = await slot.call("launch", command, version, path, within_s=within_s)
-        engine = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
-        slot.up = True
-        slot.watching = self.background.start(
-            f"engine of {slot.worker}",
-            functools.partial(self._watch, slot),
-            on_failed=lambda _, error: self._engine_gone(slot, f"its engine cannot be watched: {describe(error)}"),
-        )
-        return Started(engine, command.started_version(version, path), url, slot.member.node)
-
     async def _watch(self, slot: WorkerSlot) -> None:
         """Reports an engine that ends before its task."""
         while slot.up:
@@ -311,7 +335,7 @@ class SlotLauncher:
     async def _hand_over(self, slot: WorkerSlot) -> None:
         """After notice: ends the engine; the task returns to the queue by itself."""
         with contextlib.suppress(UnreachableError):
-            await slot.call("leave", within_s=self.command.stop_s + ANSWER_S)
+            await slot.call("leave", within_s=self.engines.stop_s + ANSWER_S)
         deadline = time.monotonic() + self.notice_s + TASK_END_S
         while slot.state is TaskState.cancelling and self.worker_slots.get(slot.worker) is slot and not self._closed:
             if time.monotonic() > deadline:
@@ -324,7 +348,7 @@ class SlotLauncher:
             del self.worker_slots[slot.worker]
         if slot.member.there:
             with contextlib.suppress(UnreachableError):
-                await slot.call("leave", within_s=self.command.stop_s + ANSWER_S)
+                await slot.call("leave", within_s=self.engines.stop_s + ANSWER_S)
         slot.member.down("its slot was given back")
         try:
             await self._in_thread(functools.partial(slot.member.task.complete, keep_slot=False))
