@@ -19,7 +19,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,8 +170,20 @@ class Job:
             check_free(path, resume=False)
         else:
             path = new_folder(RUNS, self.name)
+        session, executor, where = None, None, "this process, without Ray"
         try:
-            with self._runner_context(local, address, path, resume, plan, emit, beside) as self._runner:
+            with contextlib.ExitStack() as stack:
+                if not local:
+                    from trimtab.runtime.rayapi.embedded import session_for
+                    from trimtab.runtime.run.ray_executor import RayExecutor
+
+                    session, where = stack.enter_context(session_for(self.run_job.job.cluster, address))
+                    executor = RayExecutor(session)
+                emit("starting", {"folder": str(path), "on": where})
+                if beside is not None:
+                    stack.enter_context(beside(path, session))
+                here = path if local else path.resolve()
+                self._runner = Run(self.run_job, here, executor, plan=plan, resume=resume, on_event=emit)
                 return self._runner.run()
         finally:
             self._runner = None
@@ -209,32 +221,6 @@ class Job:
         if (path / JOB).is_file():
             check_same(load_run(path / JOB), self.run_job, str(path))
         return path
-
-    @contextlib.contextmanager
-    def _runner_context(
-        self,
-        local: bool,
-        address: str | None,
-        path: Path,
-        resume: bool,
-        plan: Plan | None,
-        emit: OnEvent,
-        beside: Beside | None,
-    ) -> Iterator[Run]:
-        context = beside or (lambda folder, session: contextlib.nullcontext())
-        if local:
-            emit("starting", {"folder": str(path), "on": "this process, without Ray"})
-            with context(path, None):
-                yield Run(self.run_job, path, plan=plan, resume=resume, on_event=emit)
-            return
-        from trimtab.runtime.rayapi.embedded import session_for
-        from trimtab.runtime.run.ray_executor import RayExecutor
-
-        with session_for(self.run_job.job.cluster, address) as (session, how):
-            emit("starting", {"folder": str(path), "on": how})
-            with context(path, session):
-                executor = RayExecutor(session)
-                yield Run(self.run_job, path.resolve(), executor, plan=plan, resume=resume, on_event=emit)
 
 
 def _name_of(path: Path) -> str:

@@ -68,12 +68,7 @@ class RunFolder:
         self.fault: str | None = None  # why events cannot be written, while that is so
         self._unwritten: list[str] = []
         self._descriptor: int | None = None
-        there = (path / EVENTS).exists()
-        if there and not resume:
-            raise _already_used(path)
-        if resume and not there:
-            raise _no_run(path)
-        _check_version(path)
+        _check_use(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
@@ -197,13 +192,21 @@ def discard_unused(path: Path) -> None:
 
 def check_free(path: Path, *, resume: bool) -> None:
     """Raise InputError if a run cannot use this folder; changes nothing."""
-    if not resume and (path / EVENTS).exists():
-        raise _already_used(path)
+    _check_use(path, resume)
+    if resume:
+        _lock(path).release()
+
+
+def _check_use(path: Path, resume: bool) -> None:
     if resume and not (path / EVENTS).exists():
         raise _no_run(path)
+    if not resume and (path / EVENTS).exists():
+        raise InputError(
+            "there is a run in this folder already",
+            where=str(path),
+            hint=f"`trimtab run --resume {path}` goes on with it; or name a folder that does not exist yet",
+        )
     _check_version(path)
-    if (path / EVENTS).exists():
-        _lock(path).release()
 
 
 def _check_version(path: Path) -> None:
@@ -218,14 +221,6 @@ def _check_version(path: Path) -> None:
             where=str(path),
             hint="use the version of trimtab that wrote it, or begin a new run in another folder",
         )
-
-
-def _already_used(path: Path) -> InputError:
-    return InputError(
-        "there is a run in this folder already",
-        where=str(path),
-        hint=f"`trimtab run --resume {path}` goes on with it; or name a folder that does not exist yet",
-    )
 
 
 def _no_run(path: Path) -> InputError:

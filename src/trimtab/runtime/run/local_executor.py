@@ -8,9 +8,11 @@ as if it had run in parallel. A component that hung is never called again, not e
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,31 +36,14 @@ class DeadlineError(Exception):
     """A call did not return in time."""
 
 
-class _Call:
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.function, self.arguments = function, arguments
-        self.done = threading.Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-    def make(self) -> None:
-        try:
-            self.value = self.function(*self.arguments)
-        except BaseException as error:  # also SystemExit: user code must not end the run's process
-            self.error = error
-        finally:
-            self.done.set()
-
-
 class DeadlineCaller:
     """Makes calls into user code one at a time, in one thread, each with a deadline; Ctrl-C interrupts the wait.
 
     A call that hangs cannot be ended from outside: its thread is left behind as a daemon, and no further call is made.
     """
 
-    def __init__(self, name: str = "trimtab-run") -> None:
-        self._name = name
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.stuck = False  # a call did not return
 
@@ -67,21 +52,17 @@ class DeadlineCaller:
         if self.stuck:
             raise DeadlineError("an earlier call has not returned")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._work, name="trimtab-run", daemon=True)
             self._thread.start()
-        call = _Call(function, arguments)
-        self._calls.put(call)
+        future: Future[Any] = Future()
+        self._calls.put((future, functools.partial(function, *arguments)))
         try:
-            in_time = call.done.wait(limit_s)
-        except BaseException:  # Ctrl-C: the call may never return
-            self.stuck = not call.done.is_set()
-            raise
-        if not in_time:
-            self.stuck = True
+            wait([future], limit_s)
+        finally:  # after Ctrl-C too: the call may never return
+            self.stuck = self.stuck or not future.done()
+        if not future.done():
             raise DeadlineError(f"not over after {limit_s:g} s")
-        if call.error is not None:
-            raise call.error
-        return call.value
+        return future.result()
 
     def close(self, wait_s: float = 5.0) -> None:
         """Waits a moment for a call that is stuck, so that the process does not end in the middle of it."""
@@ -92,7 +73,11 @@ class DeadlineCaller:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            call.make()
+            future, function = call
+            try:
+                future.set_result(function())
+            except BaseException as error:  # also SystemExit: user code must not end the run's process
+                future.set_exception(error)
 
 
 class LocalExecutor:

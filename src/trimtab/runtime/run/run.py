@@ -12,6 +12,7 @@ case the folder holds each iteration once and a checkpoint to resume from.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -95,7 +96,7 @@ class Run:
         self._cluster = self._executor.nodes(job.job.cluster)
         self._on_iteration, self._inputs, self._on_event = on_iteration, inputs, on_event
         self._replanner: Replanner | None = None
-        self._early_requests: list[str] = []
+        self._requests: queue.SimpleQueue[e.ReplanEvent] = queue.SimpleQueue()
         self._stop: Reason | None = None
         self._ending = False
         self._folder: RunFolder | None = None
@@ -120,10 +121,7 @@ class Run:
 
     def request_replan(self, why: str = "requested") -> None:
         """Re-evaluate the plan when the current iteration ends; the answer is an event. From any thread."""
-        if self._replanner is None:
-            self._early_requests.append(why)
-        else:
-            self._replanner.post(e.ReplanRequested(why))
+        self._requests.put(e.ReplanRequested(why))
 
     def run(self) -> RunEnd:
         """Run to the end. Raises only for errors found before anything has begun."""
@@ -339,7 +337,7 @@ class Run:
         if self._on_iteration is not None:
             self._on_iteration(iteration, metrics)
         if self._replanner is not None:
-            self._replanner.iteration(iteration)
+            self._replanner.handle(e.IterationDone(iteration))
             self._replanner.poll()
         self._losses = 0
         for name in idle:  # components that bring their own workers get the GPU range that the replanner allows
@@ -355,11 +353,8 @@ class Run:
         machine = self._saved_machine
         if machine is None or machine.plan != self._plan:
             machine = ReplanMachine(self._workflow, self._cluster, self._plan, self._job.rules)
-        replanner = Replanner(machine, self._emit, self._executor.now)
-        replanner.began(first - 1, self._job.iterations - first + 1)
-        self._replanner = replanner
-        while self._early_requests:
-            replanner.post(e.ReplanRequested(self._early_requests.pop(0)))
+        self._replanner = replanner = Replanner(machine, self._emit, self._executor.now, self._requests)
+        replanner.handle(e.RunResumed(first - 1, self._job.iterations - first + 1))
         self._report_placement(replanner)
         self._apply_cluster_changes(replanner)
 
@@ -463,7 +458,7 @@ class Run:
             while (change := self._executor.cluster_change()) is not None:
                 self._cluster = change.cluster
             return PlacedPlan(self._plan if self._cluster == before else self._fresh_plan(), self._cluster)
-        replanner.began(saved, self._job.iterations - saved)
+        replanner.handle(e.RunResumed(saved, self._job.iterations - saved))
         end = self._executor.now() + self._job.rules.wait_s + self._job.rules.rollback_limit_s
         while True:
             if self._executor.now() > end:
