@@ -86,20 +86,19 @@ class RunFolder:
 
     def write_job(self, text: str | None) -> None:
         """Keep the job, to resume without the job file. Never raises on a disk error."""
-        if text is None:
-            return
-        try:
-            replace(self.path / JOB, text)
-        except OSError as fault:
-            self.fault = f"job.yaml cannot be written: {fault.strerror or fault}"
+        if text is not None:
+            self._replace(JOB, text)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """Replace the summary. Never raises on a disk error."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **summary}, indent=1, allow_nan=False) + "\n"
+        facts = {"format": FORMAT, "version": VERSION, **summary}
+        self._replace(SUMMARY, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+
+    def _replace(self, name: str, text: str) -> None:
         try:
-            replace(self.path / SUMMARY, text)
+            replace(self.path / name, text)
         except OSError as fault:
-            self.fault = f"summary.json cannot be written: {fault.strerror or fault}"
+            self.fault = f"{name} cannot be written: {fault.strerror or fault}"
 
     def new_state_folder(self, iteration: int, component: str) -> Path:
         """An empty folder for a component's state after an iteration. Raises OSError."""
