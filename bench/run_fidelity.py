@@ -262,11 +262,12 @@ class Row:
 
 def run(session: Any, folder: Path, job: PlacementJob, plan: Plan, iterations: int) -> tuple[list[float], list[float]]:
     """Seconds of every iteration of an emulated job, and seconds that the run itself took at the end of each."""
-    from trimtab.runtime.run.ray_run import ClusterRun
+    from trimtab.runtime.run.ray_executor import RayExecutor
+    from trimtab.runtime.run.run import Run
 
     between: list[float] = []
 
-    class Timed(ClusterRun):
+    class Timed(Run):
         """Says how long it is busy between two iterations."""
 
         def _iteration_done(self, *arguments: Any, **more: Any) -> None:
@@ -281,7 +282,7 @@ def run(session: Any, folder: Path, job: PlacementJob, plan: Plan, iterations: i
         save_every=10_000,
         rules=ReplanRules(mode=ReplanMode.auto),
     )
-    end = Timed(asked, folder, session, plan=plan).run()
+    end = Timed(asked, folder, RayExecutor(session), plan=plan).run()
     if end.state != "done":
         sys.exit(f"{folder.name} is {end.state}: {end.reason.sentence}")
     return [one.wall_s for one in end.iterations if not one.extra], between

@@ -191,18 +191,19 @@ def run_virtual(world: Truth, mode: ReplanMode, folder: Path) -> Ran:
     """In one process, on a clock that does not wait."""
     from trimtab.model.run import MigrationStage
     from trimtab.runtime.run.clock import VirtualClock
-    from trimtab.runtime.run.local_run import LocalRun
+    from trimtab.runtime.run.local_executor import LocalExecutor
+    from trimtab.runtime.run.run import Run
 
     clock = VirtualClock()
     slow = dict.fromkeys(
         (MigrationStage.save, MigrationStage.release, MigrationStage.place, MigrationStage.load), world.first_s / 12
     )
 
-    class Slow(LocalRun):
+    class Slow(Run):
         """Moves take time."""
 
-        def _make_migration(self, *arguments: Any) -> Any:
-            moving = super()._make_migration(*arguments)
+        def _migration(self, *arguments: Any) -> Any:
+            moving = super()._migration(*arguments)
             do = moving.do
 
             def lasting(stage: MigrationStage) -> None:
@@ -213,13 +214,14 @@ def run_virtual(world: Truth, mode: ReplanMode, folder: Path) -> Ran:
             return moving
 
     watching = Watching()
-    end = Slow(asked_run(world, mode, world.first_s / 3), folder, clock=clock, on_event=watching).run()
+    end = Slow(asked_run(world, mode, world.first_s / 3), folder, LocalExecutor(clock), on_event=watching).run()
     return watching.done(end)
 
 
 def run_on_ray(world: Truth, mode: ReplanMode, folder: Path, session: Any, happens: dict[int, Any]) -> Ran:
     """On a real Ray; `happens` are deeds to be done when an iteration is over."""
-    from trimtab.runtime.run.ray_run import ClusterRun
+    from trimtab.runtime.run.ray_executor import RayExecutor
+    from trimtab.runtime.run.run import Run
 
     watching, threads = Watching(), []
 
@@ -230,7 +232,7 @@ def run_on_ray(world: Truth, mode: ReplanMode, folder: Path, session: Any, happe
             threads[-1].start()
 
     asked = asked_run(world, mode, ASSUMED_MOVE_S, save_every=10 if happens else 1_000)
-    end = ClusterRun(asked, folder, session, on_event=told).run()
+    end = Run(asked, folder, RayExecutor(session), on_event=told).run()
     for thread in threads:
         thread.join()
     return watching.done(end)

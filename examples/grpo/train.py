@@ -19,8 +19,8 @@ from examples.grpo.job import grpo
 from trimtab.core.errors import TrimtabError
 from trimtab.model.run import Iteration
 from trimtab.runtime.run.job import RunJob
-from trimtab.runtime.run.local_run import LocalRun, RunEnd
 from trimtab.runtime.run.measurements import Metrics, summary_facts
+from trimtab.runtime.run.run import Run, RunEnd
 
 COMPARED = 5
 """So many iterations after a plan was made show whether its prediction holds."""
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON at the end")
     given = parser.parse_args()
     try:
-        end = LocalRun(_job(given), given.folder, resume=given.resume, on_iteration=_on_iteration).run()
+        end = Run(_job(given), given.folder, resume=given.resume, on_iteration=_on_iteration).run()
     except TrimtabError as error:
         print(error, file=sys.stderr)
         return error.exit_status

@@ -19,7 +19,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from trimtab.runtime.run.component import check_class, find_class
 from trimtab.runtime.run.folder import JOB, check_free, discard_unused, new_folder, read_run
 from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.job_file import check_same, load_run, plain_data, read_run_job
-from trimtab.runtime.run.local_run import LocalRun, RunEnd
+from trimtab.runtime.run.run import Run, RunEnd
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
@@ -52,7 +52,7 @@ class Job:
     that name. `Job.load` reads a job file.
     """
 
-    _runner: LocalRun | None = None  # while it runs
+    _runner: Run | None = None  # while it runs
 
     def __init__(
         self,
@@ -170,8 +170,20 @@ class Job:
             check_free(path, resume=False)
         else:
             path = new_folder(RUNS, self.name)
+        session, executor, where = None, None, "this process, without Ray"
         try:
-            with self._runner_context(local, address, path, resume, plan, emit, beside) as self._runner:
+            with contextlib.ExitStack() as stack:
+                if not local:
+                    from trimtab.runtime.rayapi.embedded import session_for
+                    from trimtab.runtime.run.ray_executor import RayExecutor
+
+                    session, where = stack.enter_context(session_for(self.run_job.job.cluster, address))
+                    executor = RayExecutor(session)
+                emit("starting", {"folder": str(path), "on": where})
+                if beside is not None:
+                    stack.enter_context(beside(path, session))
+                here = path if local else path.resolve()
+                self._runner = Run(self.run_job, here, executor, plan=plan, resume=resume, on_event=emit)
                 return self._runner.run()
         finally:
             self._runner = None
@@ -186,7 +198,7 @@ class Job:
         """Check now whether the plan is still right: the result is an event `decided`. Thread-safe."""
         self._running().request_replan(why)
 
-    def _running(self) -> LocalRun:
+    def _running(self) -> Run:
         if self._runner is None:
             raise InputError("the job does not run now")
         return self._runner
@@ -209,31 +221,6 @@ class Job:
         if (path / JOB).is_file():
             check_same(load_run(path / JOB), self.run_job, str(path))
         return path
-
-    @contextlib.contextmanager
-    def _runner_context(
-        self,
-        local: bool,
-        address: str | None,
-        path: Path,
-        resume: bool,
-        plan: Plan | None,
-        emit: OnEvent,
-        beside: Beside | None,
-    ) -> Iterator[LocalRun]:
-        context = beside or (lambda folder, session: contextlib.nullcontext())
-        if local:
-            emit("starting", {"folder": str(path), "on": "this process, without Ray"})
-            with context(path, None):
-                yield LocalRun(self.run_job, path, plan=plan, resume=resume, on_event=emit)
-            return
-        from trimtab.runtime.rayapi.embedded import session_for
-        from trimtab.runtime.run.ray_run import ClusterRun
-
-        with session_for(self.run_job.job.cluster, address) as (session, how):
-            emit("starting", {"folder": str(path), "on": how})
-            with context(path, session):
-                yield ClusterRun(self.run_job, path.resolve(), session, plan=plan, resume=resume, on_event=emit)
 
 
 def _name_of(path: Path) -> str:

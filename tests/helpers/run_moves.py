@@ -12,7 +12,7 @@ from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Varia
 from trimtab.runtime.run.component import Batch, Place
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import ComponentCode, RunJob
-from trimtab.runtime.run.local_run import RunEnd
+from trimtab.runtime.run.run import RunEnd
 
 AUTO = ReplanRules(mode=ReplanMode.auto, assumed_move_s=1.0, least_iterations=4, dwell_iterations=4)
 

@@ -19,7 +19,8 @@ from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.run.job import ComponentCode, RunJob
-from trimtab.runtime.run.ray_run import ClusterRun
+from trimtab.runtime.run.ray_executor import RayExecutor
+from trimtab.runtime.run.run import Run
 
 JOB = """
 cluster: {nodes: 1, gpus_per_node: 8}
@@ -71,7 +72,7 @@ def test_emulated_components_take_turns_and_work_side_by_side_as_the_plan_has_th
 ) -> None:
     run = job(tmp_path, 3)
     assert [len(group.components) for group in plan_of(run).groups] == [2, 1]  # some share, one is alone
-    end = ClusterRun(run, tmp_path / "emulated", session).run()
+    end = Run(run, tmp_path / "emulated", RayExecutor(session)).run()
     assert (end.state, [one.number for one in end.iterations]) == ("done", [1, 2, 3])
     for iteration in end.iterations:
         measured = {one.component: one for one in iteration.components}
@@ -85,16 +86,16 @@ def test_emulated_components_take_turns_and_work_side_by_side_as_the_plan_has_th
 @pytest.mark.long
 def test_a_run_goes_on_from_its_folder(session: Session, tmp_path: Path) -> None:
     first = job(tmp_path, 4, use="run_parts:Noting")
-    assert ClusterRun(first, tmp_path / "resumed", session).run().state == "done"
+    assert Run(first, tmp_path / "resumed", RayExecutor(session)).run().state == "done"
     longer = job(tmp_path, 6, use="run_parts:Noting")
-    end = ClusterRun(longer, tmp_path / "resumed", session, resume=True).run()
+    end = Run(longer, tmp_path / "resumed", RayExecutor(session), resume=True).run()
     assert (end.state, [one.number for one in end.iterations]) == ("done", list(range(1, 7)))
     assert len(events(tmp_path / "resumed", "iteration")) == 6
 
 
 def test_a_component_that_raises_ends_the_run_with_its_name_and_the_reason(session: Session, tmp_path: Path) -> None:
     fails = {"fail": {"how": "raise", "iteration": 2, "batch": 1}}
-    end = ClusterRun(job(tmp_path, 4, use="run_parts:Noting", settings=fails), tmp_path / "raised", session).run()
+    end = Run(job(tmp_path, 4, use="run_parts:Noting", settings=fails), tmp_path / "raised", RayExecutor(session)).run()
     assert (end.state, [one.number for one in end.iterations]) == ("failed", [1])
     assert "out of memory" in end.reason.sentence
 
@@ -103,7 +104,7 @@ def test_a_component_that_raises_ends_the_run_with_its_name_and_the_reason(sessi
 def test_a_component_that_is_killed_comes_back_and_no_iteration_counts_twice(session: Session, tmp_path: Path) -> None:
     run = job(tmp_path, 8, use="run_parts:Noting", settings={"pause_s": 0.02})
     folder = tmp_path / "killed"
-    running = ClusterRun(run, folder, session)
+    running = Run(run, folder, RayExecutor(session))
 
     def kill_the_trainer() -> None:
         while not ((folder / "events.jsonl").exists() and len(events(folder, "iteration")) >= 3):

@@ -28,7 +28,8 @@ from trimtab.runtime.procs.processes import MARK, family
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.folder import RunFolder, new_folder, read_run
 from trimtab.runtime.run.job_file import load_run
-from trimtab.runtime.run.local_run import LocalRun
+from trimtab.runtime.run.local_executor import LocalExecutor
+from trimtab.runtime.run.run import Run
 
 HERE = Path(__file__).parents[1] / "helpers"
 
@@ -581,7 +582,7 @@ def test_a_past_run_is_planned_with_what_it_measured_at_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = load_run(emulated_file(tmp_path))
-    assert LocalRun(job, tmp_path / "runs/emulated-1", clock=VirtualClock()).run().state == "done"
+    assert Run(job, tmp_path / "runs/emulated-1", executor=LocalExecutor(VirtualClock())).run().state == "done"
     assert run(["plan", "--from-run", "runs/emulated-1", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     rested = " ".join(data["assumptions"])

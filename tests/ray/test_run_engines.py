@@ -41,8 +41,8 @@ from trimtab.runtime.run.component import Batch, Place, Result  # noqa: E402
 from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log  # noqa: E402
 from trimtab.runtime.run.job import ComponentCode, RunJob  # noqa: E402
 from trimtab.runtime.run.job_file import load_run  # noqa: E402
-from trimtab.runtime.run.local_run import LocalRun, RunEnd  # noqa: E402
-from trimtab.runtime.run.ray_run import ClusterRun  # noqa: E402
+from trimtab.runtime.run.ray_executor import RayExecutor  # noqa: E402
+from trimtab.runtime.run.run import Run, RunEnd  # noqa: E402
 from waiting import until  # noqa: E402
 
 WAIT_S = 240.0
@@ -90,7 +90,7 @@ def rewards_of(end: RunEnd) -> list[float]:
 
 
 def test_with_engines_the_policy_learns_as_it_does_without() -> None:
-    rewards = rewards_of(LocalRun(job(30, **LEARNS)).run())
+    rewards = rewards_of(Run(job(30, **LEARNS)).run())
     assert rewards[-1] - rewards[0] > 0.4
     assert no_threads_of_engines()
 
@@ -106,7 +106,7 @@ def test_answers_do_not_depend_on_how_many_engines_there_are() -> None:
             for one in workflow.components
         )
         run = replace(run, job=replace(run.job, workflow=replace(workflow, components=parts)))
-        end = LocalRun(run).run()
+        end = Run(run).run()
         assert end.metrics[1]["rollout"]["workers"] == gpus
         return [end.metrics[number]["trainer"]["loss"] for number in (1, 2, 3, 4)]
 
@@ -115,10 +115,10 @@ def test_answers_do_not_depend_on_how_many_engines_there_are() -> None:
 
 def test_a_run_with_engines_that_is_stopped_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:
     run = job(6, seed=5, **SMALL)
-    whole = LocalRun(run, tmp_path / "whole").run()
-    stopped = LocalRun(run, tmp_path / "parts", on_iteration=lambda one, _: one.number == 3 and stopped.stop())
+    whole = Run(run, tmp_path / "whole").run()
+    stopped = Run(run, tmp_path / "parts", on_iteration=lambda one, _: one.number == 3 and stopped.stop())
     stopped.run()
-    resumed = LocalRun(run, tmp_path / "parts", resume=True).run()
+    resumed = Run(run, tmp_path / "parts", resume=True).run()
     assert resumed.state == "done"
     assert [resumed.metrics[n]["trainer"] for n in (4, 5, 6)] == [whole.metrics[n]["trainer"] for n in (4, 5, 6)]
 
@@ -456,10 +456,10 @@ def test_a_run_on_a_cluster_has_its_engines_on_slots_and_leaves_none(session: Se
     path = tmp_path / "job.yaml"
     path.write_text(text)
     run = replace(load_run(path, iterations=3), near=ROOT / "examples" / "grpo")
-    end = ClusterRun(run, tmp_path / "run", session).run()
+    end = Run(run, tmp_path / "run", RayExecutor(session)).run()
     assert (end.state, len(end.iterations)) == ("done", 3), end.reason
     gpus = len(end.plan.placed("rollout").gpus)
     assert end.metrics[3]["rollout"]["workers"] == gpus
-    here = LocalRun(run).run()
+    here = Run(run).run()
     assert [end.metrics[n]["trainer"] for n in (1, 2, 3)] == [here.metrics[n]["trainer"] for n in (1, 2, 3)]
     assert all(one.state in ENDED for one in session.tasks())

@@ -24,9 +24,9 @@ from trimtab.model.workflow import Node
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.rayapi.embedded import EmbeddedRay
 from trimtab.runtime.run.cluster_events import first_nodes
-from trimtab.runtime.run.local_run import RunEnd
 from trimtab.runtime.run.migration import MigrationExecutor
-from trimtab.runtime.run.ray_run import ClusterRun
+from trimtab.runtime.run.ray_executor import RayExecutor
+from trimtab.runtime.run.run import Run, RunEnd
 
 pytestmark = pytest.mark.long
 
@@ -74,7 +74,7 @@ def _whole(house: House) -> None:
 
 def run(house: House, folder: Path, disturb: Disturb | None = None, **more: Any) -> RunEnd:
     job = on_ray(iterations=ITERATIONS, **more)
-    return ClusterRun(job, folder, house.session, on_event=disturb).run()
+    return Run(job, folder, RayExecutor(house.session), on_event=disturb).run()
 
 
 def counts_once(end: RunEnd, folder: Path, iterations: int = ITERATIONS) -> None:
@@ -197,9 +197,10 @@ import sys
 from pathlib import Path
 from run_moves import on_ray
 from trimtab.runtime.client.session import connect
-from trimtab.runtime.run.ray_run import ClusterRun
+from trimtab.runtime.run.ray_executor import RayExecutor
+from trimtab.runtime.run.run import Run
 with connect(sys.argv[1], name="kills") as session:
-    ClusterRun(on_ray(iterations=int(sys.argv[3])), Path(sys.argv[2]), session).run()
+    Run(on_ray(iterations=int(sys.argv[3])), Path(sys.argv[2]), RayExecutor(session)).run()
 """
 
 
@@ -222,7 +223,7 @@ def test_a_driver_that_is_killed_amid_a_move_is_resumed_and_nothing_counts_twice
     folders = [tmp_path / f"run-{attempt}" for attempt in range(3)]
     folder = next((one for one in folders if killed_amid_a_move(house, one)), None)
     assert folder is not None, "none of three runs moved"
-    again = ClusterRun(on_ray(iterations=ITERATIONS), folder, house.session, resume=True).run()
+    again = Run(on_ray(iterations=ITERATIONS), folder, RayExecutor(house.session), resume=True).run()
     counts_once(again, folder)
     assert events(folder, "resumed")
 
@@ -247,10 +248,10 @@ def test_moves_that_fail_at_each_of_their_stages_are_undone_one_after_another(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BreaksInTurn, "moves", [])
-    monkeypatch.setattr("trimtab.runtime.run.local_run.MigrationExecutor", BreaksInTurn)
+    monkeypatch.setattr("trimtab.runtime.run.run.MigrationExecutor", BreaksInTurn)
     rules = replace(AUTO, assumed_move_s=0.05, dwell_iterations=0, margin=0.0)
     job = on_ray(iterations=40, rules=rules)
-    end = ClusterRun(job, tmp_path / "run", house.session).run()
+    end = Run(job, tmp_path / "run", RayExecutor(house.session)).run()
     counts_once(end, tmp_path / "run", 40)
     back = [(one["move"], one["stage"]) for one in moves_of(tmp_path / "run", "rolling back")]
     assert back == [(number, stage.value) for number, stage in enumerate(STAGES, 1)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trimtab.model.plan import Plan
     from trimtab.render.text.run import RunNarrator
     from trimtab.running import Job
-    from trimtab.runtime.run.local_run import RunEnd
+    from trimtab.runtime.run.run import RunEnd
 
 STOPPED = 130
 

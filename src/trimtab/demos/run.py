@@ -22,7 +22,7 @@ from trimtab.render.text.run import RunNarrator
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
-    from trimtab.runtime.run.ray_run import ClusterRun
+    from trimtab.runtime.run.ray_executor import RayExecutor
 
 JOB = Path("examples/grpo/demo.yaml")
 JOINS_AT, EVALUATED_AT = 10, 30  # iterations after which they occur
@@ -42,7 +42,7 @@ class DemoEvents:
 
     def __init__(self, ray: EmbeddedRay, session: Session, display: RunDisplay) -> None:
         self._ray, self._session, self._display = ray, session, display
-        self.run: ClusterRun | None = None
+        self.executor: RayExecutor | None = None
         self._started: set[str] = set()
         self._threads: list[threading.Thread] = []
 
@@ -72,10 +72,10 @@ class DemoEvents:
         self._ray.add(Node("node2", 4))
 
     def _evaluate(self) -> None:
-        assert self.run is not None
+        assert self.executor is not None
         self._display.say(f"> an evaluation of priority {EVALUATION_PRIORITY:g} wants a GPU for {EVALUATION_S:g} s")
         try:
-            task = self.run.pool.submit(
+            task = self.executor.pool.submit(
                 EvaluationStub,
                 resources={"gpu": EVALUATION_GPUS, "cpu": 0.01},
                 id="evaluation",
@@ -100,7 +100,8 @@ def run_demo(folder: Path) -> int:
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
     from trimtab.runtime.run.folder import new_folder
     from trimtab.runtime.run.job_file import load_run
-    from trimtab.runtime.run.ray_run import ClusterRun
+    from trimtab.runtime.run.ray_executor import RayExecutor
+    from trimtab.runtime.run.run import Run
 
     job = load_run(_job_file())
     target = new_folder(folder, "demo")
@@ -110,8 +111,8 @@ def run_demo(folder: Path) -> int:
         session.preemption(same_pool=True, same_pool_gap=1.0)
         with RunDisplay("grpo", story) as display, signal_callbacks(display.interrupted, lambda: None):
             events = DemoEvents(ray, session, display)
-            events.run = run = ClusterRun(job, target, session, on_event=events.on_event)
-            end = run.run()
+            events.executor = RayExecutor(session)
+            end = Run(job, target, events.executor, on_event=events.on_event).run()
             events.wait()
         session.shutdown()
     run_story = read_story(target)

@@ -97,6 +97,10 @@ class Plan:
     def placed(self, name: str) -> PlacedComponent:
         return next(component for component in self.components if component.name == name)
 
+    def group_of(self, name: str) -> ComponentGroup:
+        """The group of a component; one of its own if it uses no GPUs."""
+        return next((group for group in self.groups if name in group.components), ComponentGroup((name,), ()))
+
     @property
     def gpus(self) -> int:
         return len({rank for group in self.groups for rank in group.gpus})

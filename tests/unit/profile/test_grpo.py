@@ -22,7 +22,7 @@ from examples.grpo.numpy_policy import NumpyPolicy  # noqa: E402
 from examples.grpo.task import BLANK, END, lengths, questions, rewards, right_answers  # noqa: E402
 
 from trimtab.runtime.run.job_file import load_run  # noqa: E402
-from trimtab.runtime.run.local_run import LocalRun, RunEnd  # noqa: E402
+from trimtab.runtime.run.run import Run, RunEnd  # noqa: E402
 
 SMALL = {"questions": 4, "group": 4, "digits": 5, "size": {"hidden": 16}, "batches": 2}
 RISE = 0.25
@@ -61,7 +61,7 @@ def test_the_reward_rises_and_the_answers_grow(seed: int) -> None:
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     def run(seed: int) -> list[float]:
-        end = LocalRun(grpo(iterations=4, seed=seed, **SMALL)).run()
+        end = Run(grpo(iterations=4, seed=seed, **SMALL)).run()
         return [end.metrics[n]["trainer"]["loss"] for n in (1, 2, 3, 4)]
 
     assert run(3) == run(3)
@@ -80,17 +80,17 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(tmp_path: Pat
         pytest.importorskip("torch")
     small = {**SMALL, "size": {"hidden": 16} if backend == "numpy" else {"width": 16, "layers": 1, "heads": 2}}
     job = grpo(backend, iterations=6, seed=5, **small)
-    whole = weights_of(LocalRun(job, tmp_path / "whole").run(), tmp_path / "whole")
-    stopped = LocalRun(job, tmp_path / "parts", on_iteration=lambda one, _: one.number == 4 and stopped.stop())
+    whole = weights_of(Run(job, tmp_path / "whole").run(), tmp_path / "whole")
+    stopped = Run(job, tmp_path / "parts", on_iteration=lambda one, _: one.number == 4 and stopped.stop())
     assert len(stopped.run().iterations) == 4
-    resumed = weights_of(LocalRun(job, tmp_path / "parts", resume=True).run(), tmp_path / "parts")
+    resumed = weights_of(Run(job, tmp_path / "parts", resume=True).run(), tmp_path / "parts")
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert np.array_equal(value, resumed[name]), name
 
 
 def test_with_stale_weights_it_trains_all_the_same() -> None:
-    end = LocalRun(grpo(iterations=5, staleness=1, **SMALL)).run()
+    end = Run(grpo(iterations=5, staleness=1, **SMALL)).run()
     assert [one.number for one in end.iterations] == [1, 2, 3, 4, 5]
 
 
@@ -203,7 +203,7 @@ def test_the_transformer_learns_too_and_gives_its_weights_away() -> None:
 
 
 def test_without_a_known_backend_nothing_is_made() -> None:
-    end = LocalRun(grpo("jax", iterations=1, **SMALL)).run()
+    end = Run(grpo("jax", iterations=1, **SMALL)).run()
     assert end.state == "failed"
     assert "no backend jax" in end.reason.sentence
 

@@ -47,7 +47,8 @@ from trimtab.replay.replan.scenario import ReplanScenario, compare_replans, read
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import ComponentCode, RunJob
-from trimtab.runtime.run.local_run import LocalRun
+from trimtab.runtime.run.local_executor import LocalExecutor
+from trimtab.runtime.run.run import Run
 
 ROOT = Path(__file__).parents[3]
 NOTHING = Distribution(0.0)
@@ -95,7 +96,9 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlacementJob,
         for name in asked.workflow.names
     }
     folder = tmp_path_factory.mktemp("lived") / "run"
-    end = LocalRun(RunJob(asked, parts, iterations=60, save_every=10, rules=AUTO), folder, clock=VirtualClock()).run()
+    end = Run(
+        RunJob(asked, parts, iterations=60, save_every=10, rules=AUTO), folder, LocalExecutor(VirtualClock())
+    ).run()
     assert end.state == "done"
     return folder, asked, factors, [one.wall_s for one in end.iterations]
 
@@ -194,7 +197,7 @@ def test_a_run_that_saves_after_every_iteration_is_watched_all_the_same(tmp_path
     asked = job(8, staleness=1)
     grows = {"rollout": ComponentCode(disturbance=Disturbance(drift_to=3.0, drift_over=10)), "trainer": ComponentCode()}
     saving = RunJob(asked, grows, iterations=20, save_every=1, rules=AUTO)
-    end = LocalRun(saving, tmp_path / "run", clock=VirtualClock()).run()
+    end = Run(saving, tmp_path / "run", LocalExecutor(VirtualClock())).run()
     live = [one["iteration"] for one in events(tmp_path / "run", "move") if one["state"] == "begun"]
     reality = ReplanReality(asked, 20, {"rollout": Drift(3.0, 10, after=1)}, QUIET, FREE, save_every=1)
     outcome = loop_run(TrueCosts(reality), AUTO)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -26,17 +26,17 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
 from trimtab.plan.placement.order import BatchStep, PlanAction
-from trimtab.runtime.run import local_run as local
 from trimtab.runtime.run.checkpoints import Checkpointer
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.components import ComponentSet, LocalComponents
+from trimtab.runtime.run.components import Components
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.folder import RunFolder, read_run
 from trimtab.runtime.run.iteration import IterationRunner
 from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
 from trimtab.runtime.run.job_file import load_run
-from trimtab.runtime.run.local_run import LocalRun, RunEnd
-from trimtab.runtime.run.ray_run import ClusterRun
+from trimtab.runtime.run.local_executor import LocalExecutor
+from trimtab.runtime.run.ray_executor import RayExecutor
+from trimtab.runtime.run.run import Run, RunEnd
 
 
 def chain(batches: int = 2, staleness: int = 0, gpus: int = 2, **trainer) -> PlacementJob:
@@ -89,7 +89,7 @@ def test_emulated_iterations_take_exactly_what_the_plan_predicts() -> None:
         rng = random.Random(seed)
         job = random_job(rng, rng.choice([2, 3, 4]), rng.randint(2, 6), rng.randint(1, 8))
         try:
-            end = LocalRun(emulated(job), clock=VirtualClock()).run()
+            end = Run(emulated(job), executor=LocalExecutor(VirtualClock())).run()
         except InfeasibleError:
             continue
         plan = end.plan
@@ -105,7 +105,7 @@ def test_emulated_iterations_take_exactly_what_the_plan_predicts() -> None:
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_with_staleness_iterations_overlap_and_the_period_is_the_plans(staleness: int) -> None:
     job = chain(batches=4, staleness=staleness)
-    end = LocalRun(emulated(job, iterations=20), plan=any_separate(job), clock=VirtualClock()).run()
+    end = Run(emulated(job, iterations=20), plan=any_separate(job), executor=LocalExecutor(VirtualClock())).run()
     plan = end.plan
     assert sum(one.wall_s for one in end.iterations[8:]) / 12 == pytest.approx(plan.iteration_seconds)
     assert plan.iteration_seconds < sum(placed.seconds for placed in plan.components)
@@ -113,7 +113,7 @@ def test_with_staleness_iterations_overlap_and_the_period_is_the_plans(staleness
 
 def test_waiting_is_told_from_working() -> None:
     job = chain(batches=2)
-    end = LocalRun(emulated(job), plan=any_separate(job), clock=VirtualClock()).run()
+    end = Run(emulated(job), plan=any_separate(job), executor=LocalExecutor(VirtualClock())).run()
     by_name = {one.component: one for one in end.iterations[-1].components}
     assert by_name["rollout"].wait_s == pytest.approx(0.0)
     assert by_name["reward"].wait_s == pytest.approx(1.5 + 1.25)  # the first batch, then the gap to the second
@@ -126,7 +126,7 @@ def test_every_batch_comes_with_the_outputs_of_what_feeds_it() -> None:
     seen = []
     job = chain()
     run = noting(job, iterations=1)
-    taken = LocalRun(
+    taken = Run(
         run, inputs=lambda iteration, index: f"prompt {iteration}.{index}", on_iteration=lambda *a: seen.append(a)
     )
     assert taken.run().state == "done"
@@ -138,7 +138,7 @@ def test_every_batch_comes_with_the_outputs_of_what_feeds_it() -> None:
 
 def test_components_of_a_group_leave_the_gpus_before_the_next_one_comes() -> None:
     job = chain(gpus=1)
-    end = LocalRun(noting(job, iterations=2)).run()
+    end = Run(noting(job, iterations=2)).run()
     assert end.plan.mode == "collocated"
     moves = [entry[:2] for entry in run_parts.LOG if entry[0] in ("offload", "onload")]
     first = [("offload", "rollout"), ("offload", "trainer")]  # made on the GPUs, and off them before the run begins
@@ -150,18 +150,18 @@ def test_leaving_and_coming_back_are_measured_for_everybody_who_shares() -> None
     job = chain(gpus=1)
     parts = tuple(replace(c, switch_seconds=0.0 if c.on_cpu else 1.5) for c in job.workflow.components)
     job = replace(job, workflow=replace(job.workflow, components=parts))
-    end = LocalRun(emulated(job), clock=VirtualClock()).run()
+    end = Run(emulated(job), executor=LocalExecutor(VirtualClock())).run()
     by_name = {one.component: one for one in end.iterations[-1].components}
     assert by_name["rollout"].onload_s == by_name["trainer"].onload_s == pytest.approx(1.5)
     assert by_name["reward"].onload_s == 0.0
-    real = LocalRun(noting(chain(gpus=1), pause_s=0.001)).run()
+    real = Run(noting(chain(gpus=1), pause_s=0.001)).run()
     by_name = {one.component: one for one in real.iterations[-1].components}
     assert by_name["rollout"].offload_s >= 0.001
     assert by_name["trainer"].offload_s >= 0.001  # for the rollout of this iteration
 
 
 def test_weights_reach_the_rollout_after_every_iteration() -> None:
-    LocalRun(noting(chain())).run()
+    Run(noting(chain())).run()
     assert [entry for entry in run_parts.LOG if entry[0] == "sync"] == [
         ("sync", "rollout", 2 * n, n) for n in (1, 2, 3)
     ]
@@ -169,7 +169,7 @@ def test_weights_reach_the_rollout_after_every_iteration() -> None:
 
 def test_weights_that_arrive_in_the_midst_of_an_iteration_wait_for_its_end() -> None:
     job = chain(batches=4, staleness=1)
-    LocalRun(noting(job, iterations=6, pause_s=0.002), plan=any_separate(job)).run()
+    Run(noting(job, iterations=6, pause_s=0.002), plan=any_separate(job)).run()
     mine = [entry for entry in run_parts.LOG if entry[0] in ("step", "sync") and entry[1] == "rollout"]
     for before, entry in itertools.pairwise(mine):
         if entry[0] == "sync" and before[0] == "step":
@@ -195,7 +195,7 @@ def test_weights_that_arrive_in_the_midst_of_an_iteration_wait_for_its_end() -> 
 def test_a_component_that_misbehaves_ends_the_run_with_a_reason(tmp_path: Path, how, code, what) -> None:
     folder = tmp_path / "run"
     fail = {"reward": {"how": how, "iteration": 2, "batch": 1, "seconds": 1.0}}
-    end = LocalRun(noting(chain(), fail=fail, step_limit_s=0.3 if how == "hang" else 20.0), folder).run()
+    end = Run(noting(chain(), fail=fail, step_limit_s=0.3 if how == "hang" else 20.0), folder).run()
     assert end.state == "failed"
     assert end.reason.code is code
     assert what in end.reason.sentence
@@ -209,8 +209,8 @@ def test_a_component_that_misbehaves_ends_the_run_with_a_reason(tmp_path: Path, 
 
 def test_a_run_that_failed_goes_on_when_the_fault_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    LocalRun(noting(chain(), fail={"trainer": {"how": "raise", "iteration": 3}}), folder).run()
-    end = LocalRun(noting(chain()), folder, resume=True).run()
+    Run(noting(chain(), fail={"trainer": {"how": "raise", "iteration": 3}}), folder).run()
+    end = Run(noting(chain()), folder, resume=True).run()
     assert end.state == "done"
     assert numbers(end) == [1, 2, 3]
     assert ("load", "trainer", 4) in run_parts.LOG
@@ -219,7 +219,7 @@ def test_a_run_that_failed_goes_on_when_the_fault_is_gone(tmp_path: Path) -> Non
 def test_a_component_that_is_not_well_ends_the_run() -> None:
     job = chain()
     run = replace(noting(job), parts={**noting(job).parts, "reward": ComponentCode("run_parts:Unwell")})
-    end = LocalRun(run).run()
+    end = Run(run).run()
     assert end.reason == replace(
         end.reason, code=ReasonCode.unhealthy, sentence="reward is unhealthy: the disk is full"
     )
@@ -228,7 +228,7 @@ def test_a_component_that_is_not_well_ends_the_run() -> None:
 def test_a_component_that_cannot_be_made_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
     job = chain()
     run = replace(noting(job), parts={**noting(job).parts, "trainer": ComponentCode("run_parts:Noting", {"sise": 3})})
-    end = LocalRun(run, tmp_path / "run").run()
+    end = Run(run, tmp_path / "run").run()
     assert (end.state, numbers(end)) == ("failed", [])
     assert "cannot be made with these settings" in end.error.what
 
@@ -236,7 +236,7 @@ def test_a_component_that_cannot_be_made_ends_the_run_before_its_first_iteration
 def test_components_need_nothing_but_step() -> None:
     job = chain(gpus=1)
     run = RunJob(job, {name: ComponentCode("run_parts:Bare") for name in job.workflow.names}, iterations=2)
-    assert numbers(LocalRun(run).run()) == [1, 2]
+    assert numbers(Run(run).run()) == [1, 2]
 
 
 def test_a_disk_that_takes_no_more_events_does_not_stop_the_run(tmp_path: Path, monkeypatch) -> None:
@@ -250,7 +250,7 @@ def test_a_disk_that_takes_no_more_events_does_not_stop_the_run(tmp_path: Path, 
         return real(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    end = LocalRun(noting(chain()), folder).run()
+    end = Run(noting(chain()), folder).run()
     assert end.state == "done"
     assert refused
     assert [one.number for one in read_run(folder).iterations] == [1, 2, 3]
@@ -266,7 +266,7 @@ def test_a_state_that_cannot_be_saved_ends_the_run_and_keeps_the_one_before(tmp_
         return real(self, iteration, name)
 
     monkeypatch.setattr(RunFolder, "new_state_folder", full)
-    end = LocalRun(noting(chain(), iterations=5), folder).run()
+    end = Run(noting(chain(), iterations=5), folder).run()
     assert end.state == "failed"
     assert "cannot be saved: No space left" in end.reason.sentence
     assert read_run(folder).saved == 2
@@ -278,16 +278,16 @@ def test_a_state_that_cannot_be_saved_ends_the_run_and_keeps_the_one_before(tmp_
 def test_ctrl_c_ends_the_run_after_the_iteration_under_way_with_its_state_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     fail = {"trainer": {"how": "interrupt", "iteration": 2}}
-    end = LocalRun(noting(chain(), fail=fail, iterations=5, save_every=100), folder).run()
+    end = Run(noting(chain(), fail=fail, iterations=5, save_every=100), folder).run()
     assert (end.state, end.reason.code, numbers(end)) == ("stopped", ReasonCode.by_hand, [1, 2])
     assert read_run(folder).saved == 2
-    on = LocalRun(noting(chain(), iterations=5), folder, resume=True).run()
+    on = Run(noting(chain(), iterations=5), folder, resume=True).run()
     assert (on.state, numbers(on)) == ("done", [1, 2, 3, 4, 5])
     assert [one.number for one in read_run(folder).iterations] == [1, 2, 3, 4, 5]
 
 
 def test_a_stop_asked_for_from_another_place_is_the_same_as_ctrl_c() -> None:
-    run = LocalRun(
+    run = Run(
         noting(chain(), iterations=50), on_iteration=lambda iteration, _: iteration.number == 4 and run.stop("enough")
     )
     end = run.run()
@@ -300,10 +300,10 @@ import sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from test_run_local import chain, noting
-from trimtab.runtime.run.local_run import LocalRun
+from trimtab.runtime.run.run import Run
 job = noting(chain(), iterations={iterations}, save_every=2, pause_s=0.01)
 show = lambda iteration, _: print(iteration.number, flush=True)
-end = LocalRun(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, on_iteration=show).run()
+end = Run(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, on_iteration=show).run()
 print(end.state, flush=True)
 """
 
@@ -330,7 +330,7 @@ def test_killed_at_any_moment_a_run_goes_on_and_counts_every_iteration_once(tmp_
             assert out.strip().endswith("stopped")
     saved = read_run(folder).saved
     assert saved >= 4
-    end = LocalRun(noting(chain(), iterations=saved + 3, save_every=2), folder, resume=True).run()
+    end = Run(noting(chain(), iterations=saved + 3, save_every=2), folder, resume=True).run()
     assert numbers(end) == list(range(1, saved + 4))
     assert [one.number for one in read_run(folder).iterations] == numbers(end)
     # What was trained is what was counted: two batches for each iteration, none of them twice.
@@ -343,11 +343,11 @@ def test_killed_at_any_moment_a_run_goes_on_and_counts_every_iteration_once(tmp_
 def test_with_staleness_every_component_is_saved_at_its_own_end_of_the_iteration(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = chain(batches=2, staleness=1)
-    LocalRun(noting(job, iterations=6), folder, plan=any_separate(job)).run()
+    Run(noting(job, iterations=6), folder, plan=any_separate(job)).run()
     saves = [entry[1:] for entry in run_parts.LOG if entry[0] == "save"]
     for name in job.workflow.names:
         assert [total for one, total in saves if one == name] == [2, 4, 6, 8, 10, 12]
-    end = LocalRun(noting(job, iterations=8), folder, plan=any_separate(job), resume=True).run()
+    end = Run(noting(job, iterations=8), folder, plan=any_separate(job), resume=True).run()
     assert numbers(end) == list(range(1, 9))
     assert ("load", "rollout", 12) in run_parts.LOG
 
@@ -362,21 +362,21 @@ def test_a_state_never_counts_before_its_iteration_is_written(tmp_path: Path, mo
         return real(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    assert LocalRun(noting(chain(), iterations=5), folder).run().state == "done"
+    assert Run(noting(chain(), iterations=5), folder).run().state == "done"
     assert "No space left" in summary(folder)["fault"]
     assert (read_run(folder).saved, [one.number for one in read_run(folder).iterations]) == (2, [1, 2])
     monkeypatch.undo()
-    assert numbers(LocalRun(noting(chain(), iterations=5), folder, resume=True).run()) == [1, 2, 3, 4, 5]
+    assert numbers(Run(noting(chain(), iterations=5), folder, resume=True).run()) == [1, 2, 3, 4, 5]
 
 
 def test_ctrl_c_a_second_and_a_third_time_leaves_the_folder_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     fail = {"trainer": {"how": "interrupt", "iteration": 2, "times": 3}}
-    end = LocalRun(noting(chain(), fail=fail, iterations=5), folder).run()
+    end = Run(noting(chain(), fail=fail, iterations=5), folder).run()
     assert (end.state, numbers(end)) == ("stopped", [1])
     assert "iteration 2 was not over" in end.reason.sentence
     assert summary(folder)["state"] == "stopped"
-    assert numbers(LocalRun(noting(chain(), iterations=5), folder, resume=True).run()) == [1, 2, 3, 4, 5]
+    assert numbers(Run(noting(chain(), iterations=5), folder, resume=True).run()) == [1, 2, 3, 4, 5]
 
 
 def test_whoever_is_told_and_raises_leaves_the_folder_in_order(tmp_path: Path) -> None:
@@ -384,28 +384,28 @@ def test_whoever_is_told_and_raises_leaves_the_folder_in_order(tmp_path: Path) -
         raise RuntimeError("no terminal")
 
     with pytest.raises(RuntimeError, match="no terminal"):
-        LocalRun(noting(chain()), tmp_path / "run", on_iteration=on_iteration).run()
+        Run(noting(chain()), tmp_path / "run", on_iteration=on_iteration).run()
     assert "crashed: RuntimeError: no terminal" in summary(tmp_path / "run")["reason"]
-    assert numbers(LocalRun(noting(chain()), tmp_path / "run", resume=True).run()) == [1, 2, 3]
+    assert numbers(Run(noting(chain()), tmp_path / "run", resume=True).run()) == [1, 2, 3]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    LocalRun(noting(chain()), folder).run()
+    Run(noting(chain()), folder).run()
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"event": "iterat')
     assert len(read_run(folder).iterations) == 3
-    end = LocalRun(noting(chain(), iterations=4), folder, resume=True).run()
+    end = Run(noting(chain(), iterations=4), folder, resume=True).run()
     assert numbers(end) == [1, 2, 3, 4]
     assert [one.number for one in read_run(folder).iterations] == [1, 2, 3, 4]
 
 
 def test_a_folder_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    LocalRun(noting(chain(), iterations=1), folder).run()
+    Run(noting(chain(), iterations=1), folder).run()
     old = (folder / "summary.json").read_text().replace('"version": 2', '"version": 1')
     (folder / "summary.json").write_text(old)
-    for refused in (lambda: LocalRun(noting(chain()), folder, resume=True).run(), lambda: read_run(folder)):
+    for refused in (lambda: Run(noting(chain()), folder, resume=True).run(), lambda: read_run(folder)):
         with pytest.raises(InputError, match="format 1, and 2 is the only one"):
             refused()
     assert (folder / "summary.json").read_text() == old
@@ -414,21 +414,21 @@ def test_a_folder_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
 def test_a_folder_has_one_run_and_is_not_written_over(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(InputError, match="no run in this folder"):
-        LocalRun(noting(chain()), folder, resume=True).run()
-    LocalRun(noting(chain(), iterations=1), folder).run()
+        Run(noting(chain()), folder, resume=True).run()
+    Run(noting(chain(), iterations=1), folder).run()
     with pytest.raises(InputError, match="a run in this folder already"):
-        LocalRun(noting(chain()), folder).run()
+        Run(noting(chain()), folder).run()
     held = RunFolder(folder, resume=True)
     with pytest.raises(InputError, match="another run writes this folder"):
-        LocalRun(noting(chain()), folder, resume=True).run()
+        Run(noting(chain()), folder, resume=True).run()
     held.close()
     with pytest.raises(InputError, match="none is named"):
-        LocalRun(noting(chain()), resume=True)
+        Run(noting(chain()), resume=True)
 
 
 def test_a_folder_that_cannot_be_understood_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    LocalRun(noting(chain(), iterations=1), folder).run()
+    Run(noting(chain(), iterations=1), folder).run()
     (folder / "events.jsonl").write_text("what is this\n")
     with pytest.raises(InputError, match="cannot be understood") as refused:
         read_run(folder)
@@ -438,10 +438,12 @@ def test_a_folder_that_cannot_be_understood_is_refused(tmp_path: Path) -> None:
 # ---- other drivers ---------------------------------------------------------------------------------------------------
 
 
-class SideBySide(LocalRun):
+class SideBySide(LocalExecutor):
     """Drives the same acts in threads, as a cluster does."""
 
-    def _drive(self, runner: IterationRunner) -> None:
+    def drive(
+        self, runner: IterationRunner, poll: Callable[[], None], ended: Callable[[IterationRunner, float], None]
+    ) -> None:
         began = time.perf_counter()
         running: dict[Future, PlanAction] = {}
         with ThreadPoolExecutor(8) as threads:
@@ -457,7 +459,7 @@ class SideBySide(LocalRun):
                     with runner.lock:
                         runner.order.check()
                         runner.order.end(running.pop(over))
-                        self._action_ended(runner, time.perf_counter() - began)
+                        ended(runner, time.perf_counter() - began)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -465,7 +467,7 @@ class SideBySide(LocalRun):
 def test_acts_may_be_performed_side_by_side_in_threads(tmp_path: Path, staleness: int, gpus: int) -> None:
     job = chain(batches=4, staleness=staleness, gpus=gpus)
     plan = any_separate(job) if gpus > 1 else None
-    end = SideBySide(noting(job, iterations=6, pause_s=0.001), tmp_path / "run", plan=plan).run()
+    end = Run(noting(job, iterations=6, pause_s=0.001), tmp_path / "run", SideBySide(), plan=plan).run()
     assert (end.state, numbers(end)) == ("done", [1, 2, 3, 4, 5, 6])
     for name in job.workflow.names:
         steps = [entry[2:] for entry in run_parts.LOG if entry[:2] == ("step", name)]
@@ -485,7 +487,7 @@ def test_costs_that_are_not_stated_are_measured_first_and_then_planned_with(tmp_
     parts = {name: ComponentCode(curve=truth.get(name)) for name in job.workflow.names}
     unmeasured = frozenset({"rollout", "trainer"})
     run = RunJob(job, parts, iterations=8, profile_iterations=3, unmeasured=unmeasured, save_every=2)
-    end = LocalRun(run, folder, clock=VirtualClock()).run()
+    end = Run(run, folder, LocalExecutor(VirtualClock())).run()
     assert end.state == "done"
     plans = events(folder, "plan")
     assert [(plan["why"], plan["iteration"]) for plan in plans] == [("first", 1), ("measured", 4)]
@@ -493,7 +495,7 @@ def test_costs_that_are_not_stated_are_measured_first_and_then_planned_with(tmp_
     assert end.iterations[-1].wall_s == pytest.approx(end.plan.iteration_seconds)
     assert summary(folder)["prediction_error"] == pytest.approx(0.0, abs=1e-9)
     # Going on from the folder, what was measured is not measured again.
-    again = LocalRun(replace(run, iterations=12), folder, resume=True, clock=VirtualClock()).run()
+    again = Run(replace(run, iterations=12), folder, resume=True, executor=LocalExecutor(VirtualClock())).run()
     assert again.plan.describe() == end.plan.describe()
     assert numbers(again) == list(range(1, 13))
 
@@ -501,7 +503,7 @@ def test_costs_that_are_not_stated_are_measured_first_and_then_planned_with(tmp_
 def test_a_change_of_plan_keeps_what_the_components_have_learned(tmp_path: Path) -> None:
     job = chain(gpus=2)
     run = replace(noting(job, iterations=6, pause_s=0.002), unmeasured=frozenset({"rollout", "trainer"}))
-    end = LocalRun(run, tmp_path / "run").run()
+    end = Run(run, tmp_path / "run").run()
     assert end.state == "done"
     assert end.metrics[6]["trainer"]["total"] == 11.5  # batches 11 and 12 of the whole run
 
@@ -531,7 +533,7 @@ def test_a_job_file_says_which_code_and_how_long(tmp_path: Path) -> None:
     assert run.parts["rollout"].disturbance == Disturbance(
         noise=0.07, drift_to=3.0, drift_over=60, tail_share=0.1, tail_factor=4
     )
-    end = LocalRun(run, clock=VirtualClock()).run()
+    end = Run(run, executor=LocalExecutor(VirtualClock())).run()
     assert end.iterations[-1].wall_s != end.iterations[0].wall_s
 
 
@@ -546,7 +548,7 @@ def test_a_job_file_with_classes_needs_no_costs(tmp_path: Path) -> None:
     run = load_run(written(tmp_path, text))
     assert run.unmeasured == {"rollout", "trainer"}
     assert shared_plan(run.job).mode == "collocated"
-    assert numbers(LocalRun(run).run()) == [1, 2, 3, 4, 5]
+    assert numbers(Run(run).run()) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -583,16 +585,13 @@ def test_a_job_file_that_is_wrong_is_refused_by_its_key(tmp_path: Path, old: str
 # ---- side by side ----------------------------------------------------------------------------------------------------
 
 
-class InThreads(LocalRun):
-    """A run in one process whose acts are performed in threads, as on a cluster."""
+class InThreads(LocalExecutor):
+    """Components in one process whose acts are performed in threads, as on a cluster."""
 
-    _drive, _next_ended, _wait_for_others = ClusterRun._drive, ClusterRun._next_ended, ClusterRun._wait_for_others
+    drive = RayExecutor.drive
 
-    def _now(self) -> float:
+    def now(self) -> float:
         return time.perf_counter() - self._last_action_s
-
-    def _advance_clock(self) -> None:
-        pass
 
 
 def test_acts_end_while_components_are_asked_how_they_are_and_states_are_deleted(
@@ -621,20 +620,19 @@ def test_acts_end_while_components_are_asked_how_they_are_and_states_are_deleted
         began[name].set()
         waited.append(ended[name].wait(30))
 
-    class Asked(LocalComponents):
-        def check_health(self, names: Sequence[str]) -> None:
-            if not began[slow[0]].is_set():
-                wait_for_an_act(slow[0])
+    def check_health(self: Components, names: Sequence[str]) -> None:
+        if not began[slow[0]].is_set():
+            wait_for_an_act(slow[0])
 
     complete = Checkpointer.complete
 
-    def delete(self: Checkpointer, components: ComponentSet, iteration: int) -> None:
+    def delete(self: Checkpointer, components: Components, iteration: int) -> None:
         if iteration == 2:
             wait_for_an_act(slow[1])
         complete(self, components, iteration)
 
     monkeypatch.setattr(Checkpointer, "complete", delete)
-    monkeypatch.setattr(local, "LocalComponents", Asked)
-    end = InThreads(noting(job, iterations=4), tmp_path / "run", plan=any_separate(job)).run()
+    monkeypatch.setattr(Components, "check_health", check_health)
+    end = Run(noting(job, iterations=4), tmp_path / "run", InThreads(), plan=any_separate(job)).run()
     assert end.state == "done"
     assert waited == [True, True]

@@ -10,13 +10,13 @@ import pytest
 from run_moves import drifting, events, moves_of, parts_that_move, trained
 from trimtab.model.run import STAGES, MigrationStage
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.components import ComponentSet, LocalComponents
-from trimtab.runtime.run.local_run import LocalRun
+from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.migration import MigrationExecutor
+from trimtab.runtime.run.run import Run
 
 
-def run(folder: Path, **more: Any) -> LocalRun:
-    return LocalRun(drifting(**more), folder, clock=VirtualClock())
+def run(folder: Path, **more: Any) -> Run:
+    return Run(drifting(**more), folder, executor=LocalExecutor(VirtualClock()))
 
 
 def test_a_rollout_that_gets_longer_is_given_more_gpus_and_iterations_get_shorter_than_under_the_kept_plan(
@@ -51,7 +51,7 @@ def test_noise_alone_moves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_move_keeps_what_the_components_have_learned(tmp_path: Path) -> None:
-    end = LocalRun(parts_that_move(), tmp_path / "run", clock=VirtualClock()).run()
+    end = Run(parts_that_move(), tmp_path / "run", LocalExecutor(VirtualClock())).run()
     assert moves_of(tmp_path / "run", "arrived")
     assert trained(end) == 60 * 4
 
@@ -76,8 +76,8 @@ def test_a_move_that_fails_at_any_stage_is_undone_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr(Breaks, "at", stage)
     monkeypatch.setattr(Breaks, "times", 1)
-    monkeypatch.setattr("trimtab.runtime.run.local_run.MigrationExecutor", Breaks)
-    end = LocalRun(parts_that_move(), tmp_path / "run", clock=VirtualClock()).run()
+    monkeypatch.setattr("trimtab.runtime.run.run.MigrationExecutor", Breaks)
+    end = Run(parts_that_move(), tmp_path / "run", LocalExecutor(VirtualClock())).run()
     assert (end.state, [one.number for one in end.iterations]) == ("done", list(range(1, 61))), end.reason
     assert trained(end) == 60 * 4  # nothing lost, nothing twice
     back = moves_of(tmp_path / "run", "rolling back")
@@ -92,7 +92,7 @@ def test_a_move_that_fails_at_any_stage_is_undone_and_the_run_goes_on(
 
 @pytest.mark.parametrize("wrong", ["save", "make", "load", "health", "sync"])
 def test_a_component_that_fails_in_a_move_has_it_undone(tmp_path: Path, wrong: str) -> None:
-    end = LocalRun(parts_that_move(fails=wrong), tmp_path / "run", clock=VirtualClock()).run()
+    end = Run(parts_that_move(fails=wrong), tmp_path / "run", LocalExecutor(VirtualClock())).run()
     assert (end.state, len(end.iterations)) == ("done", 60), end.reason
     assert trained(end) == 60 * 4
     assert moves_of(tmp_path / "run", "rolled back")
@@ -101,24 +101,20 @@ def test_a_component_that_fails_in_a_move_has_it_undone(tmp_path: Path, wrong: s
 def test_a_way_back_that_fails_too_ends_the_run_with_its_reason_and_it_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class NoWayBack(LocalComponents):
+    class NoWayBack(LocalExecutor):
         broken = True
 
-        def place(self, *arguments: Any) -> None:
-            if self.broken:
+        def place(self, *arguments: Any, initial: bool) -> dict[str, frozenset[str]]:
+            if self.broken and not initial:
                 raise OSError(12, "out of memory")
-            super().place(*arguments)
+            return super().place(*arguments, initial=initial)
 
-    class Here(LocalRun):
-        def _make_components(self) -> ComponentSet:
-            return NoWayBack(self._job, self._clock, self._path)
-
-    end = Here(parts_that_move(), tmp_path / "run", clock=VirtualClock()).run()
+    end = Run(parts_that_move(), tmp_path / "run", NoWayBack(VirtualClock())).run()
     assert end.state == "failed"
     assert "out of memory" in end.reason.sentence
     assert moves_of(tmp_path / "run", "stuck")
     monkeypatch.setattr(NoWayBack, "broken", False)
-    again = Here(parts_that_move(), tmp_path / "run", clock=VirtualClock(), resume=True).run()
+    again = Run(parts_that_move(), tmp_path / "run", NoWayBack(VirtualClock()), resume=True).run()
     assert (again.state, [one.number for one in again.iterations]) == ("done", list(range(1, 61)))
     assert trained(again) == 60 * 4
 
@@ -130,14 +126,14 @@ def test_a_resumed_run_goes_on_with_the_plan_it_had_moved_to(tmp_path: Path) -> 
     moved = ended.plan.describe()
     assert moved != events(tmp_path / "run", "plan")[0]["plan"]
     longer = run(tmp_path / "run", iterations=52)
-    longer = LocalRun(drifting(iterations=52), tmp_path / "run", clock=VirtualClock(), resume=True)
+    longer = Run(drifting(iterations=52), tmp_path / "run", LocalExecutor(VirtualClock()), resume=True)
     end = longer.run()
     assert [one["plan"] for one in events(tmp_path / "run", "plan")][-1] == moved
     assert len(end.iterations) == 52
 
 
 def test_a_trainer_that_cannot_save_is_never_moved(tmp_path: Path) -> None:
-    end = LocalRun(parts_that_move(use="run_moves:Forgetful"), tmp_path / "run", clock=VirtualClock()).run()
+    end = Run(parts_that_move(use="run_moves:Forgetful"), tmp_path / "run", LocalExecutor(VirtualClock())).run()
     assert (end.state, len(end.iterations)) == ("done", 60)
     assert not moves_of(tmp_path / "run", "arrived")
     assert any("cannot save" in one["reason"] for one in events(tmp_path / "run", "move", "told") if "reason" in one)

@@ -35,7 +35,8 @@ from trimtab.render.html.run.story import RunStory, read_story
 from trimtab.render.html.run.summary import MAX_LINES, has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.local_run import LocalRun
+from trimtab.runtime.run.local_executor import LocalExecutor
+from trimtab.runtime.run.run import Run
 
 
 def page_of(story: RunStory, **more: Any) -> str:
@@ -262,7 +263,7 @@ def test_a_run_resumed_by_another_process_goes_on_where_it_stopped(tmp_path: Pat
 
 
 def test_a_run_in_one_process_says_that_its_times_are_those_of_the_plan(tmp_path: Path) -> None:
-    LocalRun(emulated(chain(gpus=4), iterations=6), tmp_path / "run", clock=VirtualClock()).run()
+    Run(emulated(chain(gpus=4), iterations=6), tmp_path / "run", LocalExecutor(VirtualClock())).run()
     story = read_story(tmp_path / "run")
     assert has_virtual_clock(story)
     assert story.end_s == pytest.approx(story.wall_s)

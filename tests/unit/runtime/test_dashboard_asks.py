@@ -21,7 +21,7 @@ from trimtab.runtime.run import control_files
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.event_log import event_log_path, load_path, read_event_log, read_load
 from trimtab.runtime.run.job_file import load_run
-from trimtab.runtime.run.local_run import LocalRun
+from trimtab.runtime.run.run import Run
 from waiting import until
 
 WAIT_S = 240.0
@@ -100,7 +100,7 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
     (tmp_path / "job.yaml").write_text(JOB)
     folder = tmp_path / "run"
     control_files.send_request(folder, control_files.RUN, {"ask": "replan", "why": "of yesterday"})
-    run = LocalRun(load_run(tmp_path / "job.yaml"), folder)
+    run = Run(load_run(tmp_path / "job.yaml"), folder)
     thread = threading.Thread(target=run.run)
     thread.start()
     try:

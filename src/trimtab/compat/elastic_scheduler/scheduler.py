@@ -15,18 +15,16 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from trimtab.compat.elastic_scheduler.answers import Placement, RequestCompletion
 from trimtab.compat.elastic_scheduler.worker_group import (
-    CallTimeoutError,
     NotIdleError,
     WorkerGroupCalls,
     WorkerId,
     WorkerStatus,
-    in_time,
 )
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, nearest
 from trimtab.core.numbers import SHORTEST_S, check_number
@@ -49,6 +47,7 @@ from trimtab.model.rollout import (
     WorkerView,
 )
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, describe
+from trimtab.runtime.rollout.machine_loop import RolloutCore
 
 __all__ = ["ElasticConfig", "ElasticScheduler", "Placement", "Taker"]
 
@@ -81,12 +80,24 @@ class ElasticScheduler:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
         check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MAX_CALL_S)
         self.worker_group = worker_group
-        self.background = Background(prefix="elastic-scheduler")
         self.faults: list[str] = []  # the last faults, oldest first
         self._clock = clock
         self._calls = WorkerGroupCalls(worker_group, call_timeout_s)
         self._load_known = True  # False: the last status failed, or left a worker out
         self._machine = RolloutMachine(_rules(self.config, self._calls), replace(self.config, policy=self._policy()))
+        self.background = Background(prefix="elastic-scheduler")
+        self._core = RolloutCore(self._machine, clock, background=self.background, closing=True)
+        self._core.handlers = dict.fromkeys(get_args(e.RolloutInstruction), _ignore) | {
+            e.SendRequest: self._send,
+            e.AbortAttempt: lambda abort: self._spawn(f"abort {abort.request}", lambda: self._abort(abort)),
+            e.WorkerAction: lambda act: self._spawn(f"{act.verb.value} {act.worker}", lambda: self._act(act)),
+            e.AnswerRequest: self._answered,
+            e.RefuseRequest: self._refused,
+            e.AnnounceScaleStep: lambda scaled: log.info("workers: %s", scaled.step.reason),
+            e.Warn: lambda warning: self._record_fault(f"worker {warning.worker}: {warning.reason}"),
+        }
+        self._core.listeners.append(self._on_event)
+        self._handle = self._core.handle_event
         self._ids: dict[str, WorkerId] = {}  # by the machine's name
         self._added = 0
         self._open: dict[str, str] = {}  # by id: the machine's name of an open request
@@ -95,12 +106,9 @@ class ElasticScheduler:
         self._actions: dict[asyncio.Task[None], str] = {}
         self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no event loop was running yet
         self._loops: list[asyncio.Task[None]] = []
-        self._waiters: list[asyncio.Future[None]] = []  # futures of `_until`
         self._unflushed: set[str] = set()  # workers that are or will be inactive and still have their memory
         self._locks: dict[str, asyncio.Lock] = {}
         self._late_drains: set[str] = set()  # workers whose late drain was reported
-        self._wake = asyncio.Event()  # a deadline is due sooner than `_sleeps_until`
-        self._sleeps_until: float | None = None
         for worker in self._calls.workers or ():
             self._join(worker)
 
@@ -123,30 +131,29 @@ class ElasticScheduler:
     @property
     def is_running(self) -> bool:
         """Whether the load is monitored."""
-        return bool(self._loops)
+        return not self._core.closing
 
     async def start(self) -> None:
         """Start monitoring the load. UnreachableError if the group does not say which workers it has."""
-        if self._loops:
+        if self.is_running:
             return
         for warning in self.config.warnings():
             log.warning("elastic_config: %s", warning)
         if self._calls.has_status:
             await self._first_status()
-        if self._loops:  # started concurrently
+        if self.is_running:  # started concurrently
             return
-        self._wake = asyncio.Event()  # of this event loop
-        loops = {"time": self._tick, "load": self._load_loop} if self._calls.has_status else {"time": self._tick}
-        self._loops = [
-            self.background.start(name, functools.partial(self._reporting, name, loop), policy=NEVER_GIVE_UP)
-            for name, loop in loops.items()
-        ]
+        self._core.closing = False
+        self._handle(e.RolloutTick())
+        if self._calls.has_status:
+            self._loops = [self.background.start("load", self._load_loop, policy=NEVER_GIVE_UP)]
         postponed, self._postponed = self._postponed, []
         for name, action in postponed:
             self._spawn(name, action)
 
     async def stop(self) -> None:
         """Stop. Draining workers serve again; running calls are awaited, with a deadline."""
+        self._core.stop_timer()
         loops, self._loops = self._loops, []
         for loop in loops:
             loop.cancel()
@@ -213,7 +220,8 @@ class ElasticScheduler:
         """
         wanted = min(len(self._machine.workers()), self.config.max_workers)
         self._handle(e.HoldRequested(HOLD, wanted))
-        if not await self._until(lambda: len(self._workers(WorkerState.active)) >= wanted):
+        within_s = 3 * self._calls.timeout_s
+        if not await self._core.until(lambda: len(self._workers(WorkerState.active)) >= wanted, within_s):
             others = [view for view in self._machine.workers() if view.state is not WorkerState.active]
             states = "; ".join(f"{view.worker} is {view.state.value} ({view.reason.sentence})" for view in others[:3])
             raise UnreachableError(f"{len(others)} workers do not serve: {states}", where="worker_group")
@@ -242,36 +250,13 @@ class ElasticScheduler:
 
     # ---- events and instructions ---------------------------------------------------------------------------------
 
-    def _handle(self, event: e.RolloutEvent) -> None:
-        for instruction in self._machine.handle(event, self._clock()):
-            self._carry_out(instruction)
-        due = self._machine.next_deadline()
-        if due is not None and (self._sleeps_until is None or due < self._sleeps_until):
-            self._wake.set()
-        waiters, self._waiters = self._waiters, []
-        for future in waiters:
-            if not future.done():
-                future.set_result(None)
+    def _on_event(self, what: object, now: float) -> None:
+        if isinstance(what, e.RolloutTick):
+            self._report_late_drains()
 
-    def _carry_out(self, instruction: e.RolloutInstruction) -> None:
-        match instruction:
-            case e.SendRequest():
-                self._send(instruction)
-            case e.AbortAttempt():
-                self._spawn(f"abort {instruction.request}", lambda: self._abort(instruction))
-            case e.WorkerAction():
-                self._spawn(f"{instruction.verb.value} {instruction.worker}", lambda: self._act(instruction))
-            case e.AnswerRequest():
-                self._answered(instruction)
-            case e.RefuseRequest():
-                placement = self._ended(instruction.request)
-                placement.settle(None, InfeasibleError(f"request {placement.request}: {instruction.reason.sentence}"))
-            case e.AnnounceScaleStep():
-                log.info("workers: %s", instruction.step.reason)
-            case e.Warn():
-                self._record_fault(f"worker {instruction.worker}: {instruction.reason}")
-            case _:
-                pass  # refits are between the trainer and the group
+    def _refused(self, refused: e.RefuseRequest) -> None:
+        placement = self._ended(refused.request)
+        placement.settle(None, InfeasibleError(f"request {placement.request}: {refused.reason.sentence}"))
 
     def _send(self, send: e.SendRequest) -> None:
         worker = self._ids[send.worker]
@@ -363,7 +348,7 @@ class ElasticScheduler:
                 await self._calls.flush(self._ids[name])
             except NotIdleError:
                 left_s = deadline - self._clock() - 2 * self._calls.timeout_s
-                if left_s <= 0 or not self._loops:
+                if left_s <= 0 or not self.is_running:
                     raise
                 await asyncio.sleep(min(self.config.monitoring_interval, left_s))
                 continue
@@ -392,16 +377,6 @@ class ElasticScheduler:
 
     # ---- time and status -----------------------------------------------------------------------------------------
 
-    async def _tick(self) -> None:
-        while True:
-            self._handle(e.RolloutTick())
-            self._report_late_drains()
-            self._sleeps_until = due = self._machine.next_deadline()
-            self._wake.clear()
-            wait_s = None if due is None else max(due - self._clock(), MIN_WAIT_S)
-            with contextlib.suppress(CallTimeoutError):
-                await in_time(self._wake.wait(), wait_s)
-
     def _report_late_drains(self) -> None:
         """Without `abort_request` a drain continues past its timeout; reported once each."""
         draining = {view.worker: view for view in self._workers(WorkerState.draining)}
@@ -422,7 +397,11 @@ class ElasticScheduler:
     async def _load_loop(self) -> None:
         while True:
             began = self._clock()
-            await self._poll_status()
+            try:
+                await self._poll_status()
+            except Exception as fault:
+                self._record_fault(f"the load loop failed and restarts: {describe(fault)}")
+                raise
             await asyncio.sleep(max(self.config.monitoring_interval - (self._clock() - began), MIN_WAIT_S))
 
     async def _first_status(self) -> None:
@@ -487,25 +466,6 @@ class ElasticScheduler:
         self._actions[task] = name
         task.add_done_callback(self._actions.pop)
 
-    async def _reporting(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await loop()
-        except Exception as fault:
-            self._record_fault(f"the {name} loop failed and restarts: {describe(fault)}")
-            raise
-
-    async def _until(self, true: Callable[[], bool]) -> bool:
-        """Wait for a condition, three times as long as one call may take."""
-        end = self._clock() + 3 * self._calls.timeout_s
-        while not true():
-            left_s = end - self._clock()
-            if left_s <= 0:
-                return False
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(future)
-            await asyncio.wait({future}, timeout=left_s)
-        return True
-
 
 def _unmet(takers: tuple[Taker, ...], given: int) -> tuple[Taker, ...]:
     """Demand left after `given` workers; takers with the longest use are served first."""
@@ -515,6 +475,10 @@ def _unmet(takers: tuple[Taker, ...], given: int) -> tuple[Taker, ...]:
         given -= has
         unmet.append(replace(taker, workers=taker.workers - has))
     return tuple(unmet)
+
+
+def _ignore(instruction: object) -> None:
+    """Refits are between the trainer and the group."""
 
 
 def _request_id(name: str) -> str:

@@ -19,7 +19,13 @@ from typing import Any
 from trimtab.machines.elastic.events import EnterWorld, RunStep
 from trimtab.model.nodes import World
 from trimtab.runtime.elastic.member import MemberFacts, MemberMethods, MemberWorld, PartLostError, StepHalf
-from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
+from trimtab.runtime.elastic.member_client import (
+    MemberClient,
+    MemberError,
+    MemberGoneError,
+    MemberHungError,
+    MemberRaisedError,
+)
 
 FOLLOW_S = 0.2  # after a loss in the second half, until the others stop waiting for its part
 ANSWER_S = 30.0
@@ -42,13 +48,6 @@ class StateLostError(Exception):
 # ---- entering a world ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WorldSetupResult:
-    """`failed`: members that did not answer, and why."""
-
-    failed: dict[str, str] = field(default_factory=dict)
-
-
 class WorldSetup:
     """Enters one world."""
 
@@ -69,8 +68,11 @@ class WorldSetup:
         self._now = now
         self._given: dict[str, asyncio.Task[Any]] = {}
 
-    async def run(self) -> WorldSetupResult:
-        """Hand over states and have all members enter. StateLostError: no state is left."""
+    async def run(self) -> dict[str, str]:
+        """Hand over states and have all members enter; returns members that failed, and why.
+
+        StateLostError: no state is left.
+        """
         failed: dict[str, str] = {}
         if self._methods.replicated:
             await self._replicate(failed)
@@ -80,7 +82,7 @@ class WorldSetup:
         if not failed:
             entering = [self._enter(world, rank, failed) for rank in range(world.size)]
             await asyncio.gather(*entering)
-        return WorldSetupResult(failed)
+        return failed
 
     async def _replicate(self, failed: dict[str, str]) -> None:
         """Every member of the world that lacks the current state gets it from one that has it."""
@@ -109,7 +111,7 @@ class WorldSetup:
             return list(behind[:1])  # any initial weights will do, but all members must begin with the same
         found = []
         for member in behind:
-            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
+            with contextlib.suppress(MemberError):
                 facts: MemberFacts = await self._clients[member].call("facts", within_s=self._left_s())
                 if facts.committed == self._steps:
                     self._clients[member].committed = facts.committed
@@ -123,7 +125,7 @@ class WorldSetup:
                 continue
             try:
                 committed, state = await self._state_of(source)
-            except (MemberGoneError, MemberHungError, MemberRaisedError):
+            except MemberError:
                 continue
             if committed == self._steps:
                 await self._load_state(client, committed, state, failed)
@@ -144,7 +146,7 @@ class WorldSetup:
         try:
             facts: MemberFacts = await client.call("take", committed, [state], within_s=self._left_s())
             client.committed = facts.committed
-        except (MemberGoneError, MemberHungError, MemberRaisedError, PartLostError) as fault:
+        except (MemberError, PartLostError) as fault:
             failed[client.member] = str(fault)
 
     async def _hand_over(self, failed: dict[str, str]) -> None:
@@ -152,7 +154,7 @@ class WorldSetup:
         successors = {source: member for member, source in self._order.newcomers if source in self._order.leavers}
         states = []
         for leaver in self._order.leavers:
-            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, KeyError):
+            with contextlib.suppress(MemberError, KeyError):
                 committed, state = await self._state_of(leaver)
                 if leaver in successors:
                     await self._load_state(self._clients[successors[leaver]], committed, state, failed)
@@ -162,7 +164,7 @@ class WorldSetup:
             first = self._clients[self._order.world.members[0]]
             try:
                 await first.call("merge", states, within_s=self._left_s())
-            except (MemberGoneError, MemberHungError, MemberRaisedError, PartLostError) as fault:
+            except (MemberError, PartLostError) as fault:
                 failed[first.member] = str(fault)
 
     async def _enter(self, world: World, rank: int, failed: dict[str, str]) -> None:
@@ -170,7 +172,7 @@ class WorldSetup:
         seen = MemberWorld(rank, world.size, world.epoch, self._steps, world.nodes)
         try:
             await client.call("enter", seen, within_s=self._left_s())
-        except (MemberGoneError, MemberHungError, MemberRaisedError) as fault:
+        except MemberError as fault:
             failed[client.member] = str(fault)
 
     def _left_s(self) -> float:
@@ -332,11 +334,11 @@ class StepRun:
         ]
         unfit = {client.member: str(faults[client.member]) for client in behind}
         for source in done if behind and self._methods.replicated else ():
-            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
+            with contextlib.suppress(MemberError):
                 committed, state = await source.call_with_refs("give", within_s=self._timeout_s, returns=2)
                 for client in behind:
                     if isinstance(faults[client.member], PartLostError):
-                        with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, PartLostError):
+                        with contextlib.suppress(MemberError, PartLostError):
                             facts = await client.call("take", committed, [state], within_s=self._timeout_s)
                             client.committed = facts.committed
                             del unfit[client.member]

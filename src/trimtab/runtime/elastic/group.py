@@ -121,7 +121,7 @@ class ElasticGroup:
                 hint = "give it another name; one whose driver died is forgotten after some seconds"
                 raise InputError("there is a group of this name already", where=where, hint=hint)
             members = MemberTasks(self._session, self._pool_of(pool, preload), member_spec)
-            self._controller = GroupController(self.spec, members, tell or _no_listener)
+            self._controller = GroupController(self.spec, members, tell or (lambda _: None))
             self._closing.callback(self._controller.close)
             self._controller.start()
         except BaseException:
@@ -225,10 +225,6 @@ class ElasticGroup:
 
         self._closing.callback(drop)
         return own
-
-
-def _no_listener(_: GroupLogEntry) -> None:
-    """The default of `tell`."""
 
 
 def _has_controller(ray: Any) -> bool:

@@ -97,7 +97,9 @@ class GroupController:
         self._background = Background(prefix=f"trimtab-group-{spec.name}")
         self._closing = False
         self._up = threading.Event()
-        self._thread = threading.Thread(target=self._thread_main, name=f"trimtab-group-{spec.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main()), name=f"trimtab-group-{spec.name}", daemon=True
+        )
 
     # ---- from the caller's thread --------------------------------------------------------------------------------
 
@@ -128,9 +130,6 @@ class GroupController:
         self._members.close()
 
     # ---- the loop ------------------------------------------------------------------------------------------------
-
-    def _thread_main(self) -> None:
-        asyncio.run(self._main())
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -358,15 +357,14 @@ class GroupController:
     async def _enter(self, order: e.EnterWorld) -> None:
         entry = WorldSetup(order, self._members.clients, self._methods, self.steps, self._members.kept, self._now)
         try:
-            entered = await entry.run()
+            failed = await entry.run()
         except StateLostError:
             lost = f"every member that had the state of step {self.steps} is lost"
             hint = "keep_state=True keeps a copy in this process; min=2 survives the loss of one node"
             self._give_up(Reason(ReasonCode.process_died, f"{lost}; {hint}"))
             return
-        if entered.failed:
-            why = "; ".join(entered.failed.values())
-            self._handle_event(e.WorldFailed(order.world.epoch, tuple(entered.failed), why))
+        if failed:
+            self._handle_event(e.WorldFailed(order.world.epoch, tuple(failed), "; ".join(failed.values())))
             return
         self.world, self._wait_for = order.world, None
         sentence = f"world {order.world.epoch}: {order.world.size} members ({order.world.reason.sentence})"
@@ -491,13 +489,10 @@ class GroupController:
     def _close(self) -> None:
         self._handle_event(e.GroupClosed())
         self._closing = True
-        self._fail_silently()
-        self._ended.set()
-
-    def _fail_silently(self) -> None:
         if self._request is not None:
             self._request.result.cancel()
             self._request = None
+        self._ended.set()
 
     async def _end_all(self) -> None:
         await self._members.end_all(CLOSE_S / 2)

@@ -25,15 +25,19 @@ LOSSES = (  # a task that stops for one of these is lost: it was not asked to le
 )
 
 
-class MemberGoneError(Exception):
+class MemberError(Exception):
+    """A call of a member failed."""
+
+
+class MemberGoneError(MemberError):
     """The member's process is gone, or was never there."""
 
 
-class MemberHungError(Exception):
+class MemberHungError(MemberError):
     """The member did not answer in time."""
 
 
-class MemberRaisedError(Exception):
+class MemberRaisedError(MemberError):
     """User code raised; `fault` is what it raised."""
 
     def __init__(self, member: str, method: str, fault: BaseException) -> None:
@@ -97,7 +101,7 @@ class MemberClient:
         except exceptions.RayActorError as fault:
             self.down(f"{self.member}: {type(fault).__name__}")
             raise MemberGoneError(self._gone.result()) from None
-        except (MemberGoneError, MemberHungError, PartLostError, asyncio.CancelledError):
+        except (MemberError, PartLostError, asyncio.CancelledError):
             raise
         except Exception as fault:
             raise MemberRaisedError(self.member, method, fault) from fault

@@ -23,7 +23,7 @@ from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.controller.rpc import TaskSnapshot
 from trimtab.runtime.elastic.collectives import KeptState
 from trimtab.runtime.elastic.member import MemberMethods, MemberWrapper
-from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
+from trimtab.runtime.elastic.member_client import MemberClient, MemberError
 
 log = logging.getLogger("trimtab")
 
@@ -119,7 +119,7 @@ class MemberTasks:
     async def release(self, client: MemberClient) -> None:
         """End the notice of a preempted member early."""
         if client.seen[0] is TaskState.cancelling:
-            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
+            with contextlib.suppress(MemberError):
                 await client.call("beside_leave", within_s=LEAVE_S)
 
     async def complete(self, client: MemberClient) -> None:
@@ -164,7 +164,7 @@ class MemberTasks:
     async def _keep(self, client: MemberClient, steps: int) -> None:
         if not self.spec.member_methods.replicated or not steps:
             return
-        with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, asyncio.TimeoutError):
+        with contextlib.suppress(MemberError, asyncio.TimeoutError):
             committed, state = await client.call_with_refs("give", within_s=self.spec.step_timeout_s, returns=2)
             value = await asyncio.wait_for(asyncio.wrap_future(state.future()), ANSWER_S)
             if committed == steps:

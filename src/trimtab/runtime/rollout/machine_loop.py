@@ -10,6 +10,7 @@ them before any other event, so that no decision uses old counts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -228,7 +229,8 @@ class RolloutCore:
         self._timer_at = due
         if due is not None and not self.closing:
             wait_s = max(due - self.clock(), MIN_WAIT_S)
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
+            with contextlib.suppress(RuntimeError):  # no event loop runs: the next event on one arms it
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
 
     def _tick(self) -> None:
         self._timer, self._timer_at = None, None
@@ -282,10 +284,15 @@ class RolloutCore:
             self.counters["tasks_failed"] += 1
             self.warn("", f"{task.get_name()} failed: {error!r}")
 
-    async def end_tasks(self) -> None:
+    def stop_timer(self) -> None:
+        """No tick and no later event from now on."""
         self.closing = True
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
+
+    async def end_tasks(self) -> None:
+        self.stop_timer()
         current = asyncio.current_task()
         tasks = [task for task in self._tasks if task is not current]
         for task in tasks:

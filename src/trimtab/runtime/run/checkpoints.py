@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from trimtab.runtime.run.components import ComponentSet
+from trimtab.runtime.run.components import Components
 from trimtab.runtime.run.folder import RunFolder
 
 
@@ -31,16 +31,16 @@ class Checkpointer:
     def is_due(self, iteration: int) -> bool:
         return self._folder is not None and (iteration % self._every == 0 or iteration == self._last)
 
-    def save(self, components: ComponentSet, name: str, iteration: int) -> None:
+    def save(self, components: Components, name: str, iteration: int) -> None:
         """Save a component that has just ended an iteration. Raises OSError."""
         if self._folder is None:
             return
         if components.has(name, "save"):
-            components.save(name, self._folder.new_state_folder(iteration, name))
+            components.call(name, "save", str(self._folder.new_state_folder(iteration, name)))
         with self._lock:
             self._saved.add((iteration, name))
 
-    def complete(self, components: ComponentSet, iteration: int) -> None:
+    def complete(self, components: Components, iteration: int) -> None:
         """Save the components that have not saved yet and commit the checkpoint. Raises OSError.
 
         No checkpoint is committed while events cannot be written: after a crash it would be ahead of the event log.

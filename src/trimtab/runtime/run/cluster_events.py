@@ -39,11 +39,10 @@ class RunNodes:
 
 
 class NodeSelection:
-    """Which nodes a run uses: the requested ones, and with `grow` those that join later."""
+    """Which nodes a run uses: the requested ones, and those that join later."""
 
-    def __init__(self, requested: Cluster, grow: bool = True) -> None:
+    def __init__(self, requested: Cluster) -> None:
         self._requested = requested
-        self._grow = grow
         self._known: dict[str, Node] = {}  # by Ray's id: nodes that the run uses or has used
         self._ignored: set[str] = set()  # present at the start and not requested
 
@@ -98,7 +97,7 @@ class NodeSelection:
 
     def _is_new(self, view: NodeView) -> bool:
         known = view.node in self._known or view.node in self._ignored
-        return self._grow and not known and view.state is NodeState.ready and _gpus(view) > 0
+        return not known and view.state is NodeState.ready and _gpus(view) > 0
 
 
 class ClusterListener:

@@ -113,11 +113,15 @@ class ComponentError(UnreachableError):
     """A component violated its interface: the run ends, or goes on without it."""
 
     def __init__(
-        self, component: str, fault_kind: FaultKind, what: str, *, where: str | None = None, hint: str = ""
+        self, component: str, fault_kind: FaultKind, what: str, where: str | None = None, hint: str | None = None
     ) -> None:
-        super().__init__(what, where=where, hint=hint or None)
+        super().__init__(what, where=where, hint=hint)
         self.component = component
         self.fault_kind = fault_kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without its cause: an exception of user code may not survive that."""
+        return ComponentError, (self.component, self.fault_kind, self.what, self.where, self.hint)
 
 
 def make_component(use: str, settings: Mapping[str, Any], place: Place, near: Path | None = None) -> RunComponent:

@@ -68,12 +68,7 @@ class RunFolder:
         self.fault: str | None = None  # why events cannot be written, while that is so
         self._unwritten: list[str] = []
         self._descriptor: int | None = None
-        there = (path / EVENTS).exists()
-        if there and not resume:
-            raise _already_used(path)
-        if resume and not there:
-            raise _no_run(path)
-        _check_version(path)
+        _check_use(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
@@ -91,20 +86,19 @@ class RunFolder:
 
     def write_job(self, text: str | None) -> None:
         """Keep the job, to resume without the job file. Never raises on a disk error."""
-        if text is None:
-            return
-        try:
-            replace(self.path / JOB, text)
-        except OSError as fault:
-            self.fault = f"job.yaml cannot be written: {fault.strerror or fault}"
+        if text is not None:
+            self._replace(JOB, text)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """Replace the summary. Never raises on a disk error."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **summary}, indent=1, allow_nan=False) + "\n"
+        facts = {"format": FORMAT, "version": VERSION, **summary}
+        self._replace(SUMMARY, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+
+    def _replace(self, name: str, text: str) -> None:
         try:
-            replace(self.path / SUMMARY, text)
+            replace(self.path / name, text)
         except OSError as fault:
-            self.fault = f"summary.json cannot be written: {fault.strerror or fault}"
+            self.fault = f"{name} cannot be written: {fault.strerror or fault}"
 
     def new_state_folder(self, iteration: int, component: str) -> Path:
         """An empty folder for a component's state after an iteration. Raises OSError."""
@@ -197,13 +191,21 @@ def discard_unused(path: Path) -> None:
 
 def check_free(path: Path, *, resume: bool) -> None:
     """Raise InputError if a run cannot use this folder; changes nothing."""
-    if not resume and (path / EVENTS).exists():
-        raise _already_used(path)
+    _check_use(path, resume)
+    if resume:
+        _lock(path).release()
+
+
+def _check_use(path: Path, resume: bool) -> None:
     if resume and not (path / EVENTS).exists():
         raise _no_run(path)
+    if not resume and (path / EVENTS).exists():
+        raise InputError(
+            "there is a run in this folder already",
+            where=str(path),
+            hint=f"`trimtab run --resume {path}` goes on with it; or name a folder that does not exist yet",
+        )
     _check_version(path)
-    if (path / EVENTS).exists():
-        _lock(path).release()
 
 
 def _check_version(path: Path) -> None:
@@ -218,14 +220,6 @@ def _check_version(path: Path) -> None:
             where=str(path),
             hint="use the version of trimtab that wrote it, or begin a new run in another folder",
         )
-
-
-def _already_used(path: Path) -> InputError:
-    return InputError(
-        "there is a run in this folder already",
-        where=str(path),
-        hint=f"`trimtab run --resume {path}` goes on with it; or name a folder that does not exist yet",
-    )
 
 
 def _no_run(path: Path) -> InputError:

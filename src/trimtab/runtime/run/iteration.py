@@ -14,8 +14,8 @@ from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.order import BatchStep, ExecutionOrder, GpuTurn, PlanAction, WeightSyncStep
 from trimtab.runtime.run.checkpoints import Checkpointer
-from trimtab.runtime.run.component import Batch
-from trimtab.runtime.run.components import ComponentSet
+from trimtab.runtime.run.component_worker import CallResult
+from trimtab.runtime.run.components import Components
 from trimtab.runtime.run.measurements import RunMeasurements
 
 Inputs = Callable[[int, int], Any]
@@ -23,24 +23,21 @@ _Key = tuple[str, int, int]  # component, iteration, batch
 
 
 class IterationRunner:
-    """Iterations `first` to `last` under one plan, from `now_s` on the run's timeline."""
+    """Iterations `first` to `last` under one plan, from now on."""
 
     def __init__(
         self,
-        components: ComponentSet,
+        components: Components,
         workflow: Workflow,
         plan: Plan,
         checkpointer: Checkpointer,
-        *,
         first: int,
         last: int,
-        now_s: float = 0.0,
         inputs: Inputs | None = None,
     ) -> None:
         self.components = components
-        self.plan = plan
         self.order = ExecutionOrder(workflow, plan, first=first, last=last)
-        self.measurements = RunMeasurements(workflow, plan, first, now_s)
+        self.measurements = RunMeasurements(workflow, plan, first, components.executor.now())
         self.lock = threading.RLock()  # guards everything but component calls
         self._workflow = workflow
         self._checkpointer = checkpointer
@@ -49,7 +46,7 @@ class IterationRunner:
             c.name: sum(c.name in other.after for other in workflow.components) for c in workflow.components
         }
         self._outputs: dict[_Key, tuple[Any, int]] = {}  # with the number of consumers that have not taken it
-        self._held_weights: tuple[Any, int] | None = None  # weights held until their target is between two iterations
+        self._held_weights: tuple[CallResult | None, int] | None = None  # until their target is between iterations
 
     def perform(self, action: PlanAction, now_s: float) -> float:
         """Run an action that begins now; returns its seconds on the timeline, without those for saving."""
@@ -71,38 +68,37 @@ class IterationRunner:
 
     def _step(self, action: BatchStep, now_s: float) -> float:
         with self.lock:
-            data = self._data(action)
+            inputs = self._take_inputs(action)
             held_weights = self._held_weights if action.batch == 0 and self._is_target(action.component) else None
             if held_weights is not None:
                 self._held_weights = None
         held_s = self.components.sync(action.component, *held_weights) if held_weights is not None else 0.0
-        batch = Batch(action.iteration, action.batch, self._workflow.batches, data)
-        result, took_s = self.components.step(action.component, batch)
+        place = action.iteration, action.batch, self._workflow.batches
+        done = self.components.call(action.component, "step", *place, *inputs)
         with self.lock:
             if self._consumers[action.component]:
                 key = action.component, action.iteration, action.batch
-                self._outputs[key] = result.data, self._consumers[action.component]
-            self.measurements.step(action, now_s + held_s, took_s, result.metrics)
-        return held_s + took_s
+                self._outputs[key] = done.value, self._consumers[action.component]
+            self.measurements.step(action, now_s + held_s, done.took_s, done.metrics)
+        return held_s + done.took_s
 
-    def _data(self, action: BatchStep) -> Any:
-        """The input of a batch; outputs that all consumers have taken are dropped."""
+    def _take_inputs(self, action: BatchStep) -> list[Any]:
+        """The inputs of a batch, or that of the run; outputs that all consumers have taken are dropped."""
         after = self._workflow.component(action.component).after
         if not after:
-            return self._inputs(action.iteration, action.batch) if self._inputs is not None else None
-        found = {}
+            return [self._inputs(action.iteration, action.batch) if self._inputs is not None else None]
+        found = []
         for parent in after:
             key = parent, action.iteration, action.batch
-            found[parent], left = self._outputs[key]
-            if left == 1:
-                del self._outputs[key]
-            else:
-                self._outputs[key] = found[parent], left - 1
-        return found if len(after) > 1 else found[after[0]]
+            output, left = self._outputs.pop(key)
+            if left > 1:
+                self._outputs[key] = output, left - 1
+            found.append(output)
+        return found
 
     def _turn(self, action: GpuTurn) -> float:
-        left = [(name, self.components.offload(name)) for name in action.offload]
-        onload_s = self.components.onload(action.component)
+        left = [(name, self.components.executor.offload(name)) for name in action.offload]
+        onload_s = self.components.executor.onload(action.component)
         with self.lock:
             for name, offload_s in left:
                 self.measurements.offloaded(name, action, offload_s)
@@ -111,7 +107,8 @@ class IterationRunner:
 
     def _sync(self, action: WeightSyncStep) -> float:
         """Send weights at once or, while the target is inside an iteration, when that ends."""
-        weights, took_s = self.components.weights(action.source)
+        weights = self.components.weights(action.source)
+        took_s = weights.took_s if weights is not None else 0.0
         with self.lock:
             self._held_weights = weights, action.iteration
             if not self.order.is_between(action.target):

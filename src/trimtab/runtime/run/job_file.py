@@ -24,7 +24,6 @@ from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.run_section import mode_of, read_section, unknown_key, whole
-from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import UNMEASURED_S, ComponentCode, RunJob
 
@@ -44,21 +43,9 @@ def read_run_job(config: Mapping[str, Any], path: Path, **overrides: Any) -> Run
     loaded, parts, unmeasured = read_costed(config, path)
     run = read_section(config.get("run"), path, loaded.job.workflow.names)
     near = run.modules_from or path.resolve().parent
-    return RunJob(
-        job=loaded.job,
-        parts=parts,
-        iterations=run.iterations,
-        seed=run.seed,
-        save_every=run.save_every,
-        step_limit_s=run.step_limit_s,
-        profile_iterations=run.profile_iterations,
-        unmeasured=unmeasured,
-        near=near,
-        name=str(path),
-        rules=run.rules,
-        priority=run.priority,
-        text=job_text(config, path, near),
-    )
+    given = {key: value for key, value in vars(run).items() if key != "modules_from"}
+    text = job_text(config, path, near)
+    return RunJob(loaded.job, parts, **given, unmeasured=unmeasured, near=near, name=str(path), text=text)
 
 
 def read_costed(config: Mapping[str, Any], path: Path) -> tuple[LoadedJob, dict[str, ComponentCode], frozenset[str]]:
@@ -147,51 +134,36 @@ def check_same(before: RunJob, now: RunJob, where: str) -> None:
     Components, their order, code and settings, batches, weights and seed must be equal. Costs, nodes, length,
     checkpoints and the rules of the loop may differ.
     """
-    for what, then, given in _identity_facts(before, now):
-        if then != given:
-            now_word = "and are" if what.endswith(" were") else "and is"
+    given = _identity(now)
+    for what, then in _identity(before).items():  # the components come first
+        if then != given.get(what):
+            change = f"{_shown(then)}, and {'are' if what.endswith(' were') else 'is'} {_shown(given[what])} now"
             raise InputError(
-                f"the run in this folder is of another job: {what} {_shown(then)}, {now_word} {_shown(given)} now",
+                f"the run in this folder is of another job: {what} {change}",
                 where=where,
                 hint="leave the job out to go on as before, or name another folder",
             )
 
 
-def _identity_facts(before: RunJob, now: RunJob) -> list[tuple[str, Any, Any]]:
-    old, other = before.job.workflow, now.job.workflow
-    facts: list[tuple[str, Any, Any]] = [("the components were", list(old.names), list(other.names))]
-    if old.names != other.names:
-        return facts
-    for name in old.names:
-        facts += [
-            (f"{name}.{key} was", first, second)
-            for (key, first), (_, second) in zip(
-                _component_facts(before, name), _component_facts(now, name), strict=True
-            )
-        ]
-    facts += [(f"{key} was", getattr(old, key), getattr(other, key)) for key in ("batches", "staleness")]
-    return [
-        *facts,
-        ("weight_sync was", _sync_ends(old), _sync_ends(other)),
-        ("run.seed was", before.seed, now.seed),
-    ]
-
-
-def _component_facts(run: RunJob, name: str) -> list[tuple[str, Any]]:
-    component, part = run.job.workflow.component(name), run.parts[name]
-    return [
-        ("after", list(component.after)),
-        ("granularity", component.granularity or "all"),
-        ("device", "cpu" if component.on_cpu else "gpu"),
-        ("use", part.use),
-        ("settings", dict(part.settings)),
-        ("emulate", (part.use is None or part.paced, part.curve, part.disturbance)),
-    ]
-
-
-def _sync_ends(workflow: Workflow) -> str | None:
-    sync = workflow.weight_sync
-    return f"{sync.source} to {sync.target}" if sync is not None else None
+def _identity(run: RunJob) -> dict[str, Any]:
+    workflow, sync = run.job.workflow, run.job.workflow.weight_sync
+    facts: dict[str, Any] = {"the components were": list(workflow.names)}
+    for component in workflow.components:
+        name, part = component.name, run.parts[component.name]
+        facts |= {
+            f"{name}.after was": list(component.after),
+            f"{name}.granularity was": component.granularity or "all",
+            f"{name}.device was": "cpu" if component.on_cpu else "gpu",
+            f"{name}.use was": part.use,
+            f"{name}.settings was": dict(part.settings),
+            f"{name}.emulate was": (part.use is None or part.paced, part.curve, part.disturbance),
+        }
+    return facts | {
+        "batches was": workflow.batches,
+        "staleness was": workflow.staleness,
+        "weight_sync was": f"{sync.source} to {sync.target}" if sync is not None else None,
+        "run.seed was": run.seed,
+    }
 
 
 def _shown(value: Any) -> str:

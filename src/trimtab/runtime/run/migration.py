@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trimtab.core.errors import TrimtabError, UnreachableError
-from trimtab.machines.replan.events import RollBackMigration
+from trimtab.machines.replan.events import RollBackMigration, RunMigrationStage
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import MigrationStage
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.component import error_text
-from trimtab.runtime.run.components import ComponentLostError, ComponentSet
+from trimtab.runtime.run.components import ComponentLostError, Components
 from trimtab.runtime.run.replanner import Replanner
 
 
@@ -29,7 +29,7 @@ class MigrationExecutor:
 
     def __init__(
         self,
-        components: ComponentSet,
+        components: Components,
         workflow: Workflow,
         before: PlacedPlan,
         after: PlacedPlan,
@@ -38,20 +38,60 @@ class MigrationExecutor:
         loaded: frozenset[str],
         *,
         inside: Path | None,
-        sync: Callable[[], None],
     ) -> None:
-        """States are written `inside` a folder (None: a temporary one); `sync` passes weights on."""
-        self._components, self._workflow = components, workflow
+        """States are written `inside` a folder (None: a temporary one)."""
+        self._components, self._executor, self._workflow = components, components.executor, workflow
         self._before, self._after = before, after
-        self._iteration, self._loaded = iteration, loaded
-        self._inside, self._sync = inside, sync
+        self._iteration, self._loaded, self._inside = iteration, loaded, inside
         self._folder: Path | None = None
-        groups = [group.components for placed_plan in (before, after) for group in placed_plan.plan.groups]
-        shares = {name for names in groups if len(names) > 1 for name in names}
+        shares = {n for to in (before, after) for n in touched if len(to.plan.group_of(n).components) > 1}
         self._resized = tuple(n for n in touched if components.has(n, "resize") and n not in shares)
         self._anew = tuple(n for n in touched if n not in self._resized)
         self._saved = tuple(n for n in self._anew if components.has(n, "save") and components.has(n, "load"))
         self._released = self._resizing = False
+
+    def run(self, replanner: Replanner) -> bool:
+        """Execute the migration that has begun, stage by stage; returns whether it completed.
+
+        If it fails, the old plan is restored or the replanner stops the run. Raises ComponentLostError if a component
+        is lost during the rollback.
+        """
+        try:
+            while replanner.move is not None:
+                next_step, began = replanner.next_step, self._executor.now()
+                assert next_step is not None
+                fault = self._try(next_step)
+                took_s = self._executor.now() - began
+                if isinstance(next_step, RollBackMigration):
+                    if fault is None:
+                        replanner.rolled_back(took_s)
+                    else:
+                        replanner.roll_back_failed(fault)
+                    return False
+                if fault is not None:
+                    replanner.stage_failed(next_step.stage, fault)
+                    continue
+                # The drained iteration would have run anyway: downtime begins after it.
+                replanner.stage_done(next_step.stage, 0.0 if next_step.stage is MigrationStage.drain else took_s)
+                replanner.poll()
+        finally:
+            self.end()
+        return True
+
+    def _try(self, step: RunMigrationStage | RollBackMigration) -> str | None:
+        """Execute a step; returns why it failed."""
+        try:
+            if isinstance(step, RunMigrationStage):
+                self.do(step.stage)
+            else:
+                self.undo()
+        except (TrimtabError, OSError) as fault:
+            if isinstance(fault, ComponentLostError) and isinstance(step, RollBackMigration):
+                raise
+            return fault.what if isinstance(fault, TrimtabError) else error_text(fault)
+        finally:
+            self._executor.catch_up()
+        return None
 
     def do(self, stage: MigrationStage) -> None:
         """Run a stage; raises if it fails."""
@@ -69,7 +109,7 @@ class MigrationExecutor:
     def undo(self) -> None:
         """Restore the old plan; raises if that fails."""
         if self._released:
-            self._components.drop(self._anew)
+            self._executor.end(self._anew)
         if self._released or self._resizing:
             self._place(self._before)
             self._load()
@@ -91,11 +131,11 @@ class MigrationExecutor:
         for name in self._saved:
             folder = self._folder / name
             folder.mkdir()
-            self._components.save(name, folder)
+            self._components.call(name, "save", str(folder))
 
     def _release(self) -> None:
         self._released = bool(self._anew)
-        self._components.drop(self._anew)
+        self._executor.end(self._anew)
 
     def _place(self, to: PlacedPlan) -> None:
         # Components that shrink are resized before others are placed, those that grow after: there are GPUs for both
@@ -106,14 +146,14 @@ class MigrationExecutor:
         for name in self._resized:
             if name not in larger:
                 self._components.resize(self._workflow, plan, name)
-        self._components.place(self._workflow, to, self._anew, self._iteration)
+        self._components.place(self._workflow, to, self._iteration, self._anew)
         for name in larger:
             self._components.resize(self._workflow, plan, name)
 
     def _load(self) -> None:
         assert self._folder is not None, "nothing was saved"
         for name in self._saved:
-            self._components.load(name, self._folder / name)
+            self._components.call(name, "load", str(self._folder / name))
 
     def _check(self) -> None:
         self._components.check_health(self._workflow.names)
@@ -123,54 +163,4 @@ class MigrationExecutor:
         self._components.settle(to.plan, self._loaded | created)
         sync = self._workflow.weight_sync
         if sync is not None and {sync.source, sync.target} & {*self._anew, *self._resized}:
-            self._sync()
-
-
-def run_migration(
-    replanner: Replanner, migration: MigrationExecutor, now: Callable[[], float], advance_clock: Callable[[], None]
-) -> bool:
-    """Execute the migration that has begun, stage by stage; returns whether it completed.
-
-    If it fails, the old plan is restored or the replanner stops the run. `advance_clock` is called whenever time has
-    passed. Raises ComponentLostError if a component is lost during the rollback.
-    """
-    try:
-        while replanner.move is not None:
-            next_step, began = replanner.next_step, now()
-            assert next_step is not None
-            if isinstance(next_step, RollBackMigration):
-                _undo(replanner, migration, now, advance_clock)
-                return False
-            try:
-                migration.do(next_step.stage)
-            except (TrimtabError, OSError) as fault:
-                advance_clock()
-                replanner.stage_failed(next_step.stage, _fault_text(fault))
-                continue
-            advance_clock()
-            # The drained iteration would have run anyway: downtime begins after it.
-            replanner.stage_done(next_step.stage, 0.0 if next_step.stage is MigrationStage.drain else now() - began)
-            replanner.poll()
-    finally:
-        migration.end()
-    return True
-
-
-def _undo(
-    replanner: Replanner, migration: MigrationExecutor, now: Callable[[], float], advance_clock: Callable[[], None]
-) -> None:
-    began = now()
-    try:
-        migration.undo()
-    except ComponentLostError:
-        raise
-    except (TrimtabError, OSError) as fault:
-        advance_clock()
-        replanner.roll_back_failed(_fault_text(fault))
-        return
-    advance_clock()
-    replanner.rolled_back(now() - began)
-
-
-def _fault_text(fault: TrimtabError | OSError) -> str:
-    return fault.what if isinstance(fault, TrimtabError) else error_text(fault)
+            self._components.sync_weights(sync, self._iteration - 1)

@@ -22,7 +22,7 @@ from trimtab.formats.files import replace
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.machine import ReplanMachine
 from trimtab.model.plan import Plan
-from trimtab.model.run import DecisionNumbers, Iteration, Migration, MigrationStage, ReplanRules
+from trimtab.model.run import DecisionNumbers, Migration, MigrationStage, ReplanRules
 from trimtab.model.run_events import ODD
 from trimtab.model.workflow import Cluster, Workflow
 from trimtab.runtime.run.measurements import plan_facts
@@ -35,7 +35,14 @@ EmitEvent = Callable[..., None]
 class Replanner:
     """`move` is a migration that has begun and is not complete, `next_step` its next instruction."""
 
-    def __init__(self, machine: ReplanMachine, emit: EmitEvent, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        machine: ReplanMachine,
+        emit: EmitEvent,
+        now: Callable[[], float],
+        posted: queue.SimpleQueue[e.ReplanEvent],
+    ) -> None:
+        """`posted` are events from other threads, for the next `poll`."""
         self.machine = machine
         self.move: Migration | None = None
         self.next_step: e.RunMigrationStage | e.RollBackMigration | None = None
@@ -44,37 +51,22 @@ class Replanner:
         self.ranges: dict[str, tuple[int, int]] = {}
         self._emit = emit
         self._now = now
-        self._posted: queue.SimpleQueue[e.ReplanEvent] = queue.SimpleQueue()
+        self._posted = posted
 
     # ---- events --------------------------------------------------------------------------------------------------
 
-    def post(self, event: e.ReplanEvent) -> None:
-        """Queue an event for the next `poll`. From any thread."""
-        self._posted.put(event)
-
     def poll(self) -> None:
         """Handle posted events, and a tick if a deadline has passed."""
-        while True:
-            try:
-                event = self._posted.get_nowait()
-            except queue.Empty:
-                break
-            self.handle(event)
+        while not self._posted.empty():  # only this thread takes them
+            self.handle(self._posted.get())
         due = self.machine.next_deadline()
         if due is not None and due <= self._now():
             self.handle(e.ReplanTick())
 
-    def began(self, done: int, remaining: int) -> None:
-        self.handle(e.RunResumed(done, remaining))
-
-    def iteration(self, iteration: Iteration) -> None:
-        self.handle(e.IterationDone(iteration))
-
-    def cluster_changed(
-        self, cluster: Cluster, why: e.ClusterChangeCause, leaving: tuple[str, ...], deadline: float | None
-    ) -> None:
-        self._emit("cluster", why=why.value, leaving=list(leaving), deadline=deadline, nodes=nodes_facts(cluster))
-        self.handle(e.ClusterChanged(cluster, why, leaving, deadline))
+    def cluster_changed(self, change: e.ClusterChanged) -> None:
+        facts = {"leaving": list(change.leaving), "deadline": change.deadline, "nodes": nodes_facts(change.cluster)}
+        self._emit("cluster", why=change.why.value, **facts)
+        self.handle(change)
 
     def stage_done(self, stage: MigrationStage, took_s: float) -> None:
         """A stage is done; the run was stopped for `took_s`."""

@@ -23,7 +23,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -34,13 +34,7 @@ from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
-from trimtab.runtime.elastic.member_client import (
-    LOSSES,
-    MemberClient,
-    MemberGoneError,
-    MemberHungError,
-    MemberRaisedError,
-)
+from trimtab.runtime.elastic.member_client import LOSSES, MemberClient, MemberError
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.procs.background import Background, describe
@@ -53,7 +47,7 @@ from trimtab.runtime.rollout.launch.launcher import (
     safe_name,
 )
 from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
-from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask
+from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask, SlotTask
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -116,7 +110,7 @@ class WorkerSlot:
         """Calls a member; UnreachableError if it is gone, hangs or raises."""
         try:
             return await self.members[rank].call(method, *args, within_s=within_s)
-        except (MemberGoneError, MemberHungError, MemberRaisedError) as fault:
+        except MemberError as fault:
             raise UnreachableError(str(fault), where=f"worker {self.worker}") from fault
 
     async def call_all(self, method: str, *args: Any, within_s: float = ANSWER_S) -> list[Any]:
@@ -140,6 +134,11 @@ class WorkerSlot:
         others = (ask(rank, 0.0) for rank in range(1, len(self.members)))
         return self.exit_reasons(await asyncio.gather(ask(0, within_s), *others))
 
+    async def kill(self, stop_s: float) -> None:
+        """Kills what is left of an engine that did not start, or of which a process ended."""
+        with contextlib.suppress(UnreachableError):
+            await self.call_all("end", True, within_s=stop_s + ANSWER_S)
+
     def exit_reasons(self, ended: Sequence[str]) -> str:
         """Exit reasons of its processes in one text; of an engine over several nodes with their ranks."""
         return "\n".join(
@@ -147,11 +146,65 @@ class WorkerSlot:
         )
 
 
+class SlotEngines(Protocol):
+    """How engines are started in slots."""
+
+    task: type[SlotTask]  # holds a slot
+    stop_s: float  # for an engine to end
+
+    async def launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
+        """Start an engine in its slot, replacing an earlier one."""
+
+    async def close(self) -> None: ...
+
+
+class CommandEngines:
+    """Engines that are processes started by a command line."""
+
+    task = EngineSlotTask
+
+    def __init__(self, command: EngineCommand, nodes: int, deadlines: EngineDeadlines | None) -> None:
+        self.command = command if nodes == 1 else command.over(nodes)
+        self.stop_s, self._nodes, self._deadlines = command.stop_s, nodes, deadlines
+        self._http: aiohttp.ClientSession | None = None
+
+    async def launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
+        return await start_with_retries(self, lambda: self._launch_once(slot, version, path))
+
+    async def _launch_once(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
+        command = self.command
+        self._http = self._http or open_session()
+
+        async def probe() -> EngineProcessState:
+            seen: list[EngineProcessState] = await slot.call_all("probe")
+            ended = slot.exit_reasons([state.ended for state in seen])
+            return EngineProcessState(ended, seen[0].listens, any(state.port_taken for state in seen))
+
+        try:
+            # A previous engine ends on all nodes before the first process of the new one is started.
+            (head, dist_port), *_ = await slot.call_all("prepare", within_s=command.stop_s + ANSWER_S)
+            launches = (
+                slot.call("launch", command, version, path, rank, self._nodes, head, dist_port, rank=rank)
+                for rank in range(self._nodes)
+            )
+            url, *_ = await asyncio.gather(*launches)
+            engine = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
+        except Exception:
+            await slot.kill(command.stop_s)
+            raise
+        return Started(engine, command.started_version(version, path), url, ", ".join(slot.nodes))
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+
 class SlotLauncher:
     """Starts and stops engines on slots of `slots`, a pool of the session's controller.
 
-    `resources` is what an engine needs on a node, and on each of them if it is over several `nodes`. A worker without a
-    slot after `room_s` stays in the pool's queue, and the rollout pool goes on without it until then.
+    `engines` is their command line, or how they are started otherwise; `resources` is what one needs on a node, and on
+    each of them if it is over several `nodes`. A worker without a slot after `room_s` stays in the pool's queue, and
+    the rollout pool goes on without it until then.
     """
 
     def __init__(
@@ -159,7 +212,7 @@ class SlotLauncher:
         pool: LauncherCallbacks,
         session: Session,
         slots: Pool | str,
-        command: EngineCommand,
+        engines: EngineCommand | SlotEngines,
         *,
         resources: Mapping[str, float],
         nodes: int = 1,
@@ -172,10 +225,10 @@ class SlotLauncher:
     ) -> None:
         self.unit = _checked(resources)
         self.nodes = nodes
-        self.command = command if nodes == 1 else command.over(nodes)
         self.pool = pool
         self.session = session
         self.slots = session.pool(slots) if isinstance(slots, str) else slots
+        self.engines = CommandEngines(engines, nodes, deadlines) if isinstance(engines, EngineCommand) else engines
         self.notice_s = notice_s
         self.on_nodes: list[Callable[[tuple[NodeView, ...]], None]] = []
         self.worker_slots: dict[str, WorkerSlot] = {}  # by worker
@@ -183,8 +236,6 @@ class SlotLauncher:
         if nodes > 1:
             self._settings |= {"strategy": "STRICT_SPREAD", "preemptible": True}
         self._room_s, self._idle_s = room_s, idle_s
-        self._deadlines = deadlines
-        self._http: aiohttp.ClientSession | None = None
         self._run_id = uuid.uuid4().hex[:6]
         self._numbers = itertools.count(1)
         self._version = -1  # of the nodes, as last received
@@ -205,7 +256,14 @@ class SlotLauncher:
         slot.starting = True
         try:
             await self._wait_for_slot(slot)
-            return await self._launch(slot, version, path)
+            started = await self.engines.launch(slot, version, path)
+            slot.up = True
+            slot.watching = self.background.start(
+                f"engine of {worker}",
+                functools.partial(self._watch, slot),
+                on_failed=lambda _, error: self._engine_gone(slot, f"its engine cannot be watched: {describe(error)}"),
+            )
+            return started
         finally:
             slot.starting, slot.idle_since = False, time.monotonic()
 
@@ -234,7 +292,7 @@ class SlotLauncher:
             await self._hand_over(slot)
             return
         if not slot.taken and await slot.ended(ending_s):
-            await self._kill(slot)
+            await slot.kill(self.engines.stop_s)
             slot.idle_since = time.monotonic()
             return
         await asyncio.shield(self._spawn(self._give_back(slot)))
@@ -252,8 +310,7 @@ class SlotLauncher:
             slot.stop_watching()
         ends = [self._spawn(self._give_back(slot)) for slot in list(self.worker_slots.values())]
         await asyncio.gather(*ends, return_exceptions=True)
-        if self._http is not None:
-            await self._http.close()
+        await self.engines.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def add_loop(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -282,7 +339,7 @@ class SlotLauncher:
     async def _submit(self, worker: str) -> WorkerSlot:
         submit = functools.partial(
             self.slots.submit,
-            EngineSlotTask,
+            self.engines.task,
             (worker,),
             resources=[self.unit.floats()] * self.nodes,
             id=f"{safe_name(worker)}.{self._run_id}.{next(self._numbers)}",
@@ -316,38 +373,6 @@ class SlotLauncher:
         self._notify(self.pool.take, slot.worker, 0.0, why, forced=True)
         return NoRoomError(why, where=f"worker {slot.worker}")
 
-    async def _launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
-        return await start_with_retries(self, lambda: self._launch_once(slot, version, path))
-
-    async def _launch_once(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
-        command = self.command
-        self._http = self._http or open_session()
-
-        async def probe() -> EngineProcessState:
-            seen: list[EngineProcessState] = await slot.call_all("probe")
-            ended = slot.exit_reasons([state.ended for state in seen])
-            return EngineProcessState(ended, seen[0].listens, any(state.port_taken for state in seen))
-
-        try:
-            # A previous engine ends on all nodes before the first process of the new one is started.
-            (head, dist_port), *_ = await slot.call_all("prepare", within_s=command.stop_s + ANSWER_S)
-            launches = (
-                slot.call("launch", command, version, path, rank, self.nodes, head, dist_port, rank=rank)
-                for rank in range(self.nodes)
-            )
-            url, *_ = await asyncio.gather(*launches)
-            engine = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
-        except Exception:
-            await asyncio.shield(self._spawn(self._kill(slot)))
-            raise
-        slot.up = True
-        slot.watching = self.background.start(
-            f"engine of {slot.worker}",
-            functools.partial(self._watch, slot),
-            on_failed=lambda _, error: self._engine_gone(slot, f"its engine cannot be watched: {describe(error)}"),
-        )
-        return Started(engine, command.started_version(version, path), url, ", ".join(slot.nodes))
-
     async def _watch(self, slot: WorkerSlot) -> None:
         """Reports an engine that ends before its task."""
         while slot.up:
@@ -355,20 +380,15 @@ class SlotLauncher:
             ended = await slot.ended()
             if ended and slot.up and slot.state is TaskState.running:
                 slot.watching = None
-                self._spawn(self._kill(slot))
+                self._spawn(slot.kill(self.engines.stop_s))
                 self._engine_gone(slot, ended)
-
-    async def _kill(self, slot: WorkerSlot) -> None:
-        """Kills what is left of an engine that did not start, or of which a process ended."""
-        with contextlib.suppress(UnreachableError):
-            await slot.call_all("end", True, within_s=self.command.stop_s + ANSWER_S)
 
     # ---- returning a slot --------------------------------------------------------------------------------------------
 
     async def _hand_over(self, slot: WorkerSlot) -> None:
         """After notice: ends the engine; the task returns to the queue by itself."""
         with contextlib.suppress(UnreachableError):
-            await slot.call_all("leave", within_s=self.command.stop_s + ANSWER_S)
+            await slot.call_all("leave", within_s=self.engines.stop_s + ANSWER_S)
         deadline = time.monotonic() + self.notice_s + TASK_END_S
         while slot.state is TaskState.cancelling and self.worker_slots.get(slot.worker) is slot and not self._closed:
             if time.monotonic() > deadline:
@@ -380,7 +400,7 @@ class SlotLauncher:
         if self.worker_slots.get(slot.worker) is slot:
             del self.worker_slots[slot.worker]
         with contextlib.suppress(UnreachableError):
-            await slot.call_all("leave", within_s=self.command.stop_s + ANSWER_S)
+            await slot.call_all("leave", within_s=self.engines.stop_s + ANSWER_S)
         slot.down("its slot was given back")
         try:
             await self._in_thread(functools.partial(slot.member.task.complete, keep_slot=False))

@@ -68,6 +68,7 @@ class RunEnginePool:
         self._methods = methods_of(self._kind)
         self._count, self._min_engines, self._max_engines = 0, 0, 0
         self._workers: list[str] = []
+        self._pids: dict[str, int] = {}  # of engine objects on slots, by worker
         self._session: Session | None = None
         self._launcher: Launcher | None = None
         self._gateway: Any = None
@@ -145,7 +146,7 @@ class RunEnginePool:
 
     def pids(self) -> dict[str, int]:
         """Processes of engines on slots, by worker."""
-        return dict(getattr(self._launcher, "pids", {}))
+        return dict(self._pids)
 
     @property
     def takes_weights(self) -> bool:
@@ -249,7 +250,7 @@ class RunEnginePool:
     def _slot_launcher(self) -> Launcher:
         from trimtab.runtime.rollout.launch.demand import DemandWatch
         from trimtab.runtime.rollout.launch.slots import SlotLauncher
-        from trimtab.runtime.run.engines.slot_engines import ActorLauncher, EngineObjectSpec
+        from trimtab.runtime.run.engines.slot_engines import EngineObjectSpec, ObjectEngines
 
         settings, place = self.settings, self.place
         assert self._session is not None
@@ -261,17 +262,13 @@ class RunEnginePool:
             "notice_s": float(settings.notice_s),
             "room_s": float(settings.room_s),
         }
-        launcher: SlotLauncher
-        if self._command is not None:
-            launcher = SlotLauncher(self.pool, self._session, place.pool, self._command, **options)
-        else:
-            assert settings.engine is not None
-            actor = EngineObjectSpec(
+        engines: Any = self._command
+        if settings.engine is not None:
+            spec = EngineObjectSpec(
                 settings.engine, self._place_of(""), settings.engine_settings, self._near, float(settings.start_s)
             )
-            launcher = ActorLauncher(
-                self.pool, self._session, place.pool, actor, self._methods, self._weights_at, **options
-            )
+            engines = ObjectEngines(spec, self._methods, self._weights_at, self._pids)
+        launcher = SlotLauncher(self.pool, self._session, place.pool, engines, **options)
         launcher.listen()
         if settings.elastic is not None:
             launcher.add_loop(DemandWatch(launcher).watch_demand)

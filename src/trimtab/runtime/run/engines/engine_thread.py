@@ -162,57 +162,44 @@ class EngineThread:
                 if task is not None:
                     task.cancel()
                 continue
-            work = self._generate(key, content) if verb == "order" else self._call(key, *content)
-            self._tasks[key] = self._loop.create_task(work)
+            self._tasks[key] = self._loop.create_task(self._answer(verb, key, content))
+
+    async def _answer(self, verb: str, key: str, content: Any) -> None:
+        """Execute an order or a call; its end is a reply, unless it was ended from outside."""
+        urgent = verb == "call"  # a caller waits
+        try:
+            value = await (self._call(*content) if urgent else self._generate(key, content))
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            self._reply("raised", key, error_text(error), urgent=urgent)
+        else:
+            self._reply("value" if urgent else "over", key, value, urgent=urgent)
+        finally:
+            self._tasks.pop(key, None)
 
     async def _generate(self, key: str, order: dict[str, Any]) -> None:
-        try:
-            pieces = self._engine.generate(order)
-            if inspect.isawaitable(pieces):
-                pieces = await pieces
-            if hasattr(pieces, "__aiter__"):
-                async with contextlib.aclosing(pieces):
-                    async for piece in pieces:
-                        self._reply("piece", key, piece)
-            else:
-                await self._generate_sync(key, iter(pieces))
-        except asyncio.CancelledError:
-            self._forget(key)
-        except Exception as error:
-            self._forget(key)
-            self._reply("raised", key, error_text(error))
-        else:
-            self._forget(key)
-            self._reply("over", key, None)
-
-    async def _generate_sync(self, key: str, pieces: Any) -> None:
-        """Iterate a synchronous generator on a thread."""
+        pieces = self._engine.generate(order)
+        if inspect.isawaitable(pieces):
+            pieces = await pieces
+        if hasattr(pieces, "__aiter__"):
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    self._reply("piece", key, piece)
+            return
+        pieces = iter(pieces)  # synchronous: on a thread
         while (piece := await asyncio.to_thread(next, pieces, _END)) is not _END:
             self._reply("piece", key, piece)
 
-    async def _call(self, key: str, method: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            if method == "refit" and self._unwrap is not None:
-                refit = arguments[0]
-                arguments = ({**refit, "weights": await asyncio.to_thread(self._unwrap, refit["weights"])},)
-            function = getattr(self._engine, method)
-            if inspect.iscoroutinefunction(function):
-                value = await function(*arguments)
-            else:
-                value = await asyncio.to_thread(function, *arguments)
-                if inspect.isawaitable(value):
-                    value = await value
-        except asyncio.CancelledError:
-            self._forget(key)
-        except Exception as error:
-            self._forget(key)
-            self._reply("raised", key, error_text(error), urgent=True)
-        else:
-            self._forget(key)
-            self._reply("value", key, value, urgent=True)
-
-    def _forget(self, key: str) -> None:
-        self._tasks.pop(key, None)
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "refit" and self._unwrap is not None:
+            refit = arguments[0]
+            arguments = ({**refit, "weights": await asyncio.to_thread(self._unwrap, refit["weights"])},)
+        function = getattr(self._engine, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        value = await asyncio.to_thread(function, *arguments)
+        return await value if inspect.isawaitable(value) else value
 
     def _reply(self, verb: ReplyKind, key: str, content: Any, *, urgent: bool = False) -> None:
         """Replies of one turn of the loop are flushed together."""

@@ -19,7 +19,6 @@ from trimtab.core.errors import InfeasibleError, TrimtabError, UnreachableError
 from trimtab.runtime.engines.actor import ActorEngine
 from trimtab.runtime.engines.engine import (
     EngineCapability,
-    EngineDeadlines,
     EngineError,
     EngineFailedError,
     EngineGoneError,
@@ -51,9 +50,8 @@ class ThreadedEngine(ActorEngine):
         methods: frozenset[str],
         exchange: ExchangeCall,
         weights_at: WeightsAt,
-        deadlines: EngineDeadlines | None = None,
     ) -> None:
-        super().__init__(name, _Methods(methods), deadlines)
+        super().__init__(name, _Methods(methods))
         self._exchange = exchange
         self._weights_at = weights_at
         self._keys = itertools.count(1)
@@ -223,11 +221,14 @@ class _Stream:
 _END = object()
 
 
-def started(engine: ThreadedEngine, path: str | None, node: str = "") -> Started:
-    """A new engine with weights of its own, which count only if the trainer has given none yet.
+async def started(engine: ThreadedEngine, path: str | None, node: str = "") -> Started:
+    """A new engine, once it is ready. Its own weights count only if the trainer has given none yet.
 
     Otherwise the pool sees that it is behind and refits it before it serves.
     """
+    state = await engine.ready()
+    if not state.up:
+        raise UnreachableError(f"the engine of {engine.name} is not ready: {state.why}")
     if path is not None and EngineCapability.refit not in engine.capabilities:
         raise no_refit_error(engine.name)
     return Started(engine, 0 if path is None else None, "", node)
@@ -252,12 +253,10 @@ class ObjectLauncher:
         place_of: Callable[[str], Place],
         weights_at: WeightsAt,
         start_s: float,
-        deadlines: EngineDeadlines | None = None,
     ) -> None:
         self._start_s = start_s
         self._kind, self._settings, self._methods = kind, settings, methods
         self._place_of, self._weights_at = place_of, weights_at
-        self._deadlines = deadlines
         self._threads: dict[str, EngineThread] = {}
         self._start_lock = asyncio.Lock()  # one at a time: seeds and devices are process-wide
 
@@ -273,11 +272,7 @@ class ObjectLauncher:
         async def exchange(what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
             return await asyncio.to_thread(thread.exchange, what, wait_s)
 
-        engine = ThreadedEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
-        state = await engine.ready()
-        if not state.up:
-            raise UnreachableError(f"the engine of {worker} is not ready: {state.why}")
-        return started(engine, path)
+        return await started(ThreadedEngine(worker, self._methods, exchange, self._weights_at), path)
 
     def _make_thread(self, worker: str) -> EngineThread:
         place = self._place_of(worker)

@@ -7,23 +7,18 @@ it and the pool reports it.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from trimtab.core.errors import UnreachableError
-from trimtab.runtime.client.session import Pool, Session
-from trimtab.runtime.client.task import Task
-from trimtab.runtime.engines.engine import EngineDeadlines
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, LauncherCallbacks, Started
+from trimtab.runtime.rollout.launch.launcher import Started
 from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
-from trimtab.runtime.rollout.launch.slots import SlotLauncher, WorkerSlot
+from trimtab.runtime.rollout.launch.slots import WorkerSlot
 from trimtab.runtime.run.component import Place, visible_devices
 from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineReply, EngineThread, engine_class
-from trimtab.runtime.run.engines.object_engine import ThreadedEngine, WeightsAt, no_refit_error, started
+from trimtab.runtime.run.engines.object_engine import ThreadedEngine, WeightsAt, started
 
 
 @dataclass(frozen=True)
@@ -45,15 +40,15 @@ class EngineObjectSlotTask(SlotTask):
         super().__init__(worker)
         self._engine_thread: EngineThread | None = None
 
-    def launch(self, actor: EngineObjectSpec) -> int:
+    def launch(self, spec: EngineObjectSpec) -> int:
         """Create an engine, replacing an earlier one; returns its process id."""
         with self._changing:
             self.end()
             if self._let_go.is_set():
                 raise RuntimeError("this slot is being given up")
-            kind = engine_class(actor.use, actor.settings, actor.near, "engine")
-            place = replace(actor.place, component=self._worker, devices=visible_devices())
-            self._engine_thread = EngineThread(kind, actor.settings, place, within_s=actor.start_s, unwrap=_get_weights)
+            kind = engine_class(spec.use, spec.settings, spec.near, "engine")
+            place = replace(spec.place, component=self._worker, devices=visible_devices())
+            self._engine_thread = EngineThread(kind, spec.settings, place, within_s=spec.start_s, unwrap=_get_weights)
         return os.getpid()
 
     def exchange(self, what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
@@ -82,57 +77,26 @@ def _get_weights(weights: Any) -> Any:
     return ray.get(weights[0])
 
 
-class _SlotTaskPool:
-    """The slots' pool as the launcher sees it: what it submits holds an engine object."""
+class ObjectEngines:
+    """Starts engine objects in slots."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self.name = pool.name
-
-    def submit(self, kind: Any, args: Any, **settings: Any) -> Task:
-        return self._pool.submit(EngineObjectSlotTask, args, **settings)
-
-
-class ActorLauncher(SlotLauncher):
-    """Starts and ends engine objects on slots."""
+    task = EngineObjectSlotTask
 
     def __init__(
-        self,
-        pool: LauncherCallbacks,
-        session: Session,
-        slots: str,
-        actor: EngineObjectSpec,
-        methods: frozenset[str],
-        weights_at: WeightsAt,
-        *,
-        deadlines: EngineDeadlines | None = None,
-        **settings: Any,
+        self, spec: EngineObjectSpec, methods: frozenset[str], weights_at: WeightsAt, pids: dict[str, int]
     ) -> None:
-        slot_pool = cast(Pool, _SlotTaskPool(session.pool(slots)))
-        # Of a command only `stop_s` is read; the launch is overridden here.
-        super().__init__(pool, session, slot_pool, cast(EngineCommand, actor), deadlines=deadlines, **settings)
-        self._actor = actor
-        self._methods = methods
-        self._weights_at = weights_at
-        self.pids: dict[str, int] = {}  # of engines, by worker
+        self._spec, self._methods, self._weights_at = spec, methods, weights_at
+        self.stop_s = spec.stop_s
+        self._pids = pids  # of engines, by worker
 
-    async def _launch_once(self, place: WorkerSlot, version: int, path: str | None) -> Started:
-        actor, worker = self._actor, place.worker
-        self.pids[worker] = await place.call("launch", actor, within_s=actor.start_s)
+    async def launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
+        self._pids[slot.worker] = await slot.call("launch", self._spec, within_s=self._spec.start_s)
 
         async def exchange(what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
-            replies: list[EngineReply] = await place.call("exchange", what, wait_s)
+            replies: list[EngineReply] = await slot.call("exchange", what, wait_s)
             return replies
 
-        engine = ThreadedEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
-        state = await engine.ready()
-        if not state.up:
-            raise UnreachableError(f"the engine of {worker} is not ready: {state.why}")
-        result = started(engine, path, place.member.node)
-        place.up = True
-        place.watching = asyncio.create_task(self._watch(place), name=f"engine-{worker}")
-        return result
+        engine = ThreadedEngine(slot.worker, self._methods, exchange, self._weights_at)
+        return await started(engine, path, slot.member.node)
 
-    async def restart(self, worker: str, version: int, path: str | None) -> Started:
-        """Only for engines without refit, which this launcher refuses."""
-        raise no_refit_error(worker)
+    async def close(self) -> None: ...

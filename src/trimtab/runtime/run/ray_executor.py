@@ -1,0 +1,366 @@
+"""Executes a run on a Ray cluster: components are tasks of a pool, and actions run side by side in wall time.
+
+A group of the plan is one set of slots. Its first component is the task that holds them; the others share them and take
+turns, so offload and onload go through the pool and show in its status. A component that brings its own workers holds
+no GPUs if it does not share them: its workers do. The pool restarts no component by itself: the run resumes from its
+last checkpoint with all components created anew. Calls may come from several threads, one at a time for each component.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.machines.replan.events import ClusterChangeCause, ClusterChanged
+from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, gpu_slots
+from trimtab.model.plan import Plan
+from trimtab.model.pool import ENDED, TaskState
+from trimtab.model.workflow import Cluster
+from trimtab.plan.placement.order import PlanAction
+from trimtab.runtime.client.session import Pool, Session
+from trimtab.runtime.client.task import Task, TaskError, TaskTimeoutError
+from trimtab.runtime.controller.rpc import TaskSnapshot
+from trimtab.runtime.run.cluster_events import ClusterListener, NodeSelection, RunNodes, first_nodes
+from trimtab.runtime.run.component import ComponentError, error_text, find_class
+from trimtab.runtime.run.component_worker import WITH_DATA, CallResult, ComponentStartSpec, ComponentWorker
+from trimtab.runtime.run.components import ComponentLostError, Placements, hung_error
+from trimtab.runtime.run.iteration import IterationRunner
+from trimtab.runtime.run.job import RunJob
+from trimtab.runtime.run.replanner import EmitEvent
+
+PLACE_S = 120.0  # for a component to get its slots and its process
+CLOSE_S = 30.0
+CALL_POLL_S = 0.5  # calls are awaited in intervals, between which lost processes are checked
+ACTIONS_END_S = 30.0  # for running actions to end when one of them has failed
+POLL_S = 0.25  # between polls of updates while no action ends
+CPU_EACH = 0.01  # slots of components that compute on GPUs ask for next to no CPU
+SPARE_CPU = 1.0
+FEW_NODES = 8  # up to which warm processes are kept on each, so that a migration need not wait for one
+WARM_EACH = 2
+
+
+class RayExecutor:
+    """Components on the cluster of a session, in a pool of their own that ends with the run."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._began = time.perf_counter()
+        self._listener: ClusterListener | None = None
+        self._node_updates: queue.SimpleQueue[tuple[RunNodes, ClusterChangeCause]] = queue.SimpleQueue()
+        self._pool: Pool | None = None
+        self._gpu_slots: tuple[GpuSlot, ...] = ()  # of the plan's cluster, by rank
+        self._tasks: dict[str, Task] = {}
+        self._shared: dict[str, str] = {}  # component: the component that holds the slots it shares
+        self._counts: dict[str, list[int]] = {}  # GPUs of its group on each node, by the component that holds the slots
+        self._lost_tasks: dict[str, str] = {}  # task: reason, as soon as it is reported
+        self._lost_nodes = False  # since all components were created
+        self._made = 0
+
+    @property
+    def pool(self) -> Pool:
+        """The run's pool, once it runs: others may submit to it."""
+        if self._pool is None:
+            raise UnreachableError("the run has no pool yet", hint="ask again when it has begun")
+        return self._pool
+
+    # ---- beginning and ending ------------------------------------------------------------------------------------
+
+    def nodes(self, requested: Cluster) -> Cluster:
+        self._nodes = NodeSelection(requested)
+        self._seen = self._nodes.first(first_nodes(self._session))
+        self._names = {node: name for name, node in self._seen.ids.items()}  # of nodes, by Ray's id
+        return self._seen.cluster
+
+    def open(self, job: RunJob, folder: Path | None, emit: EmitEvent) -> None:
+        assert folder is not None
+        self._job, self._emit = job, emit
+        self._began = time.perf_counter()
+        count, nodes = len(job.job.workflow.components), len(self._seen.cluster.nodes)
+        name = f"run-{folder.name}-{uuid.uuid4().hex[:6]}"  # a killed run may hold its pool for a while
+        # On one or two nodes each component may have a worker on every node.
+        warm_each = count if nodes <= 2 else min(count, WARM_EACH)
+        self._pool = self._session.pool(
+            name,
+            quota=self._quota(),
+            warm_hosts=0 if nodes <= FEW_NODES else 2 * count,
+            warm_each=warm_each if nodes <= FEW_NODES else 0,
+            preload=(ComponentWorker.__module__,),
+            ends_with_me=True,
+            strategy="PACK",
+        )
+        self._listener = ClusterListener(self._session, name, self._nodes, self._seen, self._on_nodes, self._on_task)
+        self._listener.start()
+
+    def close(self) -> None:
+        self.end()
+        if self._listener is not None:
+            self._listener.close()
+        with contextlib.suppress(TrimtabError):
+            self.pool.drop()
+
+    def _quota(self) -> dict[str, float]:
+        gpus = self._seen.cluster.gpus
+        cpus = SPARE_CPU + CPU_EACH * (2 * len(self._job.job.workflow.components) + gpus)
+        return {"gpu": float(gpus), "cpu": cpus}
+
+    # ---- cluster events ------------------------------------------------------------------------------------------
+
+    def _on_nodes(self, seen: RunNodes, why: ClusterChangeCause) -> None:
+        """Nodes have changed; called in the listener's thread. If some are lost, waits for placement end."""
+        self._node_updates.put((seen, why))
+        if why is ClusterChangeCause.lost:
+            self._lost_nodes = True
+
+    def _on_task(self, task: TaskSnapshot) -> None:
+        """A task of the run's pool changed its state; called in the listener's thread."""
+        if "component" in dict(task.labels):
+            if task.state in ENDED or task.state is TaskState.evicted:
+                self._lost_tasks[task.id] = str(task.reason)  # calls to it end
+            return
+        what = "returned" if task.state is TaskState.running and task.evictions else task.state.value
+        facts = {"code": task.reason.code.value, "reason": task.reason.sentence, "priority": task.priority}
+        self._emit("task", task=task.id, pool=task.pool, what=what, **facts)
+
+    def cluster_change(self) -> ClusterChanged | None:
+        """The next change of the cluster. The quota of the pool grows with it."""
+        try:
+            seen, why = self._node_updates.get_nowait()
+        except queue.Empty:
+            return None
+        self._seen = seen
+        self._names.update({node: name for name, node in seen.ids.items()})
+        if self._listener is not None and seen.cluster.gpus > self._listener.own_gpus:
+            self.pool.set_quota(self._quota())
+            self._listener.own_gpus = float(seen.cluster.gpus)
+        deadline = None if seen.deadline is None else self.now() + seen.deadline - time.time()
+        return ClusterChanged(seen.cluster, why, seen.leaving, deadline)
+
+    def placements(self) -> Placements:
+        """Nodes of the GPUs held by the first component of each group, which the pool decides."""
+        found = {}
+        for name, counts in self._counts.items():
+            if name in self._tasks and name not in self._shared:
+                members = sorted(self._tasks[name].members, key=lambda member: member.rank)
+                found[name] = tuple((self._names.get(m.node, m.node), counts[m.rank]) for m in members)
+        return found
+
+    # ---- actions -------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def catch_up(self) -> None:
+        """Nothing to do: wall time counts."""
+
+    def drive(
+        self, runner: IterationRunner, poll: Callable[[], None], ended: Callable[[IterationRunner, float], None]
+    ) -> None:
+        """Begin all actions that are ready, each in a thread; continue with whichever ends first."""
+        done: queue.SimpleQueue[tuple[PlanAction, float, BaseException | None]] = queue.SimpleQueue()
+        under_way = 0
+
+        def run_action(action: PlanAction) -> None:
+            fault: BaseException | None = None
+            try:
+                runner.perform(action, self.now())
+            except BaseException as error:
+                fault = error
+            done.put((action, self.now(), fault))
+
+        while True:
+            with runner.lock:
+                for action in runner.order.ready():
+                    runner.order.begin(action)
+                    threading.Thread(target=run_action, args=(action,), name="trimtab-act", daemon=True).start()
+                    under_way += 1
+            if not under_way:
+                return
+            try:
+                try:
+                    action, now_s, fault = done.get(timeout=POLL_S)
+                except queue.Empty:  # each action has a deadline of its own
+                    now_s = self.now()
+                else:
+                    under_way -= 1
+                    if fault is not None:
+                        raise fault
+                    with runner.lock:
+                        runner.order.end(action)
+                poll()
+                ended(runner, now_s)
+            except BaseException:
+                self.end()  # so that nothing waits in vain
+                end = time.monotonic() + ACTIONS_END_S
+                with contextlib.suppress(queue.Empty):
+                    for _ in range(under_way):
+                        done.get(timeout=max(0.0, end - time.monotonic()))
+                raise
+
+    # ---- placing -------------------------------------------------------------------------------------------------
+
+    def place(self, specs: Sequence[ComponentStartSpec], to: PlacedPlan, *, initial: bool) -> dict[str, frozenset[str]]:
+        """Submit components, large ones first so that they fit, and wait until each is created.
+
+        Only the first evict others: during a run the GPUs of the old ones are free.
+        """
+        self._made += 1
+        if initial:
+            self._lost_nodes = False
+        self._gpu_slots, plan = gpu_slots(to.cluster), to.plan
+        for spec in sorted(specs, key=lambda spec: -len(plan.group_of(spec.place.component).gpus)):
+            self._submit(spec, plan, may_evict=initial)
+        return {spec.place.component: self._await_made(spec.place.component) for spec in specs}
+
+    def end(self, names: Sequence[str] | None = None) -> None:
+        """End components, and wait until their processes are gone and their slots are free."""
+        ending = list(self._tasks) if names is None else [name for name in names if name in self._tasks]
+        # Sharers first: the holder of the slots leaves last.
+        for name in sorted(ending, key=lambda component: component not in self._shared):
+            with contextlib.suppress(TrimtabError):
+                self._tasks[name].cancel(keep_slot=False)
+        for name in ending:
+            with contextlib.suppress(TrimtabError):
+                self._tasks[name].wait("ended", timeout=CLOSE_S)
+            del self._tasks[name]
+            self._shared.pop(name, None)
+
+    def _submit(self, spec: ComponentStartSpec, plan: Plan, may_evict: bool) -> None:
+        name = spec.place.component
+        placed, group = plan.placed(name), plan.group_of(name)
+        alone = len(group.components) <= 1
+        on_slots = alone and bool(placed.gpus) and self._brings_workers(spec)
+        place = replace(spec.place, pool=self.pool.name, session=self._session.name, on_slots=on_slots)
+        self._counts.pop(name, None)
+        holder = next((component for component in group.components if component in self._tasks), None)
+        sharing: dict[str, Any] = {}
+        if holder is not None:
+            self._shared[name] = holder
+            sharing = {"shares": self._tasks[holder].id}
+        elif not alone:
+            sharing = {"room": self._bundles(group.gpus, group.gpus)}
+        if placed.gpus and holder is None and not on_slots:
+            self._counts[name] = self._on_each(group.gpus, group.gpus)
+        self._tasks[name] = self.pool.submit(
+            ComponentWorker,
+            (replace(spec, place=place),),
+            resources=self._bundles((), ()) if on_slots else self._bundles(placed.gpus, group.gpus),
+            id=f"{self.pool.name}.{name}.{self._made}",
+            priority=self._job.priority,
+            strategy="PACK",
+            preemptible=False,
+            may_evict=may_evict,
+            saves=False,
+            labels={"component": name},
+            wait_s=PLACE_S,
+            **sharing,
+        )
+
+    def _brings_workers(self, spec: ComponentStartSpec) -> bool:
+        place = spec.place
+        return spec.use is not None and bool(
+            getattr(find_class(spec.use, place.near, place.component), "brings_workers", False)
+        )
+
+    def _bundles(self, gpus: Sequence[int], group: Sequence[int]) -> list[dict[str, float]]:
+        """One bundle for each node of the group, with the GPUs that the component uses there."""
+        counts = self._on_each(gpus, group) or [0]
+        return [{"cpu": CPU_EACH, **({"gpu": float(count)} if count else {})} for count in counts]
+
+    def _on_each(self, gpus: Sequence[int], group: Sequence[int]) -> list[int]:
+        """How many of these GPUs are on each node of a group."""
+        nodes = dict.fromkeys(self._gpu_slots[rank][0] for rank in group)
+        return [sum(self._gpu_slots[rank][0] == node for rank in gpus) for node in nodes]
+
+    def _await_made(self, name: str) -> frozenset[str]:
+        """Wait until a component is created; returns its optional methods."""
+        try:
+            if name in self._shared or self._wait_placed(name) is TaskState.parked:
+                self._take_turn(name)  # it is created with its first turn
+        except TaskError as error:
+            raise ComponentLostError(name, f"{name} could not be placed: {error.what}") from error
+        return frozenset(self.call(name, "has").value)
+
+    def _wait_placed(self, name: str) -> TaskState:
+        """Wait until a component has its process. Gives up early if nodes were lost, since the plan is void then."""
+        task, end = self._tasks[name], time.monotonic() + PLACE_S
+        while True:
+            try:
+                return task.wait(("running", "parked"), timeout=min(1.0, max(0.0, end - time.monotonic())))
+            except TaskTimeoutError:  # noqa: PERF203 -- once a second
+                if self._lost_nodes:
+                    raise ComponentLostError(name, f"{name} is not placed any more: a node was lost") from None
+                if time.monotonic() >= end:
+                    raise
+
+    # ---- calls ---------------------------------------------------------------------------------------------------
+
+    def offload(self, name: str) -> float:
+        """Nothing to do: taking a turn parks the component before."""
+        return 0.0
+
+    def onload(self, name: str) -> float:
+        """Take the turn on shared GPUs; the seconds include the offload of the component before."""
+        if name not in self._shared and name not in self._shared.values():
+            return 0.0
+        began = time.perf_counter()
+        self._take_turn(name)
+        return time.perf_counter() - began
+
+    def _take_turn(self, name: str) -> None:
+        task = self._tasks[name]
+        try:
+            task.take_turn()
+            task.wait("running", timeout=PLACE_S)
+        except (InputError, TaskError) as error:
+            raise ComponentLostError(name, f"{name} cannot have its turn: {error.what}") from error
+
+    def call(self, name: str, method: str, *arguments: Any) -> CallResult:
+        """Call all workers of a component. Data is a reference to that of the first; a sync includes its transfer."""
+        from ray import exceptions
+
+        task, began, data = self._tasks[name], time.perf_counter(), None
+        try:
+            returns = 2 if method in WITH_DATA else 1
+            references = task.begin(method, *arguments, timeout=PLACE_S, returns=returns)
+            if method in WITH_DATA:
+                data = references[0][1]
+                references = [done for done, _ in references]
+            results = self._fetch(name, task, method, references)
+        except TaskError as error:
+            raise ComponentLostError(name, f"{name} was lost: {error.what}") from error
+        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
+            raise ComponentLostError(name, f"{name} was lost: {task.interrupted(method).what}") from error
+        except exceptions.RayTaskError as error:
+            if isinstance(error.cause, exceptions.ObjectLostError | exceptions.RayActorError):
+                raise ComponentLostError(name, f"the input of {name} was lost with the process that made it") from error
+            raise ComponentError(name, "raised", f"the {method} of {name} raised {error_text(error.cause)}") from error
+        except exceptions.RayError as error:
+            raise ComponentLostError(name, f"{name} cannot be reached: {error_text(error)}") from error
+        for result in results:
+            if result.fault is not None:
+                raise result.fault
+        took_s = time.perf_counter() - began if method == "sync" else max(result.took_s for result in results)
+        return replace(results[0], took_s=took_s, value=results[0].value if data is None else data)
+
+    def _fetch(self, name: str, task: Task, method: str, references: list[Any]) -> list[CallResult]:
+        """Results of the calls. Ray needs up to 15 s to notice a lost node; reported losses are seen sooner."""
+        from ray.exceptions import GetTimeoutError
+
+        limit_s = self._job.step_limit_s
+        end = time.monotonic() + limit_s
+        while True:
+            left_s = end - time.monotonic()
+            with contextlib.suppress(GetTimeoutError):
+                return list(self._session._ray.get(references, timeout=max(0.0, min(CALL_POLL_S, left_s))))
+            if task.id in self._lost_tasks:
+                raise ComponentLostError(name, f"{name} was lost: {self._lost_tasks[task.id]}")
+            if left_s <= 0:
+                raise hung_error(name, method, limit_s)
