@@ -13,7 +13,7 @@ from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.openai import OpenAIOptions
 from trimtab.runtime.gateway.response_format import flag, sse, to_json
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
-from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample
+from trimtab.runtime.rollout.sampling import Chunk, Completion, ForwardedAnswer, Sample
 
 DONE = b"data: [DONE]\n\n"
 
@@ -184,6 +184,43 @@ class OpenAIFormat:
             if self._output.logprobs
             else None,
         }
+
+
+class ForwardedFormat(OpenAIFormat):
+    """Response to a chat that went to an engine as it is: the engine's own, under the id and model of this gateway."""
+
+    _usage_said: Any = None
+
+    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return self._reply(completions[0].samples[0])
+
+    def _reply(self, sample: Sample) -> dict[str, Any]:
+        reply = dict(ForwardedAnswer.of(sample).body)
+        more = {"trimtab": details(sample)} if self.call.terms.details else {}
+        return {**reply, **self._head, "choices": [{**choice, **more} for choice in reply.get("choices") or ()]}
+
+    async def event(self, prompt: int, chunk: Chunk) -> bytes:
+        """All of a stream, once the answer is there: a delta with the message of each choice, and its end."""
+        assert chunk.sample is not None
+        reply = self._reply(chunk.sample)
+        self._usage_said = reply.get("usage")
+        head: dict[str, Any] = {**self._head, "object": "chat.completion.chunk"}
+        if self._output.running_usage:
+            head["usage"] = self._usage_said
+        events = []
+        for choice in reply["choices"]:
+            message = {name: value for name, value in choice.pop("message").items() if value not in (None, [])}
+            if "tool_calls" in message:
+                message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(message["tool_calls"])]
+            begin = {"index": choice["index"], "logprobs": choice.get("logprobs"), "finish_reason": None}
+            events += [{**begin, "delta": message}, {**choice, "delta": {}, "logprobs": None}]
+        return b"".join(sse(to_json({**head, "choices": [event]})) for event in events)
+
+    def end(self) -> bytes:
+        if not self._output.usage or self._usage_said is None:
+            return DONE
+        head = {**self._head, "object": "chat.completion.chunk"}
+        return sse(to_json({**head, "choices": [], "usage": self._usage_said})) + DONE
 
 
 def _named(name: str, value: float | None) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class RequestApi:
         pool. Raises InputError if the engine refuses it; a full queue is waited for.
         """
         options = RequestOptions(class_, group, session, version, at_least, False, key, deadline_s)
-        request = self.submit_forward(path, body, options)
+        request = self._submit_forward(path, body, options)
         answered = self._retry_if_refused(request, options) if request.answered.done() else request.answered
         try:
             return ForwardedAnswer.of(await answered)
@@ -145,17 +145,26 @@ class RequestApi:
             raise
 
     def submit_forward(self, path: str, body: Mapping[str, Any], options: RequestOptions) -> PendingRequest:
-        """Submits a call that goes to an engine as it is, without waiting; its sample is for `ForwardedAnswer.of`."""
+        """Submits a call that goes to an engine as it is, without waiting; its sample is for `ForwardedAnswer.of`.
+
+        Raises RefusedError if the queue is full.
+        """
+        request = self._submit_forward(path, body, options)
+        if request.answered.done():
+            request.answered.result()
+        return request
+
+    def _submit_forward(self, path: str, body: Mapping[str, Any], options: RequestOptions) -> PendingRequest:
         self._require_running()
         if not path.startswith("/") or not isinstance(body, Mapping) or body.get("stream"):
             hint = "a path of the engine, and a JSON object without stream: the reply comes whole"
             raise InputError(f"this call of {path} cannot be forwarded", hint=hint)
         try:
             size = len(msgspec.json.encode(body))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"the body for {path} is no JSON: {error}") from None
-        model = body.get("model")
-        lora = model if isinstance(model, str) and model in self._core.adapters else None
+        named = body.get("model") or body.get("lora_path")
+        lora = named if isinstance(named, str) and named in self._core.adapters else None
         return self._submit(
             (), SamplingParams(forwarded_tokens(body), resume=False, lora=lora), 0, None, replace(options, spans=False),
             ForwardRequest("", path, dict(body), lora=lora), min(size // BYTES_PER_TOKEN, MAX_PROMPT_TOKENS),
