@@ -70,7 +70,7 @@ class SamplingParams:
         """Parameters of one of the n samples."""
         if self.n == 1 or self.seed is None:
             return self
-        return replace(self, seed=self.seed + index)
+        return replace(self, n=1, seed=self.seed + index)
 
     def engine_request(
         self,
