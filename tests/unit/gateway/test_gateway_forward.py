@@ -106,7 +106,8 @@ def assembled(events: list[Any]) -> dict[int, dict[str, Any]]:
 @KINDS
 def test_a_stream_of_tool_calls_is_read_back_by_a_client_of_events(kind: Any) -> None:
     async def act(front: Front) -> None:
-        body = chat(n=2, stream=True, stream_options={"include_usage": True})
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = chat(n=2, stream=True, stream_options=options)
         events: list[Any] = []
         async with front.streaming(CHAT, body) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -119,6 +120,7 @@ def test_a_stream_of_tool_calls_is_read_back_by_a_client_of_events(kind: Any) ->
         assert events.pop() == "[DONE]"
         *chunks, usage = map(json.loads, events)
         assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 10)
+        assert all(chunk["usage"] == usage["usage"] for chunk in chunks)
         whole = (await front.post(CHAT, chat(n=2))).json["choices"]
         for index, message in assembled(chunks).items():
             calls = whole[index]["message"]["tool_calls"]

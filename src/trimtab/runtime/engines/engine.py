@@ -119,6 +119,9 @@ class ForwardRequest:
     piece: ClassVar[None] = None
 
 
+EngineCall = GenerateRequest | ForwardRequest
+
+
 @dataclass(frozen=True)
 class PieceSupport:
     """In which pieces an engine gives an answer, besides a stream of tokens."""

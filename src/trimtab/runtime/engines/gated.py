@@ -19,6 +19,7 @@ from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import (
     STREAMS,
     EngineBusyError,
+    EngineCall,
     EngineCapability,
     EngineDeadlines,
     EngineError,
@@ -135,7 +136,7 @@ class GatedEngine:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         return self._deltas(request)
 
-    async def _deltas(self, request: GenerateRequest | ForwardRequest) -> AsyncGenerator[StreamDelta, None]:
+    async def _deltas(self, request: EngineCall) -> AsyncGenerator[StreamDelta, None]:
         self._require_open()
         if request.id in self._open_streams:
             raise InputError(f"a request '{request.id}' is already running there", where=f"engine {self.name}")

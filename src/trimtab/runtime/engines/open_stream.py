@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from trimtab.runtime.engines.engine import (
     ROUTED_EXPERTS,
+    EngineCall,
     EngineRefusedError,
     FinishReason,
-    ForwardRequest,
     GenerateRequest,
     PartialOutput,
     StreamDelta,
@@ -81,7 +81,7 @@ class ForwardReader:
 class OpenStream:
     """A request whose stream is open."""
 
-    def __init__(self, request: GenerateRequest | ForwardRequest, attempt: str) -> None:
+    def __init__(self, request: EngineCall, attempt: str) -> None:
         self.request = request
         # Request id at the engine, never reused: SGLang aborts an id once more
         # two seconds after its stream has ended, even if it is in use again by then, and releases before 0.5.5 abort

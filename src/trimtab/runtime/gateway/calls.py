@@ -140,6 +140,8 @@ class PendingCall:
         )
         if call.forward is not None:
             submitted = [self._pool.submit_forward(*call.forward, options)]
+            if submitted[0].answered.done():
+                submitted[0].answered.result()  # raises if it was refused
         else:
             submitted = self._pool.submit(call.prompts[place], params, samples=samples, **vars(options))
         self._submitted[place] += submitted

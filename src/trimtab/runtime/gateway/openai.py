@@ -146,7 +146,7 @@ class OpenAIReader:
             usage,
             running,
         )
-        params = _params(fields, kinds, logprobs, max_tokens, known, lora)
+        params = replace(_params(fields, kinds, logprobs, max_tokens, known), lora=lora)
         require_few_answers(fields, "n", len(prompts) * params.n)
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if given and known is COMPLETIONS:
@@ -189,12 +189,7 @@ class OpenAIReader:
 
 
 def _params(
-    fields: BodyFields,
-    kinds: ServedKinds,
-    logprobs: int | None,
-    max_tokens: int,
-    known: tuple[str, ...],
-    lora: str | None,
+    fields: BodyFields, kinds: ServedKinds, logprobs: int | None, max_tokens: int, known: tuple[str, ...]
 ) -> SamplingParams:
     n = fields.integer("n", 1, 1, MAX_SAMPLES)
     if fields.rest.get("best_of") == n:
@@ -213,7 +208,7 @@ def _params(
     extra = take_engine_extras(fields, None if known is FORWARDED_CHAT else kinds, known)
     return SamplingParams(
         max_tokens, min_tokens, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
-        extras.may_resume(extra, seed, stop, kinds()) if extra else None, lora,
+        extras.may_resume(extra, seed, stop, kinds()) if extra else None,
     )  # fmt: skip
 
 

@@ -122,7 +122,10 @@ class OpenAIFormat:
     def _running_usage(self) -> str:
         if not self._output.running_usage:
             return ""
-        return f',"usage":{to_json(_usage(sum(map(len, self.call.prompts)), sum(self._made.values())))}'
+        return f',"usage":{to_json(self._stream_usage())}'
+
+    def _stream_usage(self) -> Any:
+        return _usage(sum(map(len, self.call.prompts)), sum(self._made.values()))
 
     def aborted(self, why: str) -> bytes:
         empty = '"delta":{}' if self._output.chat else '"text":""'
@@ -145,9 +148,8 @@ class OpenAIFormat:
         """Usage if requested, and the end."""
         if not self._output.usage:
             return DONE
-        usage = _usage(sum(map(len, self.call.prompts)), sum(self._made.values()))
         head = {**self._head, "object": "chat.completion.chunk" if self._output.chat else "text_completion"}
-        return sse(to_json({**head, "choices": [], "usage": usage})) + DONE
+        return sse(to_json({**head, "choices": [], "usage": self._stream_usage()})) + DONE
 
     # ---- log-probabilities -----------------------------------------------------------------------------------------
 
@@ -204,23 +206,19 @@ class ForwardedFormat(OpenAIFormat):
         assert chunk.sample is not None
         reply = self._reply(chunk.sample)
         self._usage_said = reply.get("usage")
-        head: dict[str, Any] = {**self._head, "object": "chat.completion.chunk"}
-        if self._output.running_usage:
-            head["usage"] = self._usage_said
         events = []
-        for choice in reply["choices"]:
-            message = {name: value for name, value in choice.pop("message").items() if value not in (None, [])}
+        for at, choice in enumerate(reply["choices"]):
+            said = choice.pop("message", None) or {}
+            message = {"role": "assistant"} | {name: value for name, value in said.items() if value not in (None, [])}
             if "tool_calls" in message:
-                message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(message["tool_calls"])]
-            begin = {"index": choice["index"], "logprobs": choice.get("logprobs"), "finish_reason": None}
-            events += [{**begin, "delta": message}, {**choice, "delta": {}, "logprobs": None}]
-        return b"".join(sse(to_json({**head, "choices": [event]})) for event in events)
+                message["tool_calls"] = [{"index": index, **tool} for index, tool in enumerate(message["tool_calls"])]
+            begin = {"index": at, "delta": message, "logprobs": choice.get("logprobs"), "finish_reason": None}
+            events += [begin, {**choice, "index": at, "delta": {}, "logprobs": None}]
+        head = f'{to_json({**self._head, "object": "chat.completion.chunk"})[:-1]},"choices":['
+        return b"".join(sse(f"{head}{to_json(event)}]{self._running_usage()}}}") for event in events)
 
-    def end(self) -> bytes:
-        if not self._output.usage or self._usage_said is None:
-            return DONE
-        head = {**self._head, "object": "chat.completion.chunk"}
-        return sse(to_json({**head, "choices": [], "usage": self._usage_said})) + DONE
+    def _stream_usage(self) -> Any:
+        return self._usage_said
 
 
 def _named(name: str, value: float | None) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from trimtab.runtime.engines.engine import (
     ROUTED_EXPERTS,
     STREAMS,
     Engine,
+    EngineCall,
     EngineError,
     EngineGoneError,
     FinishReason,
     ForwardRequest,
-    GenerateRequest,
     PieceSupport,
     StreamDelta,
 )
@@ -223,11 +223,7 @@ class Dispatcher:
         return "does not exist" in error.what or "loaded" in error.what
 
     async def _call(
-        self,
-        attempt: RequestAttempt,
-        engine: Engine,
-        request: GenerateRequest | ForwardRequest,
-        buffer: StopStringBuffer | None,
+        self, attempt: RequestAttempt, engine: Engine, request: EngineCall, buffer: StopStringBuffer | None
     ) -> e.AttemptFinished | FinishReason | None:
         """One call of the engine: how it finished, or an end by a stop string across the cut before it."""
         finish, updates = None, self._weight_updates(attempt)
@@ -390,7 +386,7 @@ class Dispatcher:
         pending.truncate(last, pending.before[: stopped.begins], stopped.word)
 
 
-def _deltas(engine: Engine, request: GenerateRequest | ForwardRequest) -> AsyncGenerator[StreamDelta, None]:
+def _deltas(engine: Engine, request: EngineCall) -> AsyncGenerator[StreamDelta, None]:
     if isinstance(request, ForwardRequest):
         return http_engine(engine, "take requests as they are").forward(request)
     return engine.generate(request)

@@ -136,7 +136,7 @@ class RequestApi:
         pool. Raises InputError if the engine refuses it; a full queue is waited for.
         """
         options = RequestOptions(class_, group, session, version, at_least, False, key, deadline_s)
-        request = self._submit_forward(path, body, options)
+        request = self.submit_forward(path, body, options)
         answered = self._retry_if_refused(request, options) if request.answered.done() else request.answered
         try:
             return ForwardedAnswer.of(await answered)
@@ -145,16 +145,7 @@ class RequestApi:
             raise
 
     def submit_forward(self, path: str, body: Mapping[str, Any], options: RequestOptions) -> PendingRequest:
-        """Submits a call that goes to an engine as it is, without waiting; its sample is for `ForwardedAnswer.of`.
-
-        Raises RefusedError if the queue is full.
-        """
-        request = self._submit_forward(path, body, options)
-        if request.answered.done():
-            request.answered.result()
-        return request
-
-    def _submit_forward(self, path: str, body: Mapping[str, Any], options: RequestOptions) -> PendingRequest:
+        """`forward` without waiting: its sample is for `ForwardedAnswer.of`; `answered` raises if the queue is full."""
         self._require_running()
         if not path.startswith("/") or not isinstance(body, Mapping) or body.get("stream"):
             hint = "a path of the engine, and a JSON object without stream: the reply comes whole"
