@@ -29,7 +29,7 @@ from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.leases import Lease
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.refits import RefitEngine, RefitSession
-from trimtab.runtime.rollout.sampling import Chunk, Completion, RefusedError, Sample, SamplingParams
+from trimtab.runtime.rollout.sampling import Chunk, Completion, ForwardedAnswer, RefusedError, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from trimtab.runtime.gateway.server import Gateway as Gateway
@@ -46,6 +46,7 @@ __all__ = [
     "End",
     "EngineCommand",
     "EngineRollout",
+    "ForwardedAnswer",
     "Gateway",
     "GatewaySettings",
     "InFlight",

@@ -87,6 +87,7 @@ class VllmForm(VllmStub):
     def restart(self) -> None:
         """Another process at the same address, with the weights that it is started with."""
         self.started += 60.0
+        self.adapters.clear()
         self.loaded, self.version, self.root_now = self.root, "default", self.root
         self.asleep, self.released = False, set()
         self.go()
@@ -101,6 +102,7 @@ class VllmForm(VllmStub):
         ):  # fmt: skip
             router.add_get(path, handler)
         router.add_post("/v1/completions", self._completions)
+        self.more_routes(router)
         posts: dict[str, Any] = {
             "/sleep": self._sleep, "/wake_up": self._wake, "/reset_prefix_cache": self._reset_of_form,
             "/collective_rpc": self._rpc_of_form,
@@ -122,6 +124,7 @@ class VllmForm(VllmStub):
             router.add_post(path, handler)
         self.paths = [*posts, "/is_sleeping", "/server_info", *(["/get_world_size"] if form.get("transfer") else [])]
         self.paths += ["/weight_info"] if form["version"] else []
+        self.paths += ["/v1/load_lora_adapter"] if self.lora else []
         if self.openapi:
             router.add_get("/openapi.json", self._page)
 
@@ -141,7 +144,7 @@ class VllmForm(VllmStub):
         )
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny", "root": self.root}]})
+        return web.json_response({"data": [{"id": "tiny", "root": self.root}, *self.cards()]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         page = (await super()._metrics(request)).text or ""
@@ -201,6 +204,7 @@ class SglangForm(SglangStub):
 
     def restart(self) -> None:
         """Another process at the same address, with the weights that it is started with."""
+        self.adapters.clear()
         self.loaded, self.version, self.model_path = self.root, "default", self.root
         self.released = set()
         self.go()
@@ -228,9 +232,15 @@ class SglangForm(SglangStub):
         if self.release == "0.5.23":
             router.add_get("/ready", self._ready)
         router.add_post("/generate", self._generate)
+        self.more_routes(router)
         for path, handler in posts.items():
             router.add_post(path, handler)
-        self.paths = [*posts, *([gets[form["loads"]]] if form["loads"] else []), *(["/server_info"] if new else [])]
+        self.paths = [
+            *posts,
+            "/load_lora_adapter",
+            *([gets[form["loads"]]] if form["loads"] else []),
+            *(["/server_info"] if new else []),
+        ]
         if self.openapi:
             router.add_get("/openapi.json", self._page)
 

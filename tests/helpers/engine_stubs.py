@@ -39,6 +39,9 @@ class Generation:
         self.aborted = False
         self.every: int | None = 1  # tokens of an event; None: one body at the end
         self.said = 0  # tokens that were sent
+        self.body: dict[str, Any] = {}
+        self.chat = False  # a conversation, answered whole
+        self.lora = ""  # path of its adapter
 
 
 class Stub:
@@ -59,6 +62,9 @@ class Stub:
         self.released: set[str] = set()
         self.loaded = "default"  # the version of the weights in memory
         self.fault = ""  # for requests that arrive from now on
+        self.adapters: dict[str, str] = {}  # by name: its path
+        self.lora = True  # it was started so that it takes adapters
+        self.experts = True  # and says which experts made a token
         self.refuse: dict[str, tuple[int, Any]] = {}  # path: what it answers instead
         self.elsewhere: dict[str, Any] = {}  # path: another handler
         self.dead = False
@@ -131,7 +137,7 @@ class Stub:
                         one.aborted = True
                         break
                     await self.goes.wait()
-                one.ids.append(follows((one.prompt + one.ids)[-1], self.loaded))
+                one.ids.append(follows((one.prompt + one.ids)[-1], self.loaded + one.lora))
                 one.versions.append(self.version)
                 self.made += 1
                 if len(one.ids) == 3 and fault in ("cut", "silent", "nonsense", "failure", "late refusal"):
@@ -143,7 +149,8 @@ class Stub:
                     await self._say(response, self.event(one, "length" if last else None, fault))
                     one.said = len(one.ids)
             if one.every is None:
-                return web.json_response(self.event(one, "abort" if one.aborted else "length", fault))
+                said = self.chat_reply if one.chat else self.event
+                return web.json_response(said(one, "abort" if one.aborted else "length", fault))
             if one.aborted:
                 await self._say(response, self.event(one, "abort", fault))
             await response.write(b"data: [DONE]\n\n")
@@ -179,6 +186,68 @@ class Stub:
     def event(self, one: Generation, finish: str | None, fault: str) -> dict[str, Any]:
         raise NotImplementedError
 
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """A conversation with tools or images, which it answers by calling the first tool."""
+        body = await request.json()
+        self.bodies.append(body)
+        assert not body.get("stream")
+        if any("role" not in message for message in body["messages"]):
+            return web.json_response({"error": {"message": "a message has no role"}}, status=400)
+        if not self.knows(body):
+            return self.unknown(body)
+        one = Generation(f"chat-{len(self.asked)}", [len(body["messages"])], body.get("max_tokens", 16))
+        one.body, one.chat, one.every, one.lora = body, True, None, self.adapter_of(body)
+        return await self.stream(request, one)
+
+    def chat_reply(self, one: Generation, finish: str, fault: str) -> dict[str, Any]:
+        tools, samples = one.body.get("tools"), one.body.get("n", 1)
+        message: dict[str, Any] = {"role": "assistant", "content": written(one.ids), "refusal": None, "tool_calls": []}
+        if tools:
+            function = {"name": tools[0]["function"]["name"], "arguments": json.dumps({"said": written(one.ids)})}
+            calls = [{"id": f"call-{at}", "type": "function", "function": function} for at in range(2)]
+            message |= {"content": None, "tool_calls": calls}
+        finish = finish if finish == "abort" else "tool_calls" if tools else "stop"
+        choices = [
+            {"index": at, "message": message, "logprobs": None, "finish_reason": finish} for at in range(samples)
+        ]
+        made, prompt = len(one.ids) * samples, one.prompt[0]
+        usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        head = {"id": "chatcmpl-of-the-engine", "object": "chat.completion", "created": 1, "model": one.body["model"]}
+        return {**head, "choices": choices, "usage": usage}
+
+    def adapter_of(self, body: dict[str, Any]) -> str:
+        """Path of the adapter that it names; empty if none."""
+        raise NotImplementedError
+
+    def knows(self, body: dict[str, Any]) -> bool:
+        raise NotImplementedError
+
+    def unknown(self, body: dict[str, Any]) -> web.Response:
+        """How it refuses an adapter that it does not know."""
+        raise NotImplementedError
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        wrong = "" if self.lora else "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+        if body["lora_name"] in self.adapters:
+            wrong = f"the adapter {body['lora_name']} has already been loaded"
+        if wrong:
+            return web.json_response({"success": False, "error_message": wrong}, status=400)
+        if body["lora_path"] == "nowhere":
+            return self.no_adapter(body["lora_path"])
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.json_response({"success": True})
+
+    def no_adapter(self, path: str) -> web.Response:
+        return web.json_response({"success": False, "error_message": f"nothing at {path}"}, status=400)
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        del self.adapters[(await request.json())["lora_name"]]
+        return web.json_response({"success": True})
+
+    def cards(self) -> list[dict[str, Any]]:
+        return [{"id": name, "root": path, "parent": "tiny"} for name, path in self.adapters.items()]
+
     def abort(self, keys: list[str] | None) -> None:
         for key, one in self.running.items():
             if keys is None or key in keys:
@@ -209,6 +278,7 @@ class VllmStub(Stub):
         router.add_get("/v1/models", self._models)
         router.add_post("/v1/completions", self._completions)
         router.add_get("/metrics", self._metrics)
+        self.more_routes(router)
         if self.development:
             router.add_get("/load", self._load)
             router.add_get("/is_paused", self._is_paused)
@@ -222,6 +292,24 @@ class VllmStub(Stub):
             ):  # fmt: skip
                 router.add_post(path, handler)
 
+    def more_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/v1/chat/completions", self._chat)
+        if self.lora:
+            router.add_post("/v1/load_lora_adapter", self._load_adapter)
+            router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
+
+    def adapter_of(self, body: dict[str, Any]) -> str:
+        return self.adapters.get(body["model"], "")
+
+    def knows(self, body: dict[str, Any]) -> bool:
+        return body["model"] == "tiny" or body["model"] in self.adapters
+
+    def unknown(self, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
+
+    def no_adapter(self, path: str) -> web.Response:
+        return web.json_response({"error": {"message": f"No adapter found for {path}"}}, status=404)
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()  # whatever happens
 
@@ -229,15 +317,17 @@ class VllmStub(Stub):
         return web.json_response({"version": self.release})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny", "max_model_len": self.context}]})
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": self.context}, *self.cards()]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        assert body["model"] == "tiny"
         assert body["return_token_ids"]
         self.body = body
         self.bodies.append(body)
+        if not self.knows(body):
+            return self.unknown(body)
         one = Generation(f"cmpl-{body['request_id']}-0", body["prompt"], body["max_tokens"])
+        one.body, one.lora = body, self.adapter_of(body)
         one.every = body.get("stream_interval", 1) if body.get("stream") else None
         return await self.stream(request, one)
 
@@ -245,6 +335,8 @@ class VllmStub(Stub):
         new = one.ids[one.said :]
         count = len(one.ids) + (fault == "miscount" and len(one.ids) > 2)
         choice = {"text": written(new), "token_ids": new, "finish_reason": finish, "stop_reason": None}
+        if self.experts and one.every is None:  # of every answer, but of no stream
+            choice["routed_experts"] = f"experts of {len(one.prompt) + len(one.ids) - 1}"
         if self.body.get("logprobs") is not None:
             best = [{f"token_id:{token}": -0.5, "token_id:1": -1.5} for token in new]
             choice["logprobs"] = {"token_logprobs": [-0.5] * len(new), "top_logprobs": best}
@@ -347,6 +439,7 @@ class SglangStub(Stub):
         router.add_get("/server_info", self._server_info)
         router.add_get("/model_info", self._model_info)
         router.add_get("/v1/loads", self._loads)
+        self.more_routes(router)
         for path, handler in (
             ("/generate", self._generate), ("/pause_generation", self._pause), ("/continue_generation", self._continue),
             ("/abort_request", self._abort), ("/flush_cache", self._flush),
@@ -354,6 +447,25 @@ class SglangStub(Stub):
             ("/update_weights_from_disk", self._update),
         ):  # fmt: skip
             router.add_post(path, handler)
+
+    def more_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/v1/models", self._models)
+        router.add_post("/v1/chat/completions", self._chat)
+        router.add_post("/load_lora_adapter", self._load_adapter)
+        router.add_post("/unload_lora_adapter", self._unload_adapter)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny", "root": "tiny"}, *self.cards()]})
+
+    def adapter_of(self, body: dict[str, Any]) -> str:
+        return self.adapters.get(body.get("lora_path", ""), "")
+
+    def knows(self, body: dict[str, Any]) -> bool:
+        return body.get("lora_path") is None or body["lora_path"] in self.adapters
+
+    def unknown(self, body: dict[str, Any]) -> web.Response:
+        wrong = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
+        return web.json_response({"error": {"message": wrong}}, status=400)
 
     async def _health(self, request: web.Request) -> web.Response:
         await self.goes.wait()
@@ -381,8 +493,12 @@ class SglangStub(Stub):
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = self.body = await request.json()
         self.bodies.append(body)
+        if not self.knows(body):
+            return self.unknown(body)
         sampling = body["sampling_params"]
-        one = Generation(body["rid"], body["input_ids"], sampling["max_new_tokens"])
+        assert "return_routed_experts" not in sampling, "it is no sampling parameter"
+        one = Generation(body.get("rid", "own"), body.get("input_ids", [1]), sampling["max_new_tokens"])
+        one.body, one.lora = body, self.adapter_of(body)
         if "stream_interval" in sampling and not self.takes_interval:
             message = "SamplingParams.__init__() got an unexpected keyword argument 'stream_interval'"
             return web.json_response({"error": {"message": message}}, status=400)
@@ -406,6 +522,8 @@ class SglangStub(Stub):
             "weight_version": self.version,
             "weight_versions": spans,
         }
+        if self.experts and one.body.get("return_routed_experts"):  # so far
+            meta["routed_experts"] = f"experts of {len(one.prompt) + len(one.ids) - 1}"
         if self.body.get("return_logprob"):
             meta["output_token_logprobs"] = [[-0.5, token, None] for token in one.ids]
             meta["output_top_logprobs"] = [[[-0.5, token, None], [-1.5, 1, None]] for token in one.ids]

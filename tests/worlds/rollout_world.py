@@ -80,6 +80,7 @@ class Client:
     base: int = 0  # of those, the ones that the current attempt was given
     attempt: int = 0
     sends: int = 0
+    worker: str = ""  # of the last attempt
     answers: list[e.AnswerRequest | e.RefuseRequest] = field(default_factory=list)
     passed_on: bool = False  # others aborted it
     murky: bool = False  # an engine whose weights changed unseen worked on it
@@ -106,6 +107,7 @@ class RolloutWorld:
         self.journal: list[tuple[float, Any, list[Any]]] = []
         self.counted: Counter[str] = Counter()
         self.numbers = 0
+        self.sessions: dict[str, str] = {}  # by session: the worker that served it last
         self.most = rules.max_workers
         self.broken = False
 
@@ -201,7 +203,8 @@ class RolloutWorld:
             self.counted["sent again from the prompt"] += 1
         if not client.spec.spans and send.resumed:
             assert set(client.tokens[: send.resumed]) == {self.version}, "would span versions"
-        client.attempt, client.sends = send.attempt, client.sends + 1
+        self._check_session(client, send.worker)
+        client.attempt, client.sends, client.worker = send.attempt, client.sends + 1, send.worker
         client.tokens = client.tokens[: send.resumed]
         client.base = send.resumed
         running = Running(send.request, send.attempt, send.max_tokens, max(1, self._length(client.spec) - send.resumed))
@@ -211,6 +214,17 @@ class RolloutWorld:
         else:
             engine.running[send.request, send.attempt] = running
             client.murky = client.murky or not engine.told
+
+    def _check_session(self, client: Client, worker: str) -> None:
+        session = client.spec.session
+        home = next((one for one in self.machine.workers() if one.worker == self.sessions.get(session)), None)
+        if session and home is not None and home.worker != client.worker:  # it may have failed there
+            takes = home.state is S.active and not home.paused and home.running + home.outside < home.spec.limit
+            assert worker == home.worker or not takes, f"session {session} is on {home.worker}, and goes to {worker}"
+            self.counted["sessions kept"] += worker == home.worker
+            self.counted["sessions moved"] += worker != home.worker
+        if session:
+            self.sessions[session] = worker
 
     def _others_want(self, client: Client) -> bool:
         """Whether somebody who came with the same key still waits for the answer."""

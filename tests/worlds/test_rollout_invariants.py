@@ -115,6 +115,7 @@ class Fate(RuleBasedStateMachine):
     @rule(
         count=st.sampled_from([1, 3, 8]),
         group=st.sampled_from(["", "a", "b"]),
+        session=st.sampled_from(["", "", "s", "t"]),
         class_=st.sampled_from(["default", "default", "default", "validation", "nonsense"]),
         resumable=st.sampled_from([True, True, False]),
         spans=st.sampled_from([True, True, False]),
@@ -122,11 +123,12 @@ class Fate(RuleBasedStateMachine):
         key=st.sampled_from(["", "", "", "k1", "k2"]),
         pin=st.sampled_from([None] * 6 + ["now", "next", "at least next"]),
     )
-    def ask(self, count, group, class_, resumable, spans, min_tokens, key, pin):
+    def ask(self, count, group, session, class_, resumable, spans, min_tokens, key, pin):
         version = self.world.version
         for _ in range(count):
             self.world.ask(
                 group=group,
+                session=session,
                 class_=class_,
                 resumable=resumable,
                 spans=spans,
@@ -331,6 +333,7 @@ def test_every_request_is_answered_once_whatever_happens() -> None:
         "resumed": 20,
     }
     floors |= {"sent again from the prompt": 20, "spanning": 5, "RefitOver": RUNS // 8, "up": 20, "down": 5}
+    floors |= {"sessions kept": RUNS // 4, "sessions moved": RUNS // 8}
     floors |= {"reloads": RUNS, "gaps": 5, "RefuseRequest": 5, "abort": 10, "cancelled": 10, "failed": 5, "stop": RUNS}
     short = {name: (counted[name], floor) for name, floor in floors.items() if counted[name] < floor}
     assert not short, f"too little happened: {short} of {dict(counted)}"

@@ -155,6 +155,7 @@ class RequestSpec:
     key: str = ""  # idempotency key of the client: a second request gets the answer of the first
     deadline: float | None = None
     watched: bool = True  # False: its tokens are not reported here (a lease), so silence is no fault
+    session: str = ""  # requests of one session go to one worker while it is open; empty: none
 
     def __post_init__(self) -> None:
         if not self.id:

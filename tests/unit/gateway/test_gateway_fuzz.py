@@ -21,7 +21,8 @@ PATHS = (
     "/status",
 )  # fmt: skip
 HEADERS = (
-    b"x-trimtab-class", b"x-trimtab-group", b"x-trimtab-version", b"x-trimtab-at-least", b"x-trimtab-spans",
+    b"x-trimtab-class", b"x-trimtab-group", b"x-trimtab-session", b"x-trimtab-version", b"x-trimtab-at-least",
+    b"x-trimtab-spans",
     b"x-trimtab-deadline-s", b"x-trimtab-details", b"x-trimtab-nothing", b"idempotency-key", b"origin", b"host",
     b"authorization", b"content-type", b"accept-encoding", b"expect",
 )  # fmt: skip
@@ -56,6 +57,8 @@ def body(chance: random.Random) -> bytes:
         return chance.choice(BODIES)
     base: dict[str, Any] = chance.choice((
         {"prompt": [1, 2]}, {"prompt": [[1], [2]]}, {"messages": [{"role": "user", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "tools": [{"function": {"name": "f"}}]},
+        {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}, "image_data": "x"},
         {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}, {"url": "http://127.0.0.1:1"}, {"workers": 1},
     ))  # fmt: skip
     base = {**base, "max_tokens": 2} if "prompt" in base or "messages" in base else dict(base)

@@ -372,7 +372,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"), ({"messages": []}, "messages"), ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0]"), ({"messages": [{"role": "user", "content": 5}]},
      "messages[0].content"), ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": 2}, "logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"tools": {"type": "function"}}, "tools"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
 ]  # fmt: skip
 
 
@@ -534,7 +534,10 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["n", "role", "content"]), inner),
     max_leaves=6,
 )
-NAMES = st.sampled_from([*openai.CHAT, *openai.COMPLETIONS, *sglang.KNOWN, *extras.NEUTRAL, "nobodys"])
+NAMES = st.sampled_from(
+    [*openai.FORWARDED_CHAT, *openai.COMPLETIONS, *sglang.KNOWN, *sglang.MEDIA, *extras.NEUTRAL, "nobodys"]
+)
+TOLD = {"model", "max_tokens"}  # that the gateway adds to what it forwards
 PARAMETERS = st.dictionaries(st.sampled_from([*sglang.SAMPLING, "regex", "nobodys"]), VALUES, max_size=4)
 
 
@@ -543,18 +546,19 @@ PARAMETERS = st.dictionaries(st.sampled_from([*sglang.SAMPLING, "regex", "nobody
 def test_whatever_a_body_has_in_it_is_understood_or_refused(body: dict[str, Any], sampling: Any) -> None:
     async def whole() -> None:
         texts = cast(PoolTokenizer, SimpleNamespace(tokenize=ids, render=ids, model=ids, check_known=ids))
-        reader = openai.OpenAIReader(texts, "tiny", 16)
+        reader = openai.OpenAIReader(texts, "tiny", 16, lambda: ["a"])
         mine = {"sampling_params": sampling, "input_ids": PROMPT, **body}
         for read, given_body in (
             (reader.completions, {"prompt": PROMPT, **body}),
             (reader.chat, {"messages": [{"role": "user", "content": "x"}], **body}),
-            (sglang.SglangReader(texts).generate, mine),
+            (sglang.SglangReader(texts, lambda: ["a"]).generate, mine),
         ):
             try:
                 call, _ = await read(given_body, DEFAULT_TERMS, lambda: {"sglang"})
             except (Refusal, InputError):
                 continue
-            assert all(call.prompts)
+            sent = {} if call.forward is None else call.forward[1]
+            assert all(call.prompts) or (sent and sent.keys() <= given_body.keys() | TOLD)
             assert len(call.params) == len(call.prompts)
             json.dumps([one.extra for one in call.params])
 

@@ -10,6 +10,7 @@ import pytest
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout import routing
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.machines.rollout.policies.policy import Decision
 from trimtab.machines.rollout.routing import LengthPredictor
@@ -820,6 +821,75 @@ def test_a_prefix_may_jump_the_queue_but_only_within_the_window() -> None:
         bench.ask(name, group=group)
     assert sent(bench.tell(e.AttemptFinished("b0", 1, 5))) == {"b1": "w1"}
     assert sent(bench.tell(e.AttemptFinished("b1", 1, 5))) == {"x": "w1"}
+
+
+def test_a_session_stays_on_its_worker_over_a_hundred_others_and_moves_when_that_is_lost() -> None:
+    bench = Bench(4, spec={"limit": 500})
+    names = [f"s{number}" for number in range(101)]
+
+    def turn(number: int) -> dict[str, str]:
+        found = {}
+        for name in names:
+            request = f"{name}.{number}"
+            # Long answers stay where the first turns were least loaded: loads alone would spread the sessions anew.
+            length = 5_000 if name.endswith("7") else 10
+            found[name] = sent(bench.ask(request, length, group=request, session=name))[request]
+            if length == 10:
+                bench.tell(e.AttemptFinished(request, 1, 10))
+        return found
+
+    first = turn(1)
+    assert set(first.values()) == {"w0", "w1", "w2", "w3"}
+    assert turn(2) == turn(3) == first
+    gone = first["s0"]
+    bench.tell(e.WorkerDied(gone, "killed"))
+    moved = turn(4)
+    assert gone not in moved.values()
+    assert {name: place for name, place in moved.items() if first[name] != gone} == {
+        name: place for name, place in first.items() if place != gone
+    }
+    assert turn(5) == moved, "the worker that it moved to is its home"
+    again = RolloutMachine.load(bench.machine.dump())
+    assert again.dump() == bench.machine.dump()
+    bench.machine = again
+    assert turn(6) == moved
+
+
+def test_a_session_leaves_a_full_worker_and_one_that_it_failed_on() -> None:
+    bench = Bench(2, spec={"limit": 1})
+    assert sent(bench.ask("a1", session="a")) == {"a1": "w0"}
+    assert sent(bench.ask("a2", session="a")) == {"a2": "w1"}
+    bench.tell(e.AttemptFinished("a1", 1, 5))
+    bench.tell(e.AttemptFinished("a2", 1, 5))
+    assert sent(bench.ask("a3", session="a")) == {"a3": "w1"}, "the last one is its home"
+    assert sent(bench.tell(e.AttemptFailed("a3", 1, 0, "500"))) == {"a3": "w0"}
+    bench.tell(e.AttemptFinished("a3", 2, 5))
+    assert sent(bench.ask("a4", session="a")) == {"a4": "w0"}
+
+
+def test_a_prefix_takes_no_request_of_a_session_away_from_its_worker() -> None:
+    bench = Bench(2)
+    bench.ask("z", 1_000)
+    assert sent(bench.ask("a", session="s")) == {"a": "w1"}
+    for name in "za":
+        bench.tell(e.AttemptFinished(name, 1, 5))
+    bench.tell(e.RefitBegun(1, RefitWay.collective))
+    bench.ask("p", 1, group="g")
+    bench.ask("y", 5_000)
+    bench.ask("x")
+    bench.ask("a2", group="g", session="s")
+    for name in ("w0", "w1"):
+        bench.tell(e.RefitConfirmed(name, 1))
+    # When it is the turn of `x`, w0 has the fewest tokens, and the prefix of `a2`; but its session is on w1.
+    assert sent(bench.tell(e.RefitEnded(1))) == {"p": "w0", "y": "w1", "x": "w0", "a2": "w1"}
+
+
+def test_sessions_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "HOMES_KEPT", 2)
+    bench = Bench(1)
+    for session in "abac":
+        bench.ask(f"r{bench.now}{session}{len(bench.said)}", session=session)
+    assert list(bench.machine.dump()["sessions"]) == ["a", "c"]
 
 
 def test_a_higher_class_goes_first_and_whoever_comes_back_keeps_its_place() -> None:

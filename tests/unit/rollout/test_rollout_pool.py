@@ -360,6 +360,16 @@ def test_a_stop_string_is_found_where_it_begins_before_the_cut_and_ends_after_it
 # ---- queue, keys, deadlines -----------------------------------------------------------------------------------------
 
 
+def test_a_sample_that_waited_for_a_place_in_the_queue_keeps_its_seed() -> None:
+    async def act(scene: Scene) -> None:
+        await scene.pool.generate([PROMPT], SamplingParams(max_tokens=3, n=4, seed=7))
+        assert scene.pool.counters["refused"] > 0
+        assert sorted(body["sampling_params"]["sampling_seed"] for body in scene.stubs[0].bodies) == [7, 8, 9, 10]
+
+    rules = replace(QUICK, classes=(RequestClass(queue_limit=1),))
+    play(act, kinds=("sglang",), rules=rules, limit=1)
+
+
 def test_a_full_queue_refuses_a_stream_with_a_reason_and_lets_generate_wait() -> None:
     async def act(scene: Scene) -> None:
         params = SamplingParams(max_tokens=40, temperature=0.0)

@@ -283,6 +283,7 @@ class RolloutMachine:
             "decision": encode(self._scaler.last),
             "means": encode(router.predictor.means),
             "homes": dict(router.homes),
+            "sessions": dict(router.sessions),
             "lanes": {name: [lane.placed, list(lane.groups)] for name, lane in router.lanes.items()},
         }
 
@@ -300,7 +301,7 @@ class RolloutMachine:
         decision = data.get("decision")
         machine._scaler.last = None if decision is None else decode(scaling.Decision, decision)
         router.predictor.means = decode(dict[str, dict[str, FadingMean]], data["means"])
-        router.homes = dict(data["homes"])
+        router.homes, router.sessions = dict(data["homes"]), dict(data.get("sessions", {}))
         state.past = {request.id: request for request in decode(list[RolloutRequest], data["past"])}
         for request in decode(list[RolloutRequest], data["requests"]):
             machine._restore_request(request)

@@ -1,4 +1,4 @@
-"""Routes requests: least outstanding tokens, prefix affinity, classes by priority.
+"""Routes requests: sessions stay where they are; else least outstanding tokens, prefix affinity, classes by priority.
 
 Chooses only; the rollout machine sends. What must never happen: a closed or full worker is chosen; a request is passed
 over for ever (a request that jumps the queue for its prefix comes from within a window behind the head); time that
@@ -21,7 +21,7 @@ from trimtab.model.rollout import RequestClass, RequestSpec, RolloutRules
 
 PREFILL_SHARE = 8  # prompt tokens that cost as much as one generated token
 GROUPS_PER_WORKER = 8  # prefixes assumed to be in a worker's cache
-GROUPS_KEPT = 65_536
+HOMES_KEPT = 65_536  # of groups, and of sessions
 REFRESH_SHARE = 8  # a load that fell by 1/8 is re-placed in the heap
 WHOLE = ""
 BITS = [str(bits) for bits in range(64)]  # names of prompt length buckets
@@ -120,6 +120,7 @@ class Router:
         self._heap: list[tuple[int, int, int, str]] = []  # load, number, stamp, worker
         self._stamp = 0
         self.homes: dict[str, str] = {}  # by group: the last worker; oldest first
+        self.sessions: dict[str, str] = {}  # by session, likewise
         self.queued = 0
 
     # ---- workers ---------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ class Router:
         if head is None:
             return None
         queue, request = head
-        home = self._home(request, lane)
+        home = self._session_home(request) or self._home(request, lane)
         if home is not None:
             return RoutingChoice(request, home.worker, True)
         match = self._prefix_match(queue, request, lane)
@@ -262,6 +263,12 @@ class Router:
         if request.avoid == lane.worker:
             lane = self.least_loaded(request.avoid) or lane
         return RoutingChoice(request, lane.worker, False)
+
+    def _session_home(self, request: RolloutRequest) -> WorkerLane | None:
+        """The worker that served its session last, while it has capacity, whatever the loads."""
+        session = request.spec.session
+        lane = self.lanes.get(self.sessions.get(session, "")) if session else None
+        return lane if lane is not None and lane.has_capacity and lane.worker != request.avoid else None
 
     def _home(self, request: RolloutRequest, least: WorkerLane) -> WorkerLane | None:
         """The worker with its prefix in cache, while going there pays."""
@@ -281,7 +288,12 @@ class Router:
         last = head.number + self.rules.affinity_window
         for group in lane.groups:
             same = queue.groups.get(group)
-            if same is not None and same[0].number <= last and same[0].avoid != lane.worker:
+            if (
+                same is not None
+                and same[0].number <= last
+                and same[0].avoid != lane.worker
+                and self._session_home(same[0]) in (None, lane)
+            ):
                 return same[0]
         return None
 
@@ -296,8 +308,15 @@ class Router:
             lane.groups[group] = None
             if len(lane.groups) > GROUPS_PER_WORKER:
                 del lane.groups[next(iter(lane.groups))]
-            self.homes.pop(group, None)
-            self.homes[group] = worker
-            if len(self.homes) > GROUPS_KEPT:
-                del self.homes[next(iter(self.homes))]
+            _keep(self.homes, group, worker)
+        if request.spec.session:
+            _keep(self.sessions, request.spec.session, worker)
         self._place(lane)
+
+
+def _keep(homes: dict[str, str], name: str, worker: str) -> None:
+    """The latest last; the oldest is forgotten."""
+    homes.pop(name, None)
+    homes[name] = worker
+    if len(homes) > HOMES_KEPT:
+        del homes[next(iter(homes))]

@@ -66,6 +66,7 @@ class ActorEngine(GatedEngine):
         return getattr(self._handle, method, None) is not None
 
     def _events(self, stream: OpenStream) -> EventStream:
+        assert isinstance(stream.request, GenerateRequest)  # actors take no others
         request = stream.request.fields() | {"id": stream.key}
         return _Generator(self.name, self._handle, request, self.deadlines)
 
@@ -252,6 +253,7 @@ class _DictReader:
             StreamDelta(
                 ids, None if logprobs is None else tuple(logprobs), event.get("best"), text, finish,
                 event.get("stopped_by"), None if version is None else str(version), int(event.get("missing") or 0),
+                event.get("extra"),
             )
         ]  # fmt: skip
 

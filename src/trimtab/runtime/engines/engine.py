@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 
@@ -78,6 +78,7 @@ class GenerateRequest:
     extra: Mapping[str, Any] = field(default_factory=dict)  # passed to the engine unchanged
     piece: int | None = 1  # tokens of a delta, where the engine takes it: 1: as they come; None: all, at the end
     cache_key: str = ""  # prompts are taken from the prefix cache only of requests with the same key
+    lora: str | None = None  # name of a loaded adapter; None: the weights alone
 
     def __post_init__(self) -> None:
         where = f"request {self.id}"
@@ -94,12 +95,31 @@ class GenerateRequest:
 
     def fields(self) -> dict[str, Any]:
         """For engines that are objects: what to generate, not how it travels."""
-        return {name: value for name, value in vars(self).items() if name not in ("piece", "cache_key")}
+        return {name: value for name, value in vars(self).items() if name not in ("piece", "cache_key", "lora")}
 
     @property
     def greedy(self) -> bool:
         """The same prompt gives the same output, up to rounding."""
         return self.temperature == 0
+
+
+ROUTED_EXPERTS = "return_routed_experts"
+"""A field of `extra`: the answer's `extra` has its experts as `routed_experts`, as the engine writes them."""
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """A call that only the engine understands, sent as it is: its reply is the `body` in the delta's `extra`."""
+
+    id: str
+    path: str
+    body: Mapping[str, Any]
+    cache_key: str = ""
+    lora: str | None = None
+    piece: ClassVar[None] = None
+
+
+EngineCall = GenerateRequest | ForwardRequest
 
 
 @dataclass(frozen=True)
@@ -131,6 +151,7 @@ class StreamDelta:
     stopped_by: str | int | None = None  # stop string or stop id, if known
     version: str | None = None  # of the weights that generated these tokens, if reported
     missing: int = 0  # ids generated just before these that could not be identified
+    extra: Mapping[str, Any] | None = None  # what else the engine says of the whole answer; with the last delta
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import (
     STREAMS,
     EngineBusyError,
+    EngineCall,
     EngineCapability,
     EngineDeadlines,
     EngineError,
@@ -31,6 +32,7 @@ from trimtab.runtime.engines.engine import (
     EngineState,
     EngineWedgedError,
     FinishReason,
+    ForwardRequest,
     GenerateRequest,
     MemoryTag,
     NotSupportedError,
@@ -41,7 +43,7 @@ from trimtab.runtime.engines.engine import (
     WeightRecord,
     WeightUpdate,
 )
-from trimtab.runtime.engines.open_stream import DeltaReader, EventStream, MalformedOutput, OpenStream
+from trimtab.runtime.engines.open_stream import DeltaReader, EventStream, ForwardReader, MalformedOutput, OpenStream
 
 _SETTLE_S = 1.0
 """How long an engine's own figures may lag."""
@@ -85,6 +87,8 @@ class GatedEngine:
         self.progress_at: float | None = None  # when it was last seen to make tokens, on the loop's clock
         self._progress: float | None = None
         self._discarded = False  # weights are gone or unknown until a refit is confirmed, whatever the engine reports
+        self.adapters: set[str] = set()  # names of LoRA adapters that its process has
+        self._spoiled: set[str] = set()  # and of those whose weights were discarded
 
     # State.
 
@@ -129,7 +133,10 @@ class GatedEngine:
 
     # Generating.
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
+        return self._deltas(request)
+
+    async def _deltas(self, request: EngineCall) -> AsyncGenerator[StreamDelta, None]:
         self._require_open()
         if request.id in self._open_streams:
             raise InputError(f"a request '{request.id}' is already running there", where=f"engine {self.name}")
@@ -153,7 +160,9 @@ class GatedEngine:
                 self._abandoned(stream.key)
 
     async def _stream_pieces(self, stream: OpenStream) -> AsyncGenerator[StreamDelta, None]:
-        reader, stream.events = self._reader(stream.request), self._events(stream)
+        request = stream.request
+        reader = ForwardReader() if isinstance(request, ForwardRequest) else self._reader(request)
+        stream.events = self._events(stream)
         if stream.aborting:
             yield StreamDelta(finish=FinishReason.aborted)
             return
@@ -244,14 +253,16 @@ class GatedEngine:
             return  # some engines take an empty list as all requests
         for stream in flights:
             stream.aborting = True
+        # The engine's id of a forwarded request is not known; closing its connection aborts it.
+        keys = [stream.key for stream in flights if not isinstance(stream.request, ForwardRequest)]
         try:
-            sent = await self._abort(None if ids is None else [stream.key for stream in flights])
+            sent = (ids is None or bool(keys)) and await self._abort(None if ids is None else keys)
         except (EngineError, EngineRefusedError):
             sent = False
         for stream in flights:
             if stream.events is not None:
                 # After an explicit abort the stream should end by itself, with its last tokens.
-                if sent:
+                if sent and not isinstance(stream.request, ForwardRequest):
                     stream.events.close_within(self.deadlines.abort_s)
                 else:
                     stream.events.close(on_purpose=True)
@@ -302,6 +313,7 @@ class GatedEngine:
             await self.pause(PauseMode.abort)
         if level == 2:
             self._discarded = True  # even if the call fails halfway
+            self._spoiled, self.adapters = self._spoiled | self.adapters, set()
         self._asleep = {MemoryTag.weights, MemoryTag.kv_cache}
         self._closed_reason = f"it is asleep (level {level})"
         await self._sleep(level)
@@ -412,6 +424,7 @@ class GatedEngine:
         if self._process_seen is not None and process != self._process_seen:
             self._boots += 1
             self._record = None
+            self.adapters, self._spoiled = set(), set()
             self._replaced()
         self._process_seen = process
         return process

@@ -47,6 +47,7 @@ class LlamaCppEngine(HttpEngine):
 
     kind = "llamacpp"
     keeps_alive = False  # it closes keep-alive connections
+    forwards = False
 
     _tokens_seen = 0.0  # token counter at the last check; a new process starts at 0
     _vocabulary: Vocabulary | None = None

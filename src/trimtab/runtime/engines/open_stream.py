@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from trimtab.runtime.engines.engine import GenerateRequest, PartialOutput, StreamDelta
+from trimtab.runtime.engines.engine import (
+    ROUTED_EXPERTS,
+    EngineCall,
+    EngineRefusedError,
+    FinishReason,
+    GenerateRequest,
+    PartialOutput,
+    StreamDelta,
+)
 
 
 class DeltaReader(Protocol):
@@ -42,10 +50,38 @@ def token_ids(given: Sequence[Any]) -> tuple[int, ...]:
     return tuple(given)
 
 
+def routed_experts(
+    request: GenerateRequest, finish: FinishReason | None, reply: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The experts of a whole answer, if they were requested; an engine that cannot say them refuses the request."""
+    if finish not in (FinishReason.stop, FinishReason.length) or not request.extra.get(ROUTED_EXPERTS):
+        return None
+    if reply.get("routed_experts") is None:
+        raise EngineRefusedError(
+            "the answer has no routed_experts", hint="start the engine with --enable-return-routed-experts"
+        )
+    return {"routed_experts": reply["routed_experts"]}
+
+
+class ForwardReader:
+    """Reads the reply to a forwarded request: OpenAI's form with `choices`, or SGLang's with `meta_info`."""
+
+    async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
+        meta = event.get("meta_info") or {}
+        reason = meta.get("finish_reason") or {}
+        if reason.get("status_code"):  # it failed, and nothing was aborted
+            raise MalformedOutput(str(reason.get("message")))
+        finishes = {choice.get("finish_reason") for choice in event.get("choices") or ()} | {reason.get("type")}
+        finish = FinishReason.length if "length" in finishes else FinishReason.stop
+        finish = FinishReason.aborted_elsewhere if "abort" in finishes else finish
+        tokens = (event.get("usage") or meta).get("completion_tokens")
+        return [StreamDelta(finish=finish, missing=int(tokens or 0), extra={"body": event})]
+
+
 class OpenStream:
     """A request whose stream is open."""
 
-    def __init__(self, request: GenerateRequest, attempt: str) -> None:
+    def __init__(self, request: EngineCall, attempt: str) -> None:
         self.request = request
         # Request id at the engine, never reused: SGLang aborts an id once more
         # two seconds after its stream has ended, even if it is in use again by then, and releases before 0.5.5 abort

@@ -28,6 +28,7 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.runtime.engines.engine import (
+    ROUTED_EXPERTS,
     EngineCapability,
     EngineDeadlines,
     EngineFailedError,
@@ -37,6 +38,7 @@ from trimtab.runtime.engines.engine import (
     EngineState,
     EngineWedgedError,
     FinishReason,
+    ForwardRequest,
     GenerateRequest,
     MemoryTag,
     NotSupportedError,
@@ -47,7 +49,7 @@ from trimtab.runtime.engines.engine import (
     WeightUpdate,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, token_ids
+from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, routed_experts, token_ids
 from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
 from trimtab.runtime.engines.wire import NoSuchPathError
 
@@ -58,7 +60,7 @@ _PATHS = (
     "/ready", "/server_info", "/v1/loads", "/get_load", "/metrics", "/pause_generation", "/continue_generation",
     "/abort_request", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
     "/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed",
-    "/update_weights_from_ipc", "/init_weights_update_group",
+    "/update_weights_from_ipc", "/init_weights_update_group", "/load_lora_adapter",
 )  # fmt: skip
 _STALE_S = 5.0
 """A load older than this that has not moved since the last reading is stale."""
@@ -68,6 +70,8 @@ class SglangEngine(HttpEngine):
     """An SGLang server."""
 
     kind = "sglang"
+    adapter_call = "/load_lora_adapter"
+    adapter_flags = "--enable-lora"
     capabilities = frozenset(
         {
             EngineCapability.pause,
@@ -80,7 +84,6 @@ class SglangEngine(HttpEngine):
         }
     )
 
-    _calls: ServedCalls | None = None  # None: not asked yet
     _tags = True  # memory is released in parts
     # Path of the recorded weights. None: the one that is read next; empty: it proves nothing, because weights came
     # without a path, or several versions had this one.
@@ -109,15 +112,19 @@ class SglangEngine(HttpEngine):
             sampling["stop_token_ids"] = list(request.stop_ids)
         if request.seed is not None:
             sampling["sampling_seed"] = request.seed
+        if request.piece is not None and request.piece > 1:
+            sampling["stream_interval"] = request.piece
+        extra = dict(request.extra)
+        experts = {ROUTED_EXPERTS: extra.pop(ROUTED_EXPERTS)} if ROUTED_EXPERTS in extra else {}
         body: dict[str, Any] = {
             "rid": key,
             "input_ids": request.token_ids,
-            "sampling_params": sampling | dict(request.extra),
+            "sampling_params": sampling | extra,
             "stream": request.piece is not None,
+            **experts,
         }
-        if request.piece is not None and request.piece > 1:
-            sampling["stream_interval"] = request.piece
-            body["sampling_params"] = sampling | dict(request.extra)
+        if request.lora:
+            body["lora_path"] = request.lora
         if request.logprobs is not None:
             body |= {"return_logprob": True, "top_logprobs_num": request.logprobs}
         return "/generate", body
@@ -135,6 +142,10 @@ class SglangEngine(HttpEngine):
             async with aclosing(super().generate(replace(request, piece=None))) as pieces:
                 async for piece in pieces:
                     yield piece
+
+    def _forward_body(self, request: ForwardRequest) -> dict[str, Any]:
+        model = {"model": self.model_path or "default"} if request.path.startswith("/v1/") else {}
+        return {**request.body, **model, **({"lora_path": request.lora} if request.lora else {})}
 
     def _reader(self, request: GenerateRequest) -> DeltaReader:
         return _SglangReader(request, self.name, self._abandoned)
@@ -176,9 +187,6 @@ class SglangEngine(HttpEngine):
             return "sglang:num_running_reqs" in await gauges(self.wire)
         except (NoSuchPathError, EngineRefusedError):
             return False
-
-    def _has(self, path: str) -> bool:
-        return self._calls is not None and self._calls.has(path)
 
     @property
     def sleep_levels(self) -> frozenset[int]:
@@ -432,7 +440,8 @@ class _SglangReader:
                 raise self._no_abort(int(reason["status_code"]), str(reason.get("message")))
         logprobs, best = self._logprobs(meta, len(ids))
         matched = reason.get("matched") if reason else None
-        whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched)
+        extra = routed_experts(self._request, finish, meta)
+        whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched, extra=extra)
         start, self._reported = self._reported, self._reported + len(ids)
         stop = None
         if self._watched:
@@ -440,7 +449,9 @@ class _SglangReader:
         if stop is None:
             return _by_version(whole, start, meta)
         self._leave(str(meta["id"]))
-        ended = replace(_part(whole, 0, stop + 1, None, last=False), finish=FinishReason.stop, stopped_by=ids[stop])
+        ended = replace(
+            _part(whole, 0, stop + 1, None, last=False), finish=FinishReason.stop, stopped_by=ids[stop], extra=extra
+        )
         return _by_version(ended, start, meta)
 
     def _stops(self, token: int, count: int) -> bool:
@@ -510,6 +521,7 @@ def _part(piece: StreamDelta, since: int, to: int | None, version: str | None, *
         piece.finish if last else None,
         piece.stopped_by if last else None,
         version,
+        extra=piece.extra if last else None,
     )
 
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.runtime.engines.engine import (
+    ROUTED_EXPERTS,
     EngineCapability,
     EngineError,
     EngineFailedError,
@@ -30,6 +31,7 @@ from trimtab.runtime.engines.engine import (
     EngineRefusedError,
     EngineState,
     FinishReason,
+    ForwardRequest,
     GenerateRequest,
     MemoryTag,
     NotSupportedError,
@@ -40,7 +42,7 @@ from trimtab.runtime.engines.engine import (
     WeightUpdate,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, token_ids
+from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, routed_experts, token_ids
 from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
 from trimtab.runtime.engines.wire import NoSuchPathError
 
@@ -49,7 +51,7 @@ _DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 on a private interface"
 _PATHS = (
     "/pause", "/resume", "/abort_requests", "/sleep", "/wake_up", "/reset_prefix_cache", "/collective_rpc",
     "/weight_info", "/update_weight_version", "/init_weight_transfer_engine", "/update_weights", "/get_world_size",
-    "/is_sleeping", "/v1/completions", "/server_info",
+    "/is_sleeping", "/v1/completions", "/server_info", "/v1/load_lora_adapter",
 )  # fmt: skip
 
 
@@ -57,6 +59,8 @@ class VllmEngine(HttpEngine):
     """A vLLM server."""
 
     kind = "vllm"
+    adapter_call = "/v1/load_lora_adapter"
+    adapter_flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
     capabilities = frozenset(
         {
             EngineCapability.pause,
@@ -73,12 +77,11 @@ class VllmEngine(HttpEngine):
     _model = ""
     _context: int | None = None  # tokens of prompt and answer together
     _salted = False  # it keeps prefix caches of requests apart by a salt
-    _calls: ServedCalls | None = None  # None: not asked yet
     _reloads_by_path: bool | None = None  # `reload_weights` takes a path; None: not tried yet
 
     def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": request.lora or self._model,
             "prompt": request.token_ids,
             "request_id": key,
             "max_tokens": request.max_tokens,
@@ -102,7 +105,12 @@ class VllmEngine(HttpEngine):
             body["seed"] = request.seed
         if request.logprobs is not None:
             body |= {"logprobs": request.logprobs, "return_tokens_as_token_ids": True}
-        return "/v1/completions", body | dict(request.extra)
+        # Experts are returned by servers that were started so, and not by a field.
+        return "/v1/completions", body | {name: request.extra[name] for name in request.extra if name != ROUTED_EXPERTS}
+
+    def _forward_body(self, request: ForwardRequest) -> dict[str, Any]:
+        salt = {"cache_salt": request.cache_key} if request.cache_key and self._salted else {}
+        return {**salt, **request.body, "model": request.lora or self._model}
 
     def _reader(self, request: GenerateRequest) -> DeltaReader:
         return _VllmReader(request)
@@ -155,9 +163,6 @@ class VllmEngine(HttpEngine):
             return max(1, int(info["vllm_config"]["scheduler_config"]["stream_interval"]))
         except (EngineError, EngineRefusedError, KeyError, TypeError, ValueError):
             return 1
-
-    def _has(self, path: str) -> bool:
-        return self._calls is not None and self._calls.has(path)
 
     @property
     def refit_ways(self) -> tuple[str, ...]:
@@ -341,10 +346,11 @@ class _VllmReader:
         if reason is not None and reason not in _FINISHES:
             raise MalformedOutput(f"unknown finish reason: {reason!r}")
         logprobs, best = self._logprobs(choice.get("logprobs"), len(ids))
+        finish = None if reason is None else _FINISHES[reason]
+        extra = routed_experts(self._request, finish, choice)
         return [
             StreamDelta(
-                ids, logprobs, best, choice.get("text") or None, None if reason is None else _FINISHES[reason],
-                choice.get("stop_reason"),
+                ids, logprobs, best, choice.get("text") or None, finish, choice.get("stop_reason"), extra=extra
             )
         ]  # fmt: skip
 

@@ -145,7 +145,8 @@ class EngineHttpClient:
                 engine=self.name,
             )
         if status == 404:
-            raise NoSuchPathError(f"{call} is unknown there (404)", engine=self.name)
+            said = f": {brief(answer)}" if isinstance(answer, dict) and "detail" not in answer else ""
+            raise NoSuchPathError(f"{call} is unknown there (404){said}", engine=self.name)
         if 400 <= status < 500 and status not in (408, 429):
             raise EngineRefusedError(f"{call} was refused ({status}): {brief(answer)}", where=f"engine {self.name}")
         if not 200 <= status < 300:
@@ -367,7 +368,7 @@ def brief(answer: Any) -> str:
     """An engine's failure message, in one short line."""
     if isinstance(answer, dict):
         inner = answer.get("error", answer)
-        answer = inner.get("message", inner) if isinstance(inner, dict) else inner
+        answer = inner.get("message") or inner.get("error_message") or inner if isinstance(inner, dict) else inner
     return " ".join(str(answer).split())[:200] or "nothing more"
 
 

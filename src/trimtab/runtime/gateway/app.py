@@ -27,7 +27,7 @@ from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Sco
 from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from trimtab.runtime.gateway.openai import ServedKinds
-from trimtab.runtime.gateway.openai_format import OpenAIFormat
+from trimtab.runtime.gateway.openai_format import ForwardedFormat, OpenAIFormat
 from trimtab.runtime.gateway.response_format import ResponseFormat
 from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
@@ -59,8 +59,10 @@ class GatewayApp:
         self.tokenizer = PoolTokenizer(pool, settings.text_s, settings.vocabulary)
         self.serving = GenerationTracker(pool, settings, self.guard, self.metrics)
         self.workers = WorkerApi(pool, settings, self.guard)
-        self._openai = openai.OpenAIReader(self.tokenizer, settings.model_name, settings.default_max_tokens)
-        self._sglang = sglang.SglangReader(self.tokenizer)
+        self._openai = openai.OpenAIReader(
+            self.tokenizer, settings.model_name, settings.default_max_tokens, lambda: pool.adapters
+        )
+        self._sglang = sglang.SglangReader(self.tokenizer, lambda: pool.adapters)
         generations = {
             "/v1/completions": GenerationEndpoint(self.serving, "completions", self._completions, Refusal.openai),
             "/v1/chat/completions": GenerationEndpoint(self.serving, "chat", self._chat, Refusal.openai),
@@ -110,7 +112,8 @@ class GatewayApp:
         return OpenAIFormat(*await self._openai.completions(body, terms, kinds), self.tokenizer)
 
     async def _chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
-        return OpenAIFormat(*await self._openai.chat(body, terms, kinds), self.tokenizer)
+        call, options = await self._openai.chat(body, terms, kinds)
+        return (OpenAIFormat if call.forward is None else ForwardedFormat)(call, options, self.tokenizer)
 
     async def _generate(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
         return sglang.SglangFormat(*await self._sglang.generate(body, terms, kinds), self.tokenizer)
@@ -159,7 +162,8 @@ class GatewayApp:
 
     async def _models(self, exchange: HttpExchange, request: Request) -> None:
         model = {"id": await self._openai.model(), "object": "model", "created": 0, "owned_by": "trimtab"}
-        await exchange.json({"object": "list", "data": [model]})
+        adapters = [{**model, "id": name, "parent": model["id"]} for name in self.pool.adapters]
+        await exchange.json({"object": "list", "data": [model, *adapters]})
 
     async def _model_info(self, exchange: HttpExchange, request: Request) -> None:
         info = {"model_path": await self._openai.model(), "is_generation": True}

@@ -11,8 +11,9 @@ import itertools
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import End, Span
@@ -20,6 +21,7 @@ from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.headers import DEFAULT_TERMS, RequestTerms
 from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.pool import RolloutPool
+from trimtab.runtime.rollout.request_api import RequestOptions
 from trimtab.runtime.rollout.sampling import Completion, RefusedError, Sample, SamplingParams
 
 FINISHES = {End.stop: "stop", End.length: "length", End.abort: "abort", End.cancelled: "abort", End.failed: "error"}
@@ -44,6 +46,7 @@ class GenerationCall:
     stream: bool = False
     id: str = field(default_factory=new_id)
     created: int = field(default_factory=lambda: int(time.time()))
+    forward: tuple[str, Mapping[str, Any]] | None = None  # path and body for an engine, instead of a prompt
 
     def number(self, prompt: int, index: int) -> int:
         """Number of the answer `index` of a prompt among all answers."""
@@ -125,18 +128,22 @@ class PendingCall:
     def _submit(self, place: int, samples: Sequence[int] | None) -> list[PendingRequest]:
         call = self._call
         terms, params = call.terms, call.params[place]
-        submitted = self._pool.submit(
-            call.prompts[place],
-            params,
-            class_=terms.class_,
-            group=terms.group or (f"{call.id}.{place}" if params.n > 1 else ""),
-            version=terms.version,
-            at_least=terms.at_least,
-            spans=terms.spans,
-            key=terms.key_of(place, len(call.prompts)),
-            deadline_s=None if terms.deadline_s is None else max(0.0, terms.deadline_s - self._late_s()),
-            samples=samples,
+        options = RequestOptions(
+            terms.class_,
+            terms.group or (f"{call.id}.{place}" if params.n > 1 else ""),
+            terms.session,
+            terms.version,
+            terms.at_least,
+            terms.spans,
+            terms.key_of(place, len(call.prompts)),
+            None if terms.deadline_s is None else max(0.0, terms.deadline_s - self._late_s()),
         )
+        if call.forward is not None:
+            submitted = [self._pool.submit_forward(*call.forward, options)]
+            if submitted[0].answered.done():
+                submitted[0].answered.result()  # raises if it was refused
+        else:
+            submitted = self._pool.submit(call.prompts[place], params, samples=samples, **vars(options))
         self._submitted[place] += submitted
         return submitted
 

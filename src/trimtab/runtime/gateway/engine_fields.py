@@ -100,11 +100,11 @@ def engine_extras(
                 503, f"{prefix}{name} is an engine field, and no engine is up to check it against",
                 param=prefix + name, code="no_worker", headers={"retry-after": "1"},
             )  # fmt: skip
-        _require_bounded(name, rest[name], prefix)
+        require_bounded(name, rest[name], prefix)
     return dict(rest)
 
 
-def _require_bounded(name: str, value: Any, prefix: str) -> None:
+def require_bounded(name: str, value: Any, prefix: str = "") -> None:
     problem = ""
     if type(value) in (int, float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # excludes NaN
         problem = f"a number within {MAX_NUMBER}"

@@ -14,7 +14,7 @@ from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.guard import Headers
 
 PREFIX = b"x-trimtab-"
-KNOWN = ("class", "group", "version", "at-least", "spans", "deadline-s", "details")
+KNOWN = ("class", "group", "session", "version", "at-least", "spans", "deadline-s", "details")
 MAX_CHARS = 256
 MAX_VERSION_DIGITS = 18
 
@@ -31,6 +31,7 @@ class RequestTerms:
     key: str = ""  # a second call with this key gets the answer of the first
     deadline_s: float | None = None
     details: bool = False  # add workers and weight versions to the answer
+    session: str = ""  # its requests stay on one worker
 
     def key_of(self, prompt: int, prompts: int) -> str:
         """Each prompt of a call is a request of its own."""
@@ -67,6 +68,7 @@ def read_terms(headers: Headers, deadline_s: float | None) -> RequestTerms:
         key,
         _seconds("deadline-s", found, deadline_s),
         _flag("details", found, default=False),
+        found.get("session", ""),
     )
 
 

@@ -57,7 +57,7 @@ class GatewayMetrics:
         self._latencies[endpoint].observe(seconds)
 
     def made(self, samples: Sequence[Sample]) -> None:
-        self._tokens.inc(sum(len(sample.token_ids) for sample in samples))
+        self._tokens.inc(sum(len(sample.token_ids) + sample.missing for sample in samples))
         for sample in samples:
             if sample.moves:
                 self._moves.inc(sample.moves)

@@ -3,13 +3,14 @@
 A field is understood here, passed on to the engines (`engine_fields`), or refused by name. Token ids are used
 unchanged; text and conversations are converted by an engine's tokenizer and template. With `return_token_ids` an
 answer has its ids, as in vLLM. An answer aborted by another client ends with `abort`; one of several that failed ends
-with `error`.
+with `error`. A chat with tools, or with parts that are not text, goes to an engine as it is: only that has the parsers
+and processors. A model that is the name of an adapter of the pool selects it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.runtime.engines.tokenizer import RENDER_OPTIONS
@@ -28,16 +29,26 @@ COMMON = (
 COMPLETIONS = (*COMMON, "prompt")
 CHAT = (*COMMON, "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
         "continue_final_message", "chat_template", "chat_template_kwargs")  # fmt: skip
+FORWARDED_CHAT = (*CHAT, "tools", "tool_choice", "parallel_tool_calls")
 
 ServedKinds = Callable[[], Collection[str]]
 """Kinds of engines that are up; called only if needed."""
+
+PoolAdapters = Callable[[], Collection[str]]
+"""Names of the LoRA adapters of the pool."""
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1_024
 MAX_PROMPTS = 4_096
 MAX_ANSWERS = 8_192  # prompts times samples
+CHAT_PATH = "/v1/chat/completions"
+FORWARDING = ("vllm", "sglang")  # kinds of engines that take calls as they are
+_NOT_FORWARDED = ("model", "stream", "stream_options", "request_id", "best_of", "priority")
 _NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
-_BY_TRIMTAB = {"priority": "x-trimtab-class chooses a class, which has a priority"}
+_BY_TRIMTAB = {
+    "priority": "x-trimtab-class chooses a class, which has a priority",
+    "lora_path": "an adapter of the pool is chosen by its name as the model",
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,11 @@ class OpenAIOptions:
 class OpenAIReader:
     """Reads request bodies."""
 
-    def __init__(self, tokenizer: PoolTokenizer, model_name: str, default_max_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: PoolTokenizer, model_name: str, default_max_tokens: int, adapters: PoolAdapters
+    ) -> None:
         self._tokenizer, self._model_name, self._default_max_tokens = tokenizer, model_name, default_max_tokens
+        self._adapters = adapters
 
     async def model(self) -> str:
         """Model name for clients."""
@@ -77,6 +91,7 @@ class OpenAIReader:
         """Body of `/v1/chat/completions`."""
         fields = BodyFields(body)
         messages = _messages(fields)
+        forwards = _only_for_engines(fields, messages, kinds)
         options = {
             name: value
             for name in ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
@@ -94,9 +109,16 @@ class OpenAIReader:
         max_tokens = max_tokens or older or self._default_max_tokens
         # Everything else is checked before an engine is called.
         call, output_options = await self._read(
-            fields, terms, kinds, [(0,)], (best or 0) if wanted else None, max_tokens, CHAT
-        )
-        call.prompts = [await self._tokenizer.render(messages, options)]
+            fields, terms, kinds, [(0,)], (best or 0) if wanted else None, max_tokens,
+            FORWARDED_CHAT if forwards else CHAT,
+        )  # fmt: skip
+        if forwards:
+            whole = {name: value for name, value in body.items() if value is not None and name not in _NOT_FORWARDED}
+            limit = {} if "max_completion_tokens" in whole else {"max_tokens": max_tokens}
+            lora = {"model": call.params[0].lora} if call.params[0].lora else {}
+            call.forward, call.params = (CHAT_PATH, {**whole, **limit, **lora}), [replace(call.params[0], n=1)]
+        else:
+            call.prompts = [await self._tokenizer.render(messages, options)]
         return call, output_options
 
     async def _read(
@@ -114,9 +136,9 @@ class OpenAIReader:
         usage, running = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
         for name in options.rest:
             raise options.wrong(name, "there is no such option")
-        model = await self._model(fields)
+        model, lora = await self._model(fields)
         output_options = OpenAIOptions(
-            known is CHAT,
+            known is not COMPLETIONS,
             model,
             logprobs,
             fields.boolean("return_token_ids"),
@@ -124,7 +146,7 @@ class OpenAIReader:
             usage,
             running,
         )
-        params = _params(fields, kinds, logprobs, max_tokens, known)
+        params = replace(_params(fields, kinds, logprobs, max_tokens, known), lora=lora)
         require_few_answers(fields, "n", len(prompts) * params.n)
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if given and known is COMPLETIONS:
@@ -132,16 +154,19 @@ class OpenAIReader:
         ids = [await self._tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return GenerationCall(ids, [params] * len(ids), terms, stream), output_options
 
-    async def _model(self, fields: BodyFields) -> str:
+    async def _model(self, fields: BodyFields) -> tuple[str, str | None]:
+        """Name of the model, and of the adapter if it is one."""
         wanted = fields.text("model")
+        if wanted in self._adapters():
+            return wanted, wanted
         if not wanted and self._model_name:
-            return self._model_name
+            return self._model_name, None
         model = await self.model()
         if wanted and wanted != model:
             raise Refusal(
                 404, f"there is no model {wanted!r} here; {model!r} is", param="model", code="model_not_found"
             )
-        return model
+        return model, None
 
     async def _prompts(self, fields: BodyFields) -> list[tuple[int, ...] | str]:
         """Text, texts, ids or lists of ids; texts are tokenized later."""
@@ -180,7 +205,7 @@ def _params(
     top_k = max(0, fields.integer("top_k", 0, -1))
     for name in _NO_EFFECT:
         fields.take(name)
-    extra = take_engine_extras(fields, kinds, known)
+    extra = take_engine_extras(fields, None if known is FORWARDED_CHAT else kinds, known)
     return SamplingParams(
         max_tokens, min_tokens, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
         extras.may_resume(extra, seed, stop, kinds()) if extra else None,
@@ -193,13 +218,39 @@ def require_few_answers(fields: BodyFields, name: str, answers: int) -> None:
 
 
 def take_engine_extras(
-    fields: BodyFields, kinds: ServedKinds, known: tuple[str, ...], prefix: str = ""
+    fields: BodyFields, kinds: ServedKinds | None, known: tuple[str, ...], prefix: str = ""
 ) -> dict[str, Any]:
-    """Fields of a body that are passed on to the engines."""
+    """Fields of a body that are passed on to the engines; with no kinds, an engine gets the whole body."""
     fields.neutral(extras.NEUTRAL)
     for name in fields.rest.keys() & _BY_TRIMTAB.keys():
         raise fields.wrong(name, _BY_TRIMTAB[name])
+    if kinds is None:
+        for name, value in fields.rest.items():
+            extras.require_bounded(name, value)
+        return {}
     return extras.engine_extras(fields.rest, kinds(), known, prefix) if fields.rest else {}
+
+
+def _only_for_engines(fields: BodyFields, messages: list[dict[str, Any]], kinds: ServedKinds) -> bool:
+    """Whether a chat has tools, or parts that are not text."""
+    tools = fields.take("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise fields.wrong("tools", "a list of tools")
+    why = "tools" if tools else ""
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else ()
+        if any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts):
+            why = why or f"messages[{place}].content"
+    if why:
+        require_forwarding(fields, why, kinds, FORWARDING)
+    return bool(why)
+
+
+def require_forwarding(fields: BodyFields, name: str, kinds: ServedKinds, forwarding: Collection[str]) -> None:
+    """Refuses what the engines that are up cannot take as it is."""
+    for kind in sorted(set(kinds()) - set(forwarding)):
+        raise fields.wrong(name, f"{kind} engines cannot take it; {' and '.join(forwarding)} engines can")
 
 
 def _messages(fields: BodyFields) -> list[dict[str, Any]]:

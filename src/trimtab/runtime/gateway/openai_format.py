@@ -13,7 +13,7 @@ from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.openai import OpenAIOptions
 from trimtab.runtime.gateway.response_format import flag, sse, to_json
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
-from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample
+from trimtab.runtime.rollout.sampling import Chunk, Completion, ForwardedAnswer, Sample
 
 DONE = b"data: [DONE]\n\n"
 
@@ -122,7 +122,10 @@ class OpenAIFormat:
     def _running_usage(self) -> str:
         if not self._output.running_usage:
             return ""
-        return f',"usage":{to_json(_usage(sum(map(len, self.call.prompts)), sum(self._made.values())))}'
+        return f',"usage":{to_json(self._stream_usage())}'
+
+    def _stream_usage(self) -> Any:
+        return _usage(sum(map(len, self.call.prompts)), sum(self._made.values()))
 
     def aborted(self, why: str) -> bytes:
         empty = '"delta":{}' if self._output.chat else '"text":""'
@@ -145,9 +148,8 @@ class OpenAIFormat:
         """Usage if requested, and the end."""
         if not self._output.usage:
             return DONE
-        usage = _usage(sum(map(len, self.call.prompts)), sum(self._made.values()))
         head = {**self._head, "object": "chat.completion.chunk" if self._output.chat else "text_completion"}
-        return sse(to_json({**head, "choices": [], "usage": usage})) + DONE
+        return sse(to_json({**head, "choices": [], "usage": self._stream_usage()})) + DONE
 
     # ---- log-probabilities -----------------------------------------------------------------------------------------
 
@@ -184,6 +186,39 @@ class OpenAIFormat:
             if self._output.logprobs
             else None,
         }
+
+
+class ForwardedFormat(OpenAIFormat):
+    """Response to a chat that went to an engine as it is: the engine's own, under the id and model of this gateway."""
+
+    _usage_said: Any = None
+
+    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return self._reply(completions[0].samples[0])
+
+    def _reply(self, sample: Sample) -> dict[str, Any]:
+        reply = dict(ForwardedAnswer.of(sample).body)
+        more = {"trimtab": details(sample)} if self.call.terms.details else {}
+        return {**reply, **self._head, "choices": [{**choice, **more} for choice in reply.get("choices") or ()]}
+
+    async def event(self, prompt: int, chunk: Chunk) -> bytes:
+        """All of a stream, once the answer is there: a delta with the message of each choice, and its end."""
+        assert chunk.sample is not None
+        reply = self._reply(chunk.sample)
+        self._usage_said = reply.get("usage")
+        events = []
+        for at, choice in enumerate(reply["choices"]):
+            said = choice.pop("message", None) or {}
+            message = {"role": "assistant"} | {name: value for name, value in said.items() if value not in (None, [])}
+            if "tool_calls" in message:
+                message["tool_calls"] = [{"index": index, **tool} for index, tool in enumerate(message["tool_calls"])]
+            begin = {"index": at, "delta": message, "logprobs": choice.get("logprobs"), "finish_reason": None}
+            events += [begin, {**choice, "index": at, "delta": {}, "logprobs": None}]
+        head = f'{to_json({**self._head, "object": "chat.completion.chunk"})[:-1]},"choices":['
+        return b"".join(sse(f"{head}{to_json(event)}]{self._running_usage()}}}") for event in events)
+
+    def _stream_usage(self) -> Any:
+        return self._usage_said
 
 
 def _named(name: str, value: float | None) -> dict[str, Any]:

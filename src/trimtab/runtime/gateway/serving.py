@@ -213,8 +213,13 @@ class GenerationEndpoint:
 async def chunks_of(pool: RolloutPool, call: GenerationCall, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Chunks of all prompts of a call, with the prompt's index; closing it cancels the requests.
 
-    As many prompts stream at a time as fit in the call's share, at least one.
+    As many prompts stream at a time as fit in the call's share, at least one. What went to an engine as it is comes
+    whole.
     """
+    if call.forward is not None:
+        (completion,) = await PendingCall(pool, call, share).answers()
+        yield 0, Chunk(0, sample=completion.samples[0])
+        return
     if len(call.prompts) == 1:
         async with aclosing(_stream_of(pool, call, 0)) as stream:
             async for chunk in stream:
@@ -278,6 +283,7 @@ def _stream_of(pool: RolloutPool, call: GenerationCall, place: int) -> AsyncGene
         call.params[place],
         class_=terms.class_,
         group=terms.group,
+        session=terms.session,
         version=terms.version,
         at_least=terms.at_least,
         spans=terms.spans,

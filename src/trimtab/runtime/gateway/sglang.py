@@ -2,7 +2,8 @@
 
 One prompt or a batch, as text or token ids, with common parameters or one set per prompt. Stream events are cumulative,
 as SGLang's are. `weight_version` is the version of the last token, and `weight_versions` those of all spans. The number
-of cached prompt tokens is unknown here and left out.
+of cached prompt tokens is unknown here and left out. A prompt with images, audio or video goes to an SGLang engine as
+it is.
 """
 
 from __future__ import annotations
@@ -14,27 +15,32 @@ from typing import Any
 
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End
+from trimtab.runtime.engines.engine import ROUTED_EXPERTS
 from trimtab.runtime.gateway import engine_fields as extras
 from trimtab.runtime.gateway.calls import GenerationCall, details, new_id
 from trimtab.runtime.gateway.errors import Refusal, refusal_for_sample
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.openai import (
+    FORWARDING,
     MAX_LOGPROBS,
     MAX_PROMPTS,
     MAX_SAMPLES,
+    PoolAdapters,
     ServedKinds,
     require_few_answers,
+    require_forwarding,
     take_engine_extras,
 )
 from trimtab.runtime.gateway.response_format import flag, sse, to_json
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
-from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample, SamplingParams
+from trimtab.runtime.rollout.sampling import Chunk, Completion, ForwardedAnswer, Sample, SamplingParams
 
 KNOWN = (
     "text", "input_ids", "sampling_params", "rid", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num",
-    "return_text_in_logprobs",
+    "return_text_in_logprobs", "lora_path", ROUTED_EXPERTS,
 )  # fmt: skip
+MEDIA = ("image_data", "video_data", "audio_data")
 SAMPLING = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "n", "stop", "stop_token_ids", "sampling_seed",
 )  # fmt: skip
@@ -55,8 +61,8 @@ class SglangOptions:
 class SglangReader:
     """Reads request bodies."""
 
-    def __init__(self, tokenizer: PoolTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PoolTokenizer, adapters: PoolAdapters) -> None:
+        self._tokenizer, self._adapters = tokenizer, adapters
 
     async def generate(
         self, body: Any, terms: RequestTerms, kinds: ServedKinds
@@ -74,20 +80,35 @@ class SglangReader:
         with_text = fields.boolean("return_text_in_logprobs")
         stream = fields.boolean("stream")
         params = _all_params(fields, kinds, best if logprobs else None, len(prompts))
+        if fields.boolean(ROUTED_EXPERTS):
+            require_forwarding(fields, ROUTED_EXPERTS, kinds, FORWARDING)
+            params = [replace(each, extra={**each.extra, ROUTED_EXPERTS: True}, resume=None) for each in params]
+        lora = fields.text("lora_path")
+        if lora:
+            if lora not in self._adapters():
+                raise fields.wrong("lora_path", f"there is no adapter {lora!r} here")
+            params = [replace(each, lora=lora) for each in params]
+        media = [name for name in MEDIA if fields.take(name)]
         require_few_answers(fields, "sampling_params.n", len(prompts) * params[0].n)
         fields.neutral(extras.NEUTRAL | _NEUTRAL)
         for name in fields.rest:
             raise fields.wrong(name, "unknown field, which cannot be passed on")
+        options = SglangOptions(single, names, logprobs, with_text)
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if given:
             await self._tokenizer.check_known(given, fields, "input_ids")
+        if media:
+            require_forwarding(fields, media[0], kinds, ("sglang",))
+            if stream or not single or params[0].n > 1:
+                raise fields.wrong(media[0], "goes with one prompt and one sample, and not as a stream")
+            whole = {name: value for name, value in body.items() if value is not None and name not in ("rid", "stream")}
+            return GenerationCall([()], params, terms, id=call_id, forward=("/generate", whole)), options
         ids = [await self._tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return GenerationCall(ids, params, terms, stream, call_id), SglangOptions(single, names, logprobs, with_text)
+        return GenerationCall(ids, params, terms, stream, call_id), options
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
     "return_sampling_mask": (False,),
     "return_prompt_token_ids": (False,),
     "return_entropy": (False,),
@@ -95,7 +116,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "no_logs": (True, False),
     "session_params": ({},),
-    "image_data": ([],),
     "token_ids_logprob": ([],),
 }
 
@@ -178,6 +198,8 @@ class SglangFormat:
         self._many = not output_options.single or call.params[0].n > 1
 
     async def whole(self, completions: Sequence[Completion]) -> Any:
+        if self.call.forward is not None:
+            return self._forwarded(completions[0].samples[0])
         found = []
         for place, completion in enumerate(completions):
             for index, sample in enumerate(completion.samples):
@@ -185,6 +207,11 @@ class SglangFormat:
                 meta = await self._meta(place, index, sample)
                 found.append({"text": text, "output_ids": list(sample.token_ids), "meta_info": meta})
         return found if self._many else found[0]
+
+    def _forwarded(self, sample: Sample) -> Any:
+        reply = ForwardedAnswer.of(sample).body
+        more = {"trimtab": details(sample)} if self.call.terms.details else {}
+        return {**reply, "meta_info": {**reply.get("meta_info", {}), "id": self._name(0, 0), **more}}
 
     async def event(self, prompt: int, chunk: Chunk) -> bytes:
         """The whole answer so far."""
@@ -254,6 +281,7 @@ class SglangFormat:
             "prompt_tokens": len(self.call.prompts[place]),
             "completion_tokens": len(sample.token_ids) + sample.missing,
             "e2e_latency": time.monotonic() - self._began,
+            **sample.extra,
         }
         if sample.spans:
             meta["weight_version"] = str(sample.spans[-1].version)

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, End
 from trimtab.runtime.engines.engine import (
+    ROUTED_EXPERTS,
     STREAMS,
     Engine,
+    EngineCall,
     EngineError,
     EngineGoneError,
     FinishReason,
-    GenerateRequest,
+    ForwardRequest,
     PieceSupport,
     StreamDelta,
 )
+from trimtab.runtime.engines.http_engine import http_engine
 from trimtab.runtime.engines.tokenizer import tokenizer_of
+from trimtab.runtime.engines.wire import NoSuchPathError
 from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore, WorkerHandle
 from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.pieces import PiecePlan, PiecePlanner
@@ -135,10 +141,14 @@ class Dispatcher:
             event = e.AttemptFailed(send.request, send.attempt, self._tokens_made(attempt), error.what, outdated=True)
             if attempt.aborting:
                 event = e.AbortDone(send.request, send.attempt, self._tokens_made(attempt))
-        except EngineError as error:
-            event = self._attempt_failed(attempt, error.what, gone=isinstance(error, EngineGoneError) and error.reached)
-        except (InputError, InfeasibleError) as error:  # every engine would refuse it
-            event = e.AttemptFailed(send.request, send.attempt, self._tokens_made(attempt), str(error), fatal=True)
+        except (EngineError, InputError, InfeasibleError) as error:
+            lost, refused = self._lost_adapter(attempt, error), not isinstance(error, EngineError)
+            refused |= attempt.pending.forward is not None and isinstance(error, NoSuchPathError)
+            if refused and not lost:  # every engine would refuse it
+                event = e.AttemptFailed(send.request, send.attempt, self._tokens_made(attempt), str(error), fatal=True)
+            else:
+                gone = isinstance(error, EngineGoneError) and error.reached
+                event = self._attempt_failed(attempt, error.what, gone=gone)
         except Exception as error:
             event = self._attempt_failed(attempt, f"{type(error).__name__}: {error}")
             self._core.warn(send.worker, f"{attempt.engine_request_id}: {error!r}")
@@ -148,6 +158,16 @@ class Dispatcher:
     async def _stream(self, attempt: RequestAttempt, send: e.SendRequest) -> e.RolloutEvent:
         """Fetches the answer, in one call of the engine or in segments."""
         engine, pending, handle = self._engine(send.worker), attempt.pending, self._core.handles[send.worker]
+        cache_key, lora = f"trimtab-{send.version}", pending.params.lora
+        if lora is not None:
+            cache_key = f"{cache_key}-{lora}"
+            loads = http_engine(engine, "load LoRA adapters")
+            await loads.load_adapter(lora, self._core.adapters[lora])
+            attempt.adapters = loads.adapters
+        if pending.forward is not None:
+            call = replace(pending.forward, id=attempt.engine_request_id, cache_key=cache_key)
+            reply = await self._call(attempt, engine, call, None)
+            return reply if isinstance(reply, e.AttemptFinished) else self._ended(attempt, reply)
         support: PieceSupport = getattr(engine, "pieces", STREAMS)
         plan = self._plan(attempt, support, send)
         calls = bridges = 0
@@ -167,8 +187,7 @@ class Dispatcher:
             asked, bridges = (1, bridges + 1) if bridge else (asked, 0)
             request = pending.params.engine_request(
                 attempt.engine_request_id, (*pending.prompt, *pending.ids), asked,
-                min(max(0, send.min_tokens - pending.made), asked), plan.piece, f"trimtab-{send.version}",
-                stops=not bridge,
+                min(max(0, send.min_tokens - pending.made), asked), plan.piece, cache_key, stops=not bridge,
             )  # fmt: skip
             before, began = pending.made, self._core.clock()
             outcome = await self._call(attempt, engine, request, None if bridge else buffer)
@@ -187,23 +206,32 @@ class Dispatcher:
     def _plan(self, attempt: RequestAttempt, support: PieceSupport, send: e.SendRequest) -> PiecePlan:
         pending, handle = attempt.pending, self._core.handles[send.worker]
         reads_text = not pending.params.stop or tokenizer_of(handle.engine) is not None
+        streams = pending.chunks is not None and ROUTED_EXPERTS not in pending.params.extra
         plan = self._planner.plan(
-            support, streams=pending.chunks is not None, may_cut=pending.params.may_cut(reads_text=reads_text),
+            support, streams=streams, may_cut=pending.params.may_cut(reads_text=reads_text),
             left=send.max_tokens, token_rate=handle.token_rate,
         )  # fmt: skip
         attempt.segments = plan.segment is not None
         return plan
 
+    def _lost_adapter(self, attempt: RequestAttempt, error: TrimtabError) -> bool:
+        """Whether the engine does not know the request's LoRA adapter any more: its process was replaced unseen."""
+        lora = attempt.pending.params.lora
+        if attempt.adapters is None or not lora or lora not in error.what:
+            return False
+        attempt.adapters.discard(lora)
+        return "does not exist" in error.what or "loaded" in error.what
+
     async def _call(
-        self, attempt: RequestAttempt, engine: Engine, request: GenerateRequest, buffer: StopStringBuffer | None
+        self, attempt: RequestAttempt, engine: Engine, request: EngineCall, buffer: StopStringBuffer | None
     ) -> e.AttemptFinished | FinishReason | None:
         """One call of the engine: how it finished, or an end by a stop string across the cut before it."""
         finish, updates = None, self._weight_updates(attempt)
         self._name_version(attempt)
-        async with contextlib.aclosing(engine.generate(request)) as pieces:
+        async with contextlib.aclosing(_deltas(engine, request)) as pieces:
             async for piece in pieces:
                 self._require_current(attempt)
-                if request.piece != 1 and piece.token_ids:
+                if request.piece != 1 and (piece.token_ids or piece.extra):
                     self._require_weights(attempt, updates)
                 finish = piece.finish or finish
                 if buffer is None:
@@ -358,6 +386,12 @@ class Dispatcher:
         pending.truncate(last, pending.before[: stopped.begins], stopped.word)
 
 
+def _deltas(engine: Engine, request: EngineCall) -> AsyncGenerator[StreamDelta, None]:
+    if isinstance(request, ForwardRequest):
+        return http_engine(engine, "take requests as they are").forward(request)
+    return engine.generate(request)
+
+
 def copy_answer(first: PendingRequest, to: PendingRequest) -> None:
     """Copies an answer to another request with the same key."""
     tokens = len(first.ids)
@@ -367,6 +401,7 @@ def copy_answer(first: PendingRequest, to: PendingRequest) -> None:
     to.best = list(first.best) if len(first.best) == tokens else [()] * tokens
     to.before, to.texts, to.missing, to.stopped_by = first.text, [], first.missing, first.stopped_by
     to.workers, to.moves, to.restarts = list(first.workers), first.moves, first.restarts
+    to.extra = first.extra
     to.send_all()
 
 

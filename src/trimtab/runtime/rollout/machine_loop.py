@@ -78,6 +78,7 @@ class RequestAttempt:
     aborting: bool = False
     segments: bool = False  # its calls are short, so an abort may wait for the end of one
     silent: bool = False  # no token reports until it has ended
+    adapters: set[str] | None = None  # LoRA adapters of its engine's process; None: it needs none, or has not got it
     task: asyncio.Task[None] | None = None
 
 
@@ -93,6 +94,7 @@ class RolloutCore:
     keyed_answers: dict[str, PendingRequest] = field(default_factory=dict)
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapters by name: their paths
     restoring: int | None = None  # version that a failed refit is being reverted to
     counters: Counter[str] = field(default_factory=Counter)
     warnings: deque[tuple[float, str, str, ReasonCode | None]] = field(

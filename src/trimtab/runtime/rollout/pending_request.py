@@ -10,11 +10,13 @@ out the same.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trimtab.core.reasons import Reason
 from trimtab.model.rollout import End, RequestSpec, Span
-from trimtab.runtime.engines.engine import StreamDelta, TopLogprobs
+from trimtab.runtime.engines.engine import ForwardRequest, StreamDelta, TopLogprobs
 from trimtab.runtime.rollout.sampling import Chunk, RefusedError, Sample, SamplingParams
 
 
@@ -44,6 +46,8 @@ class PendingRequest:
     workers: list[str] = field(default_factory=list)
     moves: int = 0
     restarts: int = 0
+    forward: ForwardRequest | None = None  # set for a call that goes to an engine as it is, instead of a prompt
+    extra: Mapping[str, Any] = field(default_factory=dict)  # of the whole answer
 
     @property
     def text(self) -> str:
@@ -58,14 +62,14 @@ class PendingRequest:
         """Starts an attempt that continues from `resumed` tokens."""
         if self.attempt and resumed:
             self.moves += 1
-        elif self.attempt and self.ids:
+        elif self.attempt and (self.ids or self.forward is not None):
             self.restarts += 1
         discarded = len(self.ids) > resumed or self.missing > 0
         kept = "".join(text for tokens, text in self.texts if tokens <= resumed)
         self.before = self.before + kept if resumed >= self.before_tokens else ""
         self.texts, self.before_tokens, self.cuts = [], resumed, 0
         del self.ids[resumed:], self.logprobs[resumed:], self.best[resumed:]
-        self.attempt, self.worker, self.base, self.missing = attempt, worker, resumed, 0
+        self.attempt, self.worker, self.base, self.missing, self.extra = attempt, worker, resumed, 0, {}
         if not self.workers or self.workers[-1] != worker:
             self.workers.append(worker)
         if discarded and self.chunks is not None:
@@ -84,6 +88,7 @@ class PendingRequest:
         self.missing += piece.missing
         if piece.stopped_by is not None:
             self.stopped_by = piece.stopped_by
+        self.extra = piece.extra or self.extra
         if self.chunks is not None and (piece.token_ids or piece.text):
             self.sent_text += piece.text or ""
             self._send_chunk(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
@@ -140,6 +145,8 @@ class PendingRequest:
             self.restarts,
             self.stopped_by,
             self.missing,
+            self.params.lora,
+            self.extra if self.forward is not None or end in (End.stop, End.length) else {},
         )
         self._send_chunk(Chunk(self.index, sample=sample))
         self.answered.set_result(sample)

@@ -37,8 +37,9 @@ from trimtab.model.rollout import (
     WorkerView,
 )
 from trimtab.runtime.engines.detect import attach as attach_engine
-from trimtab.runtime.engines.engine import Engine, EngineDeadlines
+from trimtab.runtime.engines.engine import Engine, EngineDeadlines, EngineError
 from trimtab.runtime.engines.engine import EngineCapability as Offers
+from trimtab.runtime.engines.http_engine import http_engine
 from trimtab.runtime.engines.wire import addresses, open_session
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.rollout.dispatcher import Dispatcher, version_number
@@ -361,6 +362,36 @@ class RolloutPool(RequestApi):
     def weights(self) -> dict[int, str]:
         """Paths of versions, from `refit.load`; engines that start later read them there."""
         return self._core.weights
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Adds a LoRA adapter for `SamplingParams(lora=name)`; a name has one path for ever.
+
+        A worker that serves loads it now, so that a wrong path is an error here; the others before their first request
+        with it, and again when their process was replaced.
+        """
+        self._require_running()
+        if not name or not path:
+            raise InputError("an adapter needs a name and a path")
+        known = self._core.adapters.get(name)
+        if known not in (None, path):
+            raise InputError(f"adapter {name} is {known}, not {path}", hint="give another path another name")
+        self._core.adapters[name] = path
+        serving = (self.engine(view.worker) for view in self.workers() if view.state is WorkerState.active)
+        engine = next(serving, None)
+        try:
+            if engine is not None:
+                await http_engine(engine, "load LoRA adapters").load_adapter(name, path)
+        except EngineError as error:  # requests with it load it
+            self.warn(f"adapter {name} is not loaded yet: {error.what}", error.engine)
+        except BaseException:
+            if known is None:
+                del self._core.adapters[name]
+            raise
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """LoRA adapters by name: their paths."""
+        return dict(self._core.adapters)
 
     def membership(self) -> Membership:
         """Members of the open refit, or of the next."""

@@ -8,19 +8,48 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from trimtab.core.errors import InputError, UnreachableError
+import msgspec
+
+from trimtab.core.errors import InputError, UnreachableError, nearest
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
+from trimtab.runtime.engines.engine import ForwardRequest
 from trimtab.runtime.engines.tokenizer import tokenizer_of
 from trimtab.runtime.rollout.leases import EngineLeases, Lease
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.rollout.pending_request import PendingRequest
-from trimtab.runtime.rollout.sampling import Chunk, Completion, RefusedError, Sample, SamplingParams, checked_prompt
+from trimtab.runtime.rollout.sampling import (
+    Chunk,
+    Completion,
+    ForwardedAnswer,
+    RefusedError,
+    Sample,
+    SamplingParams,
+    checked_prompt,
+    forwarded_tokens,
+)
 
 NO_PARAMS = SamplingParams()
+BYTES_PER_TOKEN = 4  # of a forwarded body
+MAX_PROMPT_TOKENS = 32_768  # as which a forwarded body counts at most: images are many bytes, and few tokens
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How a request is scheduled, as in `RequestSpec`."""
+
+    class_: str = DEFAULT_CLASS
+    group: str = ""
+    session: str = ""
+    version: int | None = None
+    at_least: int | None = None
+    spans: bool = True
+    key: str = ""
+    deadline_s: float | None = None
 
 
 class RequestApi:
@@ -43,6 +72,7 @@ class RequestApi:
         *,
         class_: str = DEFAULT_CLASS,
         groups: Sequence[str] | None = None,
+        sessions: Sequence[str] | None = None,
         version: int | None = None,
         at_least: int | None = None,
         spans: bool = True,
@@ -51,11 +81,12 @@ class RequestApi:
     ) -> list[Completion]:
         """Answers all prompts, in order. Failed samples report it themselves; a full queue is waited for.
 
-        `groups` names prompts with a common prefix (default: each prompt its own, shared by its n samples). `spans`
-        False: an answer comes from a single version of the weights. `keys`: the same key gets the same answer.
+        `groups` names prompts with a common prefix (default: each prompt its own, shared by its n samples); `sessions`
+        conversations, whose turns stay on one engine while it serves. `spans` False: an answer comes from a single
+        version of the weights. `keys`: the same key gets the same answer.
         """
         self._require_running()
-        for name, given in (("groups", groups), ("keys", keys)):
+        for name, given in (("groups", groups), ("sessions", sessions), ("keys", keys)):
             if given is not None and len(given) != len(prompts):
                 raise InputError(
                     f"{len(given)} {name} for {len(prompts)} prompts", hint=f"give {name} of the same length"
@@ -67,11 +98,12 @@ class RequestApi:
         try:
             for at, prompt in enumerate(ids):
                 group = groups[at] if groups is not None else f"p{call}.{at}"
+                session = "" if sessions is None else sessions[at]
                 rows.append([])
                 for index in range(params.n):
                     key = "" if keys is None else (keys[at] if params.n == 1 else f"{keys[at]}/{index}")
-                    options = (class_, group, version, at_least, spans, key, deadline_s)
-                    request = self._submit(prompt, params, index, None, *options)
+                    options = RequestOptions(class_, group, session, version, at_least, spans, key, deadline_s)
+                    request = self._submit(prompt, params, index, None, options)
                     pending.append(request)
                     rows[-1].append(
                         request.answered if not request.answered.done() else self._retry_if_refused(request, options)
@@ -84,17 +116,62 @@ class RequestApi:
                 future.cancel()
             raise
 
-    def _retry_if_refused(self, refused: PendingRequest, options: tuple[Any, ...]) -> asyncio.Future[Sample]:
+    async def forward(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        class_: str = DEFAULT_CLASS,
+        group: str = "",
+        session: str = "",
+        version: int | None = None,
+        at_least: int | None = None,
+        key: str = "",
+        deadline_s: float | None = None,
+    ) -> ForwardedAnswer:
+        """Sends a call to an engine as it is, for what only engines understand: tools, images, their own fields.
+
+        The reply comes whole and from a single version of the weights: a call whose engine is lost, drained or
+        refitted is sent again from the start. `model` becomes the engine's own name, unless it is an adapter of the
+        pool. Raises InputError if the engine refuses it; a full queue is waited for.
+        """
+        options = RequestOptions(class_, group, session, version, at_least, False, key, deadline_s)
+        request = self.submit_forward(path, body, options)
+        answered = self._retry_if_refused(request, options) if request.answered.done() else request.answered
+        try:
+            return ForwardedAnswer.of(await answered)
+        except BaseException:
+            self.cancel(request.spec.id)
+            raise
+
+    def submit_forward(self, path: str, body: Mapping[str, Any], options: RequestOptions) -> PendingRequest:
+        """`forward` without waiting: its sample is for `ForwardedAnswer.of`; `answered` raises if the queue is full."""
+        self._require_running()
+        if not path.startswith("/") or not isinstance(body, Mapping) or body.get("stream"):
+            hint = "a path of the engine, and a JSON object without stream: the reply comes whole"
+            raise InputError(f"this call of {path} cannot be forwarded", hint=hint)
+        try:
+            size = len(msgspec.json.encode(body))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"the body for {path} is no JSON: {error}") from None
+        named = body.get("model") or body.get("lora_path")
+        lora = named if isinstance(named, str) and named in self._core.adapters else None
+        return self._submit(
+            (), SamplingParams(forwarded_tokens(body), resume=False, lora=lora), 0, None, replace(options, spans=False),
+            ForwardRequest("", path, dict(body), lora=lora), min(size // BYTES_PER_TOKEN, MAX_PROMPT_TOKENS),
+        )  # fmt: skip
+
+    def _retry_if_refused(self, refused: PendingRequest, options: RequestOptions) -> asyncio.Future[Sample]:
         """The answer; a refused request is retried in a task."""
         if refused.answered.exception() is None:
             return refused.answered
         return self._core.spawn_for(self._retry_until_accepted(refused, options), f"retry-{refused.spec.id}")
 
-    async def _retry_until_accepted(self, first: PendingRequest, options: tuple[Any, ...]) -> Sample:
+    async def _retry_until_accepted(self, first: PendingRequest, options: RequestOptions) -> Sample:
         """Submits again after each refusal, until the deadline."""
         core, pending = self._core, first
-        class_ = next(known for known in core.machine.rules.classes if known.name == options[0])
-        allowed_s = options[-1] if options[-1] is not None else class_.deadline_s
+        class_ = next(known for known in core.machine.rules.classes if known.name == options.class_)
+        allowed_s = options.deadline_s if options.deadline_s is not None else class_.deadline_s
         until = None if allowed_s is None else core.clock() + allowed_s
         while True:
             try:
@@ -108,7 +185,10 @@ class RequestApi:
                 self.cancel(pending.spec.id)
                 raise
             left_s = None if until is None else max(0.0, until - core.clock())
-            pending = self._submit(pending.prompt, pending.params, pending.index, None, *(*options[:-1], left_s))
+            pending = self._submit(
+                pending.prompt, pending.params, pending.index, None, replace(options, deadline_s=left_s),
+                pending.forward, pending.spec.prompt_tokens,
+            )  # fmt: skip
 
     async def stream(
         self,
@@ -117,6 +197,7 @@ class RequestApi:
         *,
         class_: str = DEFAULT_CLASS,
         group: str = "",
+        session: str = "",
         version: int | None = None,
         at_least: int | None = None,
         spans: bool = True,
@@ -133,8 +214,8 @@ class RequestApi:
         ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
         pending: list[PendingRequest] = []
         try:
-            options = (class_, group, version, at_least, spans, key, deadline_s)
-            pending += self._submit_all(ids, params, range(params.n), chunks, *options)
+            options = RequestOptions(class_, group, session, version, at_least, spans, key, deadline_s)
+            pending += self._submit_all(ids, params, range(params.n), chunks, options)
             gate = _RestartGate(pending) if restarts == "hold" else None
             left = len(pending)
             while left:
@@ -153,6 +234,7 @@ class RequestApi:
         *,
         class_: str = DEFAULT_CLASS,
         group: str = "",
+        session: str = "",
         version: int | None = None,
         at_least: int | None = None,
         spans: bool = True,
@@ -166,7 +248,8 @@ class RequestApi:
         """
         self._require_running()
         ids, which = checked_prompt(prompt, "prompt"), range(params.n) if samples is None else samples
-        return self._submit_all(ids, params, which, None, class_, group, version, at_least, spans, key, deadline_s)
+        options = RequestOptions(class_, group, session, version, at_least, spans, key, deadline_s)
+        return self._submit_all(ids, params, which, None, options)
 
     def _submit_all(
         self,
@@ -174,22 +257,16 @@ class RequestApi:
         params: SamplingParams,
         samples: Sequence[int],
         chunks: asyncio.Queue[Chunk] | None,
-        class_: str,
-        group: str,
-        version: int | None,
-        at_least: int | None,
-        spans: bool,
-        key: str,
-        deadline_s: float | None,
+        options: RequestOptions,
     ) -> list[PendingRequest]:
-        group = group or (f"p{next(self._numbers)}" if params.n > 1 else "")
+        key = options.key
+        if params.n > 1 and not options.group:
+            options = replace(options, group=f"p{next(self._numbers)}")
         pending: list[PendingRequest] = []
         try:
             for index in samples:
-                own = key if params.n == 1 or not key else f"{key}/{index}"
-                request = self._submit(
-                    prompt, params, index, chunks, class_, group, version, at_least, spans, own, deadline_s
-                )
+                own = options if params.n == 1 or not key else replace(options, key=f"{key}/{index}")
+                request = self._submit(prompt, params, index, chunks, own)
                 pending.append(request)
                 if request.answered.done():
                     request.answered.result()  # raises if it was refused
@@ -205,32 +282,33 @@ class RequestApi:
         params: SamplingParams,
         index: int,
         chunks: asyncio.Queue[Chunk] | None,
-        class_: str,
-        group: str,
-        version: int | None,
-        at_least: int | None,
-        spans: bool,
-        key: str,
-        deadline_s: float | None,
+        options: RequestOptions,
+        forward: ForwardRequest | None = None,
+        prompt_tokens: int = 0,
     ) -> PendingRequest:
         core, own = self._core, params.sample(index)
+        if own.lora is not None and own.lora not in core.adapters:
+            near = nearest(own.lora, core.adapters)
+            hint = f"did you mean {near}?" if near else "await pool.load_adapter(name, path) adds one"
+            raise InputError(f"there is no adapter {own.lora}", hint=hint)
         spec = RequestSpec(
             f"r{next(self._numbers)}",
-            len(prompt),
+            len(prompt) or prompt_tokens,
             own.max_tokens,
             own.min_tokens,
-            class_,
-            group,
-            version,
-            at_least,
+            options.class_,
+            options.group,
+            options.version,
+            options.at_least,
             own.may_resume(reads_text=not own.stop or self._have_tokenizers()),
-            spans,
-            key,
-            None if deadline_s is None else core.clock() + deadline_s,
+            options.spans,
+            options.key,
+            None if options.deadline_s is None else core.clock() + options.deadline_s,
+            session=options.session,
         )
         answered: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        pending = core.pending[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks)
-        core.probe_token = prompt[0]
+        pending = core.pending[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks, forward=forward)
+        core.probe_token = prompt[0] if prompt else core.probe_token
         try:
             core.handle_event(e.RequestArrived(spec))
         except BaseException:

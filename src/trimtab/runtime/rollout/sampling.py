@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.core.reasons import Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, Span
-from trimtab.runtime.engines.engine import GenerateRequest, TopLogprobs
+from trimtab.runtime.engines.engine import ROUTED_EXPERTS, GenerateRequest, TopLogprobs
 
 WITHOUT_STATE = frozenset({"ignore_eos", "min_p", "logit_bias", "skip_special_tokens", "priority"})
 """Fields of `extra` whose effect on a token does not depend on the tokens before it."""
@@ -35,12 +35,15 @@ class SamplingParams:
     logprobs: int | None = None  # None: off; 0: of the chosen tokens; n: also of the top n at each position
     extra: Mapping[str, Any] = field(default_factory=dict)  # passed to the engine unchanged
     resume: bool | None = None  # an interrupted answer may continue from its tokens; None: if that changes nothing
+    lora: str | None = None  # a LoRA adapter of the pool (`load_adapter`); None: the weights alone
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             raise InputError(f"stop is the string {self.stop!r}", hint=f"a tuple of strings: ({self.stop!r},)")
         if self.n < 1:
             raise InputError(f"n is {self.n}", hint="samples of each prompt, at least 1")
+        if self.resume and ROUTED_EXPERTS in self.extra:
+            raise InputError(f"resume is True, with {ROUTED_EXPERTS}", hint="experts are those of one whole answer")
         self.engine_request("params", (0,), self.max_tokens, self.min_tokens)  # validates
 
     def may_resume(self, *, reads_text: bool) -> bool:
@@ -67,7 +70,7 @@ class SamplingParams:
         """Parameters of one of the n samples."""
         if self.n == 1 or self.seed is None:
             return self
-        return replace(self, seed=self.seed + index)
+        return replace(self, n=1, seed=self.seed + index)
 
     def engine_request(
         self,
@@ -95,6 +98,7 @@ class SamplingParams:
             self.extra,
             piece,
             cache_key,
+            self.lora,
         )
 
 
@@ -115,6 +119,8 @@ class Sample:
     restarts: int = 0  # interruptions after which it restarted
     stopped_by: str | int | None = None  # stop string or id, if known
     missing: int = 0  # generated tokens whose ids are unknown
+    lora: str | None = None  # the adapter that made it
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what else the engine said of the whole answer
 
     @property
     def ok(self) -> bool:
@@ -130,6 +136,28 @@ class Completion:
     @property
     def ok(self) -> bool:
         return all(sample.ok for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class ForwardedAnswer:
+    """An engine's own reply to a request that was sent to it as it is."""
+
+    request: str
+    body: Mapping[str, Any]
+    workers: tuple[str, ...]  # that it was sent to; the last one replied
+    version: int | None  # of the weights; None: the reply counts no tokens
+    restarts: int  # on other workers, or under other weights
+
+    @classmethod
+    def of(cls, sample: Sample) -> ForwardedAnswer:
+        """Raises where there is no reply."""
+        if "body" in sample.extra:
+            version = sample.spans[-1].version if sample.spans else None
+            return cls(sample.request, sample.extra["body"], sample.workers, version, sample.restarts)
+        if sample.ok:
+            raise InputError(f"request {sample.request} has the key of one that was not forwarded")
+        wrong = InputError if sample.reason.code is ReasonCode.refused else UnreachableError
+        raise wrong(sample.reason.sentence)
 
 
 @dataclass(frozen=True)
@@ -152,6 +180,16 @@ class RefusedError(UnreachableError):
         super().__init__(reason.sentence, hint=f"retry in {retry_after_s:.3g} s, or raise the class's queue_limit")
         self.reason = reason
         self.retry_after_s = retry_after_s
+
+
+def forwarded_tokens(body: Mapping[str, Any]) -> int:
+    """The most tokens that the reply to a forwarded body may have, as far as it says."""
+    sampling = body.get("sampling_params")
+    given = {**body, **sampling} if isinstance(sampling, dict) else body
+    limits = (given.get(name) for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"))
+    most = next((limit for limit in limits if type(limit) is int and limit > 0), SamplingParams.max_tokens)
+    samples = given.get("n")
+    return most * samples if type(samples) is int and samples > 0 else most
 
 
 def checked_prompt(prompt: Sequence[int], where: str) -> tuple[int, ...]:
