@@ -29,7 +29,7 @@ from trimtab.compat.elastic_scheduler.worker_group import (
     in_time,
 )
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, nearest
-from trimtab.core.numbers import SHORTEST_S, check_number
+from trimtab.core.numbers import SHORTEST_S, Range
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState, ScalingPolicy, Taker, policy_of
@@ -79,7 +79,7 @@ class ElasticScheduler:
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
-        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MAX_CALL_S)
+        Range(SHORTEST_S, MAX_CALL_S).check("call_timeout_s", call_timeout_s, "ElasticScheduler")
         self.worker_group = worker_group
         self.background = Background(prefix="elastic-scheduler")
         self.faults: list[str] = []  # the last faults, oldest first
