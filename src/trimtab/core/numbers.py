@@ -27,7 +27,7 @@ def is_number(value: object, minimum: float = -math.inf, maximum: float = math.i
     """Whether it is a finite number from `minimum` to `maximum`; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and minimum <= value <= maximum
+    return -math.inf < value < math.inf and minimum <= value <= maximum
 
 
 def is_whole(value: object, minimum: float = -math.inf, maximum: float = MAX_COUNT) -> bool:

@@ -28,6 +28,7 @@ from trimtab.formats.sections import (
     Seconds,
     Section,
     Share,
+    Switch,
     Within,
 )
 from trimtab.formats.yaml_text import Source, dump
@@ -175,7 +176,7 @@ class ComponentSection(CostSection):
     variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None
     use: Name | None = None  # package.module:Class that `trimtab run` makes
     settings: dict[str, Any] | None = None  # of its constructor
-    emulate: bool | EmulateSection | None = None  # `trimtab run` only takes the time of its steps
+    emulate: Switch | EmulateSection | None = None  # `trimtab run` only takes the time of its steps
 
 
 class SyncSection(Section):

@@ -36,11 +36,11 @@ Elsewhere = Mapping[str, tuple[str, str]]  # keys that belong elsewhere: what is
 MAX_GPUS = 65_536
 COMPLETION = "points are [share of batches done, share of time], from [0, 0] to [1.0, 1.0]"
 MIN_S = 0.001  # of a limit in seconds
-_REFUSED, _UNKNOWN = "refused", "unknown_key"
+_REFUSED, _UNKNOWN, _NO_SECTION = "refused", "unknown_key", "no_section"
 _EXPECTED = {
-    **dict.fromkeys(("list_type", "tuple_type"), "a list is expected"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false is expected"),
-    "string_type": "text is expected",
+    **dict.fromkeys(("list_type", "tuple_type"), "expected: a list"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "expected: true or false"),
+    "string_type": "expected: text",
 }
 
 
@@ -63,7 +63,7 @@ class Within(Range):
             with suppress(ValueError):
                 value = int(value) if self.whole else float(value)
         if not self.takes(value):
-            raise ValueError(f"{self} is expected{', not true or false' if isinstance(value, bool) else ''}")
+            raise ValueError(f"expected: {self}{', not true or false' if isinstance(value, bool) else ''}")
         return value
 
 
@@ -74,6 +74,8 @@ def _several(value: Any) -> Any:
 def _measured(value: Any) -> Any:
     if not isinstance(value, Mapping) or not value:
         raise refused("measured points {gpus: seconds} are expected", "{8: 95.7}")
+    if len({str(gpus) for gpus in value}) < len(value):
+        raise refused("a number of GPUs is stated twice")
     return value
 
 
@@ -99,8 +101,10 @@ Share = Annotated[float, Within(0.0, 1.0)]
 Amount = Annotated[float, Within(0.0, 1e12)]
 Positive = Annotated[float, Within(1e-6, 1e12)]
 Priority = Annotated[float, Within(-1e9, 1e9)]
-Points = Annotated[dict[Gpus, Seconds], BeforeValidator(_measured)]
+Measured = BeforeValidator(_measured)
+Points = Annotated[dict[Gpus, Seconds], Measured]
 Completion = Annotated[list[tuple[Share, Share]], AfterValidator(_rising)]
+Switch = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=100)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_several)]
 OneOrMore = BeforeValidator(_several)
@@ -152,7 +156,7 @@ class Section(BaseModel):
             return data
         known = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(data, Mapping):
-            raise refused("{key} is a section of keys", f"keys: {', '.join(known)}")
+            raise PydanticCustomError(_NO_SECTION, "{hint}", {"hint": f"keys: {', '.join(known)}"})
         for key in data:
             if key in cls.ELSEWHERE:
                 what, hint = cls.ELSEWHERE[key]
@@ -193,6 +197,7 @@ class FieldsOf:
             if annotation in (int, float, int | None, float | None) and allowed is not None:
                 number = Annotated[int if allowed.whole else float, Within(allowed.minimum, allowed.maximum)]
                 annotation = number | None if allowed.optional else number
+            annotation = Switch if annotation is bool else annotation
             default: Any = ... if field.default is dataclasses.MISSING else field.default
             if field.default_factory is not dataclasses.MISSING:
                 default = Field(default_factory=field.default_factory)
@@ -229,7 +234,9 @@ def explained(error: ValidationError, data: Any, source: Source, *under: str | i
     """The first of pydantic's errors, unknown keys before others: what, where, and what is allowed."""
     found = [(fault, _keys(fault, data)) for fault in error.errors(include_url=False)]
     # An unknown key explains a missing one; of the forms that a value may have, the one that was read furthest counts.
-    fault, keys = min(found, key=lambda entry: (entry[0]["type"] != _UNKNOWN, -len(entry[1])))
+    fault, keys = min(
+        found, key=lambda entry: (entry[0]["type"] != _UNKNOWN, -len(entry[1]), entry[0]["type"] != _REFUSED)
+    )
     kind, context, value = fault["type"], fault.get("ctx", {}), fault.get("input")
     where = (*under, *keys)
     key = str(where[-1]) if where else "the file"
@@ -239,8 +246,8 @@ def explained(error: ValidationError, data: Any, source: Source, *under: str | i
         return source.error(context["what"].replace("{key}", key), *where, hint=context["hint"] or None)
     if kind == "missing":
         return source.error(f"{key} is missing", *where)
-    if kind in ("dict_type", "model_type"):
-        return source.error(f"{key} is a section of keys", *where)
+    if kind in ("dict_type", _NO_SECTION):
+        return source.error(f"{key} is a section of keys", *where, hint=context.get("hint"))
     hints = dict.fromkeys(_hint(other) for other, its_keys in found if its_keys == keys)
     shown = "" if isinstance(value, Mapping | list) else f": {value!r}"[:80]
     return source.error(f"{key} is not right{shown}", *where, hint="; or ".join(hints))

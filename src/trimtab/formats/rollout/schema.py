@@ -24,6 +24,7 @@ from trimtab.formats.sections import (
     Priority,
     Seconds,
     Section,
+    Switch,
     Within,
     checked_by,
     refused,
@@ -208,7 +209,7 @@ class GatewaySection(Section):
     port: Annotated[int, Within(0, 65_535)] = DEFAULT_PORT  # 0: any free port
     allowed_hosts: Names = ()  # accepted Host headers
     worker_hosts: Names = ("127.0.0.1", "localhost", "::1")  # hosts of workers that clients may add
-    open_requests: bool | None = None  # generation needs no token; None: on loopback only
+    open_requests: Switch | None = None  # generation needs no token; None: on loopback only
     model_name: str = ""  # served model name; empty: the engines' name
     max_body_bytes: Annotated[int, Within(1, 2**32)] = 32 * 2**20
     max_concurrent: Count = 16_384  # concurrent requests
@@ -252,7 +253,7 @@ class RolloutSection(Section):
     ownership: Annotated[dict[str, Any], FieldsOf(Ownership)] = Field(default_factory=dict)
     rules: Rules = Field(default_factory=dict)
     gateway: GatewaySection = Field(default_factory=GatewaySection)
-    follow_weights: bool = False  # a trainer refits engines directly: follow the versions they report
+    follow_weights: Switch = False  # a trainer refits engines directly: follow the versions they report
     journal: str | None = None
     logs: str | None = None  # of started engines; None: beside the gateway's address file
     ray: Name | None = None  # address of the cluster whose pools engines are started on

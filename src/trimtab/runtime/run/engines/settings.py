@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from trimtab.formats import sections
 from trimtab.formats.rollout.elastic_config import SETTINGS
 from trimtab.formats.rollout.schema import ResumeEvery
-from trimtab.formats.sections import Count, FieldsOf, Name, Priority, Seconds, Section, refused
+from trimtab.formats.sections import Count, FieldsOf, Name, Priority, Seconds, Section, Switch, refused
 from trimtab.formats.yaml_text import Source
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import Owner, Ownership, RolloutRules
@@ -34,13 +34,13 @@ class EngineSettings(Section):
     ask_settings: dict[str, Any] = Field(default_factory=dict)
     gpus_each: Count = 1
     capacity: Count = 64  # concurrent requests, on each
-    gateway: bool | Annotated[dict[str, Any], GATEWAY] | None = False
+    gateway: Switch | Annotated[dict[str, Any], GATEWAY] | None = False
     priority: Priority = 5.0  # of engines on slots: below that of the run's components
     notice_s: Seconds = 20.0  # for an engine's requests, when its slot is preempted
     room_s: Seconds = 5.0  # a slot that is not free after this is waited for in the queue
     start_s: Seconds = 120.0
     ready_s: Seconds = 30.0  # the component is ready when an engine serves, or after this
-    seeds: bool = True  # every request without a seed gets one from the run's
+    seeds: Switch = True  # every request without a seed gets one from the run's
     elastic: Annotated[dict[str, Any], SETTINGS] | None = None
     rules: Annotated[dict[str, Any], RULES] = Field(default_factory=dict)
 
