@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from trimtab.core.errors import InputError, meant
+from trimtab.core.errors import InputError, meant, nearest
 from trimtab.core.numbers import LONGEST_S, Range, ranges_of
 from trimtab.formats.yaml_text import Source, read_source
 
@@ -41,6 +41,8 @@ _EXPECTED = {
     **dict.fromkeys(("list_type", "tuple_type"), "expected: a list"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "expected: true or false"),
     "string_type": "expected: text",
+    "too_short": "expected: at least {min_length} item",
+    "string_too_short": "expected: at least {min_length} character",
 }
 
 
@@ -161,9 +163,26 @@ class Section(BaseModel):
             if key in cls.ELSEWHERE:
                 what, hint = cls.ELSEWHERE[key]
                 raise refused(f"{{key}} {what}", hint, key)
-            if key not in known and key not in cls.model_fields:
+            if key not in known and key not in cls.model_fields and cls.model_config["extra"] == "forbid":
                 hint = meant(key, [*known, *cls.ELSEWHERE], f"known keys here: {', '.join(known)}")
                 raise PydanticCustomError(_UNKNOWN, "{hint}", {"hint": hint, "keys": [str(key)]})
+        return data
+
+
+class OpenSection(Section):
+    """A mapping of which only some keys are read."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_missing(cls, data: Any) -> Any:
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        if isinstance(data, Mapping):
+            others = [str(key) for key in data if key not in fields]
+            for name, field in fields.items():
+                if field.is_required() and name not in data and (near := nearest(name, others)):
+                    raise refused(f"{name} is missing", f"there is {near}")
         return data
 
 
@@ -239,7 +258,8 @@ def explained(error: ValidationError, data: Any, source: Source, *under: str | i
     )
     kind, context, value = fault["type"], fault.get("ctx", {}), fault.get("input")
     where = (*under, *keys)
-    key = str(where[-1]) if where else "the file"
+    last = max((at for at, word in enumerate(where) if isinstance(word, str)), default=0)
+    key = Source("").place(*where[last:]).removeprefix(": ") or "the file"
     if kind == _UNKNOWN:
         return source.error(f"unknown key {key}", *where, hint=context["hint"])
     if kind == _REFUSED:
@@ -258,7 +278,8 @@ def _hint(fault: ErrorDetails) -> str:
     if fault["type"] in ("literal_error", "enum"):
         known = re.findall("'([^']*)'", context["expected"])
         return f"{meant(fault['input'], known, '')} one of {', '.join(known)}".strip()
-    hint = context.get("hint") or _EXPECTED.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
+    expected = _EXPECTED.get(fault["type"], "").format_map(context)
+    hint = context.get("hint") or expected or fault["msg"].removeprefix("Value error, ")
     return str(hint[:1].lower() + hint[1:])
 
 
