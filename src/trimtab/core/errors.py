@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Collection, Iterable
 
 MAX_LINE_CHARS = 1_000  # of one line of an error
+UNKNOWN_KEY = "unknown key {}"
 MAX_KEY_CHARS = 200  # a longer word is no misspelt key
 
 
@@ -73,18 +74,21 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def meant(word: object, known: Iterable[str], otherwise: str) -> str:
+def meant(word: object, known: Iterable[str], otherwise: str = "") -> str:
     """The hint for an unknown word: the nearest known one, if any is close enough."""
     near = nearest(str(word), known)
     return f"did you mean {near}?" if near else otherwise
 
 
-def unknown(word: object, known: Collection[str], where: str | None, what: str = "unknown key {}") -> InputError:
+def unknown(word: object, known: Collection[str], where: str | None = None, what: str = UNKNOWN_KEY) -> InputError:
     """The error for a word that is none of the known ones."""
-    return InputError(what.format(word), where=where, hint=meant(word, known, f"known: {', '.join(known) or 'none'}"))
+    listed = ", ".join([*known][:24]) or "none"
+    return InputError(what.format(word), where=where, hint=meant(word, known, f"known: {listed}"))
 
 
-def check_known(words: Iterable[object], known: Collection[str], where: str, what: str = "unknown key {}") -> None:
+def check_known(
+    words: Iterable[object], known: Collection[str], where: str | None = None, what: str = UNKNOWN_KEY
+) -> None:
     for word in words:
         if word not in known:
             raise unknown(word, known, where, what)

@@ -61,12 +61,13 @@ class Range:
 
 def check_fields(settings: Any, where: str) -> None:
     """Raise InputError for a number of a dataclass that is out of its range."""
-    for name, allowed in ranges_of(type(settings)).items():
+    kind: Any = type(settings)
+    for name, allowed in ranges_of(kind).items():
         allowed.check(name, getattr(settings, name), where)
 
 
 @cache
-def ranges_of(kind: type[Any]) -> Mapping[str, Range]:
+def ranges_of(kind: Any) -> Mapping[str, Range]:
     """The ranges of a dataclass by field: of `RANGES`, and of seconds."""
     stated: Ranges = getattr(kind, "RANGES", {})
     found = {}
@@ -74,7 +75,7 @@ def ranges_of(kind: type[Any]) -> Mapping[str, Range]:
         low, high, *called = stated.get(field.name, SECONDS if field.name.endswith("_s") else (None, None))
         if low is not None:
             annotation = str(field.type)
-            found[field.name] = Range(low, high, annotation.startswith("int"), *called, optional="None" in annotation)
+            found[field.name] = Range(low, high, annotation.startswith("int"), "".join(called), "None" in annotation)
     return found
 
 

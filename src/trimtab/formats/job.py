@@ -17,7 +17,7 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.core.ranks import ranks_text
 from trimtab.formats import sections
 from trimtab.formats.loaded import LoadedJob, PlanSettings
-from trimtab.formats.run_section import RunSection, check_loop, unknown_component
+from trimtab.formats.run_section import RunSection, check_loop
 from trimtab.formats.sections import (
     MAX_GPUS,
     Completion,
@@ -47,6 +47,7 @@ from trimtab.model.workflow import (
     WeightSync,
     Workflow,
     check_workflow,
+    unknown_component,
 )
 
 NAME = "trimtab"

@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trimtab.core.errors import InputError, unknown
 from trimtab.core.numbers import MAX_COUNT
 from trimtab.formats.sections import FieldsOf, Limit, Name, Names, Priority, Section, Seed, Within
 from trimtab.formats.yaml_text import Source
 from trimtab.model.run import ReplanRules
+from trimtab.model.workflow import unknown_component
 
 Iterations = Annotated[int, Within(1, MAX_COUNT)]
 Loop = Annotated[dict[str, Any], FieldsOf(ReplanRules, types={"elastic": Names})]
@@ -48,7 +48,3 @@ def check_loop(loop: dict[str, Any], components: Collection[str], source: Source
     for name in loop.get("elastic", ()):
         if name not in components:
             raise unknown_component(name, components, source.place(*keys, "elastic"))
-
-
-def unknown_component(name: object, components: Collection[str], where: str) -> InputError:
-    return unknown(name, components, where, "there is no component named {}")

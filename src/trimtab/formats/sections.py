@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -190,7 +190,7 @@ class OpenSection(Section):
 class FieldsOf:
     """Annotates a dataclass, or a dict of its stated fields: keys, types and ranges are those of the fields."""
 
-    kind: type[Any]
+    kind: Any
     elsewhere: Elsewhere = dataclasses.field(default_factory=dict)
     types: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # instead of the fields' own
     only: tuple[str, ...] = ()  # empty: all
@@ -214,7 +214,7 @@ class FieldsOf:
                 continue
             annotation = self.types.get(field.name, hints[field.name])
             if annotation in (int, float, int | None, float | None) and allowed is not None:
-                number = Annotated[int if allowed.whole else float, Within(allowed.minimum, allowed.maximum)]
+                number: Any = Annotated[int if allowed.whole else float, Within(allowed.minimum, allowed.maximum)]
                 annotation = number | None if allowed.optional else number
             annotation = Switch if annotation is bool else annotation
             default: Any = ... if field.default is dataclasses.MISSING else field.default
@@ -222,8 +222,8 @@ class FieldsOf:
                 default = Field(default_factory=field.default_factory)
             made[field.name] = (annotation, default)
         base = type("Section", (Section,), {"ELSEWHERE": self.elsewhere})
-        section: type[Section] = create_model(self.kind.__name__, __base__=base, __doc__=self.kind.__doc__, **made)
-        return section
+        section: Any = create_model(self.kind.__name__, __base__=base, __doc__=self.kind.__doc__, **made)
+        return cast(type[Section], section)
 
 
 def _stated(section: Section) -> dict[str, Any]:

@@ -51,12 +51,14 @@ class Source:
             raise
 
     def _line(self, keys: tuple[str | int, ...]) -> int | None:
-        node, line = _marked(self.text), None
+        node: Any = _marked(self.text)
+        line = None
         with suppress(AttributeError, KeyError, IndexError, TypeError, ValueError):
             for key in keys:
                 # An int is the index of a list; a number that is a key comes as text.
                 key = key if isinstance(key, int) or key in node else int(key)
-                line = (node.lc.item(key) if isinstance(node, list) else node.lc.key(key))[0] + 1
+                marks = node.lc
+                line = (marks.item(key) if isinstance(node, list) else marks.key(key))[0] + 1
                 node = node[key]
         return line
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError, check_known
 from trimtab.core.numbers import SHORTEST_S, Ranges, check_fields
 
 NARROW_GAP = 0.15  # thresholds closer than this are warned about
@@ -144,11 +144,7 @@ class ElasticConfig:
     def from_mapping(cls, data: Mapping[str, Any], where: str = WHERE) -> ElasticConfig:
         """Settings from plain data; an unknown key is an error that names the nearest one."""
         known = [field.name for field in dataclasses.fields(cls)]
-        for key in data:
-            if key not in known:
-                near = nearest(str(key), known)
-                hint = f"did you mean {near}?" if near else f"settings: {', '.join(known)}"
-                raise InputError(f"{key} is no setting of elastic rollout", where=f"{where}.{key}", hint=hint)
+        check_known(data, known, where, "{} is no setting of elastic rollout")
         try:
             return cls(**data)
         except InputError as error:

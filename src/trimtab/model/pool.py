@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError, unknown
 from trimtab.core.numbers import COUNT, LONGEST_S, MAX_COUNT, SECONDS, Ranges, check_fields
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import Resources, total
@@ -276,9 +276,4 @@ def strategy_of(word: str, where: str) -> PlacementStrategy:
         return PlacementStrategy(word.upper())
     except ValueError:
         known = [strategy.value for strategy in PlacementStrategy]
-        near = nearest(word.upper(), known)
-        raise InputError(
-            f"unknown placement strategy {word}",
-            where=where,
-            hint=f"did you mean {near}?" if near else f"use {', '.join(known)}",
-        ) from None
+        raise unknown(word.upper(), known, where, "unknown placement strategy {}") from None

@@ -28,7 +28,7 @@ from trimtab.compat.elastic_scheduler.worker_group import (
     WorkerStatus,
     in_time,
 )
-from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, nearest
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, meant
 from trimtab.core.numbers import SHORTEST_S, Range
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
@@ -189,8 +189,7 @@ class ElasticScheduler:
         if name is None:
             if request_id in self._completed:
                 return RequestCompletion(False)
-            near = nearest(request_id, self._open)
-            raise InputError(f"there is no request {request_id}", hint=f"did you mean {near}?" if near else None)
+            raise InputError(f"there is no request {request_id}", hint=meant(request_id, self._open))
         view = self._machine.request(name)
         assert view is not None
         if view.state is RequestState.queued:
