@@ -60,10 +60,10 @@ class Range:
 
 
 def check_fields(settings: Any, where: str) -> None:
-    """Raise InputError for a number of a dataclass that is out of its range."""
+    """Raise InputError for a number of a dataclass that is out of its range; `where` is a key, or a phrase."""
     kind: Any = type(settings)
     for name, allowed in ranges_of(kind).items():
-        allowed.check(name, getattr(settings, name), where)
+        allowed.check(name, getattr(settings, name), f"{where}.{name}" if where.isidentifier() else where)
 
 
 @cache

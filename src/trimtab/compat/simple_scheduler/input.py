@@ -57,7 +57,7 @@ class SimpleTaskSpec:
 
 def slots_of(config: Any, where: str) -> dict[str, Any]:
     """A `pg_pool_config` as arguments of `Session.pool`."""
-    section = sections.read(PgPoolSection, config, Source(where))
+    section = sections.read(PgPoolSection, config, Source(where), "pg_pool_config")
     if not section.enable:
         return {}
     specs = section.high_priority_pg_specs or ()

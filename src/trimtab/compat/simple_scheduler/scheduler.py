@@ -138,7 +138,7 @@ class SimpleScheduler:
                 labels=labels,
                 warm_hosts=whole_of("target_agents", target_agents),
                 strategy=word_of("placement_strategy", placement_strategy),
-                **slots_of(pg_pool_config or {}, f"pool {name}: pg_pool_config"),
+                **slots_of(pg_pool_config or {}, f"pool {name}"),
             )
             slots = self._wait_slots(name)
         except TrimtabError as fault:
