@@ -17,6 +17,8 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.core.ranks import ranks_text
 from trimtab.formats import sections
 from trimtab.formats.loaded import LoadedJob, PlanSettings
+from trimtab.formats.rollout.elastic_config import SETTINGS
+from trimtab.formats.rollout.schema import RolloutSection
 from trimtab.formats.run_section import RunSection, check_loop
 from trimtab.formats.sections import (
     MAX_GPUS,
@@ -84,8 +86,8 @@ class NodeSection(Section):
     """An entry of `cluster.nodes`, when that is a list."""
 
     name: Name | None = None
-    gpus: NodeGpus
-    gpu: Name | None = None
+    gpus: NodeGpus  # how many
+    gpu: Name | None = None  # their kind, such as H100
     gpu_memory_gb: Gigabytes | None = None
     host_memory_gb: Gigabytes | None = None
     cpus: Cpus | None = None
@@ -95,20 +97,20 @@ class ClusterSection(Section):
     """The `cluster` section."""
 
     nodes: Annotated[Annotated[NodeGpus, Tag("<one>")] | Annotated[list[NodeSection], Tag("<list>")], _Form] = 1
-    gpus_per_node: Annotated[int, Within(0, 1024)] | None = None
-    gpu: Name | None = None
-    gpu_memory_gb: Gigabytes | None = None
-    host_memory_gb: Gigabytes | None = None
+    gpus_per_node: Annotated[int, Within(0, 1024)] | None = None  # where `nodes` is a number
+    gpu: Name | None = None  # kind of the GPUs, such as H100
+    gpu_memory_gb: Gigabytes | None = None  # of each GPU
+    host_memory_gb: Gigabytes | None = None  # of each node
     cpus: Cpus | None = None
 
 
 class MemorySection(Section):
     """`memory_gb` of a component or variant."""
 
-    active: GigabytesForms | None = None
-    resident: GigabytesForms = 0.0
-    sharded: Gigabytes | None = None
-    per_gpu: Gigabytes | None = None
+    active: GigabytesForms | None = None  # of each GPU while it works
+    resident: GigabytesForms = 0.0  # of each GPU while others work there
+    sharded: Gigabytes | None = None  # in all, divided among the GPUs
+    per_gpu: Gigabytes | None = None  # of each GPU in addition
 
     @model_validator(mode="after")
     def _one_form(self) -> MemorySection:
@@ -120,14 +122,14 @@ class MemorySection(Section):
 class CostSection(Section):
     """Keys that a component and its variants share."""
 
-    seconds: SecondsForms | None = None
-    gpus: list[Gpus] | None = None
-    multiple_of: Gpus | None = None
-    floor_seconds: Seconds | None = None
+    seconds: SecondsForms | None = None  # of an iteration, as measured: {GPUs: seconds}, also by kind of GPU
+    gpus: list[Gpus] | None = None  # allowed numbers of GPUs
+    multiple_of: Gpus | None = None  # GPUs come in multiples of this
+    floor_seconds: Seconds | None = None  # that more GPUs do not shorten
     memory_gb: (
         Annotated[Annotated[Gigabytes, Tag("<one>")] | Annotated[MemorySection, Tag("<section>")], _Form] | None
     ) = None
-    host_memory_gb: Gigabytes | None = None
+    host_memory_gb: Gigabytes | None = None  # for each of its GPUs, while parked
 
 
 class VariantSection(CostSection):
@@ -168,13 +170,13 @@ class ComponentSection(CostSection):
     after: Annotated[Annotated[list[Name], Tag("<list>")] | Annotated[Name, Tag("<one>")], _Form] = Field(
         default_factory=list
     )
-    granularity: Gpus | Literal["all"] = 1
+    granularity: Gpus | Literal["all"] = 1  # batches that it takes at a time
     completion: Completion | None = None  # share of batches done by share of time
-    switch_seconds: Seconds = 0.0
-    engine: Name | None = None
+    switch_seconds: Seconds = 0.0  # what it pays to take its turn on shared GPUs
+    engine: Name | None = None  # components of one engine take turns without a switch
     device: Literal["gpu", "cpu"] = "gpu"
-    cpus: Cpus = 0.0
-    variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None
+    cpus: Cpus = 0.0  # that it takes, on CPUs
+    variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None  # ways to run it
     use: Name | None = None  # package.module:Class that `trimtab run` makes
     settings: dict[str, Any] | None = None  # of its constructor
     emulate: Switch | EmulateSection | None = None  # `trimtab run` only takes the time of its steps
@@ -185,28 +187,28 @@ class SyncSection(Section):
 
     source: Name = Field(alias="from")
     target: Name = Field(alias="to")
-    shared_seconds: Seconds = 0.0
-    separate_seconds: Seconds = 0.0
+    shared_seconds: Seconds = 0.0  # on the same GPUs
+    separate_seconds: Seconds = 0.0  # on different GPUs
 
 
 class WorkflowSection(Section):
     """The `workflow` section."""
 
-    batches: Gpus = 1
-    staleness: Annotated[int, Within(0, MAX_STALENESS)] = 0
-    components: dict[Name, ComponentSection]
-    weight_sync: SyncSection | None = None
+    batches: Gpus = 1  # of an iteration
+    staleness: Annotated[int, Within(0, MAX_STALENESS)] = 0  # iterations that rollouts may be ahead
+    components: dict[Name, ComponentSection]  # by name
+    weight_sync: SyncSection | None = None  # new weights, from the trainer to the rollout
 
 
 class JobFile(Section):
     """A whole job file."""
 
-    cluster: ClusterSection
-    workflow: WorkflowSection
-    placement: dict[Name, str | int] | None = None
-    rollout: Any = None  # these two are read by `formats.rollout.job_section`
-    elastic_config: Any = None
-    run: RunSection = Field(default_factory=RunSection)
+    cluster: ClusterSection  # nodes and GPUs
+    workflow: WorkflowSection  # components and their costs
+    placement: dict[Name, str | int] | None = None  # the current plan: components and GPU ranks
+    rollout: RolloutSection | None = None  # engines and gateway of `trimtab rollout serve`
+    elastic_config: Annotated[dict[str, Any], SETTINGS] | None = None  # how the number of engines follows the load
+    run: RunSection = Field(default_factory=RunSection)  # how `trimtab run` runs it
 
 
 def matches(config: Mapping[str, Any]) -> bool:

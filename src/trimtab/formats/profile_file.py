@@ -38,6 +38,12 @@ class ProfileSection(Section):
     components: Annotated[dict[Name, Annotated[dict[str, Any], COMPONENT]], Field(min_length=1)]
 
 
+class ProfileFile(Section):
+    """A profile file."""
+
+    profile: ProfileSection
+
+
 def read(path: Path) -> Profile:
     source, data = yaml_text.read_source(path)
     return from_data(data, source.name, source.text)
@@ -48,7 +54,7 @@ def from_data(data: Any, name: str, text: str = "") -> Profile:
     if not isinstance(data, Mapping) or "profile" not in data:
         hint = "a profile file starts with `profile:`; `trimtab profile logs FILE --output profile.yaml` writes one"
         raise InputError("this file holds no profile", where=name, hint=hint)
-    section = sections.read(ProfileSection, data["profile"], Source(name, text), "profile")
+    section = sections.read(ProfileFile, data, Source(name, text)).profile
     components = tuple(ComponentProfile(key, **stated) for key, stated in section.components.items())
     return Profile(section.source, components, section.notes or ())
 

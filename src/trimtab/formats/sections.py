@@ -21,14 +21,16 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationError,
     create_model,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from trimtab.core.errors import InputError, meant, nearest
-from trimtab.core.numbers import LONGEST_S, Range, ranges_of
+from trimtab.core.numbers import LONGEST_S, MAX_COUNT, Range, ranges_of
 from trimtab.formats.yaml_text import Source, read_source
 
 SectionT = TypeVar("SectionT", bound="Section")
@@ -69,8 +71,19 @@ class Within(Range):
         return value
 
 
-def _several(value: Any) -> Any:
-    return [value] if isinstance(value, str | Mapping) else value
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shorthand:
+    """Annotates a value that may be written shorter: a list as its only item, text as a number, a section as text."""
+
+    expand: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.expand, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        whole = handler(schema)
+        short = {"array": whole.get("items"), "string": {"type": "number"}}.get(whole.get("type", ""))
+        return {"anyOf": [short or {"type": "string"}, whole]}
 
 
 def _measured(value: Any) -> Any:
@@ -95,7 +108,7 @@ def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 Count = Annotated[int, Within(1, 1_000_000)]
 Index = Annotated[int, Within(0, 1_000_000)]
 Gpus = Annotated[int, Within(1, MAX_GPUS)]
-Seed = Annotated[int, Within(-LONGEST_S, LONGEST_S)]
+Seed = Annotated[int, Within(-MAX_COUNT, MAX_COUNT)]
 Seconds = Annotated[float, Within(0.0, LONGEST_S)]
 Limit = Annotated[float, Within(MIN_S, LONGEST_S)]  # seconds
 Gigabytes = Annotated[float, Within(0.0, 1e6)]
@@ -108,8 +121,8 @@ Points = Annotated[dict[Gpus, Seconds], Measured]
 Completion = Annotated[list[tuple[Share, Share]], AfterValidator(_rising)]
 Switch = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=100)]
-Names = Annotated[tuple[Name, ...], BeforeValidator(_several)]
-OneOrMore = BeforeValidator(_several)
+OneOrMore = Shorthand(lambda value: [value] if isinstance(value, str | Mapping) else value)
+Names = Annotated[tuple[Name, ...], OneOrMore]
 
 
 def refused(what: str, hint: str | None = None, *keys: str | int) -> PydanticCustomError:
@@ -150,6 +163,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     ELSEWHERE: ClassVar[Elsewhere] = {}
+    ORIGIN: ClassVar[Any] = None  # the dataclass whose fields these are
 
     @model_validator(mode="before")
     @classmethod
@@ -221,8 +235,8 @@ class FieldsOf:
             if field.default_factory is not dataclasses.MISSING:
                 default = Field(default_factory=field.default_factory)
             made[field.name] = (annotation, default)
-        base = type("Section", (Section,), {"ELSEWHERE": self.elsewhere})
-        section: Any = create_model(self.kind.__name__, __base__=base, __doc__=self.kind.__doc__, **made)
+        section: Any = create_model(self.kind.__name__, __base__=Section, **made)
+        section.ELSEWHERE, section.ORIGIN, section.__doc__ = self.elsewhere, self.kind, self.kind.__doc__
         return cast(type[Section], section)
 
 

@@ -17,7 +17,14 @@ from urllib.parse import urlsplit
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import sections, yaml_text
 from trimtab.formats.rollout import elastic_config as elastic_config_file
-from trimtab.formats.rollout.schema import MAX_ENGINES, AttachedEngine, GatewaySection, RolloutSection, StartedEngines
+from trimtab.formats.rollout.schema import (
+    MAX_ENGINES,
+    AttachedEngine,
+    GatewaySection,
+    RolloutSection,
+    ServedFile,
+    StartedEngines,
+)
 from trimtab.formats.yaml_text import Source
 from trimtab.machines.rollout.machine import STATIC
 from trimtab.machines.rollout.policies import policy as scaling
@@ -108,7 +115,7 @@ def from_data(data: Any, source: Source) -> RolloutSettings:
     """The settings in the data of a job file."""
     if not isinstance(data, Mapping) or data.get(SECTION) is None:
         raise _no_section(data, source.name)
-    section = sections.read(RolloutSection, data[SECTION], source, SECTION)
+    section = sections.read(ServedFile, data, source).rollout
     elastic = elastic_config_file.from_data(data, source)
     if elastic is not None:
         with source.located(elastic_config_file.BLOCK):

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from trimtab.formats.rollout.elastic_config import SETTINGS
 from trimtab.formats.sections import (
     Count,
     Elsewhere,
@@ -21,9 +22,11 @@ from trimtab.formats.sections import (
     Name,
     Names,
     OneOrMore,
+    OpenSection,
     Priority,
     Seconds,
     Section,
+    Shorthand,
     Switch,
     Within,
     checked_by,
@@ -79,8 +82,8 @@ def _address(url: str) -> str:
     return url
 
 
-Text = Annotated[str, BeforeValidator(_text)]  # may be written as a number
-Words = Annotated[tuple[Text, ...], BeforeValidator(_words)]
+Text = Annotated[str, Shorthand(_text)]  # may be written as a number
+Words = Annotated[tuple[Text, ...], Shorthand(_words)]
 Version = Annotated[int, Within(0, 2**53)]
 ResumeEvery = Annotated[float | str | None, checked_by(resume_bounds)]
 
@@ -115,7 +118,7 @@ class StartedEngines(Section):
 
     kind: Literal["vllm", "sglang", "llamacpp"] | None = None  # None: detected; the command is one's own
     model: str = ""
-    command: Annotated[Words, Field(min_length=1)] | None = None  # None: the default of the kind
+    command: Words | None = None  # None: the default of the kind
     arguments: Words = ()
     environment: dict[str, Text] = Field(default_factory=dict)
     count: Annotated[int, Within(1, MAX_ENGINES)] | Literal["nodes"] = 1  # nodes: as many as fit on the pool's nodes
@@ -141,10 +144,10 @@ class StartedEngines(Section):
 
     @model_validator(mode="after")
     def _check(self) -> StartedEngines:
-        if self.kind is None and self.command is None:
+        if self.kind is None and not self.command:
             what = "an engine has a url (it runs already), or a kind or command (trimtab starts it)"
             raise refused(what, "url: http://127.0.0.1:8000, or kind: vllm with model: PATH")
-        if not self.model and (self.command is None or "{model}" in " ".join(self.command)):
+        if not self.model and (not self.command or "{model}" in " ".join(self.command)):
             raise refused("no model is given for the engine's command", "model: PATH or its name")
         stated = [key for key in ON_A_POOL if key in self.model_fields_set and self.pool is None]
         if stated:
@@ -218,10 +221,6 @@ class GatewaySection(Section):
     stop_s: Seconds = 10.0  # grace period for running requests when the gateway stops
 
 
-def _engine(value: Any) -> Any:
-    return {"url": value} if isinstance(value, str) else value
-
-
 def _form(value: Any) -> str:
     attached = isinstance(value, AttachedEngine) or (isinstance(value, Mapping) and "url" in value)
     return "<attached>" if attached else "<started>"
@@ -230,7 +229,7 @@ def _form(value: Any) -> str:
 Engine = Annotated[
     Annotated[AttachedEngine, Tag("<attached>")] | Annotated[StartedEngines, Tag("<started>")],
     Discriminator(_form),
-    BeforeValidator(_engine),
+    Shorthand(lambda value: {"url": value} if isinstance(value, str) else value),
 ]
 Rules = Annotated[
     dict[str, Any],
@@ -245,16 +244,16 @@ Rules = Annotated[
 class RolloutSection(Section):
     """The `rollout` section."""
 
-    engines: Annotated[tuple[Engine, ...], OneOrMore, Field(max_length=MAX_ENGINES)] = ()
+    engines: Annotated[tuple[Engine, ...], Field(max_length=MAX_ENGINES), OneOrMore] = ()  # attached or started
     version: Version = 0  # of the initial weights
     classes: dict[Name, Annotated[dict[str, Any], FieldsOf(RequestClass, elsewhere={"name": ("is the key", "")})]] = (
         Field(default_factory=dict)
-    )  # of requests
-    ownership: Annotated[dict[str, Any], FieldsOf(Ownership)] = Field(default_factory=dict)
-    rules: Rules = Field(default_factory=dict)
-    gateway: GatewaySection = Field(default_factory=GatewaySection)
+    )
+    ownership: Annotated[dict[str, Any], FieldsOf(Ownership)] = Field(default_factory=dict)  # who acts on engines
+    rules: Rules = Field(default_factory=dict)  # how workers and requests are judged
+    gateway: GatewaySection = Field(default_factory=GatewaySection)  # the HTTP front
     follow_weights: Switch = False  # a trainer refits engines directly: follow the versions they report
-    journal: str | None = None
+    journal: str | None = None  # file for the pool's events
     logs: str | None = None  # of started engines; None: beside the gateway's address file
     ray: Name | None = None  # address of the cluster whose pools engines are started on
 
@@ -274,3 +273,10 @@ class RolloutSection(Section):
         if sum(engine.workers or 0 for engine in self.engines) > MAX_ENGINES:
             raise refused(f"more than {MAX_ENGINES} engines", None, "engines")
         return self
+
+
+class ServedFile(OpenSection):
+    """A job file as `trimtab rollout serve` reads it."""
+
+    rollout: RolloutSection
+    elastic_config: Annotated[dict[str, Any], SETTINGS] | None = None  # how the number of engines follows the load

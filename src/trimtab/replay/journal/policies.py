@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from trimtab.core.errors import InputError, check_known, meant
 from trimtab.core.resources import Resources
@@ -22,7 +22,7 @@ from trimtab.model.pool import PoolSpec, PreemptionPolicy, rules_of
 from trimtab.replay.journal.replay import AS_IT_WAS, RECORDED, AlternativePolicy
 from trimtab.replay.journal.world import JournalWorld, base_name
 from trimtab.replay.pool.policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy
-from trimtab.replay.pool.scenario import PoolPolicySection, by_use
+from trimtab.replay.pool.scenario import BY_USE, PoolPolicySection
 
 RULE_KEYS = ("label_rules", "cross_pool", "protected_pools")  # preemption keys that only a journal policy takes
 ONE_POOL_KEYS = (*POOL_KEYS, "quota", "borrow", "reserved_priority", "dynamic_limit")
@@ -38,7 +38,7 @@ class JournalPolicySection(PoolPolicySection):
 
 
 class _PolicyFile(Section):
-    policies: list[Annotated[JournalPolicySection, BeforeValidator(by_use)]] = Field(min_length=1)
+    policies: list[Annotated[JournalPolicySection, BY_USE]] = Field(min_length=1)
 
 
 def read_alternatives(given: Sequence[str]) -> list[AlternativePolicy]:

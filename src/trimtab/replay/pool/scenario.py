@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from trimtab.core.errors import InputError
 from trimtab.formats.sections import (
@@ -24,6 +24,7 @@ from trimtab.formats.sections import (
     Positive,
     Section,
     Seed,
+    Shorthand,
     Within,
     checked_by,
     read_file,
@@ -237,12 +238,8 @@ def _policy(section: PoolPolicySection) -> PoolPolicy:
     return PoolPolicy(name, section.use, section.preemption, section.pool, section.threshold_gpu_s)
 
 
-def by_use(value: Any) -> Any:
-    """A policy that is only named has the name as its `use`."""
-    return {"use": value} if isinstance(value, str) else value
-
-
-Policy = Annotated[PoolPolicy, Made(Annotated[PoolPolicySection, BeforeValidator(by_use)], _policy)]
+BY_USE = Shorthand(lambda value: {"use": value} if isinstance(value, str) else value)
+Policy = Annotated[PoolPolicy, Made(Annotated[PoolPolicySection, BY_USE], _policy)]
 
 
 class PoolScenarioFile(Section):

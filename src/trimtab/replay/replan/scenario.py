@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from trimtab.core.errors import InputError, check_known
 from trimtab.formats import job as job_form
@@ -55,7 +55,7 @@ from trimtab.replay.common.comparison import (
 )
 from trimtab.replay.common.recommend import Recommendation
 from trimtab.replay.common.timing import Durations
-from trimtab.replay.pool.scenario import SEEDS, Seeds, by_use
+from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds
 from trimtab.replay.replan.noise import DrawnNoise, Noise, SyntheticNoise, TraceNoise, minibatches
 from trimtab.replay.replan.past_run import JOB, PastRunReality, read_past_run
 from trimtab.replay.replan.reality import (
@@ -249,7 +249,7 @@ def _drift(stated: dict[str, Any]) -> Drift:
 class NoiseSection(Section):
     """The `noise` section: a trace, a distribution, or synthetic."""
 
-    trace: Annotated[tuple[Path, ...], OneOrMore, Field(min_length=1)] | None = None
+    trace: Annotated[tuple[Path, ...], Field(min_length=1), OneOrMore] | None = None
     factor: Durations | None = None
     spread: Share | None = None
     alike: Annotated[float, Within(0.0, 0.999_999)] | None = None
@@ -298,8 +298,8 @@ class ReplanScenarioFile(Section):
     periodic: Annotated[PeriodicWork, FieldsOf(PeriodicWork)] | None = None
     moves: Annotated[dict[str, Any], FieldsOf(MigrationTimes)] = Field(default_factory=dict)
     loop: Rules = Field(default_factory=dict)
-    policies: Annotated[tuple[Annotated[ReplanPolicySection, BeforeValidator(by_use)], ...], Field(min_length=1)] = (
-        tuple(ReplanPolicySection(use=use) for use in POLICIES)
+    policies: Annotated[tuple[Annotated[ReplanPolicySection, BY_USE], ...], Field(min_length=1)] = tuple(
+        ReplanPolicySection(use=use) for use in POLICIES
     )
     seeds: Seeds = SEEDS
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from trimtab.core.errors import InputError, check_known
 from trimtab.formats import sections
@@ -34,7 +34,7 @@ from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.comparison import check_unique
 from trimtab.replay.common.traces import RequestRow, requests
-from trimtab.replay.pool.scenario import SEEDS, Seeds, by_use
+from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds
 from trimtab.replay.rollout.driver import SimulatedFleet
 from trimtab.replay.rollout.engine_model import EngineSpeed
 from trimtab.replay.rollout.policies import as_documented, ray_serve
@@ -162,9 +162,9 @@ class RolloutScenarioFile(Section):
     engines: EnginesSection = Field(default_factory=EnginesSection)
     rollout: RolloutLoadSection
     elastic: Elastic = Field(default_factory=dict)  # for every policy
-    policies: Annotated[
-        tuple[Annotated[RolloutPolicySection, BeforeValidator(by_use)], ...], OneOrMore, Field(min_length=1)
-    ] = tuple(RolloutPolicySection(use=use) for use in POLICIES)
+    policies: Annotated[tuple[Annotated[RolloutPolicySection, BY_USE], ...], Field(min_length=1), OneOrMore] = tuple(
+        RolloutPolicySection(use=use) for use in POLICIES
+    )
     seeds: Seeds = SEEDS
 
 
