@@ -269,12 +269,12 @@ def test_with_elastic_settings_engines_that_nobody_needs_are_not_kept() -> None:
         ({"engine_settings": {"size": 3}}, "cannot be made with these settings"),
         ({"ask": "engines_for_runs:Plain"}, "has no requests"),
         ({"ask_settings": {"least": 3}}, "cannot be made with ask_settings"),
-        ({"gpus_each": 0}, "gpus_each is 0"),
+        ({"gpus_each": 0}, "gpus_each is not right: 0"),
         ({"gateway": {"prt": 3}}, "unknown key prt"),
         ({"rules": {"drains_s": 3.0}}, "unknown key drains_s"),
         ({"rules": {"max_workers": 3}}, "is set by the run"),
         ({"elastic": {"max_worker": 3}}, "unknown key max_worker"),
-        ({"gpu_each": 2}, "unknown setting gpu_each"),
+        ({"gpu_each": 2}, "unknown key gpu_each"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_made(settings: dict[str, Any], said: str) -> None:

@@ -30,6 +30,7 @@ from trimtab.cli import profile as profile_commands
 from trimtab.cli import replay as replay_commands
 from trimtab.cli import report as run_report_command
 from trimtab.cli import run as run_commands
+from trimtab.cli import schema as schema_command
 from trimtab.cli import simulate as simulate_commands
 from trimtab.cli import why as why_commands
 from trimtab.cli.rollout import commands as rollout_commands
@@ -51,6 +52,7 @@ app.command("partition")(partition_commands.partition)
 app.command("run")(run_commands.run)
 app.command("simulate")(simulate_commands.simulate)
 app.command("replay")(replay_commands.replay)
+app.command("schema")(schema_command.schema)
 app.command("report")(run_report_command.report)
 app.command("dashboard")(dashboard_commands.dashboard)
 app.command("top")(dashboard_commands.top)

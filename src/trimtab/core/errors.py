@@ -6,9 +6,10 @@ Each kind carries an exit status for the command line. Raised where the fault is
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 MAX_LINE_CHARS = 1_000  # of one line of an error
+UNKNOWN_KEY = "unknown key {}"
 MAX_KEY_CHARS = 200  # a longer word is no misspelt key
 
 
@@ -71,3 +72,23 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         return None
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return matches[0] if matches else None
+
+
+def meant(word: object, known: Iterable[str], otherwise: str = "") -> str:
+    """The hint for an unknown word: the nearest known one, if any is close enough."""
+    near = nearest(str(word), known)
+    return f"did you mean {near}?" if near else otherwise
+
+
+def unknown(word: object, known: Collection[str], where: str | None = None, what: str = UNKNOWN_KEY) -> InputError:
+    """The error for a word that is none of the known ones."""
+    listed = ", ".join([*known][:24]) or "none"
+    return InputError(what.format(word), where=where, hint=meant(word, known, f"known: {listed}"))
+
+
+def check_known(
+    words: Iterable[object], known: Collection[str], where: str | None = None, what: str = UNKNOWN_KEY
+) -> None:
+    for word in words:
+        if word not in known:
+            raise unknown(word, known, where, what)

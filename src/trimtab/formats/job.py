@@ -6,28 +6,34 @@ is guessed: what is not stated is not checked, and the answer says so.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.ranks import ranks_text
+from trimtab.formats import sections
 from trimtab.formats.loaded import LoadedJob, PlanSettings
-from trimtab.formats.run_section import read_section, unknown_component, unknown_key
-from trimtab.formats.yaml_text import dump
+from trimtab.formats.rollout.elastic_config import SETTINGS
+from trimtab.formats.rollout.schema import RolloutSection
+from trimtab.formats.run_section import RunSection, check_loop
+from trimtab.formats.sections import (
+    MAX_GPUS,
+    Completion,
+    Gigabytes,
+    Gpus,
+    Name,
+    Points,
+    Seconds,
+    Section,
+    Share,
+    Switch,
+    Within,
+)
+from trimtab.formats.yaml_text import Source, dump
 from trimtab.model.plan import CurrentPlacement, Plan
 from trimtab.model.profile import Profile
 from trimtab.model.workflow import (
@@ -43,37 +49,12 @@ from trimtab.model.workflow import (
     WeightSync,
     Workflow,
     check_workflow,
+    unknown_component,
 )
 
 NAME = "trimtab"
-MAX_GPUS = 65_536
-MAX_BATCHES = 65_536
 MAX_STALENESS = 64  # iterations that rollouts may be ahead
-
-
-def _whole(value: Any) -> Any:
-    """Counts are numbers or digit strings, never booleans."""
-    if isinstance(value, bool):
-        raise ValueError("a whole number is expected, not true or false")
-    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 12:
-        return int(value)
-    return value
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is expected, not true or false")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a finite number is expected")
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_GPUS, strict=True)]
-Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e9, allow_inf_nan=False)]
-Gigabytes = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e6, allow_inf_nan=False)]
-Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=100)]
-Points = dict[Count, Seconds]
+EXAMPLE = "see `trimtab plan --help` for a whole example"
 
 
 def _form(value: Any) -> str:
@@ -94,47 +75,42 @@ SecondsForms = Annotated[
     _Form,
 ]
 GigabytesForms = Annotated[
-    Annotated[Gigabytes, Tag("<one>")] | Annotated[dict[Count, Gigabytes], Tag("<points>")], _Form
+    Annotated[Gigabytes, Tag("<one>")] | Annotated[dict[Gpus, Gigabytes], Tag("<points>")], _Form
 ]
+NodeGpus = Annotated[int, Within(0, MAX_GPUS)]
+Cpus = Annotated[float, Within(0.0, 1e6)]
+Spread = Annotated[float, Within(0.0, 2.0)]  # standard deviation of the logarithm
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
-
-class NodeSection(_Section):
+class NodeSection(Section):
     """An entry of `cluster.nodes`, when that is a list."""
 
     name: Name | None = None
-    gpus: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_GPUS, strict=True)]
-    gpu: Name | None = None
+    gpus: NodeGpus  # how many
+    gpu: Name | None = None  # their kind, such as H100
     gpu_memory_gb: Gigabytes | None = None
     host_memory_gb: Gigabytes | None = None
-    cpus: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
+    cpus: Cpus | None = None
 
 
-class ClusterSection(_Section):
+class ClusterSection(Section):
     """The `cluster` section."""
 
-    nodes: Annotated[
-        Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_GPUS, strict=True), Tag("<one>")]
-        | Annotated[list[NodeSection], Tag("<list>")],
-        _Form,
-    ] = 1
-    gpus_per_node: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1024, strict=True)] | None = None
-    gpu: Name | None = None
-    gpu_memory_gb: Gigabytes | None = None
-    host_memory_gb: Gigabytes | None = None
-    cpus: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
+    nodes: Annotated[Annotated[NodeGpus, Tag("<one>")] | Annotated[list[NodeSection], Tag("<list>")], _Form] = 1
+    gpus_per_node: Annotated[int, Within(0, 1024)] | None = None  # where `nodes` is a number
+    gpu: Name | None = None  # kind of the GPUs, such as H100
+    gpu_memory_gb: Gigabytes | None = None  # of each GPU
+    host_memory_gb: Gigabytes | None = None  # of each node
+    cpus: Cpus | None = None
 
 
-class MemorySection(_Section):
+class MemorySection(Section):
     """`memory_gb` of a component or variant."""
 
-    active: GigabytesForms | None = None
-    resident: GigabytesForms = 0.0
-    sharded: Gigabytes | None = None
-    per_gpu: Gigabytes | None = None
+    active: GigabytesForms | None = None  # of each GPU while it works
+    resident: GigabytesForms = 0.0  # of each GPU while others work there
+    sharded: Gigabytes | None = None  # in all, divided among the GPUs
+    per_gpu: Gigabytes | None = None  # of each GPU in addition
 
     @model_validator(mode="after")
     def _one_form(self) -> MemorySection:
@@ -143,17 +119,17 @@ class MemorySection(_Section):
         return self
 
 
-class CostSection(_Section):
+class CostSection(Section):
     """Keys that a component and its variants share."""
 
-    seconds: SecondsForms | None = None
-    gpus: list[Count] | None = None
-    multiple_of: Count | None = None
-    floor_seconds: Seconds | None = None
+    seconds: SecondsForms | None = None  # of an iteration, as measured: {GPUs: seconds}, also by kind of GPU
+    gpus: list[Gpus] | None = None  # allowed numbers of GPUs
+    multiple_of: Gpus | None = None  # GPUs come in multiples of this
+    floor_seconds: Seconds | None = None  # that more GPUs do not shorten
     memory_gb: (
         Annotated[Annotated[Gigabytes, Tag("<one>")] | Annotated[MemorySection, Tag("<section>")], _Form] | None
     ) = None
-    host_memory_gb: Gigabytes | None = None
+    host_memory_gb: Gigabytes | None = None  # for each of its GPUs, while parked
 
 
 class VariantSection(CostSection):
@@ -162,51 +138,77 @@ class VariantSection(CostSection):
     name: Name
 
 
+class TailSection(Section):
+    """Batches of an emulated component that take longer than others."""
+
+    share: Share = 0.0
+    factor: Annotated[float, Within(1.0, 1e9)] = 1.0
+
+
+class LevelSection(Section):
+    """The drift of an emulated component."""
+
+    to: Annotated[float, Within(1e-9, 1e9)] = 1.0  # times its profile
+    over: Annotated[int, Within(1, 1_000_000)] = 1  # iterations
+    begin: Annotated[int, Within(1, 1_000_000)] = Field(default=1, alias="from")  # iteration
+
+
+class EmulateSection(Section):
+    """How an emulated component differs from its profile."""
+
+    seconds: Points | None = None  # instead of the profile, by GPUs
+    noise: Spread = 0.0  # between iterations
+    step_noise: Spread = 0.0  # between batches
+    factors: Annotated[list[Annotated[float, Within(1e-9, 1e9)]], Field(min_length=1)] | None = None  # measured noise
+    tail: TailSection = Field(default_factory=TailSection)
+    drift: LevelSection = Field(default_factory=LevelSection)
+
+
 class ComponentSection(CostSection):
     """A component."""
 
     after: Annotated[Annotated[list[Name], Tag("<list>")] | Annotated[Name, Tag("<one>")], _Form] = Field(
         default_factory=list
     )
-    granularity: Count | Literal["all"] = 1
-    completion: list[tuple[Share, Share]] | None = None
-    switch_seconds: Seconds = 0.0
-    engine: Name | None = None
+    granularity: Gpus | Literal["all"] = 1  # batches that it takes at a time
+    completion: Completion | None = None  # share of batches done by share of time
+    switch_seconds: Seconds = 0.0  # what it pays to take its turn on shared GPUs
+    engine: Name | None = None  # components of one engine take turns without a switch
     device: Literal["gpu", "cpu"] = "gpu"
-    cpus: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
-    variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None
-    use: Any = None  # these three are read by `trimtab run`
-    settings: Any = None
-    emulate: Any = None
+    cpus: Cpus = 0.0  # that it takes, on CPUs
+    variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None  # ways to run it
+    use: Name | None = None  # package.module:Class that `trimtab run` makes
+    settings: dict[str, Any] | None = None  # of its constructor
+    emulate: Switch | EmulateSection | None = None  # `trimtab run` only takes the time of its steps
 
 
-class SyncSection(_Section):
+class SyncSection(Section):
     """The `weight_sync` section."""
 
     source: Name = Field(alias="from")
     target: Name = Field(alias="to")
-    shared_seconds: Seconds = 0.0
-    separate_seconds: Seconds = 0.0
+    shared_seconds: Seconds = 0.0  # on the same GPUs
+    separate_seconds: Seconds = 0.0  # on different GPUs
 
 
-class WorkflowSection(_Section):
+class WorkflowSection(Section):
     """The `workflow` section."""
 
-    batches: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_BATCHES, strict=True)] = 1
-    staleness: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_STALENESS, strict=True)] = 0
-    components: dict[Name, ComponentSection]
-    weight_sync: SyncSection | None = None
+    batches: Gpus = 1  # of an iteration
+    staleness: Annotated[int, Within(0, MAX_STALENESS)] = 0  # iterations that rollouts may be ahead
+    components: dict[Name, ComponentSection]  # by name
+    weight_sync: SyncSection | None = None  # new weights, from the trainer to the rollout
 
 
-class JobFile(_Section):
+class JobFile(Section):
     """A whole job file."""
 
-    cluster: ClusterSection
-    workflow: WorkflowSection
-    placement: dict[Name, str | int] | None = None
-    rollout: Any = None  # these two are read by `formats.rollout.job_section`
-    elastic_config: Any = None
-    run: Any = None  # read by `formats.run_section`
+    cluster: ClusterSection  # nodes and GPUs
+    workflow: WorkflowSection  # components and their costs
+    placement: dict[Name, str | int] | None = None  # the current plan: components and GPU ranks
+    rollout: RolloutSection | None = None  # engines and gateway of `trimtab rollout serve`
+    elastic_config: Annotated[dict[str, Any], SETTINGS] | None = None  # how the number of engines follows the load
+    run: RunSection = Field(default_factory=RunSection)  # how `trimtab run` runs it
 
 
 def matches(config: Mapping[str, Any]) -> bool:
@@ -214,17 +216,28 @@ def matches(config: Mapping[str, Any]) -> bool:
     return "workflow" in config or set(config) <= set(JobFile.model_fields)
 
 
-def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) -> LoadedJob:
-    """A job from the data of a file; InputError names the wrong key."""
-    name = str(path)
+def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None, text: str = "") -> LoadedJob:
+    """A job from the data of a file; InputError names the wrong key, and its line where the text is given."""
+    source = Source(str(path), text)
+    with source.located():
+        return loaded(parsed(config, source), path, profile)
+
+
+def parsed(config: Mapping[str, Any], source: Source) -> JobFile:
+    """The sections of a job file."""
     try:
-        file = JobFile.model_validate(dict(config))
-    except ValidationError as error:
-        raise _input_error(error, name) from None
-    except RecursionError:
-        raise InputError("the file is nested too deeply", where=name) from None
+        file = sections.read(JobFile, {key: value for key, value in config.items() if value is not None}, source)
+    except InputError as error:
+        error.hint = error.hint or EXAMPLE
+        raise
+    check_loop(file.run.loop, file.workflow.components, source, "run", "loop")
+    return file
+
+
+def loaded(file: JobFile, path: Path, profile: Profile | None = None) -> LoadedJob:
+    """The job of a file."""
+    name = str(path)
     cluster = _cluster(file.cluster, name)
-    read_section(file.run, path, file.workflow.components)
     components = tuple(
         _component(n, section, cluster, profile, name) for n, section in file.workflow.components.items()
     )
@@ -241,15 +254,12 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) 
         check_workflow(workflow)
     except InputError as error:
         raise InputError(error.what, where=f"{name}: {error.where}", hint=error.hint) from None
-    current = None
-    if file.placement is not None:
-        current = _current(file.placement, workflow, cluster, name)
     return LoadedJob(
         file_format=NAME,
         path=path,
         job=PlacementJob(cluster, workflow),
         settings=lambda plan: settings(plan, cluster),
-        current=current,
+        current=None if file.placement is None else _current(file.placement, workflow, cluster, name),
         # This format has no parent files; a missing `placement` is added at the end.
         literal=lambda key: True,
         states=lambda key, value: key == "placement" and file.placement == value,
@@ -272,40 +282,25 @@ def _cluster(section: ClusterSection, name: str) -> Cluster:
                 "gpus_per_node goes with a number of nodes; a list of nodes states `gpus` for each",
                 where=f"{name}: cluster.gpus_per_node",
             )
-        nodes = tuple(
-            Node(
-                name=node.name or f"node{i}",
-                gpus=node.gpus,
-                gpu=node.gpu or section.gpu or ANY_KIND,
-                gpu_memory_gb=_first(node.gpu_memory_gb, section.gpu_memory_gb),
-                host_memory_gb=_first(node.host_memory_gb, section.host_memory_gb),
-                cpus=_first(node.cpus, section.cpus),
-            )
-            for i, node in enumerate(section.nodes)
+        listed = section.nodes
+    elif section.gpus_per_node is None:
+        raise InputError(
+            "how many GPUs a node has is not stated",
+            where=f"{name}: cluster",
+            hint="add cluster.gpus_per_node, or list the nodes with their `gpus`",
         )
-        names = [node.name for node in nodes]
-        for node in names:
-            if names.count(node) > 1:
-                raise InputError(f"two nodes are called {node}", where=f"{name}: cluster.nodes")
     else:
-        if section.gpus_per_node is None:
-            raise InputError(
-                "how many GPUs a node has is not stated",
-                where=f"{name}: cluster",
-                hint="add cluster.gpus_per_node, or list the nodes with their `gpus`",
-            )
-        nodes = tuple(
-            Node(
-                f"node{i}",
-                section.gpus_per_node,
-                section.gpu or ANY_KIND,
-                section.gpu_memory_gb,
-                section.host_memory_gb,
-                section.cpus,
-            )
-            for i in range(section.nodes)
-        )
-    cluster = Cluster(nodes)
+        listed = [NodeSection(gpus=section.gpus_per_node)] * section.nodes
+    shared = section.model_dump(exclude_none=True, exclude={"nodes"})
+    nodes: dict[str, Node] = {}
+    for i, node in enumerate(listed):
+        stated = {**shared, **node.model_dump(exclude_none=True)}
+        called = node.name or f"node{i}"
+        if called in nodes:
+            raise InputError(f"two nodes are called {called}", where=f"{name}: cluster.nodes")
+        memory = {key: stated.get(key) for key in ("gpu_memory_gb", "host_memory_gb", "cpus")}
+        nodes[called] = Node(called, node.gpus, stated.get("gpu", ANY_KIND), **memory)
+    cluster = Cluster(tuple(nodes.values()))
     if cluster.gpus > MAX_GPUS:
         raise InputError(
             f"{cluster.gpus} GPUs are more than the {MAX_GPUS} trimtab plans for", where=f"{name}: cluster"
@@ -313,22 +308,16 @@ def _cluster(section: ClusterSection, name: str) -> Cluster:
     return cluster
 
 
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
-
-
 def _component(name: str, section: ComponentSection, cluster: Cluster, profile: Profile | None, file: str) -> Component:
     where = f"{file}: workflow.components.{name}"
     measured = profile.component(name) if profile else None
-    completion = section.completion
-    if completion is None and measured is not None and measured.completion:
-        completion = list(measured.completion)
+    completion = section.completion if section.completion is not None or measured is None else measured.completion
     after = (section.after,) if isinstance(section.after, str) else tuple(dict.fromkeys(section.after))
     common: dict[str, Any] = {
         "name": name,
         "after": after,
         "granularity": None if section.granularity == "all" else section.granularity,
-        "completion": _completion(completion, f"{where}.completion") if completion else (),
+        "completion": tuple(point for point in completion or () if point != (0.0, 0.0)),
         "switch_seconds": section.switch_seconds,
         "engine": section.engine,
     }
@@ -386,22 +375,6 @@ def _inherit(variant: VariantSection, section: ComponentSection) -> VariantSecti
     return variant.model_copy(update=shared)
 
 
-def _completion(points: list[tuple[float, float]], where: str) -> tuple[tuple[float, float], ...]:
-    points = [point for point in points if point != (0.0, 0.0)]
-    before = (0.0, 0.0)
-    for point in points:
-        if point[0] <= before[0] or point[1] < before[1]:
-            raise InputError(
-                f"completion must rise: {list(point)} comes after {list(before)}",
-                where=where,
-                hint="points are [share of batches done, share of time], from [0, 0] to [1.0, 1.0]",
-            )
-        before = point
-    if before != (1.0, 1.0):
-        raise InputError("completion must end at [1.0, 1.0]: all batches in all of the time", where=where)
-    return tuple(points)
-
-
 def _variant(name: str, section: CostSection, cluster: Cluster, where: str) -> Variant:
     if section.seconds is None:
         raise InputError(
@@ -422,10 +395,6 @@ def _variant(name: str, section: CostSection, cluster: Cluster, where: str) -> V
             near = nearest(kind, cluster.kinds)
             if near:
                 raise InputError(f"the cluster has no {kind}; did you mean {near}?", where=f"{where}.seconds.{kind}")
-        if not isinstance(points, Mapping) or not points:
-            raise InputError(
-                "measured points {gpus: seconds} are expected", where=f"{where}.seconds{'.' + kind if kind else ''}"
-            )
         seconds[kind] = tuple(sorted((int(g), float(s)) for g, s in points.items()))
     floor = section.floor_seconds or 0.0
     shortest = min((s for points in seconds.values() for _, s in points), default=0.0)
@@ -474,66 +443,6 @@ def _current(placement: Mapping[str, str | int], workflow: Workflow, cluster: Cl
                 raise InputError(f"{component} is placed twice", where=where)
             ranks[component] = ranks_of(str(value), cluster.gpus, where)
     return CurrentPlacement(ranks, f"{name}: placement")
-
-
-def _input_error(error: ValidationError, name: str) -> InputError:
-    fault, keys = first_fault(error, prefixes=("<",))
-    path = [str(key) for key in keys]
-    last = path[-1] if path else "the file"
-    where = f"{name}: {'.'.join(path) or 'top level'}"
-    example = "see `trimtab plan --help` for a whole example"
-    if fault["type"] == "extra_forbidden":
-        return unknown_key(last, _known_keys(path[:-1]), where)
-    if fault["type"] == "missing":
-        return InputError(f"{last} is missing", where=where, hint=example)
-    if fault["type"].startswith("union_tag"):
-        return InputError(f"{last} has a form that is not known here", where=where, hint=example)
-    return invalid_value(fault, last, where)
-
-
-def first_fault(
-    error: ValidationError, *, names: Sequence[str] = (), prefixes: tuple[str, ...] = ()
-) -> tuple[Any, list[int | str]]:
-    """The first error of pydantic, unknown keys before others, and its keys in the file.
-
-    Parts of a location that name a branch of a union are left out; `names` and `prefixes` are those of the caller.
-    """
-    faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
-
-    def is_branch(part: int | str) -> bool:
-        return isinstance(part, str) and (
-            part in {"int", "float", "str", "[key]", *names}
-            or part.startswith(("constrained-", "function-", "literal[", *prefixes))
-        )
-
-    return faults[0], [part for part in faults[0]["loc"] if not is_branch(part)]
-
-
-def invalid_value(fault: Any, key: str, where: str) -> InputError:
-    """The error for a value that pydantic refused."""
-    message = fault["msg"].removeprefix("Value error, ")
-    given = fault.get("input")
-    shown = "" if isinstance(given, Mapping | list) else f": {given!r}"[:80]
-    return InputError(f"{key} is not right{shown}", where=where, hint=message[:1].lower() + message[1:])
-
-
-def _known_keys(path: list[str]) -> list[str]:
-    """The known keys of a section."""
-    model: type[BaseModel] = JobFile
-    step = [part for part in path if not part.isdecimal()]
-    if step[:1] == ["cluster"]:
-        model = NodeSection if "nodes" in step else ClusterSection
-    elif step[:2] == ["workflow", "components"] and len(step) >= 3:
-        model = ComponentSection
-        if "variants" in step[3:]:
-            model = VariantSection
-        if "memory_gb" in step[3:]:
-            model = MemorySection
-    elif step[:2] == ["workflow", "weight_sync"]:
-        model = SyncSection
-    elif step[:1] == ["workflow"]:
-        model = WorkflowSection
-    return [field.alias or key for key, field in model.model_fields.items()]
 
 
 def ranks_of(text: str, total: int, where: str) -> tuple[int, ...]:

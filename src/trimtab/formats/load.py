@@ -39,7 +39,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
             hint="see `trimtab plan --help` for a whole example",
         )
     if job.matches(data) and "${" not in text:
-        return job.read(overridden(data, overrides), path, profile)
+        return job.read(overridden(data, overrides), path, profile, "" if overrides else text)
     # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
     from trimtab.formats.frameworks.hydra_config import compose
     from trimtab.formats.frameworks.nemo_rl import config as nemo_rl

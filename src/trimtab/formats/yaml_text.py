@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,48 @@ from trimtab.formats.files import unreadable
 MAX_BYTES = 8 * 2**20
 
 
+@dataclass(frozen=True)
+class Source:
+    """A file in errors: its name, and its text for line numbers (empty: none are given)."""
+
+    name: str
+    text: str = field(default="", repr=False)
+
+    def place(self, *keys: str | int) -> str:
+        """`file:line: a.b[0].c`; the line is that of the nearest key in the file."""
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+        line = self._line(keys)
+        return f"{self.name}:{line}: {path}" if line else f"{self.name}: {path}" if path else self.name
+
+    def error(self, what: str, *keys: str | int, hint: str | None = None) -> InputError:
+        return InputError(what, where=self.place(*keys), hint=hint)
+
+    @contextmanager
+    def located(self, *keys: str | int) -> Iterator[None]:
+        """Give errors of the block a place in the file: the dotted key that they name, or these keys."""
+        try:
+            yield
+        except InputError as error:
+            named = (error.where or "").removeprefix(f"{self.name}: ")
+            if not named.startswith(f"{self.name}:"):
+                found = re.findall(r"\[(\d+)\]|([^.\[\]]+)", named)
+                words = [int(index) if index else word for index, word in found]
+                error.where = self.place(*(words if words[:1] == list(keys[:1]) or not keys else keys))
+            raise
+
+    def _line(self, keys: tuple[str | int, ...]) -> int | None:
+        node: Any = _marked(self.text)
+        line = None
+        with suppress(AttributeError, KeyError, IndexError, TypeError, ValueError):
+            for key in keys:
+                # An int is the index of a list; a number that is a key comes as text.
+                key = key if isinstance(key, int) or key in node else int(key)
+                marks = node.lc
+                line = (marks.item(key) if isinstance(node, list) else marks.key(key))[0] + 1
+                node = node[key]
+        return line
+
+
 def read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
@@ -28,6 +74,21 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text (byte {error.start})", where=str(path)) from None
+
+
+def read_source(path: Path) -> tuple[Source, Any]:
+    """A YAML file: for errors, and its data."""
+    source = Source(str(path), read_text(path))
+    return source, parse(source.text, source.name)
+
+
+@lru_cache(maxsize=4)
+def _marked(text: str) -> Any:
+    """The data with positions; None where the text is not YAML."""
+    try:
+        return YAML(typ="rt", pure=True).load(text)
+    except (YAMLError, ValueError, RecursionError):
+        return None
 
 
 def parse(text: str, name: str) -> Any:

@@ -27,12 +27,13 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayActorError
 
-from trimtab.core.errors import InputError, TrimtabError, UnreachableError, nearest
+from trimtab.core.errors import TrimtabError, UnreachableError, check_known
+from trimtab.core.numbers import LONGEST_S, MAX_COUNT, Ranges, check_fields
 from trimtab.model.rollout import Owner, Ownership, RequestClass, RolloutRules, WorkerSpec, WorkerState
 from trimtab.runtime.engines.engine import (
     EngineCapability,
@@ -70,27 +71,20 @@ class BalancerSettings:
     look_s: float = 2.0  # between two health checks
     sticky: int = 10_000  # trajectories that are remembered
 
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("limit", "sticky"), (1, MAX_COUNT)),
+        **dict.fromkeys(("wait_s", "lease_s", "look_s"), (1e-9, LONGEST_S)),
+    }
+
     def __post_init__(self) -> None:
-        for name in ("limit", "sticky"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a whole number, 1 or more, not {value!r}", where=name)
-        for name in ("wait_s", "lease_s", "look_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise InputError(f"{name} must be a number of seconds above 0, not {value!r}", where=name)
-        if self.watch not in WATCH_MODES:
-            raise InputError(f"watch is {self.watch!r}", where="watch", hint=f"one of {', '.join(WATCH_MODES)}")
+        check_fields(self, "the load balancer")
+        check_known([self.watch], WATCH_MODES, "the load balancer", "watch is {!r}")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> BalancerSettings:
         """From plain data; raises InputError for an unknown key."""
         known = [field.name for field in fields(cls)]
-        for key in given:
-            if key not in (*known, "router_class"):
-                near = nearest(str(key), known)
-                hint = f"did you mean {near}?" if near else f"settings: {', '.join(known)}"
-                raise InputError(f"unknown setting of the load balancer: {key}", where=str(key), hint=hint)
+        check_known(given, (*known, "router_class"), "the load balancer", "unknown setting {}")
         return cls(**{key: value for key, value in given.items() if key != "router_class"})
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from trimtab.core.errors import InputError, nearest
-from trimtab.core.numbers import SHORTEST_S, is_number, is_whole
+from trimtab.core.errors import InputError, check_known
+from trimtab.core.numbers import SHORTEST_S, Ranges, check_fields
 
 NARROW_GAP = 0.15  # thresholds closer than this are warned about
 HIGH_THRESHOLD = 0.95  # above it requests queue before a worker is added
@@ -45,20 +45,16 @@ class ElasticConfig:
     policy: str | PolicyFunction = "threshold"
     scale_down_requires_demand: bool = False  # release a worker only to a borrower that can use it long enough
 
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("scale_down_threshold", "scale_up_threshold"), (0.0, MAX_SHARE)),
+        **dict.fromkeys(("min_workers", "max_workers", "requests_per_worker_capacity"), (1, MAX_WORKERS)),
+        **dict.fromkeys(("drain_timeout", "scale_down_cooldown", "scale_up_cooldown"), (0.0, MAX_TIME_S)),
+        "min_stable_period": (0.0, MAX_TIME_S),
+        "monitoring_interval": (SHORTEST_S, MAX_TIME_S),
+    }
+
     def __post_init__(self) -> None:
-        for name in ("scale_down_threshold", "scale_up_threshold"):
-            if not is_number(getattr(self, name), 0, MAX_SHARE):
-                raise _wrong(name, getattr(self, name), f"a share of capacity from 0 to {MAX_SHARE:g}, as 0.5")
-        for name in ("min_workers", "max_workers", "requests_per_worker_capacity"):
-            value = getattr(self, name)
-            if not is_whole(value, 1, MAX_WORKERS):
-                raise _wrong(name, value, f"a whole number, 1 or more, up to {MAX_WORKERS}")
-        for name in ("drain_timeout", "scale_down_cooldown", "scale_up_cooldown", "min_stable_period"):
-            if not is_number(getattr(self, name), 0, MAX_TIME_S):
-                raise _wrong(name, getattr(self, name), f"a number of seconds, 0 or more, up to {MAX_TIME_S:g}")
-        if not is_number(self.monitoring_interval, SHORTEST_S, MAX_TIME_S):
-            takes = f"a number of seconds above 0: {SHORTEST_S:g} to {MAX_TIME_S:g}"
-            raise _wrong("monitoring_interval", self.monitoring_interval, takes)
+        check_fields(self, WHERE)
         for name in ("enable_elastic", "scale_down_requires_demand"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "true or false")
@@ -148,11 +144,7 @@ class ElasticConfig:
     def from_mapping(cls, data: Mapping[str, Any], where: str = WHERE) -> ElasticConfig:
         """Settings from plain data; an unknown key is an error that names the nearest one."""
         known = [field.name for field in dataclasses.fields(cls)]
-        for key in data:
-            if key not in known:
-                near = nearest(str(key), known)
-                hint = f"did you mean {near}?" if near else f"settings: {', '.join(known)}"
-                raise InputError(f"{key} is no setting of elastic rollout", where=f"{where}.{key}", hint=hint)
+        check_known(data, known, where, "{} is no setting of elastic rollout")
         try:
             return cls(**data)
         except InputError as error:

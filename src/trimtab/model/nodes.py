@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trimtab.core.errors import InputError
-from trimtab.core.numbers import LONGEST_S, SHORTEST_S, check_whole, is_number
+from trimtab.core.numbers import COUNT, MAX_COUNT, SHORTEST_S, Ranges, check_fields
 from trimtab.core.reasons import Reason
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.model.pool import Labels
@@ -69,10 +70,6 @@ class NodeChange:
     reason: Reason | None = None
 
 
-def _no_seconds(name: str, value: object, where: str) -> InputError:
-    return InputError(f"{name} must be a number of seconds from 0 to {LONGEST_S:g}, not {value!r}", where=where)
-
-
 @dataclass(frozen=True)
 class NodePolicy:
     """How nodes are judged; times in seconds."""
@@ -87,14 +84,12 @@ class NodePolicy:
     max_hold_s: float = 300.0
     forget_s: float = 600.0  # a loss counts for this long
 
+    RANGES: ClassVar[Ranges] = {"free_losses": COUNT}
+
     def __post_init__(self) -> None:
-        for name in ("suspect_s", "lost_s", "join_window_s", "drain_window_s", "urgent_drain_s", "hold_s", "max_hold_s",
-                     "forget_s"):  # fmt: skip
-            if not is_number(getattr(self, name), 0, LONGEST_S):
-                raise _no_seconds(name, getattr(self, name), "the node policy")
+        check_fields(self, "the node policy")
         if self.lost_s < self.suspect_s:
             raise InputError("a node cannot be lost before it is suspect", where="the node policy", hint="lost_s")
-        check_whole("free_losses", self.free_losses, "the node policy")
 
 
 class MemberState(str, enum.Enum):
@@ -125,22 +120,17 @@ class ElasticSpec:
     max_back_off_s: float = 30.0
     handover_s: float = 5.0  # a draining member leaves at least this long before its node's deadline
 
+    RANGES: ClassVar[Ranges] = {"min_members": (1, MAX_COUNT, "min"), "max_members": (*COUNT, "max"), "restarts": COUNT}
+
     def __post_init__(self) -> None:
         where = f"group {self.name}"
         if not self.name or any(character in self.name for character in "/\\\n\0: "):
             raise InputError(f"{self.name!r} cannot be the name of a group", hint="letters, digits, - . and _")
         if not self.unit:
             raise InputError("a member must ask for something", where=where, hint='per_node={"gpu": 1}')
-        check_whole("min", self.min_members, where, 1)
-        if self.max_members is not None:
-            check_whole("max", self.max_members, where)
+        check_fields(self, where)
         if self.max_members is not None and self.max_members < self.min_members:
             raise InputError(f"max {self.max_members} is less than min {self.min_members}", where=where)
-        check_whole("restarts", self.restarts, where)
-        for name in ("wait_s", "step_timeout_s", "health_every_s", "health_timeout_s", "restart_window_s",
-                     "back_off_s", "max_back_off_s", "handover_s"):  # fmt: skip
-            if not is_number(getattr(self, name), 0, LONGEST_S):
-                raise _no_seconds(name, getattr(self, name), where)
         if 0 < self.health_every_s < SHORTEST_S:
             raise InputError(
                 f"health_every_s must be 0 (never) or at least {SHORTEST_S:g}, not {self.health_every_s}", where=where

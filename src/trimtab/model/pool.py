@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from trimtab.core.errors import InputError, nearest
-from trimtab.core.numbers import check_number, check_whole
+from trimtab.core.errors import InputError, unknown
+from trimtab.core.numbers import COUNT, LONGEST_S, MAX_COUNT, SECONDS, Ranges, check_fields
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import LABEL, Resources, total
 
@@ -75,17 +76,21 @@ class PoolSpec:
     starvation_runs: float = 20.0  # ... and at least this multiple of the average run time; 0: the time-out alone
     client: str | None = None  # ends with this client
 
+    RANGES: ClassVar[Ranges] = {
+        "reserved_priority": (-MAX_PRIORITY, LONGEST_S),
+        "starvation_runs": SECONDS,
+        "dynamic_limit": (*COUNT, "max_dynamic_pgs"),
+        "target_hosts": (0, MAX_WARM_PROCESSES, "target_agents"),
+        "hosts_each": (0, MAX_WARM_PROCESSES, "warm_each"),
+    }
+
     def __post_init__(self) -> None:
         where = f"pool {self.name}"
         if not self.name or not isinstance(self.name, str):
             raise InputError("a pool needs a name")
         if any(character in self.name for character in "/\\\n\0") or self.name in (".", ".."):
             raise InputError(f"{self.name!r} cannot be the name of a pool", hint="letters, digits, - and _")
-        for name in ("reserved_priority", "wait_s", "starvation_timeout_s", "starvation_runs"):
-            check_number(name, getattr(self, name), where, -MAX_PRIORITY if name == "reserved_priority" else 0.0)
-        check_whole("max_dynamic_pgs", self.dynamic_limit or 0, where)
-        check_whole("target_agents", self.target_hosts, where, maximum=MAX_WARM_PROCESSES)
-        check_whole("warm_each", self.hosts_each, where, maximum=MAX_WARM_PROCESSES)
+        check_fields(self, where)
         if any(not spec for spec in self.reserved):
             raise InputError("a reserved slot must hold something", where=where)
         together = total(self.reserved)
@@ -124,16 +129,17 @@ class TaskSpec:
     client: str | None = None  # ends with this client
     one_process: bool = False  # in the first bundle; the others are for actors that it creates
 
+    RANGES: ClassVar[Ranges] = {
+        "priority": (-MAX_PRIORITY, MAX_PRIORITY),
+        "estimate_s": (*SECONDS, "estimated_duration"),
+        "restarts": (-1, MAX_COUNT),
+    }
+
     def __post_init__(self) -> None:
         where = f"task {self.id}"
         if not isinstance(self.id, str) or not self.id or any(character in self.id for character in "/\\\n\0"):
             raise InputError(f"{self.id!r} cannot be the id of a task", hint="letters, digits, - . and _")
-        check_number("priority", self.priority, where, -MAX_PRIORITY, MAX_PRIORITY)
-        check_number("estimated_duration", self.estimate_s, where)
-        check_number("start_timeout_s", self.start_timeout_s, where)
-        check_number("wait_s", self.wait_s or 0, where)
-        check_number("notice_s", self.notice_s or 0, where)
-        check_whole("restarts", self.restarts, where, -1)
+        check_fields(self, where)
         if not self.bundles:
             raise InputError("a task needs at least one bundle of resources", where=where)
         if any(not bundle for bundle in self.bundles):
@@ -211,18 +217,13 @@ class PreemptionPolicy:
     budget: int | None = None  # evictions in any window; None: no limit
     budget_window_s: float = 60.0
 
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("same_pool_gap", "label_gap", "cross_pool_gap"), SECONDS),
+        "budget": (*COUNT, "the eviction budget"),
+    }
+
     def __post_init__(self) -> None:
-        for name in (
-            "same_pool_gap",
-            "label_gap",
-            "cross_pool_gap",
-            "cancel_timeout_s",
-            "save_timeout_s",
-            "min_runtime_s",
-            "budget_window_s",
-        ):
-            check_number(name, getattr(self, name), "the preemption policy")
-        check_whole("the eviction budget", self.budget or 0, "the preemption policy")
+        check_fields(self, "the preemption policy")
 
 
 @dataclass(frozen=True)
@@ -295,9 +296,4 @@ def strategy_of(word: str, where: str) -> PlacementStrategy:
         return PlacementStrategy(word.upper())
     except ValueError:
         known = [strategy.value for strategy in PlacementStrategy]
-        near = nearest(word.upper(), known)
-        raise InputError(
-            f"unknown placement strategy {word}",
-            where=where,
-            hint=f"did you mean {near}?" if near else f"use {', '.join(known)}",
-        ) from None
+        raise unknown(word.upper(), known, where, "unknown placement strategy {}") from None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from trimtab.core.numbers import COUNT, Ranges
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,13 @@ class ComponentProfile:
     completion: tuple[tuple[float, float], ...] = ()
     seconds_per_1k_tokens: float | None = None
     waits: bool = False
+
+    RANGES: ClassVar[Ranges] = {
+        "spread": (0.0, 1e9),
+        "drift": (-1.0, 1e9),
+        "steps": COUNT,
+        "seconds_per_1k_tokens": (1e-12, 1e9),
+    }
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import enum
 import math
 import re
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError
-from trimtab.core.numbers import LONGEST_S, MAX_COUNT, SHORTEST_S, is_number, is_whole
+from trimtab.core.numbers import COUNT, LONGEST_S, MAX_COUNT, SHORTEST_S, Ranges, check_fields, is_number
 from trimtab.core.reasons import Reason
 
 DEFAULT_CLASS = "default"
@@ -114,11 +114,6 @@ class End(str, enum.Enum):
     failed = "failed"
 
 
-def _seconds(name: str, value: float | None) -> None:
-    if value is not None and not is_number(value, 0, LONGEST_S):
-        raise InputError(f"{name} is {value}", hint=f"seconds, 0 or more, up to {LONGEST_S:g}")
-
-
 @dataclass(frozen=True)
 class RequestClass:
     """Requests of one kind: rollout, validation, reward ..."""
@@ -128,14 +123,12 @@ class RequestClass:
     queue_limit: int = 10_000  # queued requests; the next one is refused
     deadline_s: float | None = 3_600.0  # from arrival, where the request states none; None: no deadline
 
+    RANGES: ClassVar[Ranges] = {"priority": (-MAX_COUNT, MAX_COUNT), "queue_limit": (1, MAX_COUNT)}
+
     def __post_init__(self) -> None:
         if not self.name:
             raise InputError("a request class needs a name")
-        if not is_whole(self.queue_limit, 1):
-            raise InputError(f"class {self.name}: queue_limit is {self.queue_limit}", hint=f"from 1 to {MAX_COUNT}")
-        if not is_whole(self.priority, -MAX_COUNT):
-            raise InputError(f"class {self.name}: priority is {self.priority}", hint="a whole number")
-        _seconds(f"class {self.name}: deadline_s", self.deadline_s)
+        check_fields(self, f"class {self.name}")
 
 
 @dataclass(frozen=True)
@@ -181,18 +174,12 @@ class WorkerSpec:
     sleep_keeps_weights: bool = True  # False: it is `empty` after a sleep
     node: str = ""
 
+    RANGES: ClassVar[Ranges] = dict.fromkeys(("limit", "token_limit", "size"), (1, MAX_COUNT))
+
     def __post_init__(self) -> None:
         if not self.id:
             raise InputError("a worker needs an id")
-        if not (
-            is_whole(self.limit, 1)
-            and is_whole(self.size, 1)
-            and is_whole(1 if self.token_limit is None else self.token_limit, 1)
-        ):
-            raise InputError(
-                f"worker {self.id}: limit {self.limit}, size {self.size}, token_limit {self.token_limit}",
-                hint="each at least 1",
-            )
+        check_fields(self, f"worker {self.id}")
 
 
 @dataclass(frozen=True)
@@ -233,45 +220,30 @@ class RolloutRules:
     resume_every: float | None = 512
     resume_every_s: float | None = None  # the same in seconds; the shorter of both counts
 
-    def __post_init__(self) -> None:
-        if not (
-            is_whole(self.min_workers, 0, MAX_WORKERS) and is_whole(self.max_workers, self.min_workers, MAX_WORKERS)
-        ):
-            raise InputError(
-                f"min_workers is {self.min_workers}, max_workers {self.max_workers}",
-                hint=f"0 <= min_workers <= max_workers <= {MAX_WORKERS}",
-            )
-        self._set_resume_every()
-        if not is_whole(self.capacity, 1):
-            raise InputError(f"capacity is {self.capacity} requests a worker", hint="at least 1")
-        if not is_whole(self.version, maximum=math.inf):
-            raise InputError(f"version is {self.version}", hint="a whole number")
-        names = [request_class.name for request_class in self.classes]
-        if not names or len(set(names)) < len(names):
-            raise InputError(f"request classes: {', '.join(names) or 'none'}", hint="at least one, each name once")
-        for setting in fields(self):
-            if setting.name.endswith("_s"):
-                _seconds(setting.name, getattr(self, setting.name))
-        if self.monitor_s < SHORTEST_S:
-            raise InputError(f"monitor_s is {self.monitor_s}", hint=f"seconds, {SHORTEST_S:g} or more")
-        for name, maximum in (("kv_full", 1.0), ("affinity_requests", 1e6)):
-            if not is_number(getattr(self, name), 0, maximum):
-                raise InputError(f"{name} is {getattr(self, name)}", hint=f"from 0 to {maximum:g}")
-        if self.lost_s < self.suspect_s:
-            raise InputError(f"lost_s {self.lost_s} is under suspect_s {self.suspect_s}")
-        counts = {"tries": 1, "faults": 1, "poison_count": 1, "retries": 0, "affinity_window": 0, "answers_kept": 0}
-        for name, minimum in counts.items():
-            maximum = MAX_TRIES if name == "tries" else MAX_COUNT
-            if not is_whole(getattr(self, name), minimum, maximum):
-                raise InputError(f"{name} is {getattr(self, name)}", hint=f"a whole number from {minimum} to {maximum}")
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("min_workers", "max_workers"), (0, MAX_WORKERS)),
+        **dict.fromkeys(("capacity", "faults", "poison_count"), (1, MAX_COUNT)),
+        **dict.fromkeys(("retries", "affinity_window", "answers_kept"), COUNT),
+        **dict.fromkeys(("monitor_s", "resume_every_s"), (SHORTEST_S, LONGEST_S)),
+        "version": (-math.inf, math.inf),
+        "tries": (1, MAX_TRIES),
+        "kv_full": (0.0, 1.0),
+        "affinity_requests": (0.0, 1e6),
+    }
 
-    def _set_resume_every(self) -> None:
+    def __post_init__(self) -> None:
         tokens, seconds = resume_bounds(self.resume_every)
         object.__setattr__(self, "resume_every", tokens)
         if seconds is not None:
             object.__setattr__(self, "resume_every_s", seconds)
-        if self.resume_every_s is not None and not is_number(self.resume_every_s, SHORTEST_S, LONGEST_S):
-            raise InputError(f"resume_every_s is {self.resume_every_s}", hint=f"seconds, {SHORTEST_S:g} or more")
+        check_fields(self, "the rules of the rollout pool")
+        if self.min_workers > self.max_workers:
+            raise InputError(f"min_workers {self.min_workers} is above max_workers {self.max_workers}")
+        names = [request_class.name for request_class in self.classes]
+        if not names or len(set(names)) < len(names):
+            raise InputError(f"request classes: {', '.join(names) or 'none'}", hint="at least one, each name once")
+        if self.lost_s < self.suspect_s:
+            raise InputError(f"lost_s {self.lost_s:g} is under suspect_s {self.suspect_s:g}")
 
 
 def resume_bounds(given: object) -> tuple[float | None, float | None]:

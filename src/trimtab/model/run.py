@@ -6,10 +6,12 @@ Whether a run moves to another plan is decided in `trimtab.machines.replan`.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trimtab.core.errors import InputError
-from trimtab.core.numbers import LONGEST_S, MAX_COUNT, is_number, is_whole
+from trimtab.core.numbers import COUNT, LONGEST_S, MAX_COUNT, Ranges, check_fields, is_number, is_whole
 from trimtab.core.reasons import Reason
 from trimtab.model.plan import Plan
 
@@ -35,8 +37,8 @@ class MigrationStage(str, enum.Enum):
 
 STAGES = tuple(MigrationStage)
 
-MAX_SHARE = 1_000.0  # of a cost, an iteration or a spread
-MAX_COUNTS = {"window": 10_000, "tries": 100}
+SHARE = (0.0, 1_000.0)  # of a cost, an iteration or a spread
+MIN_LIMIT_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -62,25 +64,17 @@ class ReplanRules:
     elastic: tuple[str, ...] = ()  # components that scale within the plan's range
     range_slack: float = 0.02  # the range starts at the fewest GPUs that lengthen the iteration by at most this share
 
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("margin", "least_gain", "noise", "noise_widths", "trust", "range_slack"), SHARE),
+        **dict.fromkeys(("stage_limit_s", "rollback_limit_s"), (MIN_LIMIT_S, LONGEST_S)),
+        **dict.fromkeys(("horizon_iterations", "least_iterations"), (1, MAX_COUNT)),
+        "dwell_iterations": COUNT,
+        "window": (4, 10_000),
+        "tries": (1, 100),
+    }
+
     def __post_init__(self) -> None:
-        for name in ("margin", "least_gain", "noise", "noise_widths", "trust", "assumed_move_s", "stage_limit_s",
-                     "rollback_limit_s", "wait_s", "back_off_s", "range_slack"):  # fmt: skip
-            maximum = LONGEST_S if name.endswith("_s") else MAX_SHARE
-            if not is_number(getattr(self, name), 0, maximum):
-                raise InputError(
-                    f"{name} must be a number of 0 or more, up to {maximum:g}", where="the rules of the run"
-                )
-        minimum = {"horizon_iterations": 1, "dwell_iterations": 0, "least_iterations": 1, "window": 4, "tries": 1}
-        for name, minimum_count in minimum.items():
-            maximum_count = MAX_COUNTS.get(name, MAX_COUNT)
-            if not is_whole(getattr(self, name), minimum_count, maximum_count):
-                raise InputError(
-                    f"{name} must be a whole number of {minimum_count} or more, up to {maximum_count}",
-                    where="the rules of the run",
-                )
-        for name in ("stage_limit_s", "rollback_limit_s"):
-            if not getattr(self, name):
-                raise InputError(f"{name} must be more than 0", where="the rules of the run")
+        check_fields(self, "the rules of the run")
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class Iteration:
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.number, bool) or not isinstance(self.number, int) or self.number < 1:
+        if not is_whole(self.number, 1, math.inf):
             raise InputError(f"{self.number!r} is no number of an iteration", hint="they count from 1")
         if not _sound(self.wall_s):
             raise InputError(f"the wall time of iteration {self.number} is not a time", where="a measured iteration")

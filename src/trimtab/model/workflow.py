@@ -6,10 +6,10 @@ Loaders in `formats` build these, planners in `plan` read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError, unknown
 
 ANY_KIND = ""  # of a cluster or profile that names no GPU kind; such a profile holds for every GPU
 
@@ -247,7 +247,7 @@ def check_workflow(workflow: Workflow) -> None:
     for component in workflow.components:
         for parent in component.after:
             if parent not in names:
-                _unknown(parent, names, f"{where}.{component.name}.after")
+                raise unknown_component(parent, names, f"{where}.{component.name}.after")
             if parent == component.name:
                 raise InputError(f"{parent} cannot come after itself", where=f"{where}.{component.name}.after")
     workflow.in_order()
@@ -257,7 +257,7 @@ def check_workflow(workflow: Workflow) -> None:
     if sync is not None:
         for key, end in (("from", sync.source), ("to", sync.target)):
             if end not in names:
-                _unknown(end, names, f"workflow.weight_sync.{key}")
+                raise unknown_component(end, names, f"workflow.weight_sync.{key}")
             if workflow.component(end).on_cpu:
                 raise InputError(f"{end} runs on CPUs and takes no weights", where=f"workflow.weight_sync.{key}")
         if sync.source == sync.target:
@@ -270,7 +270,5 @@ def check_workflow(workflow: Workflow) -> None:
         )
 
 
-def _unknown(name: str, names: tuple[str, ...], where: str) -> None:
-    near = nearest(name, names)
-    meant = f"did you mean {near}?" if near else f"components are: {', '.join(names)}"
-    raise InputError(f"there is no component named {name}", where=where, hint=meant)
+def unknown_component(name: object, names: Collection[str], where: str) -> InputError:
+    return unknown(name, names, where, "there is no component named {}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError, unknown
 from trimtab.profile.architecture import Architecture
 
 GB = 2**30
@@ -278,9 +278,7 @@ def _process() -> MemoryTerm:
 def _word(option: str, word: str, known: Mapping[str, object]) -> str:
     if word.lower() in known:
         return word.lower()
-    near = nearest(word.lower(), known)
-    hint = f"did you mean {near}?" if near else f"known are: {', '.join(known)}"
-    raise InputError(f"{option} {word} is not known", hint=hint)
+    raise unknown(word.lower(), known, what=f"{option} {{}} is not known")
 
 
 def _round_up(gb: float) -> float:

@@ -18,7 +18,7 @@ from run_report_samples import NAMES, eventful
 from trimtab.cli.replay import read_journal_path
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
-from trimtab.formats import job, load, profile_file, run_section
+from trimtab.formats import job, load, profile_file, sections
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 from trimtab.formats.frameworks.openrlhf import config as openrlhf
@@ -31,6 +31,8 @@ from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.pipeline import layer_files, pipeedge
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout import job_section as rollout_file
+from trimtab.formats.run_section import RunSection
+from trimtab.formats.yaml_text import Source
 from trimtab.profile import architecture
 from trimtab.render.html.run.story import read_story
 from trimtab.replay.common import traces
@@ -133,7 +135,7 @@ def _run_sections(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     section = {"iterations": 60, "seed": 0, "save_every": 10, "step_limit_s": 600, "profile_iterations": 4,
                "priority": 8, "modules_from": "..", "loop": {"mode": "auto", "dwell_iterations": 5, "margin": 0.5,
                                                              "elastic": ["rollout"], "wait_s": 10.0}}  # fmt: skip
-    return [section], _checked(lambda data: run_section.read_section(data, Path("job.yaml"), ("rollout", "trainer")))
+    return [section], _checked(lambda data: sections.read(RunSection, data, Source("job.yaml")).rules)
 
 
 def _rollouts(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
@@ -150,13 +152,13 @@ def _rollouts(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
         "elastic_config": {"max_workers": 8, "monitoring_interval": 1.0, "policy": "threshold"},
     }  # fmt: skip
     samples = [whole, _tree(EXAMPLES / "rollout" / "job.yaml")]
-    return samples, _checked(lambda data: rollout_file.from_data(data, "", Path("job.yaml")))
+    return samples, _checked(lambda data: rollout_file.from_data(data, Source("job.yaml")))
 
 
 def _elastic(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     block = {"elastic_config": {"max_workers": 8, "min_workers": 1, "monitoring_interval": 1.0, "policy": "threshold",
                                 "scale_up_cooldown": 5.0, "drain_timeout": 60.0}}  # fmt: skip
-    return [block], _checked(lambda data: elastic_config_file.from_data(data, "job.yaml"))
+    return [block], _checked(lambda data: elastic_config_file.from_data(data, Source("job.yaml")))
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 from trimtab.core.errors import InputError
 from trimtab.formats.load import load
 from trimtab.formats.rollout import job_section as rollout_file
-from trimtab.formats.rollout.settings import AttachedEngine, RolloutSettings, StartedEngines
+from trimtab.formats.rollout.job_section import RolloutSettings
+from trimtab.formats.rollout.schema import AttachedEngine, StartedEngines
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import LoadSample
 from trimtab.machines.rollout.policies.policy import SleepCosts
@@ -103,7 +104,7 @@ def test_every_part_of_a_whole_file_is_read() -> None:
     assert isinstance(gen, StartedEngines)
     assert gen.names == ("gen-1", "gen-2", "gen-3", "gen-4")
     assert (gen.arguments, gen.environment) == (("--max-model-len", "8192"), {"OMP_NUM_THREADS": "1"})
-    assert (gen.pool, gen.gpus, gen.priority) == ("rollout", 2.0, 3.0)
+    assert (gen.pool, gen.resources, gen.priority) == ("rollout", {"gpu": 2.0}, 3.0)
     assert isinstance(own, StartedEngines)
     assert own.command == ("python", "serve.py", "--port", "{port}")
     rules = settings.rules
@@ -117,8 +118,8 @@ def test_every_part_of_a_whole_file_is_read() -> None:
         ("validation", 10, None),
     ]
     assert (settings.gateway.port, settings.gateway.allowed_hosts) == (9000, ("trainer.local",))
-    assert settings.follow_weights
-    assert settings.journal == Path("rollout.journal")
+    assert settings.section.follow_weights
+    assert settings.beside(settings.section.journal) == Path("rollout.journal")
     assert settings.count == 6
 
 
@@ -141,19 +142,19 @@ def test_every_part_of_a_whole_file_is_read() -> None:
             "applies to engines on a pool",
             "pool:",
         ),
-        ("rollout:\n  engines:\n  - kind: vllm\n    model: m\n    count: 0\n", "job.yaml:5", "count is not", "than"),
+        ("rollout:\n  engines:\n  - kind: vllm\n    model: m\n    count: 0\n", "job.yaml:5", "count is not", "or more"),
         ("rollout:\n  engines:\n  - http://h:1\n  - http://h:1/\n", "job.yaml:4", "there twice", "leave one"),
         ("rollout:\n  engines:\n  - {kind: vllm, model: m}\n  - {kind: vllm, model: n}\n", ":4", "twice", "another"),
         ("rollout:\n  engines: http://h:1\n  rules:\n    stal_s: 1\n", "job.yaml:4", "unknown key stal_s", "stall_s"),
         ("rollout:\n  engines: http://h:1\n  rules:\n    drain_s: 1\n", ":4", "no key of rules", "drain_timeout"),
-        ("rollout:\n  engines: http://h:1\n  rules:\n    tries: many\n", ":4", "tries is not right", "count"),
+        ("rollout:\n  engines: http://h:1\n  rules:\n    tries: many\n", ":4", "tries is not right", "whole number"),
         ("rollout:\n  engines: http://h:1\n  rules:\n    lost_s: 1\n", ":3", "lost_s 1 is under", ""),
         ("rollout:\n  engines: http://h:1\n  ownership:\n    refits: trainer\n", ":4", "unknown key", "refit?"),
-        ("rollout:\n  engines: http://h:1\n  ownership:\n    refit: me\n", ":4", "cannot be owned", "trainer"),
+        ("rollout:\n  engines: http://h:1\n  ownership:\n    refit: me\n", ":4", "refit is not right", "trainer"),
         ("rollout:\n  engines: http://h:1\n  classes:\n    a: {prio: 1}\n", ":4", "unknown key prio", "priority"),
-        ("rollout:\n  engines: http://h:1\n  gateway: {port: 70000}\n", ":3", "port is not right", "65535"),
+        ("rollout:\n  engines: http://h:1\n  gateway: {port: 70000}\n", ":3", "port is not right", "65,535"),
         ("rollout:\n  engines: http://h:1\n  elastic_config: {}\n", ":3", "does not belong here", "beside"),
-        ("rollout:\n  engines: http://h:1\nelastic_config:\n  max_worker: 2\n", ":4", "no setting", "max_workers"),
+        ("rollout:\n  engines: http://h:1\nelastic_config:\n  max_worker: 2\n", ":4", "unknown key", "max_workers"),
         ("rollout:\n  engines: http://h:1\nelastic_config:\n  policy: thresold\n", ":4", "no policy", "threshold"),
         ("rollot:\n  engines: http://h:1\n", "job.yaml", "no rollout section", "instead of rollot"),
         ("cluster: {}\n", "job.yaml", "no rollout section", "add rollout"),
@@ -200,7 +201,7 @@ def test_engines_of_a_pool_may_follow_its_nodes() -> None:
     settings = read("rollout: {engines: [{kind: vllm, model: m, pool: p, count: nodes, per_node: 4}]}")
     (engines,) = settings.engines
     assert isinstance(engines, StartedEngines)
-    assert (engines.count, engines.per_node, settings.count, settings.warnings()) == (None, 4, None, [])
+    assert (engines.workers, engines.per_node, settings.count, settings.warnings()) == (None, 4, None, [])
     assert "of a pool follow" in fault("rollout: {engines: [{kind: vllm, model: m, count: nodes}]}").what
 
 
@@ -264,7 +265,7 @@ def test_every_time_and_count_of_elastic_config_has_a_range(text: str, key: str)
     with pytest.raises(InputError) as refused:
         read(f"rollout: {{engines: ['http://127.0.0.1:8000']}}\n{text}\n")
     assert key in (refused.value.where or "")
-    assert (refused.value.hint or "").startswith("from ")
+    assert "or more, up to" in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize(

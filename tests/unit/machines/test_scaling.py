@@ -109,17 +109,17 @@ def test_every_setting_has_its_documented_default() -> None:
     [
         ({"scale_down_threshold": 0.8, "scale_up_threshold": 0.5}, "one load would ask for fewer workers and for more"),
         ({"scale_down_threshold": 0.8}, "is not below"),
-        ({"scale_down_threshold": -0.1}, "share of capacity"),
-        ({"scale_up_threshold": float("nan")}, "share of capacity"),
+        ({"scale_down_threshold": -0.1}, "a number of 0 or more"),
+        ({"scale_up_threshold": float("nan")}, "a number of 0 or more"),
         ({"min_workers": 9}, "min_workers 9 is above max_workers 8"),
         ({"min_workers": 0}, "1 or more"),
         ({"max_workers": 2.5}, "whole number"),
         ({"min_workers": True}, "whole number"),
         ({"requests_per_worker_capacity": 0}, "1 or more"),
-        ({"monitoring_interval": 0}, "above 0"),
-        ({"drain_timeout": -1}, "number of seconds"),
-        ({"min_stable_period": "10"}, "number of seconds"),
-        ({"scale_up_cooldown": float("inf")}, "number of seconds"),
+        ({"monitoring_interval": 0}, "a number of 0.01 or more"),
+        ({"drain_timeout": -1}, "a number of 0 or more"),
+        ({"min_stable_period": "10"}, "a number of 0 or more"),
+        ({"scale_up_cooldown": float("inf")}, "a number of 0 or more"),
         ({"enable_elastic": "yes"}, "true or false"),
         ({"policy": ""}, "name of a policy"),
         ({"policy": 3}, "name of a policy"),
@@ -182,10 +182,10 @@ def test_the_block_of_a_training_config_is_read_and_the_rest_is_left_alone(tmp_p
     [
         ("elastic_config: {scale_up_treshold: 0.9}", "did you mean scale_up_threshold?"),
         ("elastic_config: {workers: 0.9}", "did you mean"),
-        ("elastic_config: {zzz: 1}", "settings: scale_down_threshold"),
-        ("elastic_config: {max_workers: two}", "t.yaml: elastic_config.max_workers"),
-        ("elastic_config: {min_workers: 5, max_workers: 2}", "t.yaml: elastic_config.min_workers"),
-        ("elastic_config: 3", "a mapping of settings"),
+        ("elastic_config: {zzz: 1}", "keys here: scale_down_threshold"),
+        ("elastic_config: {max_workers: two}", "t.yaml:1: elastic_config.max_workers"),
+        ("elastic_config: {min_workers: 5, max_workers: 2}", "t.yaml:1: elastic_config.min_workers"),
+        ("elastic_config: 3", "a section of keys"),
         ("elastic_confg: {max_workers: 2}", "did you mean elastic_config?"),
         ("[1]", "a mapping of keys"),
     ],
@@ -566,7 +566,7 @@ def test_a_registered_policy_is_found_by_its_name() -> None:
 def test_a_name_that_nobody_has_is_an_error_with_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean threshold"):
         scaling.begin(replace(DEFAULTS, policy="treshold"))
-    with pytest.raises(InputError, match="policies: predictive, static, threshold"):
+    with pytest.raises(InputError, match="known: static, threshold, predictive"):
         scaling.begin(replace(DEFAULTS, policy="xyz"))
 
 

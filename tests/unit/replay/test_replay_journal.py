@@ -483,7 +483,7 @@ def test_settings_of_one_pool_and_rules_by_label_change_what_the_journal_has(tmp
     [
         ("pool: {starvatoin_timeout_s: 5}", "did you mean starvation_timeout_s"),
         ("preemption: {same_pool_gab: 5}", "did you mean same_pool_gap"),
-        ("preemption: {same_pool_gap: -1}", "at least 0"),
+        ("preemption: {same_pool_gap: -1}", "a number of 0 or more"),
         ("preemption: {label_rules: [1]}", "label_rules"),
         ("pools: {p: {quoter: 5}}", "did you mean quota"),
         ("pools: {p: {quota: {gpu: -5}}}", "must not be negative"),

@@ -304,12 +304,16 @@ def test_a_sweep_that_makes_no_sense_is_refused(
         ("profile: short", "profile: shorts", "did you mean short"),
         ("profile: short, ", "", "exactly one source"),
         ("profile: short", "profile: {name: a, median: 3}", "missing"),
-        ("profile: short", "profile: {name: a, prompt_tokens: 1, median: 9, p99: 3, most: 9}", "not below the median"),
+        (
+            "profile: short",
+            "profile: {name: a, prompt_tokens: 1, median: 9, p99: 3, most: 9}",
+            "not be below the median",
+        ),
         ("steps: 2", "stesp: 2", "did you mean steps"),
         ("monitoring_interval", "monitor_interval", "did you mean monitoring_interval"),
         ("monitoring_interval: 1.0", "min_workers: 9", "9"),
         ("seeds: [1]", "policies: [predictiv]", "did you mean predictive"),
-        ("count: 2", "count: 0", "greater than or equal to 1"),
+        ("count: 2", "count: 0", "a whole number of 1 or more"),
     ],
 )
 def test_a_scenario_of_rollouts_that_is_wrong_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from trimtab.core.errors import InputError
+from trimtab.formats.sections import FieldsOf
+from trimtab.formats.yaml_text import Source
 from trimtab.replay.common import traces
 from trimtab.replay.common.timing import Distribution, PoolTimes
 from trimtab.replay.pool import scenario
@@ -90,14 +92,19 @@ def test_requests_out_of_order_and_hashes_that_are_none_are_refused(tmp_path: Pa
 # ---- times ----------------------------------------------------------------------------------------------------------
 
 
+def distribution(said: object) -> Distribution:
+    found: Distribution = FieldsOf(PoolTimes).read({"start_s": said}, Source("times"))["start_s"]
+    return found
+
+
 def test_a_distribution_is_a_number_a_median_with_a_percentile_or_values() -> None:
     import random
 
     source = random.Random(1)
-    assert Distribution.of(3, "here").draw(source) == 3.0
-    values = Distribution.of({"values": [1, 2]}, "here")
+    assert distribution(3).draw(source) == 3.0
+    values = distribution({"values": [1, 2]})
     assert {values.draw(source) for _ in range(50)} == {1.0, 2.0}
-    drawn = sorted(Distribution.of({"median": 2, "p99": 20}, "here").draw(source) for _ in range(4_000))
+    drawn = sorted(distribution({"median": 2, "p99": 20}).draw(source) for _ in range(4_000))
     assert 1.8 < drawn[2_000] < 2.2
     assert 15 < drawn[3_960] < 26
 
@@ -105,20 +112,20 @@ def test_a_distribution_is_a_number_a_median_with_a_percentile_or_values() -> No
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ("soon", "not a number"),
-        (-1, "not a number"),
-        (True, "not a number"),
+        ("soon", "a number of 0 or more"),
+        (-1, "a number of 0 or more"),
+        (True, "not true or false"),
         ({"p99": 3}, "median is missing"),
         ({"median": 5, "p99": 3}, "p99 is 3"),
-        ({"values": []}, "non-empty list"),
+        ({"values": []}, "at least 1 item"),
         ({"medain": 1}, "did you mean median"),
     ],
 )
 def test_a_distribution_that_makes_no_sense_is_refused(said: object, why: str) -> None:
     with pytest.raises(InputError, match=why):
-        Distribution.of(said, "times.start_s")
+        distribution(said)
     with pytest.raises(InputError, match=r"did you mean start_s"):
-        PoolTimes.of({"strat_s": 1}, "times")
+        FieldsOf(PoolTimes).read({"strat_s": 1}, Source("times"))
 
 
 # ---- scenarios ------------------------------------------------------------------------------------------------------
@@ -158,26 +165,26 @@ def test_jobs_at_the_beginning_of_a_trace_can_be_left_out(tmp_path: Path) -> Non
     [
         ("cluster: {nodes: 2}\n", "tasks is missing"),
         (SMALLEST.replace("nodes", "noeds"), "did you mean nodes"),
-        (SMALLEST.replace("nodes: 2", "nodes: 0"), "greater than or equal to 1"),
-        (SMALLEST.replace("nodes: 2", "nodes: true"), "a number is expected"),
+        (SMALLEST.replace("nodes: 2", "nodes: 0"), "a whole number of 1 or more"),
+        (SMALLEST.replace("nodes: 2", "nodes: true"), "not true or false"),
         (SMALLEST + "policy: [fifo]\n", "did you mean policies"),
         (SMALLEST + "policies: [fiffo]\n", "did you mean fifo"),
         (SMALLEST + "policies: [fifo, fifo]\n", "two policies are named fifo"),
         (SMALLEST + "policies: [{use: fifo, pool: {starvation_timeout_s: 1}}]\n", "fifo takes no such settings"),
         (SMALLEST + "policies: [{use: trimtab, pool: {starvation_timeout: 1}}]\n", "did you mean starvation_timeout_s"),
-        (SMALLEST + "policies: [{use: trimtab, preemption: {same_pool_gap: -1}}]\n", "must be at least 0"),
+        (SMALLEST + "policies: [{use: trimtab, preemption: {same_pool_gap: -1}}]\n", "a number of 0 or more"),
         (SMALLEST + "policies: []\n", "at least 1 item"),
-        (SMALLEST + "seeds: [a]\n", "valid integer"),
-        (SMALLEST + "times: {start_s: never}\n", "not a number"),
+        (SMALLEST + "seeds: [a]\n", "a whole number"),
+        (SMALLEST + "times: {start_s: never}\n", "a number of 0 or more"),
         ("cluster: {nodes: 2}\ntasks: {}\n", "exactly one source"),
         (SMALLEST.replace("{nodes: 2}", "{nodes: 2, events: [{at_s: 1, node: 2, what: lost}]}"), "there is no node 2"),
-        (SMALLEST.replace("{nodes: 2}", "{nodes: 2, events: [{at_s: 1, node: 1, what: gone}]}"), "'lost'"),
+        (SMALLEST.replace("{nodes: 2}", "{nodes: 2, events: [{at_s: 1, node: 1, what: gone}]}"), "one of lost"),
         (SMALLEST.replace("duration_s: 60", "duration_s: {p99: 1}"), "median is missing"),
-        (SMALLEST.replace("count: 3,", "count: 3, classes: 1,"), "classes is not known"),
+        (SMALLEST.replace("count: 3,", "count: 3, classes: 1,"), "unknown key classes"),
         ("cluster: {nodes: 2}\ntasks: {trace: nowhere.csv}\n", "there is no file"),
         ("cluster: {nodes: 2}\ntasks: {trace: jobs.csv, skip: 3}\n", "skip 3 leaves no job"),
-        ("cluster: {nodes: 2}\ntasks: {trace: jobs.csv, skip: -1}\n", "greater than or equal to 0"),
-        ("- 1\n", "a mapping of keys"),
+        ("cluster: {nodes: 2}\ntasks: {trace: jobs.csv, skip: -1}\n", "a whole number of 0 or more"),
+        ("- 1\n", "a section of keys"),
         ("a: [\n", "not valid YAML"),
     ],
 )

@@ -21,7 +21,7 @@ from rollout_scenes import PROMPT, Scene, play
 from trimtab.cli.rollout import serve as rollout_serve
 from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import Reason, ReasonCode
-from trimtab.formats.rollout.settings import AttachedEngine
+from trimtab.formats.rollout.schema import AttachedEngine
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RolloutRules
@@ -394,8 +394,8 @@ def test_an_engine_of_the_file_that_joined_by_itself_meanwhile_does_not_end_the_
         scene.pool.attach = attach  # type: ignore[method-assign]
         settings = cast(Any, SimpleNamespace(engines=()))
         crew = rollout_serve.ServedEngines(scene.pool, settings, {})
-        engine = AttachedEngine(url.replace("127.0.0.1", "localhost"), "other", 8, None, 1, "", (), "job.yaml:3")
-        await asyncio.wait_for(crew._attach(engine), 50)
+        engine = AttachedEngine(url=url.replace("127.0.0.1", "localhost"), name="other", limit=8)
+        await asyncio.wait_for(crew._attach(engine, "job.yaml:3"), 50)
         assert [one.worker for one in scene.pool.workers()] == scene.names
 
     play(act, kinds=("vllm",))

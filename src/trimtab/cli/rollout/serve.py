@@ -16,15 +16,15 @@ import math
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.cli.pool import controller_session
 from trimtab.cli.rollout import address_files as rollout_place
-from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.core.reasons import ReasonCode
-from trimtab.formats.rollout.settings import AttachedEngine, RolloutSettings, StartedEngines
+from trimtab.formats.rollout.job_section import RolloutSettings
+from trimtab.formats.rollout.schema import AttachedEngine, StartedEngines
 from trimtab.model.rollout import WorkerSpec
 from trimtab.render.live.view import LiveView
 from trimtab.render.output import err, out
@@ -79,27 +79,20 @@ def commands(settings: RolloutSettings) -> dict[int, EngineCommand]:
     found = {}
     for index, engines in enumerate(settings.engines):
         if isinstance(engines, StartedEngines):
-            try:
+            with settings.source.located("rollout", "engines", index):
                 found[index] = EngineCommand(
-                    engines.model, engines.kind, engines.command, engines.arguments, engines.environment,
+                    engines.model, engines.kind or "", engines.command or (), engines.arguments, engines.environment,
                     engines.host, settings.rules.version, engines.start_s, engines.stop_s, engines.folder,
                 ).over(engines.nodes)  # fmt: skip
-            except InputError as error:
-                error.where = engines.where
-                raise
     return found
 
 
 def gateway_of(pool: RolloutPool, settings: RolloutSettings, token: str, host: str | None, port: int | None) -> Gateway:
     """The gateway, not yet listening; the command line overrides the file."""
-    given = asdict(settings.gateway)
-    del given["stop_s"]
+    given = settings.gateway.model_dump(exclude={"stop_s"})
     given |= {"host": host or given["host"], "port": given["port"] if port is None else port}
-    try:
+    with settings.source.located("rollout", "gateway"):
         return Gateway(pool, GatewaySettings(token=token, **given))
-    except InputError as error:
-        error.where = error.where or settings.place("rollout", "gateway")
-        raise
 
 
 async def serve(
@@ -116,10 +109,13 @@ async def serve(
     with contextlib.ExitStack() as stack:
         session = None
         if any(isinstance(entry, StartedEngines) and entry.pool is not None for entry in settings.engines):
-            session = stack.enter_context(controller_session(settings.ray, None))
+            session = stack.enter_context(controller_session(settings.section.ray, None))
         token, kept_in = stack.enter_context(rollout_place.token(environment, token_file, name))
         pool = RolloutPool(
-            settings.rules, settings.elastic, journal=settings.journal, gpus_of=lambda worker: engines.gpus_of(worker)
+            settings.rules,
+            settings.elastic,
+            journal=settings.beside(settings.section.journal),
+            gpus_of=lambda worker: engines.gpus_of(worker),
         )
         engines = ServedEngines(pool, settings, engine_commands, session)
         stops = StopRequests()
@@ -129,7 +125,8 @@ async def serve(
         try:
             await gateway.start()
             stack.enter_context(rollout_place.published(environment, gateway.url, settings.path, kept_in))
-            logs = settings.logs or rollout_place.folder(environment) / f"rollout-{gateway.url.rpartition(':')[2]}-logs"
+            logs = settings.beside(settings.section.logs)
+            logs = logs or rollout_place.folder(environment) / f"rollout-{gateway.url.rpartition(':')[2]}-logs"
             here = any(isinstance(entry, StartedEngines) and entry.pool is None for entry in settings.engines)
             hints = _start_lines(gateway.url, kept_in, logs if here else None)
             await _until_over(pool, gateway, engines, logs, settings, stops, hints)
@@ -156,7 +153,7 @@ async def _until_over(
     showing = pool.background.start("display", functools.partial(watch, look, stops.requested, hints))
     joining = asyncio.create_task(engines.join(logs), name="rollout-join")
     beside = [showing, joining]
-    if settings.follow_weights:
+    if settings.section.follow_weights:
         beside.append(pool.background.start("follow weights", functools.partial(_follow, pool)))
     left: set[asyncio.Task[Any]] = {requested, *beside}
     try:
@@ -263,11 +260,14 @@ class ServedEngines:
 
     async def join(self, logs: Path) -> None:
         """Adds all engines; returns when each has been reached once."""
+        attached = []
         for index, engines in enumerate(self._settings.engines):
-            if isinstance(engines, StartedEngines):
-                self._start(engines, self._lines[index], logs)
-        attached = [engine for engine in self._settings.engines if isinstance(engine, AttachedEngine)]
-        await asyncio.gather(*(self._attach(engine) for engine in attached))
+            with self._settings.source.located("rollout", "engines", index):
+                if isinstance(engines, StartedEngines):
+                    self._start(engines, self._lines[index], logs)
+                else:
+                    attached.append(self._attach(engines, self._settings.source.place("rollout", "engines", index)))
+        await asyncio.gather(*attached)
 
     def _start(self, group: StartedEngines, command: EngineCommand, logs: Path) -> None:
         if group.pool is not None:
@@ -285,19 +285,13 @@ class ServedEngines:
 
         assert self._session is not None
         assert group.pool is not None
-        resources = {"gpu": group.gpus, "cpu": group.cpus, "memory": (group.memory_gb or 0.0) * 1e9}
-        try:
-            engines_on_slots(
-                self._pool, self._session, group.pool, command,
-                resources={name: amount for name, amount in resources.items() if amount}, workers=group.count,
-                nodes=group.nodes, per_node=group.per_node, max_workers=self._settings.rules.max_workers,
-                name=group.name, limit=group.limit, size=group.size, priority=group.priority,
-            )  # fmt: skip
-        except InputError as error:
-            error.where = group.where
-            raise
+        engines_on_slots(
+            self._pool, self._session, group.pool, command, resources=group.resources, workers=group.workers,
+            nodes=group.nodes, per_node=group.per_node, max_workers=self._settings.rules.max_workers,
+            name=group.label, limit=group.limit, size=group.size, priority=group.priority,
+        )  # fmt: skip
 
-    async def _attach(self, engine: AttachedEngine) -> None:
+    async def _attach(self, engine: AttachedEngine, where: str) -> None:
         """Retries until the engine is attached; logs each new cause."""
         before = ""
         while True:
@@ -320,7 +314,7 @@ class ServedEngines:
                 before = fault.what
                 await asyncio.sleep(RETRY_S)
             except TrimtabError as fault:
-                fault.where = engine.where
+                fault.where = where
                 raise
             else:
                 self._devices[name] = lambda: ",".join(engine.devices)

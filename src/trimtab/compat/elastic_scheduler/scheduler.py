@@ -26,8 +26,8 @@ from trimtab.compat.elastic_scheduler.worker_group import (
     WorkerId,
     WorkerStatus,
 )
-from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, nearest
-from trimtab.core.numbers import SHORTEST_S, check_number
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, meant
+from trimtab.core.numbers import SHORTEST_S, Range
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState, ScalingPolicy, Taker, policy_of
@@ -78,7 +78,7 @@ class ElasticScheduler:
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
-        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MAX_CALL_S)
+        Range(SHORTEST_S, MAX_CALL_S).check("call_timeout_s", call_timeout_s, "ElasticScheduler")
         self.worker_group = worker_group
         self.faults: list[str] = []  # the last faults, oldest first
         self._clock = clock
@@ -196,8 +196,7 @@ class ElasticScheduler:
         if name is None:
             if request_id in self._completed:
                 return RequestCompletion(False)
-            near = nearest(request_id, self._open)
-            raise InputError(f"there is no request {request_id}", hint=f"did you mean {near}?" if near else None)
+            raise InputError(f"there is no request {request_id}", hint=meant(request_id, self._open))
         view = self._machine.request(name)
         assert view is not None
         if view.state is RequestState.queued:

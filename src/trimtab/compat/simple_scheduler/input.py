@@ -11,18 +11,30 @@ import inspect
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError, meant
+from trimtab.core.numbers import COUNT
 from trimtab.core.resources import Resources
+from trimtab.formats import sections
+from trimtab.formats.sections import Section, Switch, Within
+from trimtab.formats.yaml_text import Source
 from trimtab.model.pool import Aggressiveness, PreemptionPolicy, rules_of
 from trimtab.runtime.client.packing import class_of
 
 MB = 2**20
 
-_PG_KEYS = ("enable", "high_priority_pg_specs", "enable_dynamic_pgs", "max_dynamic_pgs", "enable_pg_reuse")
-
 Amounts = Mapping[str, float]
+
+
+class PgPoolSection(Section):
+    """A `pg_pool_config`."""
+
+    enable: Switch = True
+    high_priority_pg_specs: list[dict[str, Any]] | None = None
+    enable_dynamic_pgs: Switch = True
+    max_dynamic_pgs: Annotated[int, Within(*COUNT)] | None = None
+    enable_pg_reuse: Switch = True
 
 
 @dataclass(frozen=True)
@@ -45,27 +57,15 @@ class SimpleTaskSpec:
 
 def slots_of(config: Any, where: str) -> dict[str, Any]:
     """A `pg_pool_config` as arguments of `Session.pool`."""
-    config = mapping_of("pg_pool_config", config)
-    for key in config:
-        if key not in _PG_KEYS:
-            near = nearest(str(key), _PG_KEYS)
-            hint = f"did you mean {near}?" if near else f"keys: {', '.join(_PG_KEYS)}"
-            raise InputError(f"{key} is no key of it", where=where, hint=hint)
-    flags = {key: config.get(key, True) for key in ("enable", "enable_dynamic_pgs", "enable_pg_reuse")}
-    for key, value in flags.items():
-        if not isinstance(value, bool):
-            raise InputError(f"{key} is true or false, not {value!r}", where=where)
-    if not flags["enable"]:
+    section = sections.read(PgPoolSection, config, Source(where), "pg_pool_config")
+    if not section.enable:
         return {}
-    specs = config.get("high_priority_pg_specs") or ()
-    if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
-        raise InputError("high_priority_pg_specs is a list of {resource: amount}", where=where)
-    limit = config.get("max_dynamic_pgs")
+    specs = section.high_priority_pg_specs or ()
     return {
         "reserved": [in_bytes(spec, f"{where}: high_priority_pg_specs") for spec in specs],
-        "dynamic": flags["enable_dynamic_pgs"],
-        "dynamic_limit": None if limit is None else whole_of("max_dynamic_pgs", limit),
-        "reuse": flags["enable_pg_reuse"],
+        "dynamic": section.enable_dynamic_pgs,
+        "dynamic_limit": section.max_dynamic_pgs,
+        "reuse": section.enable_pg_reuse,
     }
 
 
@@ -147,8 +147,7 @@ class PreemptionAggressiveness(str, enum.Enum):
             level_name = os.environ[variable]
         level = _LEVELS.get(level_name.strip().lower()) if isinstance(level_name, str) else None
         if level is None:
-            near = nearest(str(level_name).lower(), _LEVELS)
-            hint = f"did you mean {near}?" if near else "low, medium, high, or env:VARIABLE"
+            hint = meant(str(level_name).lower(), _LEVELS, "low, medium, high, or env:VARIABLE")
             raise InputError(f"{level_name!r} is no aggressiveness", where=where, hint=hint)
         return cls(level)
 

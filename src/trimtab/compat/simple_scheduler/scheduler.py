@@ -37,7 +37,7 @@ from trimtab.compat.simple_scheduler.input import (
     whole_of,
     word_of,
 )
-from trimtab.core.errors import InputError, TrimtabError, nearest
+from trimtab.core.errors import InputError, TrimtabError, check_known
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.client.session import Session, connect
@@ -93,13 +93,7 @@ class SimpleScheduler:
         protected pool that does not exist) are in the answer's `warnings`.
         """
         known = [field.name for field in dataclasses.fields(PreemptionSettings)]
-        for word in settings:
-            if word not in known:
-                near = nearest(word, known)
-                raise InputError(
-                    f"configure_preemption has no setting {word}",
-                    hint=f"did you mean {near}?" if near else f"settings: {', '.join(known)}",
-                )
+        check_known(settings, known, what="configure_preemption has no setting {}")
         wanted = dataclasses.replace(self._preemption, **settings)
         policy = wanted.policy()
         session = self._open()
@@ -144,7 +138,7 @@ class SimpleScheduler:
                 labels=labels,
                 warm_hosts=whole_of("target_agents", target_agents),
                 strategy=word_of("placement_strategy", placement_strategy),
-                **slots_of(pg_pool_config or {}, f"pool {name}: pg_pool_config"),
+                **slots_of(pg_pool_config or {}, f"pool {name}"),
             )
             slots = self._wait_slots(name)
         except TrimtabError as fault:

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError
-from trimtab.formats import files, yaml_text
-from trimtab.formats.pipeline.pipeedge import MAX_VALUE
+from trimtab.core.numbers import is_number
+from trimtab.formats import files, sections, yaml_text
+from trimtab.formats.pipeline.pipeedge import MAX_VALUE, Value, Whole
+from trimtab.formats.sections import Name, OpenSection, Within
+from trimtab.formats.yaml_text import Source
 
 KIND = "trimtab layer profile"
 # The rest of a device's memory is for the runtime, the allocator's slack and the operating system.
@@ -34,18 +37,17 @@ _OVER = "use --force to replace it"
 _BOOLEAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "~"}  # in YAML 1.1, too
 
 
-@dataclass(frozen=True)
-class MeasuredLayers:
+class MeasuredLayers(OpenSection):
     """The part of a layer profile that goes into the files."""
 
-    model: str
-    dtype: str
-    batch_size: int
-    time_s: tuple[float, ...]
-    mem_mb: tuple[float, ...]
-    parameters_in: int
-    parameters_out: tuple[int, ...]
-    device_mem_mb: int = 0
+    model: Name
+    dtype: Name
+    batch_size: Annotated[int, Within(1, MAX_VALUE)]
+    time_s: Annotated[tuple[Value, ...], Field(min_length=1)]
+    mem_mb: tuple[Value, ...] = Field(alias="mem_MB")
+    parameters_in: Whole
+    parameters_out: tuple[Whole, ...]
+    device_mem_mb: Whole = Field(default=0, alias="device_mem_MB")
 
 
 @dataclass(frozen=True)
@@ -76,28 +78,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def measured(data: Mapping[str, Any], name: str = "the profile") -> MeasuredLayers:
     """The checked figures of a layer profile."""
-    model, dtype = _word(data, "model", name), _word(data, "dtype", name)
-    times = tuple(_number(value, f"{name}: time_s") for value in _list(data, "time_s", name))
-    memory = tuple(_number(value, f"{name}: mem_MB") for value in _list(data, "mem_MB", name))
-    crossing = tuple(_count(value, f"{name}: parameters_out") for value in _list(data, "parameters_out", name))
-    if not times:
-        raise InputError("a profile needs at least one layer", where=f"{name}: time_s")
-    for key, values in (("mem_MB", memory), ("parameters_out", crossing)):
-        if len(values) != len(times):
-            raise InputError(f"{key} has {len(values)} numbers, time_s has {len(times)}", where=name)
-    batch_size = _count(data.get("batch_size"), f"{name}: batch_size")
-    if not batch_size:
-        raise InputError("a batch size is 1 or more", where=f"{name}: batch_size")
-    return MeasuredLayers(
-        model=model,
-        dtype=dtype,
-        batch_size=batch_size,
-        time_s=times,
-        mem_mb=memory,
-        parameters_in=_count(data.get("parameters_in"), f"{name}: parameters_in"),
-        parameters_out=crossing,
-        device_mem_mb=_count(data.get("device_mem_MB", 0), f"{name}: device_mem_MB"),
-    )
+    profile = sections.read(MeasuredLayers, data, Source(name))
+    for key, values in (("mem_MB", profile.mem_mb), ("parameters_out", profile.parameters_out)):
+        if len(values) != len(profile.time_s):
+            raise InputError(f"{key} has {len(values)} numbers, time_s has {len(profile.time_s)}", where=name)
+    return profile
 
 
 def merge(
@@ -117,7 +102,7 @@ def merge(
     if not device_type.strip():
         raise InputError("a device type needs a name", hint="--type NAME")
     for what, value in (("bandwidth", bw_mbps), ("memory", mem_mb)):
-        if value is not None and not (math.isfinite(value) and value >= 0):
+        if value is not None and not is_number(value, 0):
             raise InputError(f"the {what} of a device type is 0 or more, not {value}")
     notes: dict[str, None] = {}
     models = _Document(models_file)
@@ -224,7 +209,11 @@ def _merge_model(document: _Document, model: str, profile: MeasuredLayers, force
                 hint="give this measurement another --model-name, or use --force to replace the model's entry",
             )
     memory = entry.get("mem_MB")
-    if not isinstance(memory, list) or len(memory) != layers or any(not _is_number(value) for value in memory):
+    if (
+        not isinstance(memory, list)
+        or len(memory) != layers
+        or any(not is_number(value, 0, MAX_VALUE) for value in memory)
+    ):
         raise InputError(f"mem_MB of {model} is no list of {layers} numbers", where=f"{where}.mem_MB", hint=_OVER)
     larger = [max(old, new) for old, new in zip(memory, profile.mem_mb, strict=True)]
     if larger != memory:
@@ -382,33 +371,3 @@ def _brief(old: Any, new: Any) -> str:
         place = next(index for index, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
         return f"{old[place]!r:.40}, not {new[place]}, after layer {place + 1}"
     return f"{old!r:.40}, not {new!r:.40}"
-
-
-def _word(data: Mapping[str, Any], key: str, name: str) -> str:
-    value = data.get(key)
-    if not isinstance(value, str) or not value:
-        raise InputError(f"{key} is a word, not {value!r:.40}", where=f"{name}: {key}")
-    return value
-
-
-def _list(data: Mapping[str, Any], key: str, name: str) -> list[Any]:
-    value = data.get(key)
-    if not isinstance(value, list | tuple):
-        raise InputError(f"{key} is a list of numbers, not {value!r:.40}", where=f"{name}: {key}")
-    return list(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_VALUE
-
-
-def _number(value: Any, where: str) -> float:
-    if not _is_number(value):
-        raise InputError(f"a number of 0 or more, up to {MAX_VALUE:.0f}, is expected, not {value!r:.40}", where=where)
-    return float(value)
-
-
-def _count(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VALUE:
-        raise InputError(f"a whole number, 0 to {MAX_VALUE:.0f}, is expected, not {value!r:.40}", where=where)
-    return value

@@ -7,19 +7,21 @@ another model does no harm.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from trimtab.core.errors import InputError, nearest
-from trimtab.formats import yaml_text
+from trimtab.core.errors import InputError, meant, nearest
+from trimtab.formats import sections, yaml_text
+from trimtab.formats.sections import Made, OpenSection, Section, Within, checked_by
+from trimtab.formats.yaml_text import Source
 from trimtab.model.pipeline import DeviceType, Host, HostLink, ModelChain, PipelineJob, Schedule
 
 MAX_VALUE = float(2**53)
@@ -49,6 +51,55 @@ ELEMENT_BYTES: dict[str, int] = {
     "complex128": 16,
 }
 """Stored bytes per element of each torch dtype."""
+
+
+Value = Annotated[float, Within(0.0, MAX_VALUE)]
+Whole = Annotated[int, Within(0, MAX_VALUE)]
+
+
+def _check_host(name: str) -> None:
+    if not name.strip() or not name.isprintable():
+        raise InputError(f"a host name is expected, not {name!r}")
+
+
+class ModelEntry(OpenSection):
+    """A model of `models.yml`."""
+
+    layers: Whole
+    mem_mb: list[Value] = Field(alias="mem_MB")
+    parameters_in: Whole
+    parameters_out: list[Whole]
+
+
+class ProfileEntry(OpenSection):
+    """A profile of a model on a device type."""
+
+    batch_size: Whole
+    dtype: Annotated[str, Made(str, lambda name: canonical_dtype(name))]
+    time_s: list[Value]
+
+
+class ProfileRows(OpenSection):
+    """The profiles of a model on a device type."""
+
+    rows: list[ProfileEntry]
+
+
+class TypeEntry(OpenSection):
+    """A device type of `device_types.yml`; profiles of other models than the job's are not read."""
+
+    bw_mbps: Value = Field(alias="bw_Mbps")
+    mem_mb: Value = Field(alias="mem_MB")
+    model_profiles: dict[str, Any] | None = None
+
+
+class LinkEntry(Section):
+    """An entry of `links.yml`."""
+
+    hosts: list[Annotated[str, checked_by(_check_host)]] = Field(default_factory=list)
+    to: list[Annotated[str, checked_by(_check_host)]] | None = None
+    bw_mbps: Value | None = Field(default=None, alias="bw_Mbps")
+    latency_ms: Value = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,31 +178,34 @@ def canonical_dtype(name: str) -> str:
     short = name.strip().removeprefix("torch.")
     short = _SAME.get(short, short)
     if short not in ELEMENT_BYTES:
-        raise InputError(f"unknown dtype {name}", hint=_meant(short, ELEMENT_BYTES, "torch."))
+        near = nearest(short, ELEMENT_BYTES)
+        raise InputError(f"unknown dtype {name}", hint=f"did you mean torch.{near}?" if near else "torch.float32 ...")
     return short
 
 
 def _model(path: Path, name: str, warnings: list[str]) -> ModelChain:
-    data = yaml_text.read_mapping(path)
+    source, data = _named_entries(path)
     if name not in data:
-        names = sorted(str(key) for key in data)
-        raise InputError(f"there is no model {name}", where=str(path), hint=_meant(name, names))
-    entry = _mapping(data[name], f"{path}: {name}")
-    layers = _integer(_key(entry, "layers", f"{path}: {name}"), f"{path}: {name}.layers")
-    mem = _numbers(_key(entry, "mem_MB", f"{path}: {name}"), f"{path}: {name}.mem_MB")
-    _same_length(mem, "mem_MB", layers, f"{path}: {name}.mem_MB")
-    taken = _integer(_key(entry, "parameters_in", f"{path}: {name}"), f"{path}: {name}.parameters_in")
-    where = f"{path}: {name}.parameters_out"
-    out = [_integer(v, f"{where}[{i}]") for i, v in enumerate(_list(_key(entry, "parameters_out", path), where))]
+        raise InputError(f"there is no model {name}", where=str(path), hint=_meant(name, sorted(map(str, data))))
+    entry = sections.read(ModelEntry, data[name], source, name)
+    layers, out = entry.layers, entry.parameters_out
+    _same_length(entry.mem_mb, layers, source, name, "mem_MB")
     if len(out) > layers or (layers and not out):
-        _same_length(out, "parameters_out", layers, where)
+        _same_length(out, layers, source, name, "parameters_out")
     if len(out) < layers:
         rest = "" if layers % len(out) == 0 else ", the last time in part"
         warnings.append(
             f"{path}: {name}.parameters_out has {len(out)} entries for {layers} layers: repeated as a block{rest}"
         )
         out = [out[i % len(out)] for i in range(layers)]
-    return ModelChain(name, tuple(mem), taken, tuple(out))
+    return ModelChain(name, tuple(entry.mem_mb), entry.parameters_in, tuple(out))
+
+
+def _named_entries(path: Path) -> tuple[Source, dict[Any, Any]]:
+    source, data = yaml_text.read_source(path)
+    if not isinstance(data, Mapping):
+        raise InputError("a mapping of keys is expected", where=str(path))
+    return source, dict(data)
 
 
 def _hosts(path: Path) -> tuple[Host, ...]:
@@ -166,21 +220,16 @@ def _hosts(path: Path) -> tuple[Host, ...]:
             raise InputError("a list of hosts is expected", where=f"{path}: {kind}", hint=f"write `{kind}: [host]`")
         for at, host in enumerate(listed):
             where = f"{path}: {kind}[{at}]"
-            _host_name(host, where)
+            if not isinstance(host, str):
+                raise InputError(f"a host name is expected, not a {type(host).__name__}", where=where)
+            with Source(str(path)).located(str(kind), at):
+                _check_host(host)
             if host in types:
                 also = "twice" if types[host] == kind else f"under {types[host]} and under {kind}"
                 raise InputError(f"host {host} is listed {also}", where=where, hint="list every host once")
             types[host] = str(kind)
             out.append(Host(host, str(kind)))
     return tuple(out)
-
-
-def _host_name(host: Any, where: str) -> None:
-    if not isinstance(host, str) or not host.strip():
-        found = "nothing" if host in ("", None) else f"a {type(host).__name__}"
-        raise InputError(f"a host name is expected, not {found}", where=where)
-    if not host.isprintable():
-        raise InputError("a host name has a character that cannot be printed", where=where)
 
 
 def _types(
@@ -192,7 +241,7 @@ def _types(
     dtype: str,
     warnings: list[str],
 ) -> tuple[DeviceType, ...]:
-    data = yaml_text.read_mapping(path)
+    source, data = _named_entries(path)
     by_name = {str(name): entry for name, entry in data.items()}
     named = list(dict.fromkeys([*(host.type for host in hosts), *(str(kind) for kind in _as_written(devices))]))
     out: list[DeviceType] = []
@@ -208,14 +257,12 @@ def _types(
                 )
             warnings.append(f"{devices}: there is no device type {name} in {path}: skipped, it lists no hosts")
             continue
-        entry = _mapping(by_name[name], f"{path}: {name}")
-        speed = _number(_key(entry, "bw_Mbps", f"{path}: {name}"), f"{path}: {name}.bw_Mbps")
-        memory = _number(_key(entry, "mem_MB", f"{path}: {name}"), f"{path}: {name}.mem_MB")
+        entry = sections.read(TypeEntry, by_name[name], source, name)
         time_s: tuple[float, ...] = ()
         if model.layers:
-            time_s, seen = _profile(entry, model, batch_size, dtype, f"{path}: {name}", warnings)
+            time_s, seen = _profile(entry, name, model, batch_size, dtype, source, warnings)
             others |= seen
-        out.append(DeviceType(name, speed, memory, time_s))
+        out.append(DeviceType(name, entry.bw_mbps, entry.mem_mb, time_s))
     if model.layers and not any(kind.time_s for kind in out if any(host.type == kind.name for host in hosts)):
         _no_profile(path, devices, hosts, model, batch_size, dtype, others)
     return tuple(out)
@@ -245,35 +292,25 @@ def _no_profile(
 
 
 def _profile(
-    entry: Mapping[str, Any], model: ModelChain, batch_size: int, dtype: str, where: str, warnings: list[str]
+    entry: TypeEntry, name: str, model: ModelChain, batch_size: int, dtype: str, source: Source, warnings: list[str]
 ) -> tuple[tuple[float, ...], set[tuple[int, str]]]:
     """(times of a model on a device type, settings it was profiled with)."""
-    profiles = entry.get("model_profiles")
-    rows = _mapping(profiles, f"{where}.model_profiles").get(model.name) if profiles is not None else None
-    if rows is None:
+    where = f"{source.name}: {name}"
+    if (entry.model_profiles or {}).get(model.name) is None:
         warnings.append(f"{where} has no profile of {model.name}: its hosts hold no layers")
         return (), set()
+    keys = (name, "model_profiles", model.name)
+    rows = sections.read(ProfileRows, {"rows": (entry.model_profiles or {})[model.name]}, source, *keys).rows
     found: tuple[float, ...] = ()
     seen = set()
-    for at, profile in enumerate(_list(rows, f"{where}.model_profiles.{model.name}")):
-        place = f"{where}.model_profiles.{model.name}[{at}]"
-        profile = _mapping(profile, place)
-        size = _integer(_key(profile, "batch_size", place), f"{place}.batch_size")
-        name = _key(profile, "dtype", place)
-        if not isinstance(name, str):
-            raise InputError("a dtype such as torch.float32 is expected", where=f"{place}.dtype")
-        try:
-            kind = canonical_dtype(name)
-        except InputError as error:
-            error.where = f"{place}.dtype"
-            raise
-        if (size, kind) == (batch_size, dtype):
-            if (size, kind) in seen:
+    for at, profile in enumerate(rows):
+        if (profile.batch_size, profile.dtype) == (batch_size, dtype):
+            if (batch_size, dtype) in seen:
+                place = source.place(*keys, at)
                 warnings.append(f"{place} is a second profile of the same settings: the last one counts")
-            times = _numbers(_key(profile, "time_s", place), f"{place}.time_s")
-            _same_length(times, "time_s", model.layers, f"{place}.time_s")
-            found = tuple(times)
-        seen.add((size, kind))
+            _same_length(profile.time_s, model.layers, source, *keys, at, "time_s")
+            found = tuple(profile.time_s)
+        seen.add((profile.batch_size, profile.dtype))
     if not found:
         there = ", ".join(f"batch size {size} with torch.{kind}" for size, kind in sorted(seen)) or "none"
         warnings.append(
@@ -285,36 +322,22 @@ def _profile(
 
 def _links(path: Path, known: list[str]) -> tuple[HostLink, ...]:
     """Links by pair of hosts; of several entries for a pair the last counts."""
-    entries = _as_written(path, list)
+    source = Source(str(path), yaml_text.read_text(path))
     found: dict[tuple[str, str], HostLink] = {}
-    for at, entry in enumerate(entries):
-        where = f"{path}: [{at}]"
-        entry = _mapping(entry, where)
-        strange = [key for key in entry if key not in ("hosts", "to", "bw_Mbps", "latency_ms")]
-        if strange:
-            raise InputError(
-                f"unknown key {strange[0]}", where=where, hint="a link has hosts, to, bw_Mbps and latency_ms"
-            )
-        lists = []
-        for key in ("hosts", "to"):
-            names = _list(entry[key], f"{where}.{key}") if key in entry else []
+    for at, stated in enumerate(_as_written(path, list)):
+        entry = sections.read(LinkEntry, stated, source, at)
+        hosts, to = entry.hosts, entry.to or []
+        for key, names in (("hosts", hosts), ("to", to)):
             for index, name in enumerate(names):
-                _host_name(name, f"{where}.{key}[{index}]")
                 if name not in known:
-                    raise InputError(
-                        f"there is no host {name}", where=f"{where}.{key}[{index}]", hint=_meant(name, known)
-                    )
-            lists.append(names)
-        hosts, to = lists
+                    raise source.error(f"there is no host {name}", at, key, index, hint=_meant(name, known))
         if len(hosts) + len(to) < 2 or not hosts:
-            raise InputError("a link needs two hosts", where=where, hint="write `hosts: [a, b]`")
-        speed = _number(entry["bw_Mbps"], f"{where}.bw_Mbps") if "bw_Mbps" in entry else None
-        delay = _number(entry["latency_ms"], f"{where}.latency_ms") / 1000 if "latency_ms" in entry else 0.0
-        for a, b in product(hosts, to) if "to" in entry else combinations(hosts, 2):
+            raise source.error("a link needs two hosts", at, hint="write `hosts: [a, b]`")
+        for a, b in product(hosts, to) if entry.to is not None else combinations(hosts, 2):
             if a == b:
-                raise InputError(f"host {a} is linked to itself", where=where)
+                raise source.error(f"host {a} is linked to itself", at)
             pair = (a, b) if a < b else (b, a)
-            found[pair] = HostLink(pair, speed, delay)
+            found[pair] = HostLink(pair, entry.bw_mbps, entry.latency_ms / 1000)
     return tuple(found.values())
 
 
@@ -334,75 +357,16 @@ def _as_written(path: Path, expected: type = dict) -> Any:
         raise InputError(f"this is not valid YAML: {' '.join(str(error).split())[:300]}", where=str(path)) from None
 
 
-def _key(entry: Mapping[str, Any], key: str, where: object) -> Any:
-    if key not in entry:
-        near = nearest(key, [str(k) for k in entry])
-        raise InputError(f"`{key}` is missing", where=str(where), hint=f"there is `{near}`" if near else None)
-    return entry[key]
-
-
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InputError(f"a mapping of keys is expected, not {_kind(value)}", where=where)
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"a list is expected, not {_kind(value)}", where=where)
-    return value
-
-
-def _numbers(value: Any, where: str) -> list[float]:
-    return [_number(item, f"{where}[{at}]") for at, item in enumerate(_list(value, where))]
-
-
-def _number(value: Any, where: str) -> float:
-    """A finite number of 0 or more; text only occurs in files read by `_as_written`."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise InputError(f"a number is expected, not {value[:40]!r}", where=where) from None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"a number is expected, not {_kind(value)}", where=where)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"a finite number is expected, not {value}", where=where)
-    if not 0 <= value <= MAX_VALUE:
-        raise InputError(f"{_short(value)} is {'negative' if value < 0 else 'too large'}", where=where)
-    return float(value)
-
-
-def _integer(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"a whole number is expected, not {_kind(value)}", where=where)
-    return int(_number(value, where))
-
-
-def _short(value: float) -> str:
-    return str(value) if abs(value) < 1e20 else "a number"
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, str | int | float):
-        return repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]} ..."
-    return {"list": "a list", "dict": "a mapping"}.get(type(value).__name__, f"a {type(value).__name__}")
-
-
-def _same_length(values: list[Any], name: str, layers: int, where: str) -> None:
+def _same_length(values: Sequence[Any], layers: int, source: Source, *keys: str | int) -> None:
     if len(values) != layers:
-        raise InputError(f"{name} has {len(values)} entries, it must have {layers} (one for each layer)", where=where)
+        what = f"{keys[-1]} has {len(values)} entries, it must have {layers} (one for each layer)"
+        raise source.error(what, *keys)
 
 
-def _meant(name: str, known: Any, prefix: str = "") -> str:
-    names = [str(other) for other in known]
-    if not names:
-        return "there is none"
-    near = nearest(name, names)
-    listed = ", ".join(prefix + other for other in names[:12]) + (" ..." if len(names) > 12 else "")
-    return f"did you mean {prefix}{near}?" if near else f"there is: {listed}"
+def _meant(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    listed = ", ".join(names[:12]) + (" ..." if len(names) > 12 else "")
+    return meant(name, names, f"there is: {listed}" if names else "there is none")
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*\Z")

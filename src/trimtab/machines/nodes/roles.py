@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core.errors import InfeasibleError, InputError, nearest
+from trimtab.core.errors import InfeasibleError, InputError, meant
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.plan import ComponentGroup, CurrentPlacement, FrameworkRules, PlacedComponent, Plan
 from trimtab.model.workflow import ANY_KIND, Cluster, Node, PlacementJob
@@ -139,11 +139,8 @@ def without(cluster: Cluster, which: int | str) -> Cluster:
     else:
         names = [node.name for node in cluster.nodes]
         if which not in names:
-            near = nearest(which, names)
-            raise InputError(
-                f"the job's cluster has no node {which}",
-                hint=f"did you mean {near}?" if near else f"its nodes: {_some(names)}; or say how many leave",
-            )
+            hint = meant(which, names, f"its nodes: {_some(names)}; or say how many leave")
+            raise InputError(f"the job's cluster has no node {which}", hint=hint)
         left = tuple(node for node in cluster.nodes if node.name != which)
     if not any(node.gpus for node in left):
         raise InfeasibleError("no GPU would be left in the cluster", hint="a plan needs at least one node with GPUs")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError, meant
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import LABEL, total
 from trimtab.machines.pool.binpack import fitting, never_placeable, place
@@ -423,17 +423,15 @@ def _check_sharing(state: PoolState, spec: TaskSpec) -> None:
 def known_pool(state: PoolState, name: str) -> PoolRecord:
     pool = state.pools.get(name)
     if pool is None:
-        near = nearest(name, state.pools)
         exist = "make it first; pools that exist: " + (", ".join(state.pools) or "none")
-        raise InputError(f"there is no pool {name}", hint=f"did you mean {near}?" if near else exist)
+        raise InputError(f"there is no pool {name}", hint=meant(name, state.pools, exist))
     return pool
 
 
 def known_task(state: PoolState, name: str) -> PoolTask:
     task = state.tasks.get(name)
     if task is None:
-        near = nearest(name, state.tasks)
-        raise InputError(f"there is no task {name}", hint=f"did you mean {near}?" if near else None)
+        raise InputError(f"there is no task {name}", hint=meant(name, state.tasks))
     return task
 
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from trimtab.core.codec import decode
-from trimtab.core.errors import InfeasibleError, InputError, nearest
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.machine import Machine, earliest, on
 from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, record
 from trimtab.machines.replan import events as e
@@ -37,7 +37,7 @@ from trimtab.model.run import (
     ReplanMode,
     ReplanRules,
 )
-from trimtab.model.workflow import Cluster, Workflow, check_workflow
+from trimtab.model.workflow import Cluster, Workflow, check_workflow, unknown_component
 
 RUN = "run"  # subject of the run's own story
 STORIES_KEPT = 21  # of the run and its latest migrations
@@ -421,12 +421,7 @@ def _check_iteration(iteration: Iteration, workflow: Workflow) -> None:
     """Raises InputError for an unknown component, or too many batches."""
     for component in iteration.components:
         if component.component not in workflow.names:
-            near = nearest(component.component, workflow.names)
-            raise InputError(
-                f"there is no component named {component.component}",
-                where=f"iteration {iteration.number}",
-                hint=f"did you mean {near}?" if near else f"components are: {', '.join(workflow.names)}",
-            )
+            raise unknown_component(component.component, workflow.names, f"iteration {iteration.number}")
         if component.batches is not None and component.batches > workflow.batches:
             raise InputError(
                 f"{component.component} did {component.batches} batches of {workflow.batches}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import unknown
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.model.rollout import (
     End,
@@ -236,9 +236,7 @@ def known_worker(workers: dict[str, RolloutWorker], name: str) -> RolloutWorker:
     """The worker of that name; InputError with a hint otherwise."""
     worker = workers.get(name)
     if worker is None:
-        near = nearest(name, workers)
-        hint = f"did you mean {near}?" if near else "workers: " + (", ".join(sorted(workers)[:8]) or "none")
-        raise InputError(f"there is no worker {name}", hint=hint)
+        raise unknown(name, workers, what="there is no worker {}")
     return worker
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from trimtab.replay.common.timing import Distribution
+from trimtab.formats.sections import Amount, Share, Within
+from trimtab.replay.common.timing import Distribution, Durations
 
 AN_HOUR = Distribution(3600.0)
 NodeEventKind = Literal["lost", "joined", "draining"]
@@ -30,10 +31,10 @@ class ChurnEvent:
 class Churn:
     """Random failures."""
 
-    days_between: float  # mean time between failures of a node
-    repair_s: Distribution = AN_HOUR
-    drained: float = 0.0  # share of failures announced by a drain
-    notice_s: float = 120.0
+    days_between: Annotated[float, Within(0.001, 1e12)]  # mean time between failures of a node
+    repair_s: Durations = AN_HOUR
+    drained: Share = 0.0  # share of failures announced by a drain
+    notice_s: Amount = 120.0
 
     def events(self, nodes: list[str], until_s: float, seed: int) -> list[ChurnEvent]:
         """Events in order of time."""

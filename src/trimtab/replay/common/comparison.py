@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
 from typing import Any, Generic, Protocol, TypeVar
 
+from trimtab.core.errors import InputError
 from trimtab.replay.common.recommend import Recommendation
 
 Spread = tuple[float, float]
@@ -59,6 +60,14 @@ class RunFigures(Protocol):
 
 ScenarioT = TypeVar("ScenarioT", bound=ComparedScenario)
 FiguresT = TypeVar("FiguresT", bound=RunFigures)
+
+
+def check_unique(policies: Sequence[NamedPolicy]) -> None:
+    """Policies of a scenario must have different names."""
+    names = [policy.name for policy in policies]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"two policies are named {name}", hint="give one a `name`")
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InputError, check_known, meant
 from trimtab.core.resources import Resources
-from trimtab.formats import yaml_text
-from trimtab.formats.files import meant
+from trimtab.formats import sections, yaml_text
+from trimtab.formats.sections import Section
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, rules_of
-from trimtab.replay.common.keys import check_keys
 from trimtab.replay.journal.replay import AS_IT_WAS, RECORDED, AlternativePolicy
 from trimtab.replay.journal.world import JournalWorld, base_name
 from trimtab.replay.pool.policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy
-from trimtab.replay.pool.scenario import PoolPolicySection, explained
+from trimtab.replay.pool.scenario import BY_USE, PoolPolicySection
 
 RULE_KEYS = ("label_rules", "cross_pool", "protected_pools")  # preemption keys that only a journal policy takes
 ONE_POOL_KEYS = (*POOL_KEYS, "quota", "borrow", "reserved_priority", "dynamic_limit")
@@ -33,11 +32,13 @@ class JournalPolicySection(PoolPolicySection):
     """A policy of a file."""
 
     use: str = "trimtab"
-    pools: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    preemption: dict[str, Any] = Field(default_factory=dict)
+    pool: dict[str, Any] = Field(default_factory=dict)
+    pools: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
 
 
-class _PolicyFile(BaseModel):
-    policies: list[str | JournalPolicySection] = Field(min_length=1)
+class _PolicyFile(Section):
+    policies: list[Annotated[JournalPolicySection, BY_USE]] = Field(min_length=1)
 
 
 def read_alternatives(given: Sequence[str]) -> list[AlternativePolicy]:
@@ -61,21 +62,15 @@ def read_alternatives(given: Sequence[str]) -> list[AlternativePolicy]:
 
 
 def _file(path: Path) -> list[AlternativePolicy]:
-    data = yaml_text.parse(yaml_text.read_text(path), str(path))
+    source, data = yaml_text.read_source(path)
     if isinstance(data, Mapping) and "policies" in data:
         listed: Any = data["policies"]
     else:
         listed = data if isinstance(data, list) else [data]
-    try:
-        policies = _PolicyFile.model_validate({"policies": listed}).policies
-    except ValidationError as error:
-        raise explained(error, path, _PolicyFile, {"policies": JournalPolicySection}) from None
+    policies = sections.read(_PolicyFile, {"policies": listed}, source).policies
     # The only policy of a file is named after the file unless it has a name.
     alone = path.stem if len(policies) == 1 else None
-    return [
-        _other(JournalPolicySection(use=policy) if isinstance(policy, str) else policy, alone, str(path))
-        for policy in policies
-    ]
+    return [_other(policy, alone, str(path)) for policy in policies]
 
 
 def _other(section: JournalPolicySection, alone: str | None, where: str) -> AlternativePolicy:
@@ -83,10 +78,9 @@ def _other(section: JournalPolicySection, alone: str | None, where: str) -> Alte
     preemption = {key: value for key, value in section.preemption.items() if key not in RULE_KEYS}
     changes = bool(section.preemption or section.pool or section.pools)
     name = section.name or (alone if alone is not None and changes else section.use)
-    more = {} if section.threshold_gpu_s is None else {"threshold_gpu_s": section.threshold_gpu_s}
     try:
-        check_keys(preemption, (*PREEMPTION_KEYS, *RULE_KEYS), f"policy {name}")
-        policy = PoolPolicy(name, section.use, preemption, section.pool, **more)
+        check_known(preemption, (*PREEMPTION_KEYS, *RULE_KEYS), f"policy {name}")
+        policy = PoolPolicy(name, section.use, preemption, section.pool, section.threshold_gpu_s)
         if (rules and section.use != "trimtab") or (section.pools and not section.use.startswith("trimtab")):
             raise InputError(f"{section.use} takes no such settings", where=name, hint="they go with use: trimtab")
         if "label_rules" in rules:
@@ -106,7 +100,7 @@ def _other(section: JournalPolicySection, alone: str | None, where: str) -> Alte
 
 
 def _one_pool(pool: str, given: dict[str, Any]) -> dict[str, Any]:
-    check_keys(given, ONE_POOL_KEYS, f"pools.{pool}")
+    check_known(given, ONE_POOL_KEYS, f"pools.{pool}")
     found = dict(given)
     if "quota" in found:
         found["quota"] = Resources.of(found["quota"], where=f"pools.{pool}.quota")

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InputError, check_known
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PoolSpec, PreemptionPolicy
-from trimtab.replay.common.keys import check_keys, check_name
 from trimtab.replay.pool.baselines import OrderedScheduler
 from trimtab.replay.pool.driver import PoolScheduler
 from trimtab.replay.pool.las import THRESHOLD_GPU_S, LeastAttained
@@ -48,9 +47,9 @@ class PoolPolicy:
 
     def __post_init__(self) -> None:
         where = f"policy {self.name}"
-        check_name(self.use, KNOWN, where, "unknown policy {}")
-        check_keys(self.preemption, PREEMPTION_KEYS, where)
-        check_keys(self.pool, POOL_KEYS, where)
+        check_known([self.use], KNOWN, where, "unknown policy {}")
+        check_known(self.preemption, PREEMPTION_KEYS, where)
+        check_known(self.pool, POOL_KEYS, where)
         if (self.preemption and self.use != "trimtab") or (self.pool and not self.use.startswith("trimtab")):
             raise InputError(f"{self.use} takes no such settings", where=where, hint="they go with use: trimtab")
         PreemptionPolicy(**self.preemption)  # raises where a value is wrong

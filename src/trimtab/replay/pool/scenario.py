@@ -6,26 +6,40 @@ its place. Trace paths are relative to the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from trimtab.core.errors import InputError
-from trimtab.formats import yaml_text
-from trimtab.formats.files import meant
-from trimtab.replay.common.churn import AN_HOUR, Churn, ChurnEvent
-from trimtab.replay.common.keys import check_unique
-from trimtab.replay.common.timing import Distribution, PoolTimes
+from trimtab.formats.sections import (
+    Amount,
+    Count,
+    FieldsOf,
+    Made,
+    Name,
+    Positive,
+    Section,
+    Seed,
+    Shorthand,
+    Within,
+    checked_by,
+    read_file,
+)
+from trimtab.model.pool import PoolSpec, PreemptionPolicy
+from trimtab.replay.common.churn import Churn, ChurnEvent, NodeEventKind
+from trimtab.replay.common.comparison import check_unique
+from trimtab.replay.common.timing import PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.clairvoyant import Clairvoyant
 from trimtab.replay.pool.driver import PoolReality, PoolReplay
 from trimtab.replay.pool.figures import PoolFigures, figures
-from trimtab.replay.pool.policies import PoolPolicy, scheduler
-from trimtab.replay.pool.workload import CLASSES, PriorityClass, TaskGenerator, WorkloadTask, classes_of, workload
+from trimtab.replay.pool.las import THRESHOLD_GPU_S
+from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, PoolPolicy, scheduler
+from trimtab.replay.pool.workload import CLASSES, PriorityClass, TaskGenerator, WorkloadTask, workload
 
 SEEDS = (1, 2, 3, 4, 5)
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
@@ -53,15 +67,19 @@ class ClusterSettings:
 class WorkloadSettings:
     """The workload of a scenario."""
 
-    trace: Path | None
-    generate: TaskGenerator | None
-    limit: int | None = None
-    most_gpus: int | None = None
-    rate: float = 1.0
+    trace: Path | None = None
+    generate: TaskGenerator | None = None
+    limit: Count | None = None
+    most_gpus: Count | None = None
+    rate: Positive = 1.0
     classes: tuple[PriorityClass, ...] = CLASSES
     saves: bool = True
     estimates: bool = False
-    skip: int = 0
+    skip: Annotated[int, Within(0, 1_000_000_000)] = 0
+
+    def __post_init__(self) -> None:
+        if (self.trace is None) == (self.generate is None):
+            raise InputError("tasks need exactly one source", hint="one of `trace`, `generate`")
 
     @cached_property
     def _read(self) -> list[JobRow]:
@@ -165,118 +183,77 @@ def run_pool(
 # ---- file ---------------------------------------------------------------------------------------------------------
 
 
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is expected, not true or false")
-    return value
+Whole = Annotated[int, Within(0, 1_000_000_000)]
+Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
 
 
-Whole = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=1_000_000, strict=True)]
-Amount = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1e12, allow_inf_nan=False)]
-More = Annotated[float, BeforeValidator(_no_bool), Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
-
-
-class ScenarioSection(BaseModel):
-    """A section of a scenario file; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class NodeEventSection(ScenarioSection):
+class NodeEventSection(Section):
     """A change of a node's state."""
 
     at_s: Amount
-    node: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, strict=True)]
-    what: Literal["lost", "joined", "draining"]
+    node: Whole
+    what: NodeEventKind
     notice_s: Amount = 120.0
 
 
-class ChurnSection(ScenarioSection):
-    """Random failures."""
-
-    days_between: Annotated[More, Field(ge=0.001)]
-    repair_s: Any = None
-    drained: Annotated[float, Field(ge=0, le=1)] = 0.0
-    notice_s: Amount = 120.0
-
-
-class PoolClusterSection(ScenarioSection):
+class PoolClusterSection(Section):
     """The `cluster` section."""
 
-    nodes: Whole
-    gpus: Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=1024, strict=True)] = 8
+    nodes: Count
+    gpus: Annotated[int, Within(1, 1024)] = 8
     events: list[NodeEventSection] = Field(default_factory=list)
-    churn: ChurnSection | None = None
+    churn: Annotated[Churn, FieldsOf(Churn)] | None = None
 
 
-class GenerateSection(ScenarioSection):
-    """Generated jobs."""
-
-    count: Whole
-    per_hour: More
-    duration_s: Any
-    gpus: dict[Whole, More] = Field(default_factory=lambda: {1: 1.0}, min_length=1)
+def _classes(stated: dict[str, dict[str, float]]) -> tuple[PriorityClass, ...]:
+    if not sum(settings["share"] for settings in stated.values()) > 0:
+        raise InputError("shares must not all be 0", hint="{high: {priority: 8, share: 0.1}}")
+    return tuple(PriorityClass(name, **settings) for name, settings in stated.items())
 
 
-class PriorityClassSection(ScenarioSection):
-    """A priority class."""
-
-    priority: Annotated[float, BeforeValidator(_no_bool), Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
-    share: Amount
-
-
-class TasksSection(ScenarioSection):
-    """The `tasks` section."""
-
-    trace: str | None = None
-    generate: GenerateSection | None = None
-    skip: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, strict=True)] = 0
-    limit: Whole | None = None
-    most_gpus: Whole | None = None
-    rate: More = 1.0
-    classes: dict[str, PriorityClassSection] | None = None
-    saves: bool = True
-    estimates: bool = False
+Class = Annotated[dict[str, Any], FieldsOf(PriorityClass, only=("priority", "share"))]
+Tasks = FieldsOf(
+    WorkloadSettings,
+    types={
+        "generate": Annotated[TaskGenerator, FieldsOf(TaskGenerator)] | None,
+        "classes": Annotated[tuple[PriorityClass, ...], Made(dict[Name, Class], _classes)],
+    },
+)
 
 
-class PoolPolicySection(ScenarioSection):
+class PoolPolicySection(Section):
     """An entry of `policies`."""
 
     use: str
     name: str | None = None
-    preemption: dict[str, Any] = Field(default_factory=dict)
-    pool: dict[str, Any] = Field(default_factory=dict)
-    threshold_gpu_s: Amount | None = None
+    preemption: Annotated[dict[str, Any], FieldsOf(PreemptionPolicy, only=PREEMPTION_KEYS)] = Field(
+        default_factory=dict
+    )
+    pool: Annotated[dict[str, Any], FieldsOf(PoolSpec, only=POOL_KEYS)] = Field(default_factory=dict)
+    threshold_gpu_s: Amount = THRESHOLD_GPU_S  # of least attained service
 
 
-def _all_policies() -> list[str | PoolPolicySection]:
-    return list(POLICIES)
+def _policy(section: PoolPolicySection) -> PoolPolicy:
+    name = section.name or section.use
+    return PoolPolicy(name, section.use, section.preemption, section.pool, section.threshold_gpu_s)
 
 
-class PoolScenarioFile(ScenarioSection):
+BY_USE = Shorthand(lambda value: {"use": value} if isinstance(value, str) else value)
+Policy = Annotated[PoolPolicy, Made(Annotated[PoolPolicySection, BY_USE], _policy)]
+
+
+class PoolScenarioFile(Section):
     """The scenario file."""
 
     name: str | None = None
     cluster: PoolClusterSection
-    tasks: TasksSection
-    times: dict[str, Any] = Field(default_factory=dict)
+    tasks: Annotated[WorkloadSettings, Tasks]
+    times: Annotated[PoolTimes, FieldsOf(PoolTimes)] = PoolTimes()
     checkpoint_s: Amount = 1800.0
-    policies: Annotated[list[str | PoolPolicySection], Field(min_length=1)] = Field(default_factory=_all_policies)
-    seeds: Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)] = Field(
-        default_factory=lambda: list(SEEDS)
+    policies: Annotated[tuple[Policy, ...], Field(min_length=1), checked_by(check_unique)] = tuple(
+        PoolPolicy(name, name) for name in POLICIES
     )
-
-
-Sections = Mapping[str, type[BaseModel]]
-SECTIONS: Sections = {
-    "cluster": PoolClusterSection,
-    "events": NodeEventSection,
-    "churn": ChurnSection,
-    "tasks": TasksSection,
-    "generate": GenerateSection,
-    "classes": PriorityClassSection,
-    "policies": PoolPolicySection,
-}
+    seeds: Seeds = SEEDS
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -284,24 +261,17 @@ SECTIONS: Sections = {
 
 def read(path: Path) -> PoolScenario:
     """Reads a scenario file. Raises InputError with file and key."""
-    data = yaml_text.read_mapping(path)
-    try:
-        section = PoolScenarioFile.model_validate(data)
-    except ValidationError as error:
-        raise explained(error, path, PoolScenarioFile, SECTIONS) from None
-    where = str(path)
-    events = tuple(_event(event, section.cluster.nodes, f"{where}: cluster.events") for event in section.cluster.events)
-    churn = None if section.cluster.churn is None else churn_of(section.cluster.churn, where)
-    policies = tuple(_policy(policy, where) for policy in section.policies)
-    check_unique([policy.name for policy in policies], f"{where}: policies")
+    file = read_file(PoolScenarioFile, path)
+    events = tuple(_event(event, file.cluster.nodes, f"{path}: cluster.events") for event in file.cluster.events)
+    trace = file.tasks.trace
     return PoolScenario(
-        section.name or path.stem,
-        ClusterSettings(section.cluster.nodes, section.cluster.gpus, events, churn),
-        _tasks(section.tasks, path),
-        PoolTimes.of(section.times, f"{where}: times"),
-        policies,
-        tuple(dict.fromkeys(section.seeds)),
-        section.checkpoint_s,
+        file.name or path.stem,
+        ClusterSettings(file.cluster.nodes, file.cluster.gpus, events, file.cluster.churn),
+        replace(file.tasks, trace=None if trace is None else path.parent / trace),
+        file.times,
+        file.policies,
+        tuple(dict.fromkeys(file.seeds)),
+        file.checkpoint_s,
     )
 
 
@@ -309,74 +279,3 @@ def _event(section: NodeEventSection, nodes: int, where: str) -> ChurnEvent:
     if section.what != "joined" and section.node >= nodes:
         raise InputError(f"there is no node {section.node} of {nodes}", where=where, hint="nodes are counted from 0")
     return ChurnEvent(section.at_s, f"n{section.node:05d}", section.what, section.notice_s)
-
-
-def churn_of(section: ChurnSection, where: str) -> Churn:
-    """The churn of a scenario; `where` names the file for errors."""
-    repair = (
-        AN_HOUR if section.repair_s is None else Distribution.of(section.repair_s, f"{where}: cluster.churn.repair_s")
-    )
-    return Churn(section.days_between, repair, section.drained, section.notice_s)
-
-
-def _tasks(section: TasksSection, path: Path) -> WorkloadSettings:
-    where = f"{path}: tasks"
-    if (section.trace is None) == (section.generate is None):
-        raise InputError("tasks need exactly one source", where=where, hint="one of `trace`, `generate`")
-    made = None
-    if section.generate is not None:
-        settings = section.generate
-        duration = Distribution.of(settings.duration_s, f"{where}.generate.duration_s")
-        made = TaskGenerator(settings.count, settings.per_hour, duration, tuple(sorted(settings.gpus.items())))
-    classes: tuple[PriorityClass, ...] = CLASSES
-    if section.classes is not None:
-        classes = classes_of(
-            {name: section.model_dump() for name, section in section.classes.items()}, f"{where}.classes"
-        )
-    trace = None if section.trace is None else path.parent / section.trace
-    return WorkloadSettings(
-        trace,
-        made,
-        section.limit,
-        section.most_gpus,
-        section.rate,
-        classes,
-        section.saves,
-        section.estimates,
-        section.skip,
-    )
-
-
-def _policy(section: str | PoolPolicySection, where: str) -> PoolPolicy:
-    section = PoolPolicySection(use=section) if isinstance(section, str) else section
-    more = {} if section.threshold_gpu_s is None else {"threshold_gpu_s": section.threshold_gpu_s}
-    try:
-        return PoolPolicy(section.name or section.use, section.use, section.preemption, section.pool, **more)
-    except InputError as error:
-        error.where = f"{where}: {error.where or 'policies'}"
-        raise
-    except TypeError as error:
-        raise InputError(str(error), where=f"{where}: policies") from None
-
-
-def explained(error: ValidationError, path: Path, root: type[BaseModel], sections: Sections) -> InputError:
-    """The first error of a validation; an unknown key with the nearest known one."""
-    faults = error.errors(include_url=False)
-    # An unknown key explains a missing one.
-    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    # Pydantic puts the name of a union's alternative into the location; it is not in the file.
-    keys = [str(key) for key in first["loc"] if str(key) != "str" and not str(key).endswith("Section")]
-    where = f"{path}: {'.'.join(keys)}" if keys else str(path)
-    if first["type"] == "extra_forbidden":
-        section = root
-        for key in keys[:-1]:
-            section = sections.get(key, section)
-        known = list(section.model_fields)
-        hint = meant(keys[-1], known, "known: " + ", ".join(known))
-        return InputError(f"{keys[-1]} is not known here", where=where, hint=hint)
-    if first["type"] == "missing":
-        return InputError(f"{keys[-1]} is missing", where=where)
-    text = first["msg"].removeprefix("Value error, ")
-    value = first.get("input")
-    shown = f" (got {value!r})" if not isinstance(value, Mapping | list) else ""
-    return InputError(text[0].lower() + text[1:] + shown, where=where)

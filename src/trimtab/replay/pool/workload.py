@@ -8,16 +8,23 @@ larger than a node becomes a gang of whole nodes and a remainder.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from trimtab.core.errors import InputError
+from pydantic import Field
+
 from trimtab.core.resources import Resources
+from trimtab.formats.sections import Amount, Count, Made, Positive, Priority
 from trimtab.model.pool import PlacementStrategy, TaskSpec
-from trimtab.replay.common.timing import Distribution
+from trimtab.replay.common.timing import Durations
 from trimtab.replay.common.traces import JobRow
 
 POOL = "pool"
+Sizes = Annotated[
+    tuple[tuple[int, float], ...],
+    Made(Annotated[dict[Count, Positive], Field(min_length=1)], lambda shares: tuple(sorted(shares.items()))),
+]
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,8 @@ class PriorityClass:
     """A priority class and its share of the tasks."""
 
     name: str
-    priority: float
-    share: float  # of all tasks, at random
+    priority: Priority
+    share: Amount  # of all tasks, at random
 
 
 CLASSES = (
@@ -51,10 +58,10 @@ class WorkloadTask:
 class TaskGenerator:
     """Generated jobs: Poisson arrivals, random durations, sizes by share."""
 
-    count: int
-    per_hour: float
-    duration_s: Distribution
-    gpus: tuple[tuple[int, float], ...]  # sizes and their shares
+    count: Count
+    per_hour: Positive
+    duration_s: Durations
+    gpus: Sizes = ((1, 1.0),)  # sizes and their shares
 
     def rows(self, seed: int) -> list[JobRow]:
         """Jobs in order of submission."""
@@ -116,13 +123,3 @@ def bundles(gpus: int, node_gpus: int) -> tuple[Resources, ...]:
         return (Resources.of(gpu=gpus),)
     whole, rest = divmod(gpus, node_gpus)
     return (Resources.of(gpu=node_gpus),) * whole + ((Resources.of(gpu=rest),) if rest else ())
-
-
-def classes_of(classes: Mapping[str, Mapping[str, float]], where: str) -> tuple[PriorityClass, ...]:
-    """Parses `classes` of a scenario: {high: {priority: 8, share: 0.1}}."""
-    found = tuple(PriorityClass(name, item["priority"], item["share"]) for name, item in classes.items())
-    if not found or not sum(item.share for item in found) > 0 or any(item.share < 0 for item in found):
-        raise InputError(
-            "shares must be 0 or more, and not all 0", where=where, hint="{high: {priority: 8, share: 0.1}}"
-        )
-    return found

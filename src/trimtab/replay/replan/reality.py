@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
-from trimtab.core.errors import InputError
+from trimtab.formats.sections import Amount, Count, Index, Made, Positive, Share
 from trimtab.machines.replan.decision import ReplanPlanner
 from trimtab.machines.replan.events import ClusterChangeCause, ClusterChanged
 from trimtab.machines.replan.placed_plan import PlacedPlan
@@ -21,11 +21,13 @@ from trimtab.model.plan import FrameworkRules, Plan
 from trimtab.model.run import ComponentTiming, Iteration, MigrationStage
 from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.replay.common.churn import NodeEventKind
-from trimtab.replay.common.keys import check_name
-from trimtab.replay.common.timing import P99, Distribution
+from trimtab.replay.common.timing import P99, Distribution, Durations
 from trimtab.replay.replan.noise import Factors, Noise, SyntheticNoise
 
 DriftShape = Literal["steady", "exponential", "early", "wave", "jump"]
+Levels = Annotated[
+    tuple[tuple[int, float], ...], Made(dict[Count, Positive], lambda points: tuple(sorted(points.items())))
+]
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,11 @@ class Drift:
     `jump` at once. `points` (iteration, level) replace all of that, with linear interpolation.
     """
 
-    to: float = 1.0
-    over: int = 1
-    after: int = 0
+    to: Positive = 1.0
+    over: Count = 1
+    after: Index = 0
     shape: DriftShape = "steady"
-    points: tuple[tuple[int, float], ...] = ()
+    points: Levels = ()
 
     def level(self, iteration: int) -> float:
         """Cost of an iteration relative to the profile."""
@@ -77,9 +79,9 @@ class Drift:
 class PeriodicWork:
     """Work every few iterations that is not drift: validation."""
 
-    every: int
+    every: Count
     component: str
-    adds: float  # to the component's time, as a share of it
+    adds: Amount  # to the component's time, as a share of it
     announced: bool = False  # the replan machine is told
 
     def text(self) -> str:
@@ -102,28 +104,13 @@ class MigrationTimes:
     state is assumed to be 20 GB, written and read at about 2 GB/s.
     """
 
-    save_s: Distribution = _STATE
-    release_s: Distribution = _RELEASE
-    place_s: Distribution = _PLACE
-    load_s: Distribution = _STATE
-    check_s: Distribution = _CHECK
-    resume_s: Distribution = _RESUME
-    fails: float = 0.0  # share of migrations of which a stage fails
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], where: str, otherwise: MigrationTimes | None = None) -> MigrationTimes:
-        """Parses `moves` of a scenario; missing keys keep the defaults, or `otherwise`."""
-        known = [field.name for field in fields(cls)]
-        stated: dict[str, Any] = {}
-        for key, value in given.items():
-            check_name(str(key), known, where)
-            if key == "fails":
-                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                    raise InputError(f"fails must be a number from 0 to 1, not {value!r}", where=f"{where}.fails")
-                stated[key] = float(value)
-            else:
-                stated[key] = Distribution.of(value, f"{where}.{key}")
-        return replace(otherwise or cls(), **stated)
+    save_s: Durations = _STATE
+    release_s: Durations = _RELEASE
+    place_s: Durations = _PLACE
+    load_s: Durations = _STATE
+    check_s: Durations = _CHECK
+    resume_s: Durations = _RESUME
+    fails: Share = 0.0  # share of migrations of which a stage fails
 
     def draw(self, stage: MigrationStage, move: int, seed: int) -> float:
         """Seconds of a stage; the drained iteration would have run anyway."""

@@ -17,39 +17,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InputError, check_known
 from trimtab.formats import job as job_form
-from trimtab.formats import yaml_text
+from trimtab.formats import sections, yaml_text
 from trimtab.formats.load import load
-from trimtab.formats.run_section import LOOP_KEYS, RunSection, read_rules, read_section
+from trimtab.formats.run_section import LOOP_KEYS, RunSection
+from trimtab.formats.sections import (
+    Amount,
+    Count,
+    FieldsOf,
+    Index,
+    Made,
+    OneOrMore,
+    Section,
+    Share,
+    Within,
+    checked_by,
+    refused,
+)
+from trimtab.formats.yaml_text import Source
 from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
-from trimtab.replay.common.churn import Churn
-from trimtab.replay.common.comparison import Comparison, PolicySummary, Spread, by_policy, spread, spreads
-from trimtab.replay.common.keys import check_keys, check_name, check_unique
-from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.timing import Distribution
-from trimtab.replay.pool.scenario import (
-    SEEDS,
-    Amount,
-    ChurnSection,
-    More,
-    ScenarioSection,
-    Sections,
-    Whole,
-    churn_of,
-    explained,
+from trimtab.replay.common.churn import Churn, NodeEventKind
+from trimtab.replay.common.comparison import (
+    Comparison,
+    PolicySummary,
+    Spread,
+    by_policy,
+    check_unique,
+    spread,
+    spreads,
 )
+from trimtab.replay.common.recommend import Recommendation
+from trimtab.replay.common.timing import Durations
+from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds
 from trimtab.replay.replan.noise import DrawnNoise, Noise, SyntheticNoise, TraceNoise, minibatches
 from trimtab.replay.replan.past_run import JOB, PastRunReality, read_past_run
 from trimtab.replay.replan.reality import (
     Drift,
-    DriftShape,
     MigrationTimes,
     PeriodicWork,
     PlanCache,
@@ -64,7 +74,6 @@ POLICIES = ("trimtab", "kept", "static", "oracle")
 RULE_KEYS = tuple(key for key in LOOP_KEYS if key not in ("mode", "elastic", "range_slack"))
 MOST_ITERATIONS = 100_000
 NAMED = 8  # events listed in a report
-WHEN = "one of at_s, at_iteration"
 FIGURES = (
     *("total_s", "iteration_s", "moves", "rolled_back", "forced", "moving_s", "void_s", "waiting_s", "void"),
     "decisions",
@@ -206,97 +215,93 @@ def _beside(known: Sequence[ReplanFigures], other: dict[int, float]) -> Spread |
 # ---- file ---------------------------------------------------------------------------------------------------------
 
 
-Index = Annotated[int, Field(ge=0, le=1_000_000, strict=True)]
-
-
-class ReplanEventSection(ScenarioSection):
+class ReplanEventSection(Section):
     """A change of a node's state."""
 
     at_s: Amount | None = None
-    at_iteration: Whole | None = None
+    at_iteration: Count | None = None
     node: Index
-    what: Literal["lost", "joined", "draining"]
+    what: NodeEventKind
     notice_s: Amount = 120.0
 
+    @model_validator(mode="after")
+    def _one_time(self) -> ReplanEventSection:
+        if (self.at_s is None) == (self.at_iteration is None):
+            raise refused("an event needs either a time or an iteration", "one of at_s, at_iteration")
+        return self
 
-class ReplanClusterSection(ScenarioSection):
+
+class ReplanClusterSection(Section):
     """The `cluster` section: missing keys are the job's."""
 
-    nodes: Whole | None = None
-    gpus: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
+    nodes: Count | None = None
+    gpus: Annotated[int, Within(1, 1024)] | None = None
     events: list[ReplanEventSection] = Field(default_factory=list)
-    churn: ChurnSection | None = None
+    churn: Annotated[Churn, FieldsOf(Churn)] | None = None
 
 
-class DriftSection(ScenarioSection):
-    """Cost drift of a component."""
-
-    to: More = 1.0
-    over: Whole = 1
-    after: Index = 0
-    shape: DriftShape = "steady"
-    points: dict[Whole, More] = Field(default_factory=dict)
+def _drift(stated: dict[str, Any]) -> Drift:
+    if stated.get("points") and len(stated) > 1:
+        raise InputError("points cannot be combined with other keys of a drift", hint="points: {1: 1.0, 40: 2.5}")
+    return Drift(**stated)
 
 
-class NoiseSection(ScenarioSection):
+class NoiseSection(Section):
     """The `noise` section: a trace, a distribution, or synthetic."""
 
-    trace: str | list[str] | None = None
-    factor: Any = None
-    spread: Annotated[float, Field(ge=0, le=1)] | None = None
-    alike: Annotated[float, Field(ge=0, lt=1)] | None = None
-    tail: Annotated[float, Field(ge=0, le=1)] | None = None
+    trace: Annotated[tuple[Path, ...], Field(min_length=1), OneOrMore] | None = None
+    factor: Durations | None = None
+    spread: Share | None = None
+    alike: Annotated[float, Within(0.0, 0.999_999)] | None = None
+    tail: Share | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> NoiseSection:
+        if sum((self.trace is not None, self.factor is not None, bool(self.synthetic))) > 1:
+            raise refused("noise is a trace, a distribution, or synthetic", "trace; factor; or spread, alike and tail")
+        return self
+
+    @property
+    def synthetic(self) -> dict[str, float]:
+        return self.model_dump(include={"spread", "alike", "tail"}, exclude_none=True)
 
 
-class PeriodicSection(ScenarioSection):
-    """The `periodic` section."""
-
-    every: Whole
-    component: str
-    adds: Amount
-    announced: bool = False
+Rules = Annotated[dict[str, Any], FieldsOf(ReplanRules, only=RULE_KEYS)]
 
 
-class ReplanPolicySection(ScenarioSection):
+class ReplanPolicySection(Section):
     """An entry of `policies`."""
 
-    use: str
+    use: Annotated[str, checked_by(lambda use: check_known([use], USES, "", "unknown policy {}"))]
     name: str | None = None
-    loop: dict[str, Any] = Field(default_factory=dict)
+    loop: Rules = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_loop(self) -> ReplanPolicySection:
+        if self.loop and self.use != "trimtab":
+            raise refused(f"{self.use} has no loop", "loop goes with use: trimtab", "loop")
+        return self
 
 
-def _all_policies() -> list[str | ReplanPolicySection]:
-    return list(POLICIES)
-
-
-class ReplanScenarioFile(ScenarioSection):
+class ReplanScenarioFile(Section):
     """The scenario file."""
 
     name: str | None = None
     job: str | dict[str, Any]
     cluster: ReplanClusterSection = Field(default_factory=ReplanClusterSection)
-    iterations: Annotated[Whole, Field(le=MOST_ITERATIONS)] | None = None
+    iterations: Annotated[int, Within(1, MOST_ITERATIONS)] | None = None
     save_every: Index | None = None
-    drift: dict[str, DriftSection] = Field(default_factory=dict)
-    noise: NoiseSection = Field(default_factory=NoiseSection)
-    periodic: PeriodicSection | None = None
-    moves: dict[str, Any] = Field(default_factory=dict)
-    loop: dict[str, Any] = Field(default_factory=dict)
-    policies: Annotated[list[str | ReplanPolicySection], Field(min_length=1)] = Field(default_factory=_all_policies)
-    seeds: Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)] = Field(
-        default_factory=lambda: list(SEEDS)
+    drift: dict[str, Annotated[Drift, Made(Annotated[dict[str, Any], FieldsOf(Drift)], _drift)]] = Field(
+        default_factory=dict
     )
-
-
-SECTIONS: Sections = {
-    "cluster": ReplanClusterSection,
-    "events": ReplanEventSection,
-    "churn": ChurnSection,
-    "drift": DriftSection,
-    "noise": NoiseSection,
-    "periodic": PeriodicSection,
-    "policies": ReplanPolicySection,
-}
+    noise: NoiseSection = Field(default_factory=NoiseSection)
+    periodic: Annotated[PeriodicWork, FieldsOf(PeriodicWork)] | None = None
+    moves: Annotated[dict[str, Any], FieldsOf(MigrationTimes)] = Field(default_factory=dict)
+    loop: Rules = Field(default_factory=dict)
+    policies: Annotated[tuple[Annotated[ReplanPolicySection, BY_USE], ...], Field(min_length=1)] = tuple(
+        ReplanPolicySection(use=use) for use in POLICIES
+    )
+    seeds: Seeds = SEEDS
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -304,26 +309,23 @@ SECTIONS: Sections = {
 
 def read(path: Path) -> ReplanScenario:
     """Reads a scenario file. Raises InputError with file and key."""
-    try:
-        spec = ReplanScenarioFile.model_validate(yaml_text.read_mapping(path))
-    except ValidationError as error:
-        raise explained(error, path, ReplanScenarioFile, SECTIONS) from None
-    job, allowed, run, own_rules = _job(spec, path)
+    source, data = yaml_text.read_source(path)
+    spec = sections.read(ReplanScenarioFile, data, source)
+    job, allowed, run = _job(spec, path)
     past = _past(spec, job, path)
     if past is not None and past.cluster is not None and spec.cluster.nodes is None and spec.cluster.gpus is None:
         job = PlacementJob(Cluster(tuple(_like(job.cluster, node) for node in past.cluster.nodes)), job.workflow)
     names = job.workflow.names
-    for key in spec.drift:
-        check_name(key, names, f"{path}: drift.{key}", "unknown component {}")
+    check_known(spec.drift, names, f"{path}: drift", "unknown component {}")
     if spec.periodic is not None:
-        check_name(spec.periodic.component, names, f"{path}: periodic.component", "unknown component {}")
+        check_known([spec.periodic.component], names, f"{path}: periodic.component", "unknown component {}")
     iterations = _iterations(spec, run, past, path)
     events = _events(spec.cluster.events, job.cluster, f"{path}: cluster.events")
     if past is not None and not spec.cluster.events:
         events = tuple(replace(event, node=_like(job.cluster, event.node)) for event in past.events)
-    churn = spec.cluster.churn
-    policies = tuple(_policy(entry, spec, own_rules, names, path) for entry in spec.policies)
-    check_unique([policy.name for policy in policies], f"{path}: policies")
+    policies = tuple(_policy(section, {**run.loop, **spec.loop, **section.loop}) for section in spec.policies)
+    with source.located("policies"):
+        check_unique(policies)
     return ReplanScenario(
         spec.name or path.stem,
         job,
@@ -331,43 +333,41 @@ def read(path: Path) -> ReplanScenario:
         policies,
         tuple(dict.fromkeys(spec.seeds)),
         allowed,
-        past.drift if past is not None else {n: _drift(drift, f"{path}: drift.{n}") for n, drift in spec.drift.items()},
+        past.drift if past is not None else spec.drift,
         past.noise if past is not None else _noise(spec.noise, path),
-        MigrationTimes.of(spec.moves, f"{path}: moves", past.moves if past is not None else None),
+        replace(past.moves if past is not None else MigrationTimes(), **spec.moves),
         events,
-        None if churn is None else churn_of(churn, str(path)),
+        spec.cluster.churn,
         spec.save_every if spec.save_every is not None else run.save_every,
-        None if spec.periodic is None else PeriodicWork(**spec.periodic.model_dump()),
+        spec.periodic,
     )
 
 
-def _job(
-    spec: ReplanScenarioFile, path: Path
-) -> tuple[PlacementJob, FrameworkRules | None, RunSection, dict[str, Any]]:
-    """The job on the scenario's cluster, its framework's rules, its run section, and its replan rules."""
+def _job(spec: ReplanScenarioFile, path: Path) -> tuple[PlacementJob, FrameworkRules | None, RunSection]:
+    """The job on the scenario's cluster, its framework's rules, and its run section."""
     here = spec.cluster
+    run = RunSection()
     if isinstance(spec.job, str):
         file = path.parent / spec.job
         file = file / JOB if file.is_dir() else file
         loaded = load(file)
-        data: Mapping[str, Any] = yaml_text.read_mapping(file) if loaded.file_format == job_form.NAME else {}
+        if loaded.file_format == job_form.NAME:
+            source, data = yaml_text.read_source(file)
+            run = job_form.parsed(data, source).run
     else:
         file = Path(f"{path}: job")
         inline = dict(spec.job)
         if "cluster" not in inline and here.nodes is not None:
             inline["cluster"] = {"nodes": here.nodes, "gpus_per_node": here.gpus or 8}
-        loaded, data = job_form.read(inline, file), inline
+        loaded, run = job_form.read(inline, file), job_form.parsed(inline, Source(str(file))).run
     job = loaded.job
-    section = data.get("run")
-    run = read_section(section, file, job.workflow.names)
-    rules = dict(section["loop"]) if isinstance(section, Mapping) and "loop" in section else {}
     if here.nodes is not None or here.gpus is not None:
         like = job.cluster.nodes[0] if job.cluster.nodes else Node("node0", here.gpus or 8)
         count = here.nodes if here.nodes is not None else len(job.cluster.nodes)
         gpus = here.gpus if here.gpus is not None else like.gpus
         nodes = tuple(replace(like, name=f"node{at}", gpus=gpus) for at in range(count))
         job = PlacementJob(Cluster(nodes), job.workflow)
-    return job, loaded.rules, run, rules
+    return job, loaded.rules, run
 
 
 def _past(spec: ReplanScenarioFile, job: PlacementJob, path: Path) -> PastRunReality | None:
@@ -404,8 +404,6 @@ def _events(sections: list[ReplanEventSection], cluster: Cluster, where: str) ->
             nodes[event.node] = replace(cluster.nodes[0], name=f"node{event.node}")
     found = []
     for event in sections:
-        if (event.at_s is None) == (event.at_iteration is None):
-            raise InputError("an event needs either a time or an iteration", where=where, hint=WHEN)
         if event.node not in nodes:
             known = f"nodes are counted from 0, and there are {len(cluster.nodes)}"
             raise InputError(f"there is no node {event.node}, and none joins", where=where, hint=known)
@@ -413,59 +411,26 @@ def _events(sections: list[ReplanEventSection], cluster: Cluster, where: str) ->
     return tuple(found)
 
 
-def _drift(section: DriftSection, where: str) -> Drift:
-    if section.points and section.model_fields_set != {"points"}:
-        raise InputError(
-            "points cannot be combined with other keys of a drift", where=where, hint="points: {1: 1.0, 40: 2.5}"
-        )
-    return Drift(section.to, section.over, section.after, section.shape, tuple(sorted(section.points.items())))
-
-
 def _noise(section: NoiseSection, path: Path) -> Noise:
-    made_up = {key: value for key in ("spread", "alike", "tail") if (value := getattr(section, key)) is not None}
-    kinds = [section.trace is not None, section.factor is not None, bool(made_up)]
-    if sum(kinds) > 1:
-        raise InputError(
-            "noise is a trace, a distribution, or synthetic",
-            where=f"{path}: noise",
-            hint="one of: trace; factor; spread, alike and tail",
-        )
     if section.factor is not None:
-        return DrawnNoise(Distribution.of(section.factor, f"{path}: noise.factor"))
+        return DrawnNoise(section.factor)
     if section.trace is None:
-        return SyntheticNoise(**made_up)
-    files = tuple(path.parent / name for name in ([section.trace] if isinstance(section.trace, str) else section.trace))
-    if not files:
-        raise InputError("the list of traces is empty", where=f"{path}: noise.trace")
+        return SyntheticNoise(**section.synthetic)
+    files = tuple(path.parent / name for name in section.trace)
     for file in files:
         minibatches(file)  # invalid traces are refused before anything runs
     return TraceNoise(files)
 
 
-def _policy(
-    entry: str | ReplanPolicySection,
-    file: ReplanScenarioFile,
-    own: Mapping[str, Any],
-    names: tuple[str, ...],
-    path: Path,
-) -> ReplanPolicy:
-    section = ReplanPolicySection(use=entry) if isinstance(entry, str) else entry
-    where = f"{path}: policies.{section.name or section.use}"
-    check_name(section.use, USES, where, "unknown policy {}")
-    for stated, at in ((file.loop, f"{path}: loop"), (section.loop, f"{where}.loop")):
-        check_keys(stated, RULE_KEYS, at)
-        read_rules(stated, at, names)
-    if section.loop and section.use != "trimtab":
-        raise InputError(f"{section.use} has no loop", where=f"{where}.loop", hint="loop goes with use: trimtab")
-    stated = {key: value for key, value in {**own, **file.loop, **section.loop}.items() if key in RULE_KEYS}
-    rules = replace(read_rules(stated, f"{where}.loop", names), mode=ReplanMode.auto)
+def _policy(section: ReplanPolicySection, loop: Mapping[str, Any]) -> ReplanPolicy:
+    stated = {key: value for key, value in loop.items() if key in RULE_KEYS}
     changed = tuple(stated) if section.use == "trimtab" else ()
-    return ReplanPolicy(section.name or section.use, section.use, rules, changed)
+    return ReplanPolicy(section.name or section.use, section.use, ReplanRules(**stated, mode=ReplanMode.auto), changed)
 
 
 def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> ReplanPolicy:
     """The policy with a rule set to a value, and a name that says so."""
-    check_name(key, RULE_KEYS, where, "{} cannot be swept")
+    check_known([key], RULE_KEYS, where, "{} cannot be swept")
     whole = isinstance(getattr(policy.rules, key), int)
     if whole and value != int(value):
         raise InputError(f"{key} must be a whole number, not {value:g}", where=where)

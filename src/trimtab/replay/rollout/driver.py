@@ -55,7 +55,7 @@ class SimulatedFleet:
     taker: Taker | None = None
 
     def training(self) -> Distribution:
-        return Distribution.of({"median": self.training_s, "p99": self.training_p99_s or self.training_s}, "engines")
+        return Distribution.lognormal(self.training_s, self.training_p99_s or None)
 
     def text(self) -> str:
         return (

@@ -12,22 +12,33 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, model_validator
 
-from trimtab.core.errors import InputError
-from trimtab.formats import yaml_text
-from trimtab.formats.rollout.elastic_config import check_ranges
+from trimtab.core.errors import InputError, check_known
+from trimtab.formats import sections
+from trimtab.formats.sections import (
+    Amount,
+    Count,
+    FieldsOf,
+    OneOrMore,
+    Positive,
+    Section,
+    Share,
+    checked_by,
+    refused,
+)
+from trimtab.formats.yaml_text import read_source
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
 from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.replay.common.keys import check_keys, check_name, check_unique
+from trimtab.replay.common.comparison import check_unique
 from trimtab.replay.common.traces import RequestRow, requests
-from trimtab.replay.pool.scenario import SEEDS, Amount, More, ScenarioSection, Sections, Whole, explained
+from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds
 from trimtab.replay.rollout.driver import SimulatedFleet
 from trimtab.replay.rollout.engine_model import EngineSpeed
 from trimtab.replay.rollout.policies import as_documented, ray_serve
-from trimtab.replay.rollout.workload import LengthProfile, profile_of
+from trimtab.replay.rollout.workload import LengthProfile, Profile
 
 KNOWN: dict[str, tuple[str | Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]], str]] = {
     "threshold": ("threshold", "between two shares of capacity, with as few changes as possible: the default"),
@@ -93,127 +104,100 @@ class RolloutScenario:
         return [self.fleet.text(), load, "a woken engine has an empty cache and needs the weights first"]
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict) else value
+def _part(shares: tuple[float, float]) -> None:
+    if shares[0] >= shares[1]:
+        raise InputError("two shares of the trace's time, the lower first")
 
 
-def _pair(value: Any) -> Any:
-    if not isinstance(value, list | tuple) or len(value) != 2 or not value[0] < value[1]:
-        raise ValueError("two shares of the trace's time, the lower first")
-    return tuple(value)
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class EnginesSection(ScenarioSection):
+class EnginesSection(Section):
     """The `engines` section."""
 
-    count: Whole = 8
-    limit: Whole = 256
+    count: Count = 8
+    limit: Count = 256
     sleep_s: Amount = 2.0
     wake_s: Amount = 4.0
     refit_s: Amount = 2.0
     training_s: Amount = 60.0
     training_p99_s: Amount | None = None
-    decode_s: More | None = None
+    decode_s: Positive | None = None
     request_s: Amount | None = None
     cached_s: Amount | None = None
-    read_s: More | None = None
+    read_s: Positive | None = None
 
 
-class RolloutLoadSection(ScenarioSection):
+class RolloutLoadSection(Section):
     """The `rollout` section."""
 
-    profile: str | dict[str, Any] | None = None
-    steps: Whole = 8
-    prompts: Whole = 128
-    samples: Whole = 8
-    trace: str | None = None
-    limit: Whole | None = None
-    rate: More = 1.0
-    part: Annotated[tuple[Share, Share], BeforeValidator(_pair)] = (0.0, 1.0)
+    profile: Profile | None = None
+    steps: Count = 8
+    prompts: Count = 128
+    samples: Count = 8
+    trace: Path | None = None
+    limit: Count | None = None
+    rate: Positive = 1.0
+    part: Annotated[tuple[Share, Share], checked_by(_part)] = (0.0, 1.0)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RolloutLoadSection:
+        if (self.profile is None) == (self.trace is None):
+            raise refused("requests need exactly one source", "`profile` or `trace`")
+        return self
 
 
-class RolloutPolicySection(ScenarioSection):
+Elastic = Annotated[dict[str, Any], FieldsOf(ElasticConfig, only=ELASTIC_KEYS)]
+
+
+class RolloutPolicySection(Section):
     """An entry of `policies`."""
 
-    use: str
+    use: Annotated[str, checked_by(lambda use: check_known([use], POLICIES, "", "unknown policy {}"))]
     name: str | None = None
-    elastic: dict[str, Any] = Field(default_factory=dict)
+    elastic: Elastic = Field(default_factory=dict)
 
 
-def _all_policies() -> list[str | RolloutPolicySection]:
-    return list(POLICIES)
-
-
-class RolloutScenarioFile(ScenarioSection):
+class RolloutScenarioFile(Section):
     """The scenario file."""
 
     name: str | None = None
     engines: EnginesSection = Field(default_factory=EnginesSection)
     rollout: RolloutLoadSection
-    elastic: dict[str, Any] = Field(default_factory=dict)  # for every policy
-    policies: Annotated[list[str | RolloutPolicySection], BeforeValidator(_as_list), Field(min_length=1)] = Field(
-        default_factory=_all_policies
+    elastic: Elastic = Field(default_factory=dict)  # for every policy
+    policies: Annotated[tuple[Annotated[RolloutPolicySection, BY_USE], ...], Field(min_length=1), OneOrMore] = tuple(
+        RolloutPolicySection(use=use) for use in POLICIES
     )
-    seeds: Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)] = Field(
-        default_factory=lambda: list(SEEDS)
-    )
-
-
-SECTIONS: Sections = {"engines": EnginesSection, "rollout": RolloutLoadSection, "policies": RolloutPolicySection}
+    seeds: Seeds = SEEDS
 
 
 def read(path: Path) -> RolloutScenario:
     """Reads a scenario file. Raises InputError with file and key."""
-    try:
-        scenario = RolloutScenarioFile.model_validate(yaml_text.read_mapping(path))
-    except ValidationError as error:
-        raise explained(error, path, RolloutScenarioFile, SECTIONS) from None
+    source, data = read_source(path)
+    scenario = sections.read(RolloutScenarioFile, data, source)
     load = scenario.rollout
-    where = f"{path}: rollout"
-    if (load.profile is None) == (load.trace is None):
-        raise InputError("requests need exactly one source", where=where, hint="`profile` or `trace`")
-    policies = [policy for entry in scenario.policies for policy in _policies(entry, scenario, path)]
-    check_unique([policy.name for policy in policies], f"{path}: policies")
+    with source.located("policies"):
+        policies = [policy for entry in scenario.policies for policy in _policies(entry, scenario)]
+        check_unique(policies)
+    with source.located("engines", "training_p99_s"):
+        fleet = _fleet(scenario.engines)
     return RolloutScenario(
         scenario.name or path.stem,
-        _fleet(scenario.engines, f"{path}: engines"),
+        fleet,
         tuple(policies),
         tuple(dict.fromkeys(scenario.seeds)),
-        None if load.profile is None else profile_of(load.profile, f"{where}.profile"),
-        load.steps,
-        load.prompts,
-        load.samples,
-        None if load.trace is None else path.parent / load.trace,
-        load.limit,
-        load.rate,
-        load.part,
+        trace=None if load.trace is None else path.parent / load.trace,
+        **{name: getattr(load, name) for name in RolloutLoadSection.model_fields if name != "trace"},
     )
 
 
-def _fleet(section: EnginesSection, where: str) -> SimulatedFleet:
-    given = {name: getattr(section, name) for name in ("decode_s", "request_s", "cached_s", "read_s")}
-    speed = EngineSpeed(**{name: value for name, value in given.items() if value is not None})
-    times = {name: getattr(section, name) for name in ("sleep_s", "wake_s", "refit_s", "training_s", "training_p99_s")}
-    fleet = SimulatedFleet(section.count, section.limit, speed, **times)
-    try:
-        fleet.training()
-    except InputError as error:
-        error.where = f"{where}.training_p99_s"
-        raise
+def _fleet(section: EnginesSection) -> SimulatedFleet:
+    stated = section.model_dump(exclude_none=True)
+    speed = EngineSpeed(**{key: stated.pop(key) for key in EngineSpeed.__dataclass_fields__ if key in stated})
+    fleet = SimulatedFleet(stated.pop("count"), speed=speed, **stated)
+    fleet.training()  # refuses a percentile below the median
     return fleet
 
 
-def _policies(entry: str | RolloutPolicySection, file: RolloutScenarioFile, path: Path) -> list[RolloutPolicy]:
-    section = RolloutPolicySection(use=entry) if isinstance(entry, str) else entry
-    where = f"{path}: policies.{section.name or section.use}"
-    check_name(section.use, POLICIES, where, "unknown policy {}")
-    settings = {**file.elastic, **section.elastic}
-    check_keys(settings, ELASTIC_KEYS, where)
-    check_ranges(settings, where)
-    count = file.engines.count
+def _policies(section: RolloutPolicySection, file: RolloutScenarioFile) -> list[RolloutPolicy]:
+    settings, count = {**file.elastic, **section.elastic}, file.engines.count
     if section.use == "static":
         numbers = sorted({max(1, round(count * at / STATICS)) for at in range(1, STATICS + 1)})
         fixed = [ElasticConfig(policy=scaling.static, min_workers=each, max_workers=each) for each in numbers]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from trimtab.core.errors import InputError
-from trimtab.replay.common.keys import check_name
+from trimtab.core.errors import InputError, check_known
+from trimtab.formats.sections import Count, FieldsOf, Made, Positive, Share, Within
 from trimtab.replay.common.timing import P99
 
 
@@ -21,19 +21,16 @@ class LengthProfile:
     """A distribution of answer lengths."""
 
     name: str
-    prompt_tokens: int
-    median: float
-    p99: float
-    most: int
-    alike: float = 0.65  # share of the variance (of the logarithm) common to a prompt's samples
-    drift: float = 0.0  # growth of the median per step
+    prompt_tokens: Count
+    median: Positive
+    p99: Positive
+    most: Annotated[int, Within(1, 1_000_000_000)]
+    alike: Share = 0.65  # share of the variance (of the logarithm) common to a prompt's samples
+    drift: Annotated[float, Within(-0.999, 1e6)] = 0.0  # growth of the median per step
 
     def __post_init__(self) -> None:
-        where = f"profile {self.name}"
-        if not 0 < self.median <= self.p99 or self.most < 1 or self.prompt_tokens < 1:
-            raise InputError("tokens must be at least 1, and p99 not below the median", where=where)
-        if not 0 <= self.alike <= 1 or not self.drift > -1:
-            raise InputError("alike must be from 0 to 1, drift above -1", where=where)
+        if self.p99 < self.median:
+            raise InputError("p99 must not be below the median", where=f"profile {self.name}")
 
     def lengths(self, steps: int, prompts: int, samples: int, seed: int) -> list[dict[str, int]]:
         """Tokens by request, for each step. `s3p7.2` is sample 2 of prompt 7 in step 3."""
@@ -71,12 +68,12 @@ PROFILES = {
 }
 
 
-def profile_of(profile: str | Mapping[str, object], where: str) -> LengthProfile:
-    """A profile by name, or as described in a scenario."""
-    if isinstance(profile, str):
-        check_name(profile, PROFILES, where, "unknown profile {}")
-        return PROFILES[profile]
-    try:
-        return LengthProfile(**profile)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise InputError(str(error).replace("LengthProfile.__init__() ", ""), where=where) from None
+def _profile(stated: str | LengthProfile) -> LengthProfile:
+    if isinstance(stated, str):
+        check_known([stated], PROFILES, "", "unknown profile {}")
+        return PROFILES[stated]
+    return stated
+
+
+Profile = Annotated[LengthProfile, Made(str | Annotated[LengthProfile, FieldsOf(LengthProfile)], _profile)]
+"""A profile by name, or as described in a scenario."""

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError, meant
 from trimtab.runtime.procs.background import first_line
 from trimtab.runtime.workers import environments, slot_view
 from trimtab.runtime.workers.task_types import TaskPayload
@@ -45,10 +45,8 @@ def packed(
     options = _checked_options(dict(ray_options or {}), where)
     user_class = class_of(kind, where)
     if run is not None and not callable(getattr(user_class, run, None)):
-        near = nearest(run, [name for name in dir(user_class) if not name.startswith("_")])
-        raise InputError(
-            f"{user_class.__name__} has no method {run}", where=where, hint=f"did you mean {near}?" if near else None
-        )
+        hint = meant(run, [name for name in dir(user_class) if not name.startswith("_")])
+        raise InputError(f"{user_class.__name__} has no method {run}", where=where, hint=hint)
     why = why_plain(kind, user_class, options, plain)
     wanted = options.pop("runtime_env", None) or getattr(kind, "_default_options", {}).get("runtime_env")
     environment = environments.overridden(runtime_env, wanted)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trimtab.core.errors import InputError, TrimtabError, UnreachableError, nearest
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError, check_known
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import PoolDrained, PoolDropped, QuotaSet
 from trimtab.model.nodes import NodeView
@@ -415,12 +415,7 @@ def _task_spec(
     **settings: Any,
 ) -> TaskSpec:
     where = f"task {id}"
-    for name in settings:
-        if name not in TaskSpec.__dataclass_fields__:
-            near = nearest(name, TaskSpec.__dataclass_fields__)
-            raise InputError(
-                f"{name} is no setting of a task", where=where, hint=f"did you mean {near}?" if near else None
-            )
+    check_known(settings, TaskSpec.__dataclass_fields__, where, "{} is no setting of a task")
     for name in ("residual", "room"):
         if name in settings:
             settings[name] = _bundles(settings[name], where)

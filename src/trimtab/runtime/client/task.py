@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from trimtab.core.errors import InputError, TrimtabError, nearest
+from trimtab.core.errors import InputError, TrimtabError, check_known
 from trimtab.machines.pool.events import CancelRequested, CompleteRequested, EvictRequested, TurnRequested
 from trimtab.model.pool import ENDED, TaskExplanation, TaskState
 from trimtab.runtime.controller.rpc import TaskSnapshot
@@ -284,10 +284,6 @@ class Task:
 def _states(until: str | Collection[str]) -> tuple[TaskState, ...]:
     words = [until] if isinstance(until, str) else list(until)
     known = [state.value for state in TaskState]
-    for word in words:
-        if word not in known and word != "ended":
-            near = nearest(str(word), [*known, "ended"])
-            hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}, ended"
-            raise InputError(f"{word!r} is no state of a task", hint=hint)
+    check_known(words, [*known, "ended"], what="{} is no state of a task")
     found = [ENDED if word == "ended" else (TaskState(word),) for word in words]
     return tuple(state for states in found for state in states)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.codec import encode
-from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.core.errors import InputError, UnreachableError, meant
 from trimtab.core.reasons import StoryEntry
 from trimtab.machines.pool.events import CancelRequested, PolicySet, PoolEnsured, PoolEvent, TaskSubmitted
 from trimtab.machines.pool.records import PoolTask
@@ -364,8 +364,7 @@ class Controller:
         known = self._loop.machine.tasks
         if task not in known:
             lost = " (history was lost)" if self._loop.journal.notes else ""
-            near = nearest(task, known)
-            hint = f"did you mean {near}?" if near else "`session.tasks()` lists those that are"
+            hint = meant(task, known, "`session.tasks()` lists those that are")
             raise InputError(f"no task {task} is known here{lost}", hint=hint)
 
     def _known_pool(self, pool: str) -> None:

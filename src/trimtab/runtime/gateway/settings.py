@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from trimtab.core.errors import InputError
+from trimtab.core.numbers import LONGEST_S, MAX_COUNT, Ranges, check_fields
 from trimtab.runtime.http.tokens import checked
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -34,16 +34,16 @@ class GatewaySettings:
     text_s: float = 30.0  # for a tokenizer to answer
     write_s: float = 60.0  # for a client to read; then it counts as disconnected
 
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("deadline_s", "head_s", "body_s", "change_s", "text_s", "write_s"), (1e-9, LONGEST_S)),
+        **dict.fromkeys(("max_concurrent", "default_max_tokens", "vocabulary"), (1, MAX_COUNT)),
+        **dict.fromkeys(("max_head_bytes", "max_body_bytes"), (1, 2**40)),
+        "port": (0, 65_535),  # 0: any that is free
+    }
+
     def __post_init__(self) -> None:
         checked(self.token, "the gateway's token")
-        if not 0 <= self.port <= 65_535:
-            raise InputError(f"port is {self.port}", hint="1 to 65535, or 0 for any that is free")
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if setting.name.endswith("_s") and value is not None and not (math.isfinite(value) and value > 0):
-                raise InputError(f"{setting.name} is {value}", hint="seconds, more than 0")
-            if setting.name.startswith(("max_", "default_max", "vocabulary")) and value is not None and value < 1:
-                raise InputError(f"{setting.name} is {value}", hint="at least 1")
+        check_fields(self, "the gateway")
 
     @property
     def on_loopback(self) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import unknown
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
@@ -314,9 +314,5 @@ class RolloutCore:
         """Raises an InputError for an unknown worker."""
         found = self.handles.get(worker)
         if found is None:
-            near = nearest(worker, self.handles)
-            known = ", ".join(list(self.handles)[:8]) or "none"
-            raise InputError(
-                f"there is no worker {worker}", hint=f"did you mean {near}?" if near else f"workers: {known}"
-            )
+            raise unknown(worker, self.handles, what="there is no worker {}")
         return found

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, cast
 
-from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.core.errors import InputError, UnreachableError, meant
 
 MAX_PARENT_FOLDERS = 4  # searched above the job file for a module that Python does not find
 
@@ -150,10 +150,8 @@ def find_class(use: str, near: Path | None = None, where: str = "use") -> Callab
     found: Any = _module(module_name, near, where)
     for part in name.split("."):
         if not hasattr(found, part):
-            near_word = nearest(part, [n for n in vars(found) if not n.startswith("_")])
-            raise InputError(
-                f"{module_name} has no {name}", where=where, hint=f"did you mean {near_word}?" if near_word else None
-            )
+            hint = meant(part, [n for n in vars(found) if not n.startswith("_")])
+            raise InputError(f"{module_name} has no {name}", where=where, hint=hint)
         found = getattr(found, part)
     if not callable(found):
         raise InputError(f"{use} is a {type(found).__name__}, not a class", where=where)

@@ -14,11 +14,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from trimtab.core.errors import InputError
+from trimtab.core.numbers import MAX_COUNT, Ranges, check_fields
 from trimtab.machines.replan.estimates import profiled_seconds
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
@@ -50,22 +51,20 @@ class Disturbance:
     drift_over: int = 1
     drift_from: int = 1
 
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("noise", "step_noise"), (0.0, 2.0)),
+        **dict.fromkeys(("drift_over", "drift_from"), (1, MAX_COUNT)),
+        "tail_share": (0.0, 1.0),
+        "tail_factor": (1.0, 1e9),
+        "drift_to": (1e-9, 1e9),
+    }
+
     def __post_init__(self) -> None:
-        where = "emulate"
-        for name in ("noise", "step_noise"):
-            if not 0 <= getattr(self, name) <= 2:
-                raise InputError(f"{name} is a relative spread from 0 to 2, not {getattr(self, name)}", where=where)
-        if not 0 <= self.tail_share <= 1:
-            raise InputError(f"tail_share is a share from 0 to 1, not {self.tail_share}", where=where)
-        if self.tail_factor < 1 or self.drift_to <= 0 or self.drift_over < 1 or self.drift_from < 1:
-            raise InputError(
-                "tail_factor is at least 1, drift_to above 0, drift_over and drift_from whole numbers from 1",
-                where=where,
-            )
+        check_fields(self, "emulate")
         if any(factor <= 0 for factor in self.factors):
-            raise InputError("factors are above 0", where=where)
+            raise InputError("factors are above 0", where="emulate")
         if self.noise and self.factors:
-            raise InputError("state either noise or factors, not both", where=where)
+            raise InputError("state either noise or factors, not both", where="emulate")
 
     def level(self, iteration: int) -> float:
         """Drift factor of an iteration: 1 before the drift begins."""

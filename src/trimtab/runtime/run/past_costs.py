@@ -90,7 +90,7 @@ def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> 
     data = yaml_text.read_mapping(path)
     if not matches(data):
         raise InputError("--from-run goes with job files in trimtab's own form", where=str(path))
-    loaded, _, unmeasured = read_costed(overridden(data, overrides), path)
+    loaded, _, _, unmeasured = read_costed(overridden(data, overrides), path)
     workflow, notes = measured_workflow(loaded.job.workflow, unmeasured, past, str(folder))
     notes += (past.left_out,) * bool(past.left_out)
     job = PlacementJob(loaded.job.cluster, workflow)

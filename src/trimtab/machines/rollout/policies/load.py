@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.core.numbers import check_whole, is_number
+from trimtab.core.numbers import COUNT, Range
 from trimtab.core.reasons import Reason
 from trimtab.model.elastic_config import ElasticConfig
 
@@ -25,11 +25,9 @@ class Taker:
     use_s: float  # for how long; inf: as long as it has them
 
     def __post_init__(self) -> None:
-        check_whole(f"workers of taker {self.name}", self.workers, "takers")
-        if not (is_number(self.use_s, 0) or self.use_s == math.inf):
-            raise InputError(
-                f"use_s of taker {self.name} must be seconds, 0 or more, not {self.use_s!r}", where="takers"
-            )
+        Range(*COUNT, whole=True).check(f"workers of taker {self.name}", self.workers, "takers")
+        if self.use_s != math.inf:
+            Range(0.0, math.inf).check(f"use_s of taker {self.name}", self.use_s, "takers")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.core.codec import decode, encode
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError, check_known
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout.policies.load import (
     Decision,
@@ -68,10 +68,7 @@ def policy_of(config: ElasticConfig) -> ScalingPolicy:
     """The policy that the settings name or contain."""
     if not isinstance(config.policy, str):
         return config.policy
-    if config.policy not in policies:
-        near = nearest(config.policy, policies)
-        hint = f"did you mean {near}?" if near else f"policies: {', '.join(sorted(policies))}"
-        raise InputError(f"there is no policy {config.policy}", where="elastic_config.policy", hint=hint)
+    check_known([config.policy], policies, "elastic_config.policy", "there is no policy {}")
     return policies[config.policy]
 
 

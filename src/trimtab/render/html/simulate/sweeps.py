@@ -11,11 +11,10 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InputError, check_known
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.render.live.simulate import run_all
 from trimtab.replay.common.comparison import NamedPolicy, by_policy, spread
-from trimtab.replay.common.keys import check_name
 from trimtab.replay.common.recommend import Recommendation, best, recommend
 from trimtab.replay.pool.figures import ALL, PoolFigures
 from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
@@ -86,7 +85,7 @@ def _judge(scenario: Any, run: Any, jobs: int, names: set[str]) -> dict[str, lis
 
 def pool_sweep(scenario: PoolScenario, key: str, values: Sequence[float], where: str) -> tuple[PoolScenario, list[str]]:
     """The scenario with the current pool settings and with every value of a setting."""
-    check_name(key, (*PREEMPTION_KEYS, *POOL_KEYS), where, "{} cannot be swept")
+    check_known([key], (*PREEMPTION_KEYS, *POOL_KEYS), where, "{} cannot be swept")
     base = _pool_base(scenario)
     tried = [base]
     for value in values:
@@ -135,7 +134,7 @@ def rollout_sweep(
         raise InputError("only static policies are given", where=where, hint="another --policy")
     if key == "max_workers":
         raise InputError("max_workers cannot be swept", where=where, hint="known: " + ", ".join(KINDS))
-    check_name(key, KINDS, where, "{} cannot be swept")
+    check_known([key], KINDS, where, "{} cannot be swept")
     tried, left_out = [], []
     for value in values:
         name = f"{base.name}, {key} {value:g}"

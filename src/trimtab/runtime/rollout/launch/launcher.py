@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from trimtab.core.errors import InfeasibleError, InputError, nearest
+from trimtab.core.errors import InfeasibleError, InputError, check_known, meant
 from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.model.rollout import WorkerSpec, WorkerView
 from trimtab.runtime.engines.engine import Engine
@@ -147,21 +147,14 @@ class EngineCommand:
     def __post_init__(self) -> None:
         where = "engine command"
         if self.kind and self.kind not in TEMPLATES:
-            near = nearest(self.kind, TEMPLATES)
-            hint = f"did you mean {near}?" if near else f"one of {', '.join(TEMPLATES)}, or a command of your own"
+            hint = meant(self.kind, TEMPLATES, f"one of {', '.join(TEMPLATES)}, or a command of your own")
             raise InputError(f"unknown kind of engine '{self.kind}'", where=where, hint=hint)
         if not self.words:
             raise InputError(
                 "neither a kind nor a command is given", where=where, hint=f"kind: one of {', '.join(TEMPLATES)}"
             )
-        for word in self.words:
-            for placeholder in _BRACES.findall(word):
-                if placeholder not in PLACEHOLDERS:
-                    near = nearest(placeholder, PLACEHOLDERS)
-                    hint = (
-                        f"did you mean {{{near}}}?" if near else "one of " + ", ".join(f"{{{o}}}" for o in PLACEHOLDERS)
-                    )
-                    raise InputError(f"unknown placeholder {{{placeholder}}} in '{word}'", where=where, hint=hint)
+        placeholders = [f"{{{name}}}" for word in self.words for name in _BRACES.findall(word)]
+        check_known(placeholders, [f"{{{name}}}" for name in PLACEHOLDERS], where, "unknown placeholder {}")
         if "{port}" not in " ".join(self.words):
             raise InputError("the command has no {port}", where=where, hint="add an argument with {port}")
         if not (self.start_s > 0 and self.stop_s >= 0):

@@ -17,18 +17,18 @@ import asyncio
 import hashlib
 import inspect
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 from trimtab.runtime.run.component import Batch, Place, Result, find_class
 from trimtab.runtime.run.engines.engine_pool import RunEnginePool
 from trimtab.runtime.run.engines.object_engine import no_refit_error
-from trimtab.runtime.run.engines.settings import EngineSettings
+from trimtab.runtime.run.engines.settings import EngineSettings, read_settings
 
 CHECK_S = 1.0  # between checks whether any engine can still serve
 STATE = "weights.pickle"
@@ -42,7 +42,7 @@ class EngineRollout:
 
     def __init__(self, *, place: Place, ask: str, **settings: Any) -> None:
         self.place = place
-        self.settings = _settings(ask, settings)
+        self.settings = read_settings({"ask": ask, **settings})
         near = place.near or Path.cwd()
         self._ask = _make_ask_object(self.settings, place, near)
         self._version = 0  # the run's version of the weights
@@ -201,16 +201,6 @@ class EngineRollout:
         if self.gateway_url:
             figures["gateway_port"] = int(self.gateway_url.rpartition(":")[2])
         return {name: float(value) for name, value in figures.items()}
-
-
-def _settings(ask: str, given: Mapping[str, Any]) -> EngineSettings:
-    known = EngineSettings.__dataclass_fields__
-    for name in given:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else f"it takes {', '.join(known)}"
-            raise InputError(f"unknown setting {name}", where=f"settings.{name}", hint=hint)
-    return EngineSettings(ask=ask, **given)
 
 
 def _signature() -> inspect.Signature:

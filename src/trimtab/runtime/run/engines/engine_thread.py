@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.core.errors import InputError, UnreachableError, meant
 from trimtab.runtime.run.component import Place, error_text, find_class
 
 GATHER_S = 0.02  # replies are batched for this long, unless a call was answered or nothing runs any more
@@ -42,12 +42,9 @@ def engine_class(use: str, settings: Mapping[str, Any], near: Path | None, where
     kind = find_class(use, near, where)
     for method in NEEDED:
         if not callable(getattr(kind, method, None)):
-            near_word = nearest(method, [name for name in dir(kind) if not name.startswith("_")])
-            raise InputError(
-                f"{use} has no {method}",
-                where=where,
-                hint=f"did you mean {near_word}?" if near_word else "an engine has ready() and generate(order)",
-            )
+            names = [name for name in dir(kind) if not name.startswith("_")]
+            hint = meant(method, names, "an engine has ready() and generate(order)")
+            raise InputError(f"{use} has no {method}", where=where, hint=hint)
     try:
         inspect.signature(kind).bind(**settings, **_place(kind, Place("engine")))
     except TypeError as error:

@@ -24,6 +24,7 @@ from trimtab.runtime.engines.engine import (
     EngineGoneError,
     EngineMalformedError,
     EngineWedgedError,
+    GenerateRequest,
     WeightUpdate,
 )
 from trimtab.runtime.engines.open_stream import EventStream, OpenStream
@@ -83,6 +84,7 @@ class ThreadedEngine(ActorEngine):
         await self._call("refit", payload, within_s=self.deadlines.refit_s)
 
     def _events(self, stream: OpenStream) -> EventStream:
+        assert isinstance(stream.request, GenerateRequest)  # engine objects take no others
         order = {**stream.request.fields(), "id": stream.key, "token_ids": list(stream.request.token_ids)}
         return _Stream(self, stream.key, order)
 

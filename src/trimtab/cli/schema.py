@@ -1,0 +1,65 @@
+"""`trimtab schema`: JSON Schemas of the files that users write, for editors."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.formats.files import write_text
+
+
+class SchemaKind(str, enum.Enum):
+    """Files with a schema."""
+
+    job = "job"
+    scenario = "scenario"
+    profile = "profile"
+
+
+def schema(
+    kind: Annotated[SchemaKind, typer.Argument(help="job, scenario (of `simulate`) or profile.")] = SchemaKind.job,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
+) -> None:
+    """Print the JSON Schema of a file, for completion and checks in an editor.
+
+    Name it in the first line of a file: # yaml-language-server: $schema=job.schema.json
+
+    Examples:
+
+        trimtab schema --output job.schema.json
+
+        trimtab schema scenario
+    """
+    from trimtab.formats.json_schema import file_schema
+
+    if kind is SchemaKind.job:
+        from trimtab.formats.job import JobFile
+        from trimtab.formats.rollout.schema import ServedFile
+
+        made = file_schema("trimtab job file", {"workflow": JobFile, "rollout": ServedFile})
+    elif kind is SchemaKind.profile:
+        from trimtab.formats.profile_file import ProfileFile
+
+        made = file_schema("trimtab profile", {"profile": ProfileFile})
+    else:
+        from trimtab.formats.sections import Section
+        from trimtab.replay.pool.scenario import PoolScenarioFile
+        from trimtab.replay.replan.scenario import ReplanScenarioFile
+        from trimtab.replay.rollout.scenario import RolloutScenarioFile
+
+        kinds: dict[str, type[Section]] = {
+            "job": ReplanScenarioFile,
+            "rollout": RolloutScenarioFile,
+            "tasks": PoolScenarioFile,
+        }
+        made = file_schema("trimtab scenario", kinds)
+    text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_text(output, text)
