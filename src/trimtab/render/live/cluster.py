@@ -13,7 +13,7 @@ from trimtab.render.text import cluster as cluster_text
 from trimtab.runtime.localcluster import gpus
 from trimtab.runtime.localcluster import nodes as local
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger
-from trimtab.runtime.localcluster.ray_status import FIRST_ANSWER_S, RayViewProcess
+from trimtab.runtime.rayapi.node_view import FIRST_ANSWER_S, RayViewProcess
 
 REFRESH_EVERY_S = 1.0
 GPUS_EVERY_S = 10.0

@@ -25,12 +25,13 @@ from trimtab.runtime.controller.heartbeats import AgentAddress, serve_heartbeats
 from trimtab.runtime.controller.leases import ClientProcess, is_alive_here
 from trimtab.runtime.procs import nvml
 from trimtab.runtime.procs.background import Background, RestartPolicy
+from trimtab.runtime.rayapi.nodes import ray_nodes
+from trimtab.runtime.rayapi.private import actor_id
 from trimtab.runtime.workers.environments import MARK
 from trimtab.runtime.workers.worker_process import FRAME, born, frame, make_run_dir, stat, write_whole
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "trimtab"  # Ray namespace of actors without a user's name
 EXIT_WAIT_S = 10.0  # for a killed process to exit; longer only if the kernel hangs
 _LEAVE_S = 3.0  # for ray.kill to end a process, before SIGKILL
 _STALE_AFTER_S = 600.0
@@ -310,11 +311,10 @@ def _gpu_ids(node: str) -> list[str]:
     import ray
 
     try:
-        amounts = next(info["Resources"] for info in ray.nodes() if info["NodeID"] == node)
+        count = next(int(each.gpus) for each in ray_nodes(ray) if each.node_id == node)
         settings = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except (OSError, StopIteration):
         return []
-    count = int(amounts.get("GPU", 0))
     seen = next((line.decode() for line in settings if line.startswith(b"CUDA_VISIBLE_DEVICES=")), None)
     if seen is None:
         return [str(index) for index in range(count)]
@@ -345,7 +345,7 @@ def _end_actor(record: dict[str, Any]) -> None:
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # unknown to Ray
         actor = ray.get_actor(record["actor"], record["namespace"])
-        if actor._actor_id.hex() == record["id"]:  # else another actor has its name
+        if actor_id(actor) == record["id"]:  # else another actor has its name
             ray.kill(actor)
 
 

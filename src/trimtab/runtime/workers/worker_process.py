@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trimtab.runtime.procs.background import Background, RestartPolicy, describe
-from trimtab.runtime.workers import slot_view
+from trimtab.runtime.rayapi import slot_view
+from trimtab.runtime.rayapi.slot_view import BundleSlot
 from trimtab.runtime.workers.environments import MARK, WarmWorkerKind
-from trimtab.runtime.workers.slot_view import BundleSlot
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the body

@@ -9,8 +9,8 @@ this process dies, its engine dies with it.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
+from trimtab.runtime.rayapi.private import logs_dir
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState, base_url, safe_name
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
 
@@ -66,7 +66,7 @@ class EngineSlotTask(SlotTask):
             self._port = free_port(host)
             line = command.line(name=self._worker, host=host, port=self._port, version=version, path=path)
             self._process = EngineProcess(
-                line, command.settings, _log_dir() / f"trimtab-engine-{safe_name(self._worker)}.log",
+                line, command.settings, logs_dir(ray) / f"trimtab-engine-{safe_name(self._worker)}.log",
                 stop_s=command.stop_s, folder=command.folder, own_session=False,
             )  # fmt: skip
         return base_url(host, self._port)
@@ -93,10 +93,3 @@ class EngineSlotTask(SlotTask):
         process = self._process
         if process is not None:
             process.kill()
-
-
-def _log_dir() -> Path:
-    """Ray's log folder on this node, shown by its dashboard."""
-    import ray
-
-    return Path(ray._private.worker._global_node.get_logs_dir_path())
