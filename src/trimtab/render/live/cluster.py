@@ -63,7 +63,7 @@ class ClusterStatusLoop:
         if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
             is_local = cluster.head_here or cluster.nodes
             local_gpus = gpus.local_gpus(cluster.fake_gpus) if is_local else gpus.LocalGpus(())
-            self._gpus = local_gpus, {} if local_gpus.fake else gpus.gpu_processes()
+            self._gpus = local_gpus, {} if local_gpus.fake else gpus.pids_by_gpu()
             self._gpus_at = time.monotonic()
         return self._gpus
 

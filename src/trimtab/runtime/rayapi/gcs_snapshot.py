@@ -29,7 +29,8 @@ from trimtab.machines.diagnose.snapshot import (
     named,
 )
 from trimtab.runtime.procs.background import first_line
-from trimtab.runtime.procs.non_ray_gpu_users import find_non_ray_gpu_users, is_visible
+from trimtab.runtime.procs.non_ray_gpu_users import find_non_ray_gpu_users
+from trimtab.runtime.procs.processes import exists
 from trimtab.runtime.rayapi import auth, private
 from trimtab.runtime.rayapi.connect import answers, import_ray, running_here
 from trimtab.runtime.rayapi.gcs_records import (
@@ -266,4 +267,4 @@ def _non_ray_gpu_users(nodes: Iterable[NodeSnapshot], holders: Iterable[Resource
     found = find_non_ray_gpu_users({node.id: node.total.get("gpu") // GRAIN for node in nodes})
     # A process in another container may belong to Ray: left out if Ray uses GPUs of that node.
     in_use = {holder.node for holder in holders if holder.gpus or holder.amounts.get("gpu")}
-    return tuple(user for user in found if is_visible(user.pid) or user.node not in in_use)
+    return tuple(user for user in found if exists(user.pid) or user.node not in in_use)

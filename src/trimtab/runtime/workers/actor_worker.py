@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.runtime.procs.background import describe
+from trimtab.runtime.procs.processes import born
 from trimtab.runtime.workers import environments
 from trimtab.runtime.workers.worker_process import (
     ControlServer,
     HostedObject,
     WorkerIdentity,
     WorkerStartSpec,
-    born,
     frame,
     identity_variables,
     make_run_dir,

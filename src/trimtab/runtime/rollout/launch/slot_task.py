@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 
+from trimtab.runtime.procs.ports import free_port
 from trimtab.runtime.rayapi.private import logs_dir
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState, base_url, safe_name
-from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess
 
 ENDED_HERE = "it was stopped"
 SPARE_S = 1.0  # of the notice: for the process to end before it is killed with its worker process
