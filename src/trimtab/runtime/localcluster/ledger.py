@@ -23,6 +23,7 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.procs.locks import FileLock
 from trimtab.runtime.procs.ports import NodePorts
 from trimtab.runtime.procs.processes import ProcessIdentity, family, pid_namespace
+from trimtab.runtime.store.files import write_file
 
 DIRECTORY_ENV = "TRIMTAB_CLUSTER_DIR"
 MAX_LENGTH = 30  # Ray's sockets are below it, and a socket path has at most 107 characters
@@ -220,9 +221,7 @@ class Ledger:
 
     def _write(self, clusters: dict[str, ClusterRecord]) -> None:
         text = json.dumps({"clusters": [encode(cluster) for cluster in clusters.values()]}, indent=1)
-        fresh = self._file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(text)
-        fresh.replace(self._file)
+        write_file(self._file, text.encode())
 
     def _make_directory(self) -> None:
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)

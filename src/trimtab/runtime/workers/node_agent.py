@@ -36,8 +36,9 @@ from trimtab.runtime.procs.processes import (
 )  # fmt: skip
 from trimtab.runtime.rayapi.nodes import ray_nodes
 from trimtab.runtime.rayapi.private import actor_id
+from trimtab.runtime.store.files import write_file
 from trimtab.runtime.workers.environments import MARK
-from trimtab.runtime.workers.worker_process import FRAME, frame, make_run_dir, write_whole
+from trimtab.runtime.workers.worker_process import FRAME, frame, make_run_dir
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class NodeAgent:
 
     def _save_state(self, name: str, state: bytes) -> None:
         try:
-            write_whole(self._directory / name, state, durable=False)  # must survive processes, not a reboot
+            write_file(self._directory / name, state)  # must survive processes, not a reboot
         except OSError as fault:
             log.error("the state %s is kept in memory: %s: %s", name, self._directory, fault.strerror)
             self._unwritten_states[name] = state

@@ -32,6 +32,7 @@ from trimtab.runtime.procs.background import Background, RestartPolicy, describe
 from trimtab.runtime.procs.processes import born, pid_namespace
 from trimtab.runtime.rayapi import slot_view
 from trimtab.runtime.rayapi.slot_view import BundleSlot
+from trimtab.runtime.store.files import write_file
 from trimtab.runtime.workers.environments import MARK, WarmWorkerKind
 
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the body
@@ -200,7 +201,9 @@ class HostedObject:
             return {"word": "raised", "note": describe(fault)}, b""
         if request["path"] is not None:
             with contextlib.suppress(OSError):  # disk full: the state is sent to the controller instead
-                write_whole(Path(request["path"]), state)
+                path = Path(request["path"])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, state, sync=True)
                 return {"word": "returned"}, b""
         return {"word": "returned"}, state
 
@@ -266,11 +269,8 @@ class ControlServer:
         if hosted.spec is not None:
             self._facts.update(devices=list(hosted.spec.devices), mark=hosted.spec.mark)
         identity = vars(hosted.identity) if hosted.identity else None
-        write_whole(
-            self._path.with_suffix(".json"),
-            json.dumps({**self._facts, "phase": hosted.phase, "identity": identity}).encode(),
-            durable=False,
-        )
+        record = json.dumps({**self._facts, "phase": hosted.phase, "identity": identity})
+        write_file(self._path.with_suffix(".json"), record.encode())
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -410,19 +410,3 @@ def identity_variables(identity: WorkerIdentity) -> dict[str, str]:
         "TRIMTAB_WORLD_SIZE": str(identity.world),
         "TRIMTAB_ATTEMPT": str(identity.attempt),
     }
-
-
-def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
-    """Write a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
