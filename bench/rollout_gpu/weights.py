@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.rollout_gpu.asking import Answer, Bench, Order, through
 from trimtab.rollout import RolloutPool, WorkerState
-from trimtab.runtime.engines.memory import used_bytes
+from trimtab.runtime.procs.gpus import used_bytes
 
 CHANGE_S = 120.0
 PROMPTS, TOKENS = 16, 48

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import os
 import threading
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,8 +12,8 @@ from ray.cluster_utils import Cluster
 
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.advise.cluster import ClusterWatch, _sample, busy_in
-from trimtab.runtime.procs.nvml import local_gpu_utilization
 from trimtab.runtime.rayapi.gcs_snapshot import find
+from trimtab.runtime.rayapi.nodes import RayNode
 from waiting import until
 
 WAIT_S = 240.0
@@ -54,10 +53,6 @@ def test_how_busy_gpus_are_is_read_from_a_nodes_figures() -> None:
     assert busy_in("<html>no figures</html>") == []
 
 
-def test_gpus_of_this_machine_are_shares_where_there_are_any() -> None:
-    assert all(0 <= one <= 1 for one in local_gpu_utilization())
-
-
 class _Figures(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
@@ -75,40 +70,14 @@ def test_nodes_are_asked_for_their_figures_and_one_that_does_not_answer_is_shown
 
     class View:
         def nodes(self) -> list[Any]:
-            both = (("gpu", 2.0),)
-            return [SimpleNamespace(node_id=one, name=one, total=both, free=both, draining=False) for one in "ab"]
-
-        def exports(self) -> dict[str, str]:
-            return {"a": f"http://127.0.0.1:{server.server_port}/metrics", "b": "http://127.0.0.1:9/metrics"}
+            ports = {"a": server.server_port, "b": 9}
+            return [
+                RayNode(name, name=name, address="127.0.0.1", metrics_port=port, resources={"GPU": 2.0})
+                for name, port in ports.items()
+            ]
 
     found = _sample(cast(Any, View()))
     server.shutdown()
     server.server_close()
     thread.join(5)
     assert [(one["name"], one["busy"]) for one in found] == [("a", [(0, 0.97), (1, 0.03)]), ("b", [])]
-
-
-class _Driver:
-    """NVIDIA's library as far as it is asked, for two GPUs."""
-
-    def __init__(self, fails: int = -1) -> None:
-        self._fails = fails
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
-        count._obj.value = 2
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
-        device._obj.value = index + 1
-        return 0
-
-    def nvmlDeviceGetUtilizationRates(self, device: Any, rates: Any) -> int:  # noqa: N802
-        rates._obj[0], rates._obj[1] = 40 * device.value, 7
-        return 3 if device.value - 1 == self._fails else 0
-
-
-def test_the_driver_is_asked_for_each_gpu_and_one_that_cannot_tell_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.runtime.procs.nvml.driver", _Driver)
-    assert local_gpu_utilization() == (0.4, 0.8)
-    monkeypatch.setattr("trimtab.runtime.procs.nvml.driver", lambda: _Driver(fails=1))
-    assert local_gpu_utilization() == ()

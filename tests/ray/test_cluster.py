@@ -17,10 +17,11 @@ import pytest
 
 from cluster_here import Place, worker_ports
 from trimtab.runtime.localcluster import allocation as books
-from trimtab.runtime.localcluster import auth, gpus
+from trimtab.runtime.localcluster import gpus
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeSizes
 from trimtab.runtime.procs import ports
 from trimtab.runtime.procs.processes import ProcessIdentity, send
+from trimtab.runtime.rayapi import auth
 from waiting import until
 
 TOKEN = "a-token-that-only-the-first-terminal-has-0123456789"
@@ -194,7 +195,7 @@ def test_a_gpu_is_given_once_however_many_clusters_ask(place: Place) -> None:
 
 
 def test_the_gpus_that_the_caller_may_see_are_the_ones_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_from_nvidia_smi", lambda: gpus.LocalGpus(("0", "1", "2", "3")))
+    monkeypatch.setattr(gpus, "gpu_names", lambda: ["NVIDIA H200"] * 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert gpus.local_gpus(None).ids == ("3", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")

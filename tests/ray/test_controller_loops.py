@@ -60,7 +60,7 @@ def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytes
 
     told: list[Any] = ["nonsense", ClientUpdate(1, (node,), 1)]
 
-    async def news(self: GroupController, known: Any) -> Any:
+    async def news(self: GroupController, known: Any, version: int) -> Any:
         if not told:
             await asyncio.Event().wait()
         return told.pop(0)

@@ -26,6 +26,7 @@ from trimtab.runtime.http import tokens
 from trimtab.runtime.http.listening import listening
 from trimtab.runtime.rayapi import draining
 from trimtab.runtime.rayapi.draining import HeadNodeError, PastDeadlineError, UnknownNodeError
+from trimtab.runtime.rayapi.nodes import HEAD
 
 TOKEN = "a-token-of-the-tests"
 DEADLINE = 240.0
@@ -320,7 +321,7 @@ def test_the_head_an_unknown_node_and_a_past_deadline_are_refused_before_ray_is_
     import ray
 
     doors = NodeHookCalls(ray)
-    head = next(one["NodeID"] for one in ray.nodes() if draining.HEAD in one["Resources"])
+    head = next(one["NodeID"] for one in ray.nodes() if HEAD in one["Resources"])
     with pytest.raises(HeadNodeError, match="is the head"):
         doors.drain(head, 60, "spot")
     with pytest.raises(UnknownNodeError, match="there is no node ffff"):

@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.runtime.client.connection import ControllerConnection, RayConnection
+from trimtab.runtime.client.connection import ControllerConnection
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.controller.leases import LEASE_S, ClientLeases, ClientProcess, is_alive_here, this_process
-from trimtab.runtime.rayapi.connect import connected
-from trimtab.runtime.workers.worker_process import born
+from trimtab.runtime.procs.processes import born
+from trimtab.runtime.rayapi.connect import RayConnection, connected
 
 HERE = ClientProcess("node", "boot", 1, 10, 1.0)
 

@@ -27,6 +27,7 @@ from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.client.task import TaskFailedError
 from trimtab.runtime.controller.rpc import ClientUpdate
 from trimtab.runtime.rayapi import draining
+from trimtab.runtime.rayapi.nodes import HEAD
 from waiting import until
 
 WAIT_S = 240.0
@@ -292,7 +293,7 @@ def test_a_drain_by_others_is_seen_and_outlasts_the_controller(nodes: Nodes, ses
     [("nowhere", 10.0, "there is no node nowhere"), ("head", 10.0, "head"), ("worker", -1.0, "has passed already")],
 )
 def test_a_wrong_drain_is_refused(nodes: Nodes, session: Session, node: str, deadline_s: float, said: str) -> None:
-    head = next(one["NodeID"] for one in ray.nodes() if draining.HEAD in one["Resources"])
+    head = next(one["NodeID"] for one in ray.nodes() if HEAD in one["Resources"])
     with pytest.raises(InputError, match=said):
         session.drain_node({"head": head, "worker": head}.get(node, node), deadline_s)
     assert draining.draining(ray) == {}

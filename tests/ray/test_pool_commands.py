@@ -23,6 +23,7 @@ from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.metrics import METRICS
 from trimtab.runtime.controller.node_metrics import METRICS as FLEET_METRICS
 from trimtab.runtime.rayapi.connect import connected
+from trimtab.runtime.rayapi.nodes import RayNode
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
@@ -115,13 +116,14 @@ def test_status_as_data_has_the_documented_keys(capsys: pytest.CaptureFixture[st
 
 def test_a_missing_exporter_is_said_and_so_is_one_that_does_not_answer() -> None:
     node = {"Alive": True, "Resources": {"node:__internal_head__": 1}, "NodeManagerAddress": "127.0.0.1"}
-    none = pool_text.exporter([{**node, "MetricsExportPort": -1}], None)
+    without, silent_one = (RayNode.of({**node, "MetricsExportPort": port}) for port in (-1, 1))
+    none = pool_text.exporter([without], None)
     assert (none["url"], none["series"]) == (None, 0)
     assert "ray[default]" in none["why"]
-    silent = pool_text.exporter([{**node, "MetricsExportPort": 1}], None)
+    silent = pool_text.exporter([silent_one], None)
     assert silent["url"] == "http://127.0.0.1:1/metrics"
     assert "does not answer" in silent["why"]
-    assert pool_text.exporter([{**node, "MetricsExportPort": 1}], "metrics stopped: X")["why"] == "metrics stopped: X"
+    assert pool_text.exporter([silent_one], "metrics stopped: X")["why"] == "metrics stopped: X"
     assert pool_text.exporter([], None)["url"] is None
 
 

@@ -21,7 +21,7 @@ from trimtab.render.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
     from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, NodeSizes
-    from trimtab.runtime.localcluster.ray_status import RayView
+    from trimtab.runtime.rayapi.node_view import RayView
 
 app = typer.Typer(help="Local Ray cluster of one-GPU nodes.", no_args_is_help=True)
 
@@ -77,11 +77,12 @@ def start(
         trimtab cluster start 7 --detach --port 6400 --dashboard-port 8300
     """
     from trimtab.render.text import cluster as cluster_text
-    from trimtab.runtime.localcluster import allocation, auth, command, gpus
+    from trimtab.runtime.localcluster import allocation, command, gpus
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeSizes
     from trimtab.runtime.procs import processes
     from trimtab.runtime.procs.interrupts import signals_interrupt
+    from trimtab.runtime.rayapi import auth
     from trimtab.runtime.rayapi.connect import import_ray
 
     ledger = Ledger()
@@ -343,7 +344,7 @@ def _selected(address: str | None) -> tuple[Ledger, ClusterRecord]:
 
 def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
     from trimtab.runtime.localcluster import nodes as local
-    from trimtab.runtime.localcluster.ray_status import RayView
+    from trimtab.runtime.rayapi.node_view import RayView
 
     ledger, cluster = _selected(address)
     local.auth_of(cluster)

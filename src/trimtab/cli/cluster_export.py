@@ -165,30 +165,26 @@ def _costs(loaded: LoadedJob) -> list[Any]:
 def _running_nodes(address: str | None, planned: Cluster) -> tuple[Node, ...]:
     """Nodes of the running cluster, without draining ones."""
     from trimtab.model.workflow import Node
-    from trimtab.runtime.client.connection import RayConnection
+    from trimtab.runtime.rayapi.connect import RayConnection
     from trimtab.runtime.rayapi.draining import draining
+    from trimtab.runtime.rayapi.nodes import live_nodes
 
     link = RayConnection(address, start=False)
     try:
         going = draining(link.ray)
-        alive = [node for node in link.ray.nodes() if node.get("Alive") and node["NodeID"] not in going]
+        alive = [node for node in live_nodes(link.ray) if node.node_id not in going]
     finally:
         link.close()
     counts_cpus = any(node.cpus is not None for node in planned.nodes)
-    prefix = "accelerator_type:"
-    nodes = []
-    for node in alive:
-        has = node.get("Resources", {})
-        kinds = [name.removeprefix(prefix) for name in has if name.startswith(prefix)]
-        gpus = int(has.get("GPU", 0))
-        nodes.append(
-            Node(
-                name=f"{node.get('NodeName') or 'node'} ({node['NodeID'][:8]})",
-                gpus=gpus,
-                gpu=kinds[0] if gpus and kinds else "",
-                cpus=float(has.get("CPU", 0)) if counts_cpus else None,
-            )
+    nodes = [
+        Node(
+            name=f"{node.name or 'node'} ({node.node_id[:8]})",
+            gpus=int(node.gpus),
+            gpu=next(iter(node.kinds), "") if node.gpus >= 1 else "",
+            cpus=float(node.resources.get("CPU", 0)) if counts_cpus else None,
         )
+        for node in alive
+    ]
     if not any(node.gpus for node in nodes):
         raise UnreachableError(
             "the running cluster has no GPU that is not draining", hint="--join and --leave use the job file's cluster"
@@ -368,10 +364,10 @@ def hook(
         curl -X POST -H "Authorization: Bearer $(cat TOKEN_FILE)" -d '{"deadline_s": 120, "cause": "spot"}' \\
             http://127.0.0.1:8267/nodes/10.0.0.7/drain
     """
-    from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.http.listening import listening
     from trimtab.runtime.http.tokens import HOOK, token
     from trimtab.runtime.procs.interrupts import signals_interrupt
+    from trimtab.runtime.rayapi.connect import RayConnection
 
     server_module, make_calls = _import_hook()
     link = RayConnection(address, start=False)

@@ -10,7 +10,7 @@ import argparse
 import enum
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from trimtab.render.output import Format, answer, err, out, share, warn
 if TYPE_CHECKING:
     from trimtab.formats.pipeline.pipeedge import PartitionRequest
     from trimtab.model.pipeline import PartitionAnswer
+    from trimtab.runtime.rayapi.nodes import RayNode
 
 MODEL = "google/vit-base-patch16-224"
 MODELS, TYPES, DEVICES = Path("models.yml"), Path("device_types.yml"), Path("devices.yml")
@@ -195,25 +196,18 @@ def _plan(
 def _ray_devices(address: str) -> dict[str, list[str]]:
     """Hosts of a running Ray cluster by GPU kind; disconnects afterwards."""
     from trimtab.runtime.rayapi.connect import connected
+    from trimtab.runtime.rayapi.nodes import live_nodes
 
     with connected(address=address) as ray:
-        return ray_hosts(ray.nodes())
+        return ray_hosts(live_nodes(ray))
 
 
-def ray_hosts(nodes: Sequence[dict[str, object]]) -> dict[str, list[str]]:
+def ray_hosts(nodes: Iterable[RayNode]) -> dict[str, list[str]]:
     """Devices of Ray nodes by kind: GPUs of a multi-GPU node are `address/number`, nodes without are CPU devices."""
     kinds: dict[str, list[str]] = {}
     for node in nodes:
-        if not node.get("Alive"):
-            continue
-        name = str(node.get("NodeManagerAddress"))
-        found, labels = node.get("Resources"), node.get("Labels")
-        resources = found if isinstance(found, dict) else {}
-        named = labels.get("ray.io/accelerator-type") if isinstance(labels, dict) else None
-        prefix = "accelerator_type:"
-        listed = [str(key).removeprefix(prefix) for key in resources if str(key).startswith(prefix)]
-        gpus = int(resources.get("GPU", 0))
-        kind = str(named or (listed[0] if listed else "GPU")) if gpus else "CPU"
+        gpus, name = int(node.gpus), node.address
+        kind = next(filter(None, (node.kind_label, *node.kinds)), "GPU") if gpus else "CPU"
         hosts = [name] if gpus <= 1 else [f"{name}/{number}" for number in range(gpus)]
         kinds.setdefault(kind, []).extend(hosts)
     return {kind: sorted(kinds[kind]) for kind in sorted(kinds)}

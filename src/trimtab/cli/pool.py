@@ -42,10 +42,11 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
     """
     from trimtab.render.text import pool as pool_text
     from trimtab.runtime.rayapi.connect import import_ray
+    from trimtab.runtime.rayapi.nodes import ray_nodes
 
     with controller_session(address, name) as session:
         seen = session.status()
-        nodes = import_ray().nodes()
+        nodes = ray_nodes(import_ray())
         data = pool_text.status_data(seen, session.tasks(), nodes, pool_text.exporter(nodes, seen.get("metrics")))
     answer(data, form, lambda: pool_text.print_status(data))
 
@@ -155,7 +156,8 @@ def free(
 
         trimtab pool free --name trimtab
     """
-    from trimtab.runtime.client.connection import RayConnection, free_controller
+    from trimtab.runtime.client.connection import free_controller
+    from trimtab.runtime.rayapi.connect import RayConnection
 
     connection = RayConnection(address, start=False)
     try:
@@ -169,8 +171,9 @@ def free(
 @contextmanager
 def controller_session(address: str | None, name: str | None) -> Iterator[Session]:
     """A session with the running controller. Raises UnreachableError if there is none."""
-    from trimtab.runtime.client.connection import ControllerConnection, RayConnection
+    from trimtab.runtime.client.connection import ControllerConnection
     from trimtab.runtime.client.session import Session
+    from trimtab.runtime.rayapi.connect import RayConnection
 
     link = RayConnection(address, start=False)
     try:

@@ -98,7 +98,7 @@ def run(
             display.say(line)
 
     if not local:
-        from trimtab.runtime.rayapi.embedded import mute_ray_messages
+        from trimtab.runtime.rayapi.private import mute_ray_messages
 
         mute_ray_messages()
     with RunDisplay(request.name, story, quiet=quiet) as display:

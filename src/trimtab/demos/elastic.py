@@ -12,17 +12,18 @@ import functools
 import io
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
 from trimtab.demos.elastic_loop import LoopPrinter, Say
+from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.procs import processes
+from trimtab.runtime.rayapi.embedded import EmbeddedRay
 
 PACE_S = 0.3  # minimum time of a step
 STEPS_EACH = 3  # in each world, once it has the right size
@@ -37,10 +38,11 @@ def run_demo(backend: str = "auto", say: Say | None = None) -> int:
     """Runs the demo, cleans up, and returns the exit status: 0 if all checks passed."""
     seen = _ProcessCensus()
     talk = LoopPrinter(say or functools.partial(print, file=sys.stdout, flush=True))
-    with _quiet(), _DemoNodes(seen) as nodes:
-        talk.lines(f"Ray at {nodes.address}: one node with one (fake) GPU, and more to come", "")
-        demo = _Demo(nodes, talk, backend)
+    with _quiet(), EmbeddedRay(Cluster((Node("head", 1, cpus=1),))) as ray:
+        talk.lines(f"Ray at {ray.address}: one node with one (fake) GPU, and more to come", "")
+        demo = _Demo(ray, seen, talk, backend)
         demo.train()
+        seen.look()
     left = seen.left(GONE_S)
     demo.check(not left, f"no process is left: all {seen.count} have ended", f"left: {left}")
     talk.lines("", demo.verdict())
@@ -50,8 +52,9 @@ def run_demo(backend: str = "auto", say: Say | None = None) -> int:
 class _Demo:
     """The scenes in order."""
 
-    def __init__(self, nodes: _DemoNodes, talk: LoopPrinter, backend: str) -> None:
-        self._nodes = nodes
+    def __init__(self, ray: EmbeddedRay, seen: _ProcessCensus, talk: LoopPrinter, backend: str) -> None:
+        self._ray = ray
+        self._seen = seen
         self._talk = talk
         self._backend = backend
         self._results: list[Any] = []
@@ -98,28 +101,30 @@ class _Demo:
         try:
             training.until(1)
             self._scene("Three workers join while training goes on")
-            for _ in range(3):
-                self._nodes.add()
+            lost, leaver, stayer, late = (Node(f"worker-{number}", 1, cpus=1) for number in range(1, 5))
+            for node in (lost, leaver, stayer):
+                self._ray.add(node)
             training.until(4)
-            lost = self._nodes.workers[0]
             self._scene(
-                f"kill -9 of every process of worker {lost.node_id[:10]}... (Ray itself detects it after some 14 s)"
+                f"kill -9 of every process of worker {self._ray.node_id(lost.name)[:10]}... "
+                "(Ray itself detects it after some 14 s)"
             )
-            self._nodes.kill(lost, training.in_step)
+            self._ray.kill(lost.name, training.in_step)
             training.until(3)
-            leaver = self._nodes.workers[0]
-            self._scene(f"Worker {leaver.node_id[:10]}... is drained: it stops in {DEADLINE_S:.0f} s")
-            session.drain_node(leaver.node_id, DEADLINE_S, "demo")
+            leaving = self._ray.node_id(leaver.name)
+            self._scene(f"Worker {leaving[:10]}... is drained: it stops in {DEADLINE_S:.0f} s")
+            session.drain_node(leaving, DEADLINE_S, "demo")
             training.until(2)
-            self._nodes.forget(leaver)
+            self._ray.kill(leaver.name)
             self._scene("One more worker joins")
-            self._nodes.add()
+            self._ray.add(late)
             training.until(3)
         finally:
             training.stop()
         self._results = training.results
 
     def _scene(self, words: str) -> None:
+        self._seen.look()
         self._talk.lines("", f"── {words} " + "─" * max(2, 100 - len(words)))
 
     def _summary(self, view: dict[str, Any]) -> None:
@@ -195,62 +200,6 @@ class _Training:
                     self._stepped.notify_all()
         except BaseException as fault:
             self._fault = fault
-
-
-class _DemoNodes:
-    """Real nodes of a Ray on this machine, with a fake GPU each."""
-
-    def __init__(self, seen: _ProcessCensus) -> None:
-        self._processes = seen
-        self.workers: list[Any] = []
-
-    def __enter__(self) -> _DemoNodes:
-        from trimtab.runtime.rayapi.connect import import_ray
-
-        self._ray = import_ray()
-        if self._ray.is_initialized():
-            raise UnreachableError("this process is already connected to a Ray", hint="run the demo in a new process")
-        from ray.cluster_utils import Cluster
-
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 1, "num_gpus": 1, "resources": {"worker_unit": 1}, "include_dashboard": False},
-        )
-        try:
-            self.address = self._cluster.address
-            self._ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR, namespace="trimtab")
-        except BaseException:
-            self._cluster.shutdown()
-            raise
-        self._processes.look()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._processes.look()
-        self._ray.shutdown()
-        self._cluster.shutdown()
-
-    def add(self) -> None:
-        node = self._cluster.add_node(num_cpus=1, num_gpus=1, resources={"worker_unit": 1}, wait=False)
-        self.workers.append(node)
-
-    def kill(self, node: Any, moment: Callable[[], None]) -> None:
-        """Kills all processes of a node at once, as if its machine were lost, when `moment` returns."""
-        raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        pids = [pid for raylet in raylets for pid in (raylet, *(child.pid for child in processes.descendants(raylet)))]
-        moment()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.forget(node)
-
-    def forget(self, node: Any) -> None:
-        """Removes a lost or drained node and its remaining processes."""
-        self._processes.look()
-        self.workers.remove(node)
-        self._cluster.remove_node(node, allow_graceful=False)
 
 
 class _ProcessCensus:

@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import TrimtabError, UnreachableError
@@ -21,6 +21,7 @@ from trimtab.core.resources import GRAIN
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
     from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
+    from trimtab.runtime.rayapi.nodes import RayNode
 
 WIDTH = 60
 PACE_S = 1.0  # a step, slow enough to follow
@@ -124,9 +125,11 @@ def _shortened(sentence: str) -> str:
     return short[:1].upper() + short[1:]
 
 
-def unit_of(nodes: Sequence[Mapping[str, Any]]) -> str:
+def unit_of(nodes: Iterable[RayNode]) -> str:
     """The resource a member takes: a GPU if any node has one, else a worker unit, else a CPU."""
-    names = {name for node in nodes for name, amount in node["total"].items() if amount >= 1}
+    from trimtab.runtime.rayapi.node_view import shown
+
+    names = {name for node in nodes for name, amount in shown(node.resources).items() if amount >= 1}
     return next((unit for unit in UNITS if unit in names), UNITS[0])
 
 
@@ -143,8 +146,9 @@ def run_loop(
 ) -> int:
     """Trains for some steps on the running cluster; returns the exit status."""
     from trimtab.demos.elastic_training import ElasticTrainer
-    from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.elastic.group import ElasticGroup
+    from trimtab.runtime.rayapi.connect import RayConnection
+    from trimtab.runtime.rayapi.nodes import live_nodes
 
     try:
         link = RayConnection(address, start=False)
@@ -153,12 +157,13 @@ def run_loop(
             f"No Ray cluster found: {fault.what}", hint="start one with ./start_ray_cluster.sh, or name it: --address"
         ) from None
     try:
-        talk = LoopPrinter(say, unit_of(_totals(link.ray)))
+        unit = unit_of(live_nodes(link.ray))
+        talk = LoopPrinter(say, unit)
         talk.banner()
         with ElasticGroup(
             ElasticTrainer,
             kwargs={"backend": backend, "slow_s": pace_s / 2},
-            per_node={unit_of(_totals(link.ray)): 1},
+            per_node={unit: 1},
             min=min_actors,
             max=max_actors,
             wait_s=wait_s,
@@ -172,15 +177,6 @@ def run_loop(
     finally:
         link.close()
     return 0
-
-
-def _totals(ray: Any) -> list[dict[str, Any]]:
-    names = {"GPU": "gpu", "CPU": "cpu"}
-    return [
-        {"total": {names.get(name, name): amount for name, amount in node["Resources"].items()}}
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], None] = print) -> int:
     """Runs the demo, cleans up, and returns the exit status: 0 if all checks passed."""
     from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler
-    from trimtab.runtime.client.connection import RayConnection
+    from trimtab.runtime.rayapi.connect import RayConnection
 
     name = f"rlhf-demo-{uuid.uuid4().hex[:6]}"
     printer = BilingualPrinter(lang, say)

@@ -7,6 +7,7 @@ import sys
 import types
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -16,6 +17,7 @@ from trimtab.cli.partition import partition, ray_hosts, sched_pipeline
 from trimtab.core.errors import TrimtabError
 from trimtab.formats.pipeline.split import SplitTarget, layout, split_lines
 from trimtab.model.pipeline import PipelineStage, Schedule
+from trimtab.runtime.rayapi.nodes import live_nodes
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline"
 LARGE = "google/vit-large-patch16-224"
@@ -214,7 +216,7 @@ NODES = [
 
 
 def test_ray_nodes_become_devices_by_kind() -> None:
-    assert ray_hosts(NODES) == {
+    assert ray_hosts(live_nodes(SimpleNamespace(nodes=lambda: NODES))) == {
         "CPU": ["10.0.0.4"],
         "GPU": ["10.0.0.1"],
         "H100": ["10.0.0.2/0", "10.0.0.2/1"],

@@ -25,7 +25,7 @@ from trimtab.runtime.engines.engine import (
     WeightUpdate,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.memory import sleep_and_verify, used_bytes
+from trimtab.runtime.engines.memory import sleep_and_verify
 from trimtab.runtime.engines.wire import open_session
 
 # Pauses.
@@ -448,11 +448,6 @@ def test_memory_that_a_sleep_did_not_release_is_said(
         assert stub.asleep
 
     scene("vllm", play)
-
-
-def test_memory_of_gpus_that_are_not_there_is_unknown() -> None:
-    assert used_bytes([]) is None
-    assert used_bytes([4096]) is None
 
 
 # Answers that cannot be.

@@ -21,9 +21,10 @@ from rollout_commands import HERE, llama, python
 from tiny_gguf import tiny_gguf
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
+from trimtab.runtime.procs.ports import free_ports
 from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, process
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher
-from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_ports
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.launch.start import engines_as_processes
 from waiting import until, until_async

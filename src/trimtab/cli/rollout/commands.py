@@ -246,7 +246,7 @@ def _diagnose_gateway(client: GatewayClient) -> tuple[RolloutFinding, ...]:
     from trimtab.machines.diagnose.rollout import examine
     from trimtab.runtime.localcluster import gpus
 
-    return examine(_status(client), gpus.gpu_processes())
+    return examine(_status(client), gpus.pids_by_gpu())
 
 
 def _diagnose_file(path: Path) -> tuple[RolloutFinding, ...]:

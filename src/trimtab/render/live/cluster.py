@@ -13,7 +13,7 @@ from trimtab.render.text import cluster as cluster_text
 from trimtab.runtime.localcluster import gpus
 from trimtab.runtime.localcluster import nodes as local
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger
-from trimtab.runtime.localcluster.ray_status import FIRST_ANSWER_S, RayViewProcess
+from trimtab.runtime.rayapi.node_view import FIRST_ANSWER_S, RayViewProcess
 
 REFRESH_EVERY_S = 1.0
 GPUS_EVERY_S = 10.0
@@ -63,7 +63,7 @@ class ClusterStatusLoop:
         if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
             is_local = cluster.head_here or cluster.nodes
             local_gpus = gpus.local_gpus(cluster.fake_gpus) if is_local else gpus.LocalGpus(())
-            self._gpus = local_gpus, {} if local_gpus.fake else gpus.gpu_processes()
+            self._gpus = local_gpus, {} if local_gpus.fake else gpus.pids_by_gpu()
             self._gpus_at = time.monotonic()
         return self._gpus
 

@@ -18,7 +18,8 @@ from trimtab.render.output import out, text_table
 from trimtab.render.text.formatting import picked
 from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
-from trimtab.runtime.localcluster.ray_status import RayHolder, RayNode
+from trimtab.runtime.rayapi.node_view import shown
+from trimtab.runtime.rayapi.nodes import RayHolder, RayNode
 
 Data = Mapping[str, Any]
 COLOURS = {"running": "green", "starting": "cyan", "draining": "yellow", "ending": "yellow", "not in Ray": "red"}
@@ -178,17 +179,17 @@ def _held(seen: RayNode | None) -> dict[str, Any]:
     if seen is None:
         return {"total": {}, "free": {}, "holders": []}
     return {
-        "total": dict(seen.total),
-        "free": dict(seen.free),
+        "total": shown(seen.resources),
+        "free": shown(seen.free),
         "holders": [
-            {"kind": holder.kind, "name": holder.name, "holds": dict(holder.holds), "pid": holder.pid}
+            {"kind": holder.kind, "name": holder.name, "holds": holder.holds, "pid": holder.pid}
             for holder in _holders_by_gpus(seen.holders)
         ],
     }
 
 
 def _holders_by_gpus(holders: Iterable[RayHolder]) -> list[RayHolder]:
-    return sorted(holders, key=lambda holder: (-dict(holder.holds).get("gpu", 0.0), holder.name))
+    return sorted(holders, key=lambda holder: (-holder.holds.get("gpu", 0.0), holder.name))
 
 
 def _in_order(nodes: Iterable[NodeRecord]) -> list[NodeRecord]:

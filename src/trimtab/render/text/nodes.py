@@ -17,6 +17,7 @@ from trimtab.render.text.formatting import Data
 
 if TYPE_CHECKING:
     from trimtab.runtime.controller.rpc import TaskSnapshot
+    from trimtab.runtime.rayapi.nodes import RayNode
 
 GONE = ("lost", "left")
 
@@ -24,9 +25,9 @@ GONE = ("lost", "left")
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def nodes_data(status: Data, ray_nodes: Sequence[Data]) -> list[dict[str, Any]]:
-    """All nodes that are alive or left recently. `ray_nodes` is `ray.nodes()`."""
-    hosts = {node["NodeID"]: node.get("NodeManagerHostname") for node in ray_nodes}
+def nodes_data(status: Data, ray_nodes: Sequence[RayNode]) -> list[dict[str, Any]]:
+    """All nodes that are alive or left recently."""
+    hosts = {node.node_id: node.host or None for node in ray_nodes}
     used = {node["node"] for node in status["nodes"]}
     return [
         {

@@ -20,6 +20,7 @@ from trimtab.runtime.procs.background import sentence
 
 if TYPE_CHECKING:
     from trimtab.runtime.controller.rpc import TaskSnapshot
+    from trimtab.runtime.rayapi.nodes import RayNode
 
 EXPORTER_S = 2.0
 WAITING_SHOWN = 20
@@ -30,8 +31,8 @@ CHOSEN_BY_RAY = 32768  # ports from here on are ephemeral
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Data], metrics: Data) -> dict[str, Any]:
-    """The data of `trimtab status`. `nodes` is `ray.nodes()`."""
+def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[RayNode], metrics: Data) -> dict[str, Any]:
+    """The data of `trimtab status`."""
     queues = {pool: list(view["queue"]) for pool, view in status["pools"].items()}
     totals = status["totals"]
     return {
@@ -120,19 +121,17 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
     }
 
 
-def exporter(nodes: Sequence[Data], fault: str | None) -> dict[str, Any]:
+def exporter(nodes: Sequence[RayNode], fault: str | None) -> dict[str, Any]:
     """The metrics endpoint of the controller, or why there is none. `fault` is the controller's own."""
-    head = next((node for node in nodes if node["Alive"] and "node:__internal_head__" in node["Resources"]), None)
-    port = head["MetricsExportPort"] if head else 0
-    if head is None or port <= 0:
+    head = next((node for node in nodes if node.alive and node.head), None)
+    url = head.metrics_url if head else None
+    if head is None or url is None:
         missing = "Ray's exporter does not run: it comes with `pip install 'ray[default]'` on the head node"
         return {"url": None, "series": 0, "why": missing}
-    host = head["NodeManagerAddress"]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
     series, why = _scraped(url)
     if fault is not None:
         why = fault
-    elif port >= CHOSEN_BY_RAY and why is None:
+    elif head.metrics_port >= CHOSEN_BY_RAY and why is None:
         why = "no port seems to be set, so it changes with every start: `ray start --metrics-export-port=8080` sets one"
     return {"url": url, "series": series, "why": why}
 

@@ -13,9 +13,9 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.runtime.localcluster import auth
-from trimtab.runtime.localcluster.ray_status import RayView
 from trimtab.runtime.procs.sampler import ChildSampler, print_samples
+from trimtab.runtime.rayapi import auth
+from trimtab.runtime.rayapi.node_view import RayView
 
 METRICS_S = 2.0
 STALE_S = 60.0  # older samples are not shown
@@ -61,18 +61,6 @@ def _nodes(sample: Any) -> tuple[NodeUtilization, ...]:
 # ---- the child process -----------------------------------------------------------------------------------------------
 
 
-class _View(RayView):
-    """Also knows where every node exports its metrics."""
-
-    def exports(self) -> dict[str, str]:
-        rows = self._call(self._state.node_table)
-        return {
-            row["NodeID"]: f"http://{row['NodeManagerAddress']}:{row['MetricsExportPort']}/metrics"
-            for row in rows
-            if row.get("Alive") and row.get("MetricsExportPort")
-        }
-
-
 def busy_in(page: str) -> list[tuple[int, float]]:
     """GPU utilization by index, from a node's metrics page."""
     found: dict[int, float] = {}
@@ -96,19 +84,18 @@ def _metrics_page(url: str | None) -> str:
         return ""
 
 
-def _sample(view: _View) -> list[dict[str, Any]]:
-    exports = view.exports()
+def _sample(view: RayView) -> list[dict[str, Any]]:
     found = []
     for node in view.nodes():
-        total, free = dict(node.total).get("gpu", 0.0), dict(node.free).get("gpu", 0.0)
-        busy = busy_in(_metrics_page(exports.get(node.node_id))) if total else []
-        found.append({"name": node.name, "gpus": total, "free": free, "draining": node.draining, "busy": busy})
+        busy = busy_in(_metrics_page(node.metrics_url)) if node.gpus else []
+        free = node.free.get("GPU", 0.0)
+        found.append({"name": node.name, "gpus": node.gpus, "free": free, "draining": node.draining, "busy": busy})
     return found
 
 
-def _connect(address: str) -> _View:
+def _connect(address: str) -> RayView:
     auth.match_cluster(address)
-    return _View(address)
+    return RayView(address)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from trimtab.runtime.advise.hook import HookResult, RestartHook
 from trimtab.runtime.advise.record import FollowRecord, RecordedPast, step_mark
 from trimtab.runtime.advise.replanner import Advice
 from trimtab.runtime.advise.tail import LogTail
-from trimtab.runtime.procs.nvml import local_gpu_utilization
+from trimtab.runtime.procs.gpus import gpu_utilization
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Follower:
     every_s: float = 2.0
     at_most_s: float = math.inf
     silent_s: float = 7200.0
-    gpus: Callable[[], tuple[float, ...]] = local_gpu_utilization
+    gpus: Callable[[], tuple[float, ...]] = lambda: tuple(gpu_utilization() or ())
     record: FollowRecord | None = None  # what earlier commands recorded of this run
     history: list[FollowEvent] = field(default_factory=list)
     _hook_advice: Advice | None = None  # advice that the user's command was run for last

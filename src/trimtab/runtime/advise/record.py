@@ -29,10 +29,9 @@ from trimtab.formats.logs.records import LogFramework
 from trimtab.formats.logs.records import StepRecord as LogRecord
 from trimtab.model.plan import TimelineBar
 from trimtab.model.run import ComponentTiming, Iteration
-from trimtab.model.run_events import ODD, read_event
 from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent
 from trimtab.runtime.advise.replanner import Advice
-from trimtab.runtime.run.folder import EVENTS, RunFolder, discard_unused, iteration_facts
+from trimtab.runtime.run.folder import EVENTS, RunFolder, discard_unused, iteration_facts, read_events
 from trimtab.runtime.run.measurements import bars_facts, plan_facts
 from trimtab.runtime.run.replanner import nodes_facts
 
@@ -402,14 +401,9 @@ def _read(path: Path) -> RecordedPast:
     """Read a folder; incomplete or malformed lines are skipped."""
     past = RecordedPast()
     try:
-        lines = (path / EVENTS).read_bytes().split(b"\n")[:-1]
+        past.bad_lines = len(read_events(path, past.take)[1])
     except FileNotFoundError:
-        return past
+        pass
     except OSError as fault:
         raise InputError(f"the folder cannot be read: {fault.strerror or fault}", where=str(path)) from None
-    for line in lines:
-        try:
-            past.take(read_event(line))
-        except ODD:  # noqa: PERF203
-            past.bad_lines += 1
     return past

@@ -1,14 +1,8 @@
-"""Tails growing log files, also if they are rotated, truncated, replaced or missing for a while.
-
-Read-only and without locks; the writer is not affected. A file is identified by its inode and first bytes, so one that
-was started anew is read from its beginning even if it has grown past the old position. Pipes and devices are refused,
-because reading would take data from their readers.
-"""
+"""Tails the log files of a run that another program writes; `FileTail` reads each."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
@@ -17,23 +11,9 @@ from pathlib import Path
 
 from trimtab.core.errors import InputError
 from trimtab.formats.logs import reader as logs
-
-CHUNK_BYTES = 1 << 20
-HEAD_BYTES = 256
+from trimtab.runtime.store.files import FileTail
 
 _RANK = re.compile(r"(?i)(rank|worker|proc|process)[_.-]?(\d+)")
-
-
-@dataclass
-class _OpenFile:
-    """One file that is being read."""
-
-    path: Path
-    descriptor: int
-    inode: tuple[int, int]
-    offset: int = 0
-    head: bytes = b""
-    seen: tuple[int, int] = (-1, -1)  # size and mtime at the last read
 
 
 @dataclass
@@ -42,9 +22,8 @@ class LogTail:
 
     paths: Sequence[Path]
     restarts: int = 0  # times that a file was started anew
-    gone: set[Path] = field(default_factory=set)  # files that are missing at the moment
     skipped_ranks: tuple[Path, ...] = ()  # other ranks' logs of the same steps
-    _open: dict[Path, _OpenFile] = field(default_factory=dict)
+    _tails: dict[Path, FileTail] = field(default_factory=dict)
 
     def files(self) -> list[Path]:
         """The files in reading order; InputError without any."""
@@ -60,8 +39,8 @@ class LogTail:
         try:
             inside = logs.files_of(path)
         except InputError:
-            if any(file.parent == path for file in self._open):
-                return [file for file in self._open if file.parent == path]
+            if any(file.parent == path for file in self._tails):
+                return [file for file in self._tails if file.parent == path]
             raise
         kept = first_ranks(inside)
         self.skipped_ranks = tuple(file for file in inside if file not in kept)
@@ -77,75 +56,26 @@ class LogTail:
             if not stat.S_ISREG(mode):
                 raise InputError(f"{path} is no file that can be followed", hint=_HINT)
 
+    @property
+    def gone(self) -> set[Path]:
+        """Files that are missing at the moment."""
+        return {path for path, tail in self._tails.items() if tail.gone}
+
     def read(self) -> Iterator[tuple[str, bytes | None]]:
         """(name, bytes) of new data, file by file; None for bytes: the file begins anew."""
         for path in self.files():
-            file = self._open.get(path) or self._open_file(path)
-            if file is not None:
-                yield from self._read_new(file)
+            tail = self._tails.setdefault(path, FileTail(path))
+            try:
+                for data in tail.read():
+                    self.restarts += data is None
+                    yield str(path), data
+            except OSError:
+                tail.gone = True
 
     def close(self) -> None:
-        for file in self._open.values():
-            os.close(file.descriptor)
-        self._open.clear()
-
-    def _open_file(self, path: Path) -> _OpenFile | None:
-        # Non-blocking: what was a file a moment ago may be a pipe by now.
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            self.gone.add(path)
-            return None
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(descriptor)
-            self.gone.add(path)
-            return None
-        self.gone.discard(path)
-        self._open[path] = file = _OpenFile(path, descriptor, (status.st_dev, status.st_ino))
-        return file
-
-    def _read_new(self, file: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
-        name = str(file.path)
-        if self._truncated(file):
-            file.offset, file.head = 0, b""
-            self.restarts += 1
-            yield name, None
-        yield from self._read_rest(file)
-        if self._replaced(file):
-            # Renamed and created again: read what was written to the old file until then.
-            yield from self._read_rest(file)
-            os.close(file.descriptor)
-            del self._open[file.path]
-            self.restarts += 1
-            yield name, None
-            again = self._open_file(file.path)
-            if again is not None:
-                yield from self._read_rest(again)
-
-    def _read_rest(self, file: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
-        while data := os.pread(file.descriptor, CHUNK_BYTES, file.offset):
-            if file.offset < HEAD_BYTES:
-                file.head = (file.head + data)[:HEAD_BYTES]
-            file.offset += len(data)
-            yield str(file.path), data
-
-    def _truncated(self, file: _OpenFile) -> bool:
-        """Whether the file was truncated, and perhaps written again."""
-        status = os.fstat(file.descriptor)
-        seen, file.seen = file.seen, (status.st_size, status.st_mtime_ns)
-        if status.st_size < file.offset:
-            return True
-        return seen != file.seen and os.pread(file.descriptor, len(file.head), 0) != file.head
-
-    def _replaced(self, file: _OpenFile) -> bool:
-        try:
-            status = file.path.stat()
-        except OSError:
-            self.gone.add(file.path)
-            return False  # it may come back; until then the old file is read on
-        self.gone.discard(file.path)
-        return (status.st_dev, status.st_ino) != file.inode
+        for tail in self._tails.values():
+            tail.close()
+        self._tails.clear()
 
 
 _HINT = "name the run's console log, its JSON lines, or the folder of its event files"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import site
 import subprocess
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
+from trimtab.runtime.controller.rpc import controller_name
+from trimtab.runtime.rayapi.connect import NAMESPACE, init
+from trimtab.runtime.rayapi.nodes import live_nodes
 
 MAX_CALLS = 4_000  # concurrent; every waiting client holds one
 _INHERITED = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID", "RAY_RUNTIME_ENV_HOOK")  # would make it part of our job
@@ -71,8 +72,8 @@ def main(settings_json: str) -> None:
     from trimtab.runtime.controller.actor import Controller
 
     wanted: dict[str, Any] = json.loads(settings_json)
-    ray.init(wanted["address"], log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
-    head = next((n["NodeID"] for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"]), None)
+    init(ray, address=wanted["address"])
+    head = next((node.node_id for node in live_nodes(ray) if node.head), None)
     if head is None:
         raise SystemExit("Ray names no head node for the controller to run on")
     controller = (

@@ -17,7 +17,8 @@ from typing import Any
 
 from trimtab.core.errors import InputError, meant
 from trimtab.runtime.procs.background import first_line
-from trimtab.runtime.workers import environments, slot_view
+from trimtab.runtime.rayapi import slot_view
+from trimtab.runtime.workers import environments
 from trimtab.runtime.workers.task_types import TaskPayload
 
 _DECIDED_BY_RESOURCES = ("memory", "resources")

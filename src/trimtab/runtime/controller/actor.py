@@ -26,6 +26,7 @@ from trimtab.model.pool import ENDED, PoolSpec, PreemptionPolicy, TaskExplanatio
 from trimtab.runtime.controller.controller_loop import RECONCILE_S, USER_EVENTS, ControllerLoop, log_failure
 from trimtab.runtime.controller.leases import LEASE_S, ClientProcess
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, rpc_method
+from trimtab.runtime.rayapi.private import session_dir
 from trimtab.runtime.store.blobs import NO_ROOM_HINT, header_of
 from trimtab.runtime.workers.task_types import read_payload
 
@@ -394,8 +395,3 @@ class Controller:
 
 def _version(task: PoolTask) -> tuple[TaskState, int]:
     return task.state, task.attempt
-
-
-def session_dir(ray: Any) -> Path:
-    """Ray's session directory on this node. A new cluster gets a new one, and so a new journal."""
-    return Path(ray._private.worker._global_node.get_session_dir_path())

@@ -12,10 +12,9 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from trimtab.runtime.workers.worker_process import born
+from trimtab.runtime.procs.processes import boot_id, born, pid_namespace
 
 LEASE_S = 60.0  # default
 SILENT_FRACTION = 6  # silence of lease_s / 6 triggers a check of the process
@@ -50,8 +49,7 @@ def is_alive_here(process: ClientProcess) -> bool | None:
 
 def _here() -> tuple[str, int]:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return boot, os.stat("/proc/self/ns/pid").st_ino
+        return boot_id(), pid_namespace()
     except OSError:
         return "", 0
 

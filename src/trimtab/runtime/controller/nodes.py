@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.reasons import Reason, ReasonCode
-from trimtab.core.resources import GRAIN, NOTHING, Resources, total
+from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.nodes import events as events
 from trimtab.machines.nodes.machine import NodeMachine
 from trimtab.machines.nodes.state import TrackedNode, evict_after_s
@@ -28,10 +27,13 @@ from trimtab.machines.pool.events import NodeCordoned, NodeDrained, NodeJoined, 
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.records import PgState
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
-from trimtab.model.pool import Labels, PreemptionPolicy
+from trimtab.model.pool import PreemptionPolicy
 from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rayapi import draining
+from trimtab.runtime.rayapi.gcs_records import among, amounts
+from trimtab.runtime.rayapi.nodes import ray_nodes
+from trimtab.runtime.rayapi.private import own_free_resources
 from trimtab.runtime.store.journal import NODE_EVENTS, DamagedError, Journal
 from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
@@ -43,35 +45,24 @@ ANSWER_S = 30.0
 SNAPSHOT_EVERY = 5_000  # events
 MIN_TICK_S = 0.01
 TICK_RETRY_S = 1.0  # after an event on which the machine failed
-OUR_NAMES = {"CPU": "cpu", "GPU": "gpu"}
-KIND_LABELS = ("ray.io/accelerator-type",)
 EXPECTED_DEATHS = (1, 3, 4)  # Ray's death reasons of a node that was ended on purpose: SIGTERM, drained
 
 
 @dataclass(frozen=True)
-class RayNodeFigures:
-    """An alive node, as Ray reports it."""
+class NodeFigures:
+    """An alive node: what it has, what of that Ray counts as free, and where its raylet listens."""
 
     node: str
-    total: Resources
+    facts: NodeFacts
     available: Resources
-    labels: Labels
-    head: bool = False
-    kind: str = ""
-    address: str = ""
-    name: str = ""
-    raylet: AgentAddress = ("", 0)
-
-    @property
-    def facts(self) -> NodeFacts:
-        return NodeFacts(self.total, self.labels, self.kind, self.address, self.name, self.head)
+    raylet: AgentAddress
 
 
 @dataclass(frozen=True)
 class RayNodesView:
     """Ray's nodes at one time."""
 
-    nodes: tuple[RayNodeFigures, ...]
+    nodes: tuple[NodeFigures, ...]
     ended: Mapping[str, int] = field(default_factory=dict)  # by dead node: Ray's death reason
     draining: Mapping[str, float | None] = field(default_factory=dict)  # by node: deadline in epoch seconds
 
@@ -83,9 +74,9 @@ class NodeHoldings:
     groups: tuple[tuple[str, PgState], ...]
     amounts: Resources
 
-    def outside(self, seen: RayNodeFigures) -> Resources:
+    def outside(self, seen: NodeFigures) -> Resources:
         """What others hold of the node."""
-        return seen.total.minus(seen.available).minus(self.amounts)
+        return seen.facts.total.minus(seen.available).minus(self.amounts)
 
 
 _NOTHING_HELD = NodeHoldings((), NOTHING)
@@ -275,7 +266,7 @@ class NodeMonitor:
             task.cancel()
         self.journal.close()
 
-    def _report_node(self, figures: RayNodeFigures, held: NodeHoldings) -> None:
+    def _report_node(self, figures: NodeFigures, held: NodeHoldings) -> None:
         """Report changes of a node."""
         known = self.known.get(figures.node)
         outside = held.outside(figures)
@@ -284,7 +275,7 @@ class NodeMonitor:
             settled = ready and held.groups == self._groups.get(figures.node)
             seen_twice = settled and self._last_outside.get(figures.node) == outside
             self._groups[figures.node], self._last_outside[figures.node] = held.groups, outside
-            if not seen_twice or (figures.total, figures.labels) != (known.total, known.labels):
+            if not seen_twice or (figures.facts.total, figures.facts.labels) != (known.total, known.labels):
                 outside = known.outside
         record = self.machine.nodes.get(figures.node)
         if record is None or not record.listed or (record.facts, record.outside) != (figures.facts, outside):
@@ -465,56 +456,19 @@ def _replay(journal: Journal) -> NodeMachine:
 
 def read_ray_nodes(ray: Any) -> RayNodesView:
     """Read Ray's nodes. Blocks; must not run on the event loop."""
-    from ray._private import state  # Ray has no public API for resources available per node
-
-    available = state.available_resources_per_node()
-    seen = []
-    ended = {}
-    for node in ray.nodes():
-        if not node.get("Alive"):
-            ended[str(node["NodeID"])] = int(node.get("DeathReason") or 0)
+    available = own_free_resources()
+    seen, ended = [], {}
+    for node in ray_nodes(ray):
+        if not node.alive:
+            ended[node.node_id] = node.death_reason
             continue
-        amounts = node.get("Resources", {})
-        labels = tuple(sorted((str(key), str(value)) for key, value in (node.get("Labels") or {}).items()))
-        everything = amounts_of(amounts)
-        free = amounts_of(available[node["NodeID"]]) if node["NodeID"] in available else everything
-        address = str(node.get("NodeManagerAddress") or "")
-        name = str(node.get("NodeName") or "")
-        seen.append(
-            RayNodeFigures(
-                str(node["NodeID"]),
-                everything,
-                _among(free, everything),
-                labels,
-                head=draining.HEAD in amounts,
-                kind=_kind(amounts, labels),
-                address=address,
-                name="" if name == address else name,
-                raylet=(address, int(node.get("NodeManagerPort") or 0)),
-            )
-        )
+        everything = _own_amounts(node.resources)
+        free = among(_own_amounts(available.get(node.node_id, node.resources)), everything)
+        kind = next(filter(None, (*node.kinds, node.kind_label)), "")
+        facts = NodeFacts(everything, node.labels, kind, node.address, node.given_name, node.head)
+        seen.append(NodeFigures(node.node_id, facts, free, (node.address, node.port)))
     return RayNodesView(tuple(seen), ended, draining.draining(ray))
 
 
-def _kind(amounts: Mapping[str, float], labels: Labels) -> str:
-    """Accelerator type of a node, as Ray names it."""
-    found = [name.removeprefix("accelerator_type:") for name in amounts if name.startswith("accelerator_type:")]
-    labelled = [value for key, value in labels if key in KIND_LABELS]
-    return next(iter((*sorted(found), *labelled)), "")
-
-
-def amounts_of(amounts: Mapping[str, float]) -> Resources:
-    """Ray resources by trimtab names, without Ray's internal ones."""
-    ours = {OUR_NAMES.get(name, name): amount for name, amount in amounts.items() if _is_ours(name)}
-    units = [(name, math.floor(amount * GRAIN + 0.5)) for name, amount in sorted(ours.items())]
-    return Resources(tuple((name, amount) for name, amount in units if amount > 0))
-
-
-def _is_ours(name: str) -> bool:
-    internal = name.startswith(("node:", "bundle_")) or "_group_" in name
-    return not internal and name != "object_store_memory"
-
-
-def _among(amounts: Resources, known: Resources) -> Resources:
-    names = {name for name, _ in known}
-    return Resources(tuple((name, units) for name, units in amounts if name in names)) if amounts else NOTHING
+def _own_amounts(ray_amounts: Mapping[str, float]) -> Resources:
+    return amounts({name: value for name, value in ray_amounts.items() if not name.startswith("node:")})

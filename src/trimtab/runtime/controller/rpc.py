@@ -16,12 +16,12 @@ from trimtab.core.reasons import Reason
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import Labels, TaskState
 from trimtab.runtime.rayapi import draining
+from trimtab.runtime.rayapi.connect import NAMESPACE
 from trimtab.runtime.store.journal import JournalVersionError
 from trimtab.runtime.workers.task_types import TaskWorker
 
 log = logging.getLogger("trimtab.controller")
 
-NAMESPACE = "trimtab"  # of Ray
 _ERRORS: dict[str, type[errors.TrimtabError]] = {
     error.__name__: error
     for error in (

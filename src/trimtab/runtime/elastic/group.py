@@ -20,15 +20,15 @@ from typing import Any
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import ElasticSpec, World
-from trimtab.runtime.client.connection import RayConnection
 from trimtab.runtime.client.packing import class_of
 from trimtab.runtime.client.session import Pool, Session, connect
-from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
+from trimtab.runtime.controller.rpc import controller_name
 from trimtab.runtime.elastic.group_controller import GroupController, GroupError, GroupGaveUpError, StepFailedError
 from trimtab.runtime.elastic.member import MemberWorld, find_member_methods
 from trimtab.runtime.elastic.member_tasks import MemberSpec, MemberTasks
 from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
 from trimtab.runtime.procs.interrupts import reliable_interrupts
+from trimtab.runtime.rayapi.connect import NAMESPACE, RayConnection
 
 __all__ = [
     "ElasticGroup", "GroupError", "GroupGaveUpError", "GroupLogEntry", "MemberWorld", "StepFailedError", "StepResult",

@@ -24,6 +24,7 @@ from trimtab.machines.elastic import events as e
 from trimtab.machines.elastic.machine import ElasticMachine
 from trimtab.model.nodes import ElasticSpec, NodeState, NodeView, World
 from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
+from trimtab.runtime.client.updates import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, value_of
 from trimtab.runtime.elastic.collectives import StateLostError, StepOutcome, StepRun, WorldSetup
 from trimtab.runtime.elastic.member_client import LOSSES, MemberClient
@@ -91,7 +92,6 @@ class GroupController:
         self._gave_up: Reason | None = None
         self._wait_for: e.WaitForMembers | None = None
         self._nodes: dict[str, NodeView] = {}
-        self._version = -1
         self._happened: list[GroupLogEntry] = []  # since the last step
         self._tasks: set[asyncio.Task[None]] = set()
         self._background = Background(prefix=f"trimtab-group-{spec.name}")
@@ -137,11 +137,14 @@ class GroupController:
         self._ended = asyncio.Event()
         self._publishing = asyncio.Lock()
         self._up.set()
+        listener = ControllerListener(
+            f"group {self.spec.name}", self._poll_controller, self._known_tasks, self._on_update, RETRY_S
+        )
         works = [
             self._background.start(
                 name, work, policy=RESTART_POLICY, on_failed=lambda _, fault: self._fail_group(fault)
             )
-            for name, work in (("news", self._listen), ("tick", self._tick), ("publish", self._publish_often))
+            for name, work in (("news", listener.run), ("tick", self._tick), ("publish", self._publish_often))
         ]
         await self._ended.wait()
         try:
@@ -216,24 +219,15 @@ class GroupController:
 
     # ---- nodes and tasks -----------------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
-        while True:
-            self._changed.clear()
-            known = {id: client.seen for id, client in self._members.tasks.items()}
-            try:
-                update = await self._poll_controller(known)
-            except Exception as fault:  # keep polling whatever it is: a group without updates would wait for ever
-                log.warning("group %s gets no updates: %s", self.spec.name, fault)
-                await asyncio.sleep(RETRY_S)
-                continue
-            if update is not None:
-                self._on_update(update)
+    def _known_tasks(self) -> KnownTasks:
+        self._changed.clear()
+        return {id: client.seen for id, client in self._members.tasks.items()}
 
-    async def _poll_controller(self, known: dict[str, tuple[TaskState, int]]) -> ClientUpdate | None:
+    async def _poll_controller(self, known: KnownTasks, version: int) -> ClientUpdate | None:
         """The next update; None if the set of clients has changed meanwhile."""
         from ray import exceptions
 
-        call = self._members.session._controller._actor.news.remote(known, self._version, LONG_POLL_S)
+        call = self._members.session._controller._actor.news.remote(known, version, LONG_POLL_S)
         answer = asyncio.wrap_future(call.future())
         changed = asyncio.ensure_future(self._changed.wait())
         try:
@@ -245,15 +239,14 @@ class GroupController:
                 return None
             raise UnreachableError(f"the controller has not answered for {LONG_POLL_S + ANSWER_S:.0f} s")
         except exceptions.RayActorError:  # it restarts: a plain call finds it again
-            again: ClientUpdate = await self._members.ask_controller("news", known, self._version, 0.0)
+            again: ClientUpdate = await self._members.ask_controller("news", known, version, 0.0)
             return again
         finally:
             answer.cancel()
             changed.cancel()
 
-    def _on_update(self, update: ClientUpdate) -> None:
-        if update.version != self._version:  # nodes first: members lost with their node are not to be replaced there
-            self._version = update.version
+    async def _on_update(self, update: ClientUpdate, nodes_changed: bool) -> None:
+        if nodes_changed:  # nodes first: members lost with their node are not to be replaced there
             self._on_nodes(update.nodes, update.change)
         for seen in update.tasks:
             client = self._members.tasks.get(seen.id)

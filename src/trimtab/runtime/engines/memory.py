@@ -8,14 +8,12 @@ reports the result. If no driver can be read, the result is unknown, not success
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.runtime.engines.engine import Engine
+from trimtab.runtime.procs.gpus import used_bytes
 
 _MIN_FREED_SHARE = 0.1
 """Of the memory in use before: freeing less counts as nothing freed, if `min_bytes` is not given."""
@@ -75,35 +73,6 @@ async def sleep_and_verify(
             )
             return SleepResult(before, after, Reason(ReasonCode.memory_kept, sentence))
         await asyncio.sleep(min(0.1, within_s))
-
-
-class _NvmlMemory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-def used_bytes(gpus: Sequence[int]) -> int | None:
-    """Reads NVIDIA's driver, by its GPU indices; None without a driver or with an unknown index."""
-    driver = _driver()
-    if driver is None or not gpus:
-        return None
-    total = 0
-    for index in gpus:
-        device, memory = ctypes.c_void_p(), _NvmlMemory()
-        if driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or driver.nvmlDeviceGetMemoryInfo(
-            device, ctypes.byref(memory)
-        ):
-            return None
-        total += memory.used
-    return total
-
-
-@cache
-def _driver() -> Any:
-    try:
-        driver = ctypes.CDLL("libnvidia-ml.so.1")
-        return None if driver.nvmlInit_v2() else driver
-    except (OSError, AttributeError):
-        return None
 
 
 def _gib(count: int) -> str:

@@ -15,6 +15,7 @@ from trimtab.runtime.controller.rpc import controllers
 from trimtab.runtime.hook.server import WantedNodes
 from trimtab.runtime.procs.background import first_line
 from trimtab.runtime.rayapi import draining
+from trimtab.runtime.rayapi.nodes import live_nodes
 
 ANSWER_S = 20.0
 
@@ -49,7 +50,7 @@ class NodeHookCalls:
             status = controller.ask("status", timeout_s=ANSWER_S)
             return WantedNodes(status.get("desired_workers"), Counter(node["state"] for node in status["fleet"]))
         going = draining.draining(self._ray)
-        alive = [node["NodeID"] for node in self._ray.nodes() if node.get("Alive")]
+        alive = [node.node_id for node in live_nodes(self._ray)]
         return WantedNodes(None, Counter("draining" if node in going else "ready" for node in alive))
 
     def _controller(self) -> ControllerConnection | None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.core.errors import InputError
+from trimtab.runtime.procs.gpus import gpu_names, gpu_processes
 
-_ANSWER_S = 20.0
 MAX_FAKE_GPUS = 32
 
 
@@ -43,7 +41,8 @@ def local_gpus(fake: int | None) -> LocalGpus:
                 f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MAX_FAKE_GPUS}"
             )
         return LocalGpus(tuple(str(number) for number in range(fake)), fake=True)
-    found = _from_nvidia_smi() or _devices()
+    names = gpu_names()
+    found = LocalGpus(tuple(map(str, range(len(names)))), kind=names[0]) if names else _devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
@@ -60,44 +59,15 @@ def ids_text(ids: tuple[str, ...]) -> str:
     return ", ".join(ids)
 
 
-def gpu_processes() -> dict[str, list[int]]:
+def pids_by_gpu() -> dict[str, list[int]]:
     """Processes on each GPU by index, as far as the driver reports them."""
-    apps = _query("--query-compute-apps=gpu_uuid,pid")
-    if not apps:
-        return {}
-    index = {uuid: number for number, uuid in (row for row in _query("--query-gpu=index,uuid") if len(row) == 2)}
     found: dict[str, list[int]] = {}
-    for row in apps:
-        if len(row) == 2 and row[0] in index and row[1].isdecimal():
-            found.setdefault(index[row[0]], []).append(int(row[1]))
+    for process in gpu_processes() or ():
+        found.setdefault(str(process.gpu), []).append(process.pid)
     return found
 
 
-def _from_nvidia_smi() -> LocalGpus | None:
-    rows = [row for row in _query("--query-gpu=index,name") if len(row) == 2 and row[0].isdecimal()]
-    return LocalGpus(tuple(index for index, _ in rows), kind=rows[0][1]) if rows else None
-
-
 def _devices() -> LocalGpus:
-    """Without nvidia-smi: the driver's devices."""
+    """Without NVML: the driver's devices."""
     found = [int(match[1]) for dev in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", dev.name))]
     return LocalGpus(tuple(str(number) for number in sorted(found)))
-
-
-def _query(what: str) -> list[list[str]]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    try:
-        done = subprocess.run(
-            [program, what, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=_ANSWER_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if done.returncode:
-        return []
-    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import fcntl
 import json
 import os
 import time
@@ -21,8 +20,10 @@ from pathlib import Path
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.runtime.procs.locks import FileLock
 from trimtab.runtime.procs.ports import NodePorts
-from trimtab.runtime.procs.processes import ProcessIdentity, family
+from trimtab.runtime.procs.processes import ProcessIdentity, family, pid_namespace
+from trimtab.runtime.store.files import write_file
 
 DIRECTORY_ENV = "TRIMTAB_CLUSTER_DIR"
 MAX_LENGTH = 30  # Ray's sockets are below it, and a socket path has at most 107 characters
@@ -189,16 +190,22 @@ class Ledger:
     def change(self) -> Iterator[LedgerState]:
         """Hold the lock; the state is written on exit, unless an exception is raised."""
         self._make_directory()
-        descriptor = os.open(self.place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock, deadline = FileLock(self.place / "lock"), time.monotonic() + _LOCK_S
+        while not lock.take():
+            if time.monotonic() >= deadline:
+                raise UnreachableError(
+                    f"another trimtab has held the list of what runs here for {_LOCK_S:g} s",
+                    where=str(self.place / "lock"),
+                )
+            time.sleep(0.01)
         try:
-            _acquire(descriptor, self.place)
             before = self.read()
             state = LedgerState(dict(before))
             yield state
             if state.clusters != before:
                 self._write(state.clusters)
         finally:
-            os.close(descriptor)
+            lock.release()
 
     def update(self, mark: str, **facts: object) -> NodeRecord | None:
         """Change fields of one node; None if it is not in the ledger any more."""
@@ -214,9 +221,7 @@ class Ledger:
 
     def _write(self, clusters: dict[str, ClusterRecord]) -> None:
         text = json.dumps({"clusters": [encode(cluster) for cluster in clusters.values()]}, indent=1)
-        fresh = self._file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(text)
-        fresh.replace(self._file)
+        write_file(self._file, text.encode())
 
     def _make_directory(self) -> None:
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -234,7 +239,7 @@ def default_directory() -> Path:
                 where="environment",
             )
         return Path(named)
-    return Path(f"/tmp/trimtab-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino:x}")
+    return Path(f"/tmp/trimtab-{os.getuid()}-{pid_namespace():x}")
 
 
 def leftover_processes(node: NodeRecord) -> list[ProcessIdentity]:
@@ -244,21 +249,3 @@ def leftover_processes(node: NodeRecord) -> list[ProcessIdentity]:
 
 def is_expired(node: NodeRecord, now: float) -> bool:
     return node.phase is NodePhase.ended and now - node.since > KEEP_ENDED_S
-
-
-def _acquire(descriptor: int, place: Path) -> None:
-    deadline = time.monotonic() + _LOCK_S
-    while not _try_lock(descriptor):
-        if time.monotonic() >= deadline:
-            raise UnreachableError(
-                f"another trimtab has held the list of what runs here for {_LOCK_S:g} s", where=str(place / "lock")
-            )
-        time.sleep(0.01)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

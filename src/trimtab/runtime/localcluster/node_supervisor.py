@@ -12,8 +12,6 @@ that is released even if its holder dies, before it starts Ray, and releases it 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import os
 import signal
 import sys
@@ -22,7 +20,9 @@ from pathlib import Path
 
 from trimtab.runtime.localcluster.command import ray_start, temp_dir
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
-from trimtab.runtime.procs.processes import ProcessIdentity, command, kill_family, process, send, table, this
+from trimtab.runtime.procs.locks import FileLock
+from trimtab.runtime.procs.processes import ProcessIdentity, born, command, kill_family, send, table, this
+from trimtab.runtime.procs.supervision import adopt_orphans, reap, start_child
 
 POLL_S = 0.2
 ATTEMPTS = 3
@@ -30,7 +30,6 @@ TOO_BUSY = "Ray's agent did not come up in the 15 s that Ray gives it: this mach
 GRACE_S = 5.0  # for Ray to end in order
 CRASH_S = 3.0  # after a crash of one of its processes `ray start` ends within this
 IP = "TRIMTAB_NODE_IP"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def _max_starts() -> int:
@@ -42,26 +41,15 @@ class StartPermit:
     """One of the few permits to start a node, as a file lock."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._descriptor: int | None = None
+        self._locks = [FileLock(directory / f"turn-{number}") for number in range(_max_starts())]
 
     def take(self) -> bool:
         """Try to get a permit; returns whether one is held."""
-        for number in range(_max_starts()):
-            if self._descriptor is not None:
-                break
-            descriptor = os.open(self._directory / f"turn-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._descriptor = descriptor
-                break
-            os.close(descriptor)
-        return self._descriptor is not None
+        return any(lock.held for lock in self._locks) or any(lock.take() for lock in self._locks)
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        for lock in self._locks:
+            lock.release()
 
 
 class NodeSupervisor:
@@ -86,7 +74,7 @@ class NodeSupervisor:
         signal.signal(signal.SIGTERM, self._request_stop)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         given = self._ledger.update(self._mark, supervisor=this())
         if given is None or given.phase is not NodePhase.starting or not self._reread():
             return  # abandoned before it began
@@ -102,22 +90,16 @@ class NodeSupervisor:
         self._vital = {}
         log = os.open(self.node.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         arguments = ray_start(self.cluster, self.node, os.environ.get(IP) or None)
-        pid = os.fork()
-        if pid == 0:  # only what leads to exec
-            try:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                os.execv(arguments[0], arguments)
-            finally:
-                os._exit(127)
+
+        def prepare() -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+
+        pid = start_child(arguments, prepare)
         os.close(log)
-        with contextlib.suppress(ProcessLookupError):
-            self._ray = process(pid)
-        if self._ray is None:
-            self._ray = ProcessIdentity(pid, -1.0)
+        self._ray = ProcessIdentity(pid, born(pid) or -1.0)
 
     def _watch(self) -> str:
         """Wait for something to end the node; returns the cause."""
@@ -212,14 +194,8 @@ class NodeSupervisor:
         return False
 
     def _reap(self) -> None:
-        """Reap children, adopted ones too."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if self._ray is not None and pid == self._ray.pid:
-                    self._status = os.waitstatus_to_exitcode(status)
+        code = reap(self._ray.pid if self._ray else None)
+        self._status = self._status if code is None else code
 
 
 def start_error(log: str, where: str) -> str:
@@ -249,10 +225,6 @@ def _was_drained(where: str) -> bool:
             if "death info: reason: AUTOSCALER_DRAIN" in path.read_text(errors="replace"):
                 return True
     return False
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def main() -> None:

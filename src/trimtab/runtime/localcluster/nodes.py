@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.localcluster import auth
 from trimtab.runtime.localcluster.command import environment, temp_dir
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
 from trimtab.runtime.localcluster.node_supervisor import GRACE_S, IP, start_error
-from trimtab.runtime.localcluster.ray_status import RayNode, RayViewProcess, answers
 from trimtab.runtime.procs.processes import ProcessIdentity, gone, kill_family, send
+from trimtab.runtime.rayapi import auth
+from trimtab.runtime.rayapi.connect import listens
+from trimtab.runtime.rayapi.node_view import RayViewProcess
+from trimtab.runtime.rayapi.nodes import RayNode
 
 START_S = 120.0
 END_S = GRACE_S + 15.0
@@ -171,7 +173,7 @@ def auth_of(cluster: ClusterRecord) -> dict[str, str]:
     head = cluster.head
     wanted = auth.head_auth(head.supervisor) if head is not None and head.supervisor is not None else {}
     if not wanted:
-        if not answers(cluster.address, 2.0):
+        if not listens(cluster.address, 2.0):
             raise UnreachableError(
                 f"no Ray cluster answers at {cluster.address}",
                 hint="`trimtab cluster start` starts one; `ray status` on its head shows whether it runs",
@@ -182,7 +184,7 @@ def auth_of(cluster: ClusterRecord) -> dict[str, str]:
 
 
 def _listening(ledger: Ledger, cluster: ClusterRecord, head: NodeRecord, deadline: float) -> None:
-    while not answers(cluster.address, 0.5):
+    while not listens(cluster.address, 0.5):
         node = _by_mark(ledger).get(head.mark)
         if node is None or node.phase in (NodePhase.ending, NodePhase.ended):
             raise UnreachableError(f"the head did not start: {node.cause if node else 'it is gone'}", where=head.log)

@@ -19,7 +19,8 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.model.pipeline import PipelineStage, Schedule
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, StageTimes
 from trimtab.runtime.procs.interrupts import reliable_interrupts
-from trimtab.runtime.rayapi.connect import connected, import_ray, node_of
+from trimtab.runtime.rayapi.connect import connected, import_ray
+from trimtab.runtime.rayapi.nodes import live_nodes
 
 if TYPE_CHECKING:
     from trimtab.profile.block_chain import BlockChain
@@ -278,7 +279,7 @@ def _start(ray: Any, settings: StageSettings, node: str | None) -> Any:
 
 
 def _node(ray: Any, host: str, address: str) -> str:
-    node = node_of(ray, host)
+    node = next((node.node_id for node in live_nodes(ray) if host in (node.name, node.host, node.address)), None)
     if node is None:
         raise UnreachableError(
             f"no node of the cluster at {address} is called {host}",

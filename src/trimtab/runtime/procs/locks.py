@@ -1,7 +1,8 @@
-"""A lock on a directory: one writer at a time, also if several machines share the directory.
+"""Locks on files and directories.
 
-`flock` if the file system supports it, which ends with the process in any case. Otherwise a file created with O_EXCL
-that names its owner: stale if its process on this machine is gone, or if another machine has not renewed it for 60 s.
+A file lock is `flock`, which ends with its process in any case. The lock of a directory admits one writer, also if
+several machines share the directory: without `flock` it is a file created with O_EXCL that names its owner, stale if
+its process on this machine is gone, or if another machine has not renewed it for 60 s.
 """
 
 from __future__ import annotations
@@ -16,9 +17,45 @@ import time
 from pathlib import Path
 
 from trimtab.core.errors import InputError
+from trimtab.runtime.procs.processes import born
 
 STALE_S = 60.0
 _NO_FLOCK = (errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS)
+
+
+class FileLock:
+    """An exclusive lock on a file, which is created and stays."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def take(self, content: str = "") -> bool:
+        """Try to get the lock, and write `content` into the file; whether it is held. OSError without flock."""
+        if self._descriptor is not None:
+            return True
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as fault:
+            os.close(descriptor)
+            if isinstance(fault, BlockingIOError):
+                return False
+            raise
+        if content:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content.encode(), 0)
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class DirectoryLock:
@@ -29,7 +66,7 @@ class DirectoryLock:
     def __init__(self, directory: Path, owner: str, *, wait_s: float) -> None:
         self._path = directory / "lock"
         self._claim = directory / "lock.owner"
-        self._descriptor: int | None = None
+        self._file = FileLock(self._path)
         self._claimed = False
         self._renewed = time.monotonic()
         self._identity = json.dumps(
@@ -53,24 +90,18 @@ class DirectoryLock:
                 os.utime(self._claim)
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._file.release()
         if self._claimed:
             self._claimed = False
             self._claim.unlink(missing_ok=True)
 
     def _take(self) -> bool:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return self._file.take(self._identity)
         except OSError as fault:
-            os.close(descriptor)
-            return self._take_claim() if fault.errno in _NO_FLOCK else False
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, self._identity.encode(), 0)
-        self._descriptor = descriptor
-        return True
+            if fault.errno in _NO_FLOCK:
+                return self._take_claim()
+            raise
 
     def _take_claim(self) -> bool:
         try:
@@ -100,12 +131,3 @@ class DirectoryLock:
                 held = json.loads(path.read_text())
                 return f"{held['owner'] or 'unnamed'}, process {held['pid']} on {held['host']}"
         return "unknown"
-
-
-def born(pid: int) -> int | None:
-    """Start time of a process of this machine in clock ticks since boot; None if it does not exist."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])

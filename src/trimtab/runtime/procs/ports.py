@@ -1,4 +1,4 @@
-"""Ports of local Ray nodes: assigns free ones and names the process that holds a taken one.
+"""Ports of this machine: free ones, blocks of them for local Ray nodes, and the process that holds a taken one.
 
 Every node has its own block, counted up from the first (6380): node manager, object manager, agents, metrics; and its
 own range for workers. A block with a taken port is skipped; a requested port that is taken is an error that names it
@@ -11,12 +11,12 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.runtime.procs.processes import command
+from trimtab.runtime.procs.processes import command, table
 
 PORTS_PER_NODE = 8
 WORKER_PORTS_PER_NODE = 600
@@ -116,14 +116,12 @@ def _suggest(port: int) -> int:
 
 
 def _holder(port: int) -> str | None:
-    sockets = set(_listening(port))
-    if not sockets:
+    listening = listening_sockets(port)
+    if not listening:
         return None
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal() and sockets & set(_sockets(entry)):
-            words = command(int(entry))
-            name = _name(words) or Path(f"/proc/{entry}/comm").read_text().strip()
-            return f"process {entry} ({name})"
+    for pid in table():
+        if listening & sockets_of(pid):
+            return f"process {pid} ({_name(command(pid)) or Path(f'/proc/{pid}/comm').read_text().strip()})"
     return "a process of another user"
 
 
@@ -137,19 +135,36 @@ def _name(words: list[str]) -> str:
     return " ".join(shown)[:80]
 
 
-def _listening(port: int) -> Iterable[str]:
+def listening_sockets(port: int) -> set[int]:
+    """Inodes of the sockets that listen on a port of this machine."""
+    found: set[int] = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:  # 0A: listens
-                    yield f"socket:[{fields[9]}]"
+            rows = [line.split() for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+            found.update(int(row[9]) for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port)
+    return found
 
 
-def _sockets(pid: str) -> Iterable[str]:
-    try:
+def sockets_of(pid: int) -> set[int]:
+    """Inodes of a process's sockets, as far as they are readable."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                yield os.readlink(f"/proc/{pid}/fd/{number}")
-    except OSError:
-        return
+                link = os.readlink(f"/proc/{pid}/fd/{number}")
+                if link.startswith("socket:["):
+                    found.add(int(link[8:-1]))
+    return found
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports that are free now. If another process takes one first, the start is retried with others."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
+            for each in sockets:
+                each.bind((host, 0))
+            return [int(each.getsockname()[1]) for each in sockets]
+    except OSError as fault:
+        raise InputError(f"nothing can listen on {host}: {fault.strerror}", hint="an address of this machine") from None

@@ -1,4 +1,4 @@
-"""Identifies, finds and ends processes that trimtab started.
+"""Reads, watches and ends processes of this machine: /proc and pidfds, in one place.
 
 A process is a pid and a start time, as pids are reused. A family is the descendants of a process, its session, and all
 processes with its mark in the environment, so that nothing escapes by leaving its parent or its session. Nothing else
@@ -7,13 +7,15 @@ must ever be signalled: no `ray stop`, no names, no patterns.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MARK = "TRIMTAB_NODE"  # in the environment of every process of a node; the value identifies the node
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -30,17 +32,50 @@ class ProcessIdentity:
     @property
     def alive(self) -> bool:
         """Whether it exists; a zombie does not."""
-        found = _row(self.pid)
-        return found is not None and found.born == self.born
+        return born(self.pid) == self.born
 
 
-@dataclass(frozen=True)
-class ProcessRow:
+class ProcessRow(NamedTuple):
     """A row of /proc."""
 
+    state: str
     parent: int
+    group: int
     session: int
-    born: float
+    born: float  # seconds since boot
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def row(pid: int) -> ProcessRow | None:
+    """What /proc says of a process; None if it does not exist or is a zombie."""
+    try:
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # os.open: a node agent reads hundreds of these
+    except OSError:
+        return None
+    try:
+        fields = os.read(file, 4096).rpartition(b")")[2].split()
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return ProcessRow(
+        fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]) / _TICKS_PER_S
+    )
+
+
+def born(pid: int) -> float | None:
+    """Start time of a process in seconds since boot; None if it does not exist or is a zombie."""
+    found = row(pid)
+    return found.born if found else None
+
+
+def exists(pid: int) -> bool:
+    """Whether the pid is taken, by a zombie too, and can be seen from here."""
+    return os.path.exists(f"/proc/{pid}")
 
 
 def this() -> ProcessIdentity:
@@ -49,51 +84,76 @@ def this() -> ProcessIdentity:
 
 def process(pid: int) -> ProcessIdentity:
     """The process with this pid; ProcessLookupError if there is none."""
-    found = _row(pid)
+    found = born(pid)
     if found is None:
         raise ProcessLookupError(pid)
-    return ProcessIdentity(pid, found.born)
+    return ProcessIdentity(pid, found)
 
 
 def table() -> dict[int, ProcessRow]:
     """All visible processes but zombies."""
-    return {int(name): row for name in os.listdir("/proc") if name.isdecimal() and (row := _row(int(name)))}
+    return {int(name): found for name in os.listdir("/proc") if name.isdecimal() and (found := row(int(name)))}
 
 
-def descendants(*pids: int) -> list[ProcessIdentity]:
+def descendants(*pids: int, groups: bool = False) -> list[ProcessIdentity]:
+    """Processes below these; with `groups` also those in process groups with these numbers."""
     known = table()
-    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(_below(pids, known))]
+    found = _below(pids, known)
+    if groups:
+        found |= {pid for pid, row in known.items() if row.group in pids and pid not in pids}
+    return _identities(found, known)
+
+
+def marked(name: str, value: str) -> list[ProcessIdentity]:
+    """Processes with this variable in their environment, as far as it is readable."""
+    known = table()
+    line = os.fsencode(f"{name}={value}")
+    return _identities((pid for pid in known if line in _parts(pid, "environ")), known)
 
 
 def family(root: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
     """All processes of a node but `root`, which may be gone already."""
     known = table()
-    pids: set[int] = set()
+    found = {process.pid for process in marked(MARK, mark)} & set(known)
     if root is not None:
         if root.alive:
-            pids = _below((root.pid,), known)
+            found |= _below((root.pid,), known)
         # A pid is not reused while it is a session id, so this holds after the death of the root.
         if root.alive or root.pid not in known:
-            pids |= {pid for pid, row in known.items() if row.session == root.pid}
-    pids |= {pid for pid in known if environment(pid).get(MARK) == mark}
-    if root is not None:
-        pids.discard(root.pid)
-    pids.discard(os.getpid())
-    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(pids)]
+            found |= {pid for pid, row in known.items() if row.session == root.pid}
+        found.discard(root.pid)
+    return _identities(found - {os.getpid()}, known)
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Environment of a process; empty if unreadable."""
+    pairs = (part.partition(b"=") for part in _parts(pid, "environ") if b"=" in part)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def command(pid: int) -> list[str]:
+    """Command line of a process; empty if unreadable."""
+    return [os.fsdecode(part) for part in _parts(pid, "cmdline")]
+
+
+def pid_namespace() -> int:
+    """Number of this process's pid namespace: pids mean the same within one, not in containers that share /tmp."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def boot_id() -> str:
+    """Id of this boot of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# ---- watching and ending --------------------------------------------------------------------------------------------
 
 
 def send(process: ProcessIdentity, number: signal.Signals) -> None:
     """Signal this process by pidfd, if it still exists."""
-    try:
-        handle = os.pidfd_open(process.pid)
-    except OSError:
-        return
-    try:
+    with contextlib.suppress(OSError), _open(process.pid) as handle:
         if process.alive:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, number)
-    finally:
-        os.close(handle)
+            signal.pidfd_send_signal(handle, number)
 
 
 def gone(processes: Iterable[ProcessIdentity], wait_s: float) -> list[ProcessIdentity]:
@@ -104,6 +164,21 @@ def gone(processes: Iterable[ProcessIdentity], wait_s: float) -> list[ProcessIde
         time.sleep(_POLL_S)
         left = [process for process in left if process.alive]
     return left
+
+
+async def exited(process: ProcessIdentity, timeout_s: float | None = None, *, kill: bool = False) -> None:
+    """Wait until the process has exited, after SIGKILL if `kill`; asyncio.TimeoutError if it has not in time."""
+    with contextlib.suppress(ProcessLookupError), _open(process.pid) as handle:
+        if not process.alive:
+            return
+        if kill:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(handle, over.set)
+        try:
+            await asyncio.wait_for(over.wait(), timeout_s)
+        finally:
+            loop.remove_reader(handle)
 
 
 def kill_family(root: ProcessIdentity | None, mark: str, wait_s: float = 10.0) -> list[ProcessIdentity]:
@@ -118,22 +193,17 @@ def kill_family(root: ProcessIdentity | None, mark: str, wait_s: float = 10.0) -
         gone(left, 1.0)
 
 
-def environment(pid: int) -> dict[str, str]:
-    """Environment of a process; empty if unreadable."""
+@contextlib.contextmanager
+def _open(pid: int) -> Iterator[int]:
+    handle = os.pidfd_open(pid)
     try:
-        text = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (part.partition(b"=") for part in text.split(b"\0") if b"=" in part)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+        yield handle
+    finally:
+        os.close(handle)
 
 
-def command(pid: int) -> list[str]:
-    """Command line of a process; empty if unreadable."""
-    try:
-        return [os.fsdecode(part) for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if part]
-    except OSError:
-        return []
+def _identities(pids: Iterable[int], known: dict[int, ProcessRow]) -> list[ProcessIdentity]:
+    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(pids)]
 
 
 def _below(pids: Iterable[int], known: dict[int, ProcessRow]) -> set[int]:
@@ -145,11 +215,7 @@ def _below(pids: Iterable[int], known: dict[int, ProcessRow]) -> set[int]:
     return found
 
 
-def _row(pid: int) -> ProcessRow | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    if fields[0] in (b"Z", b"X"):
-        return None
-    return ProcessRow(int(fields[1]), int(fields[3]), int(fields[19]) / _TICKS_PER_S)
+def _parts(pid: int, file: str) -> list[bytes]:
+    with contextlib.suppress(OSError):
+        return [part for part in Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0") if part]
+    return []

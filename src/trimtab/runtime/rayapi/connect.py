@@ -1,6 +1,9 @@
-"""Connects to Ray: the cluster of this process, one at an address, or a new local one.
+"""Finds, joins and starts Ray.
 
-A Ray that was started here is shut down here, also after an exception or Ctrl-C; an existing cluster is left running.
+The Ray cluster is, in this order: the one this process is connected to, the given address, RAY_ADDRESS, a cluster on
+this machine ("auto"), a new local Ray. A given address must answer; one from the environment may be stale, which is
+reported and skipped. A Ray that was started here ends with the connection, also after an exception or Ctrl-C; an
+existing one is left running. `embedded` starts one of several nodes.
 """
 
 from __future__ import annotations
@@ -8,61 +11,172 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.procs.background import first_line
+from trimtab.runtime.rayapi import auth
+from trimtab.runtime.rayapi.private import gcs_addresses
+
+NAMESPACE = "trimtab"  # of Ray. A fixed one: in an anonymous one other drivers could not find a user's named actors
+MIN_CPUS = 8  # logical CPUs of a local Ray, at least
+
+
+class RayConnection:
+    """A connection to Ray. `how` says to which cluster and why; `embedded` whether it was started here.
+
+    With `start` false none is started: UnreachableError if there is none.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        cpus: int | None = None,
+        metrics_port: int | None = None,
+        start: bool = True,
+    ) -> None:
+        self.ray = import_ray()
+        self.embedded = False
+        self._ours = False
+        if self.ray.is_initialized():
+            self.how = "the Ray that this process was connected to already"
+        elif address is not None and address != "local":
+            self._join(address)
+            self.how = f"the Ray at {address}, as asked"
+        else:
+            skipped = [] if address == "local" else self._join_existing()
+            if not self._ours:
+                if not start:
+                    hint = "--address names a cluster; `trimtab.connect()` or `ray start --head` starts one"
+                    if address == "local":
+                        raise InputError("a local Ray would be a new, empty one", hint=hint)
+                    raise UnreachableError(f"no Ray cluster was found: {'; '.join(skipped)}", hint=hint)
+                self._start(cpus, metrics_port)
+                self.how = "a local Ray of its own" + (f": {'; '.join(skipped)}" if skipped else ", as asked")
+
+    def close(self) -> None:
+        """Disconnect; shuts Ray down if it was started here."""
+        if self._ours:
+            self._ours = False
+            self.ray.shutdown()
+
+    def _join_existing(self) -> list[str]:
+        """Connect to RAY_ADDRESS or a cluster on this machine; returns why these were skipped."""
+        skipped: list[str] = []
+        named = os.environ.get("RAY_ADDRESS")
+        if named == "local":  # Ray's word for a new local instance
+            return ["RAY_ADDRESS is local"]
+        if named:
+            try:
+                self._join(named)
+                self.how = f"the Ray at {named}, from RAY_ADDRESS"
+                return skipped
+            except (UnreachableError, InputError) as fault:
+                skipped.append(f"RAY_ADDRESS: {fault.what}")
+        else:
+            skipped.append("RAY_ADDRESS is not set")
+        try:
+            found = running_here()
+            self._join(found)
+            self.how = f"the Ray at {found}, which runs on this machine ({'; '.join(skipped)})"
+        except (UnreachableError, InputError) as fault:
+            skipped.append(fault.what)
+        return skipped
+
+    def _join(self, address: str) -> None:
+        answers(address)
+        if address != "auto" and not address.startswith("ray://"):
+            auth.match_cluster(address)
+        self._init(f"no Ray at {address}", address=address)
+
+    def _start(self, cpus: int | None, metrics_port: int | None) -> None:
+        settings: dict[str, Any] = {} if metrics_port is None else {"_metrics_export_port": metrics_port}
+        cpus = cpus or max(MIN_CPUS, os.cpu_count() or 1)
+        self._init("no Ray on this machine", address="local", num_cpus=cpus, include_dashboard=False, **settings)
+        self.embedded = True
+
+    def _init(self, failure: str, **settings: Any) -> None:
+        try:
+            init(self.ray, **settings)
+        except BaseException as fault:
+            self.ray.shutdown()
+            if not isinstance(fault, Exception):
+                raise
+            raise UnreachableError(
+                f"{failure}: {first_line(fault)}",
+                hint="`ray status` shows whether a cluster runs; without an address one is started here",
+            ) from None
+        self._ours = True
 
 
 @contextmanager
 def connected(*, address: str | None = None, cpus: int = 2) -> Iterator[Any]:
     """The connected ray module: at `address`, or a local Ray of `cpus` logical CPUs for the duration of the context."""
-    ray = import_ray()
-    if ray.is_initialized():
-        yield ray
-        return
-    if address:
-        answers(address)
-    # Before Ray starts its processes; values of the user stay.
+    link = RayConnection(address or "local", cpus=cpus)
+    try:
+        yield link.ray
+    finally:
+        link.close()
+
+
+def init(ray: Any, **settings: Any) -> None:
+    """`ray.init` in our namespace, without Ray's messages."""
+    set_defaults()
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE, **settings)
+
+
+def set_defaults() -> None:
+    """Settings of Ray's processes, before they start; values of the user stay."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    settings: dict[str, Any] = {"address": address} if address else {"address": "local", "num_cpus": cpus}
-    if not address:
-        settings["include_dashboard"] = False
-    try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
-    except Exception as fault:
-        ray.shutdown()
-        where = f"at {address}" if address else "on this machine"
-        raise UnreachableError(
-            f"no Ray {where}: {first_line(fault)}",
-            hint="`ray status` shows whether a cluster runs; without an address one is started here",
-        ) from None
-    except BaseException:
-        ray.shutdown()
-        raise
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
+
+
+def running_here() -> str:
+    """Address of the only cluster on this machine; UnreachableError without one, and for several."""
+    found = gcs_addresses()
+    if not found:
+        raise UnreachableError("no Ray runs on this machine")
+    if len(found) > 1:
+        raise UnreachableError(f"several Ray clusters run on this machine ({', '.join(found)}), and none was named")
+    return found[0]
 
 
 def answers(address: str) -> None:
     """UnreachableError if nothing listens at the address: Ray itself would end the whole process."""
     if address in ("auto", "local"):
         return
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    _, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         raise InputError(f"{address} is no address of a Ray cluster", hint="host:6379, ray://host:10001 or auto")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except (OSError, OverflowError, UnicodeError) as fault:
+    if why := _refusal(address):
         raise UnreachableError(
-            f"nothing answers at {address}: {getattr(fault, 'strerror', None) or fault}",
+            f"nothing answers at {address}: {why}",
             hint="`ray status` on the cluster's head node shows whether it runs",
-        ) from None
+        )
+
+
+def listens(address: str, wait_s: float) -> bool:
+    """Whether the address accepts connections, within the time."""
+    deadline = time.monotonic() + wait_s
+    while _refusal(address, 2.0):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _refusal(address: str, timeout_s: float = 5.0) -> str:
+    """Why the address accepts no connection; empty if it does."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except (OSError, OverflowError, ValueError) as fault:
+        return str(getattr(fault, "strerror", None) or fault or type(fault).__name__)
+    return ""
 
 
 def import_ray() -> Any:
@@ -74,12 +188,3 @@ def import_ray() -> Any:
             "this needs Ray, which is not installed here", hint="pip install 'trimtab[ray]', or pip install ray"
         ) from None
     return ray
-
-
-def node_of(ray: Any, host: str) -> str | None:
-    """Id of the alive node with this name or address, if any."""
-    for node in ray.nodes():
-        known = (node.get("NodeName"), node.get("NodeManagerHostname"), node.get("NodeManagerAddress"))
-        if node.get("Alive") and host in known:
-            return str(node["NodeID"])
-    return None

@@ -19,10 +19,12 @@ from typing import Any
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.client.session import Session, connect
-from trimtab.runtime.controller.rpc import NAMESPACE
 from trimtab.runtime.procs import processes
+from trimtab.runtime.procs.background import first_line
 from trimtab.runtime.procs.interrupts import interrupts_deferred, signals_ignored
-from trimtab.runtime.rayapi.connect import import_ray
+from trimtab.runtime.rayapi.connect import import_ray, init, set_defaults
+from trimtab.runtime.rayapi.nodes import live_nodes
+from trimtab.runtime.rayapi.private import mute_ray_messages
 
 MAX_NODES = 8  # on one machine; each has its own processes
 CPUS_EACH = 4  # logical CPUs of a node, if the job states none
@@ -31,7 +33,7 @@ GONE_S = 15.0  # for processes to exit
 
 
 class EmbeddedRay:
-    """A local multi-node Ray as a context manager; this process is connected to it."""
+    """A local multi-node Ray as a context manager; this process is connected to it. Seen with Ray 2.60."""
 
     def __init__(self, cluster: Cluster, check: Callable[[], None] = lambda: None) -> None:
         """`check` is called between the steps of the start, and may raise."""
@@ -52,8 +54,7 @@ class EmbeddedRay:
             raise InputError("this process is connected to a Ray already", hint="leave it first: ray.shutdown()")
         from ray.cluster_utils import Cluster as RayNodes
 
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        set_defaults()
         # Ray ends idle workers beyond the number of CPUs, which are few here, and starting one takes a second. On a
         # busy machine the start of a node may take longer than Ray's default of 30 s.
         os.environ.setdefault("RAY_num_workers_soft_limit", "24")
@@ -66,9 +67,7 @@ class EmbeddedRay:
                     self.add(node)
                 self._check()
                 self.address = str(self._cluster.address)
-                self._ray.init(
-                    address=self.address, log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE
-                )
+                init(self._ray, address=self.address)
                 self._cluster.wait_for_nodes(timeout=60)
                 self._check()
             except BaseException as fault:
@@ -77,9 +76,8 @@ class EmbeddedRay:
                 self._check()  # an interrupt takes precedence over the error
                 if not isinstance(fault, Exception) or isinstance(fault, InputError):
                     raise
-                lines = str(fault).strip().splitlines() or [type(fault).__name__]
                 raise UnreachableError(
-                    f"no Ray could be started on this machine: {lines[0][:200]}",
+                    f"no Ray could be started on this machine: {first_line(fault)[:200]}",
                     hint="--local runs the job without Ray",
                 ) from fault
         mute_ray_messages()
@@ -112,15 +110,16 @@ class EmbeddedRay:
     def node_id(self, name: str) -> str:
         return str(self._started[name].node_id)
 
-    def kill(self, name: str) -> None:
-        """Kill all processes of a node at once. Not the first node, which is the head."""
+    def kill(self, name: str, moment: Callable[[], None] = lambda: None) -> None:
+        """Kill all processes of a node at once, when `moment` returns. Not the first node, which is the head."""
         self._record_processes()
         node = self._started.pop(name)
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        for raylet in raylets:
-            for pid in (raylet, *(process.pid for process in processes.descendants(raylet))):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        below = [process.pid for process in processes.descendants(*raylets)]
+        moment()
+        for pid in (*raylets, *below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with _quiet():
             self._cluster.remove_node(node, allow_graceful=False)
 
@@ -190,10 +189,7 @@ def session_for(cluster: Cluster, address: str | None) -> Iterator[tuple[Session
 
 def check_cluster_gpus(cluster: Cluster) -> None:
     """InfeasibleError if the connected Ray has less than the job's cluster section states."""
-    present = sorted(
-        (float(node["Resources"].get("GPU", 0.0)) for node in import_ray().nodes() if node["Alive"]),
-        reverse=True,
-    )
+    present = sorted((node.gpus for node in live_nodes(import_ray())), reverse=True)
     wanted = sorted((node.gpus for node in cluster.nodes), reverse=True)
     has = f"Ray has {sum(present):g} on {len(present)} node{'s' * (len(present) != 1)}"
     if cluster.gpus > sum(present):
@@ -237,11 +233,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(before)
-
-
-def mute_ray_messages() -> None:
-    """Suppress Ray's message for every process that ends by a signal; the run reports lost ones itself."""
-    from ray._private import worker
-
-    if hasattr(worker, "print_to_stdstream"):
-        worker.print_to_stdstream = lambda *_, **__: None

@@ -26,11 +26,11 @@ from trimtab.machines.diagnose.snapshot import (
     WorkloadKind,
 )
 from trimtab.model.pool import PlacementStrategy
+from trimtab.runtime.rayapi.nodes import HEAD
 
 MAX_SHAPES = 100  # maximum that Ray reports
 SETTLED_S = 3.0  # until Ray's tables agree with each other
 OUR_NAMES = {"CPU": "cpu", "GPU": "gpu"}
-HEAD = "node:__internal_head__"
 IN_GROUP = re.compile(r"^(?P<name>.+)_group_(?:(?P<bundle>\d+)_)?(?P<group>[0-9a-f]{36})$")
 PENDING, DONE = (2, 3, 4), (11, 12)  # task states: pending scheduling; ended
 RUNNING, BLOCKED = (5, 8, 9, 10), (9, 10)  # task states: running; blocked in ray.get, with CPUs released

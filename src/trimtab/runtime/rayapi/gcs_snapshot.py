@@ -28,12 +28,12 @@ from trimtab.machines.diagnose.snapshot import (
     ResourceHolder,
     named,
 )
-from trimtab.runtime.localcluster import auth
 from trimtab.runtime.procs.background import first_line
-from trimtab.runtime.procs.non_ray_gpu_users import find_non_ray_gpu_users, is_visible
-from trimtab.runtime.rayapi.connect import answers, import_ray
+from trimtab.runtime.procs.non_ray_gpu_users import find_non_ray_gpu_users
+from trimtab.runtime.procs.processes import exists
+from trimtab.runtime.rayapi import auth, private
+from trimtab.runtime.rayapi.connect import answers, import_ray, running_here
 from trimtab.runtime.rayapi.gcs_records import (
-    HEAD,
     RayTaskRecord,
     actor_holders,
     actors_waiting,
@@ -48,6 +48,7 @@ from trimtab.runtime.rayapi.gcs_records import (
     requests_by_shape,
     tasks_waiting,
 )
+from trimtab.runtime.rayapi.nodes import RayNode
 
 ANSWER_S = 10.0
 GREETING_S = 5.0
@@ -74,17 +75,10 @@ def find(address: str | None) -> str:
         except TrimtabError as fault:
             skipped = f" (RAY_ADDRESS: {fault.what})"
     import_ray()
-    from ray._private.services import find_gcs_addresses  # what Ray's "auto" uses
-
-    addresses = sorted(find_gcs_addresses())
-    if not addresses:
-        raise UnreachableError(f"no Ray cluster runs on this machine{skipped}", hint=START_HINT)
-    if len(addresses) > 1:
-        raise UnreachableError(
-            f"several Ray clusters run on this machine: {', '.join(addresses)}{skipped}",
-            hint="--address names one of them",
-        )
-    return str(addresses[0])
+    try:
+        return running_here()
+    except UnreachableError as fault:
+        raise UnreachableError(fault.what + skipped, hint=START_HINT) from None
 
 
 def _checked(address: str) -> str:
@@ -122,22 +116,15 @@ def _check_is_ray(address: str) -> None:
 
 
 class GcsReader:
-    """A connection to a cluster's GCS."""
+    """A connection to a cluster's GCS. Seen with Ray 2.60."""
 
     def __init__(self, address: str) -> None:
         import_ray()
         _check_is_ray(address)
         auth.match_cluster(address)
         self.address = address
-        from ray._raylet import GcsClient, GcsClientOptions, GlobalStateAccessor
-
         try:
-            self._store = GcsClient(address=address)
-            self._tables = GlobalStateAccessor(
-                GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
-            )
-            if not self._tables.connect():
-                raise ConnectionError("it does not let us in")
+            self._store, self._tables = private.gcs_client(address), private.gcs_tables(address)
         except Exception as fault:
             raise _unreachable(address, fault) from None
 
@@ -201,26 +188,15 @@ class GcsReader:
         free = {state.node_id.hex(): state.available_resources for state in states}
         drains: Mapping[str, int] = self._tables.get_draining_nodes()
         nodes = []
-        for info in self._tables.get_node_table():
-            if not info["Alive"]:
-                continue
-            id, whole = str(info["NodeID"]), amounts(info["Resources"])
-            given = str(info.get("NodeName") or "")
-            address = str(info["NodeManagerAddress"])
+        for node in (RayNode.of(row) for row in self._tables.get_node_table()):
+            id, whole = node.node_id, amounts(node.resources)
             drain = DrainNotice(drains[id] / 1000 if drains[id] else None) if id in drains else None
-            nodes.append(
-                NodeSnapshot(
-                    id=id,
-                    name="" if given == address else given,
-                    total=whole,
-                    # A node that just joined has not reported its free resources yet.
-                    free=among(amounts(free[id]), whole) if id in free else whole,
-                    labels=tuple(sorted((str(key), str(value)) for key, value in (info.get("Labels") or {}).items())),
-                    address=address,
-                    head=HEAD in info["Resources"],
-                    drain=drain,
+            # A node that just joined has not reported its free resources yet.
+            left = among(amounts(free[id]), whole) if id in free else whole
+            if node.alive:
+                nodes.append(
+                    NodeSnapshot(id, node.given_name, whole, left, node.labels, node.address, node.head, drain)
                 )
-            )
         return named(sorted(nodes, key=lambda node: (not node.head, node.id)))
 
     def _task_events(self) -> list[Any]:
@@ -230,12 +206,9 @@ class GcsReader:
 
     def _kinds(self, status: Any) -> tuple[NodeType, ...]:
         """Node types of the autoscaler, if the cluster has one."""
-        from ray import _raylet
         from ray.core.generated import autoscaler_pb2
 
-        config = self._tables.get_internal_kv(
-            _raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(), _raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode()
-        )
+        config = private.autoscaler_config(self._tables)
         if not config:
             return ()
         coming = Counter(instance.ray_node_type_name for instance in status.autoscaling_state.pending_instances)
@@ -294,4 +267,4 @@ def _non_ray_gpu_users(nodes: Iterable[NodeSnapshot], holders: Iterable[Resource
     found = find_non_ray_gpu_users({node.id: node.total.get("gpu") // GRAIN for node in nodes})
     # A process in another container may belong to Ray: left out if Ray uses GPUs of that node.
     in_use = {holder.node for holder in holders if holder.gpus or holder.amounts.get("gpu")}
-    return tuple(user for user in found if is_visible(user.pid) or user.node not in in_use)
+    return tuple(user for user in found if exists(user.pid) or user.node not in in_use)

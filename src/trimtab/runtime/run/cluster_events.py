@@ -1,27 +1,26 @@
 """Cluster events for a run: nodes that join, drain or are lost, quota changes, and the tasks of its pool.
 
-One thread polls the controller with deadlines and calls back; it decides nothing. While the controller is unreachable
-it retries, and the run goes on without updates.
+One thread listens to the controller and calls back; it decides nothing. While the controller is unreachable the run
+goes on without updates.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core.errors import InfeasibleError, UnreachableError
+from trimtab.core.errors import InfeasibleError
 from trimtab.machines.replan.events import ClusterChangeCause
 from trimtab.model.nodes import NodeState, NodeView
-from trimtab.model.pool import ENDED, TaskState
+from trimtab.model.pool import ENDED
 from trimtab.model.workflow import ANY_KIND, Cluster, Node
 from trimtab.runtime.client.session import Session
+from trimtab.runtime.client.updates import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
-
-log = logging.getLogger("trimtab")
 
 LONG_POLL_S = 0.5  # long poll
 POLL_PAUSE_S = 0.2  # between two polls: turns of components are updates too, many in a second
@@ -119,42 +118,36 @@ class ClusterListener:
         self.own_gpus = float(first.cluster.gpus)  # the run's own quota: a lower one was set by others
         self._on_cluster = on_cluster
         self._on_task = on_task
-        self._tasks: dict[str, tuple[TaskState, int]] = {}
+        self._tasks: KnownTasks = {}
+        self._pool_now: tuple[float | None, Sequence[TaskSnapshot]] = (None, ())
         self.background = Background(RestartPolicy(max_failures=None, backoff_s=RETRY_S))
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread = self.background.start_thread("run-news", self._listen)
+        listener = ControllerListener("the cluster", self._poll, lambda: self._tasks, self._on_update, RETRY_S)
+        self._thread = self.background.start_thread(
+            "run-news", lambda: asyncio.run(listener.run(self.background.stopping.is_set))
+        )
 
     def close(self) -> None:
         self.background.stop()
         if self._thread is not None:
             self._thread.join(timeout=LONG_POLL_S + 5.0)
 
-    def _listen(self) -> None:
-        """Poll until closed. An update whose callback raised is delivered again."""
-        closed, version, last_error = self.background.stopping, -1, ""
-        while not closed.is_set():
-            try:
-                update: ClientUpdate = self._session.ask(
-                    "news", self._tasks, version, LONG_POLL_S, timeout_s=LONG_POLL_S + 10.0
-                )
-                own = self.own_gpus  # read before the quota: the run raises its quota first and then this
-                quota = self._session.ask("pool", self._pool).quota.floats().get("gpu", 0.0)
-                tasks = self._session.tasks(self._pool)
-            except UnreachableError as fault:  # the controller restarts, or Ray was shut down
-                if fault.what != last_error:
-                    last_error = fault.what
-                    log.warning("no updates of the cluster: %s; retrying", last_error)
-                closed.wait(RETRY_S)
-                continue
-            if last_error:
-                log.info("updates of the cluster again")
-            version, last_error = update.version, ""
-            self._on_node_change(self._nodes.now(update.nodes, None if quota >= own else quota))
-            for task in tasks:
-                self._on_snapshot(task)
-            closed.wait(POLL_PAUSE_S)
+    async def _poll(self, known: KnownTasks, version: int) -> ClientUpdate:
+        """The next update; with it the pool's quota and tasks are read. Blocks: the thread does nothing else."""
+        update: ClientUpdate = self._session.ask("news", known, version, LONG_POLL_S, timeout_s=LONG_POLL_S + 10.0)
+        own = self.own_gpus  # read before the quota: the run raises its quota first and then this
+        quota = self._session.ask("pool", self._pool).quota.floats().get("gpu", 0.0)
+        self._pool_now = (None if quota >= own else quota), self._session.tasks(self._pool)
+        return update
+
+    async def _on_update(self, update: ClientUpdate, nodes_changed: bool) -> None:
+        gpus, tasks = self._pool_now
+        self._on_node_change(self._nodes.now(update.nodes, gpus))
+        for task in tasks:
+            self._on_snapshot(task)
+        await asyncio.sleep(POLL_PAUSE_S)
 
     def _on_node_change(self, seen: RunNodes) -> None:
         before = self._seen

@@ -23,7 +23,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.files import replace
-from trimtab.runtime.procs.locks import born
+from trimtab.runtime.procs.processes import born
 from trimtab.runtime.run.folder import LOCK
 
 REQUESTS = "asks"

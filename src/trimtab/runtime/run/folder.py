@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from trimtab.formats.files import replace
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.runtime.procs.locks import DirectoryLock
+from trimtab.runtime.store.files import AppendLog, read_lines
 
 FORMAT = "trimtab-run"
 VERSION = 2  # the only one that is read
@@ -65,24 +66,24 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self.fault: str | None = None  # why events cannot be written, while that is so
-        self._unwritten: list[str] = []
-        self._descriptor: int | None = None
+        self._fault: str | None = None  # why another file could not be written
         _check_use(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
-            self._descriptor = os.open(path / EVENTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            _cut_torn_line(self._descriptor)
-            os.lseek(self._descriptor, 0, os.SEEK_END)
+            self._events = AppendLog(path / EVENTS)
         except OSError as fault:
             raise InputError(f"cannot write here: {fault.strerror or fault}", where=str(path)) from None
         self._drop_unfinished()
 
+    @property
+    def fault(self) -> str | None:
+        """Why something cannot be written, while that is so."""
+        return f"events cannot be written: {self._events.fault}" if self._events.fault else self._fault
+
     def append_event(self, event: str, **facts: Any) -> None:
-        line = json.dumps({"event": event, "at": round(time.time(), 3), **facts}, allow_nan=False)
-        self._unwritten.append(line + "\n")
-        self._flush()
+        self._events.append(json.dumps({"event": event, "at": round(time.time(), 3), **facts}, allow_nan=False))
+        self._fault = None
 
     def write_job(self, text: str | None) -> None:
         """Keep the job, to resume without the job file. Never raises on a disk error."""
@@ -98,7 +99,7 @@ class RunFolder:
         try:
             replace(self.path / name, text)
         except OSError as fault:
-            self.fault = f"{name} cannot be written: {fault.strerror or fault}"
+            self._fault = f"{name} cannot be written: {fault.strerror or fault}"
 
     def new_state_folder(self, iteration: int, component: str) -> Path:
         """An empty folder for a component's state after an iteration. Raises OSError."""
@@ -127,34 +128,11 @@ class RunFolder:
         return folder if folder.is_dir() else None
 
     def all_written(self) -> bool:
-        self._flush()
-        return not self._unwritten
+        return self._events.flush()
 
     def close(self) -> None:
-        self._flush()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._events.close()
         self._lock.release()
-
-    def _flush(self) -> None:
-        """Write pending events; what the disk refuses stays pending."""
-        if self._descriptor is None:
-            return
-        while self._unwritten:
-            data = self._unwritten[0].encode()
-            end = os.lseek(self._descriptor, 0, os.SEEK_END)
-            try:
-                written = os.write(self._descriptor, data)
-                if written < len(data):
-                    raise OSError(28, os.strerror(28))
-            except OSError as fault:
-                with contextlib.suppress(OSError):  # no half line stays behind
-                    os.ftruncate(self._descriptor, end)
-                self.fault = f"events cannot be written: {fault.strerror or fault}"
-                return
-            self._unwritten.pop(0)
-        self.fault = None
 
     def _drop_unfinished(self) -> None:
         states = self.path / STATES
@@ -236,35 +214,35 @@ def _lock(path: Path) -> DirectoryLock:
         ) from None
 
 
-def _cut_torn_line(descriptor: int) -> None:
-    """Cut a line that a crash left half-written."""
-    size = os.lseek(descriptor, 0, os.SEEK_END)
-    at = max(0, size - 2**22)
-    tail = os.pread(descriptor, size - at, at)
-    if tail and not tail.endswith(b"\n"):
-        os.ftruncate(descriptor, at + tail.rfind(b"\n") + 1)
+def read_events(path: Path, take: Callable[[dict[str, Any]], None]) -> tuple[int, list[int], str]:
+    """Pass a folder's events to `take`: number of lines, those that could not be parsed, and why the first could not.
+
+    Raises OSError.
+    """
+    lines, _ = read_lines(path / EVENTS)
+    unclear, why = [], ""
+    for number, line in enumerate(lines, 1):
+        try:
+            take(read_event(line))
+        except ODD as fault:  # noqa: PERF203
+            unclear.append(number)
+            why = why or str(getattr(fault, "what", fault))
+    return len(lines), unclear, why
 
 
 def read_run(path: Path) -> PastRun:
     """Read a run folder; changes nothing. InputError if it is none, or none of its lines can be parsed."""
     _check_version(path)
+    past, saved = _EventReader(), 0
     try:
-        lines = (path / EVENTS).read_bytes().split(b"\n")[:-1]
-        saved = 0
+        count, unclear, why = read_events(path, past.take)
         if (path / SAVED).exists():
             saved = int(plain.loads((path / SAVED).read_bytes())["iteration"])
     except FileNotFoundError:
         raise _no_run(path) from None
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise InputError(f"the folder cannot be read: {fault}", where=str(path)) from None
-    past, unclear, why = _EventReader(), [], ""
-    for number, line in enumerate(lines, 1):
-        try:
-            past.take(read_event(line))
-        except ODD as fault:  # noqa: PERF203
-            unclear.append(number)
-            why = why or str(getattr(fault, "what", fault))
-    if unclear and len(unclear) == len(lines):
+    if unclear and len(unclear) == count:
         raise InputError(f"the line cannot be understood: {why}", where=f"{path / EVENTS}:1")
     iterations = tuple(past.iterations[number] for number in sorted(past.iterations))
     return PastRun(iterations, past.metrics, saved, past.sync_s, past.planned, past.plans, tuple(unclear))

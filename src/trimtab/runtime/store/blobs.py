@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.store.journal import write_file
+from trimtab.runtime.store.files import write_file
 
 KINDS = ("payloads", "results", "states", "handlers", "environments")
 NO_ROOM_HINT = "make room there, or connect with a journal_dir on a disk that has some"

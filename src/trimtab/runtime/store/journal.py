@@ -32,6 +32,7 @@ from trimtab.machines.pool import events as pool_events
 from trimtab.machines.rollout import events as rollout_events
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.procs.locks import DirectoryLock
+from trimtab.runtime.store.files import sync_directory, write_file
 
 FORMAT = "trimtab-journal"
 VERSION = 2  # the only one that is read
@@ -278,7 +279,7 @@ class Journal:
                 header = {"format": FORMAT, "version": VERSION, "segment": number, "notes": list(self.notes)}
                 written += _line(header)
                 os.write(descriptor, written)
-                _sync_directory(self.directory)
+                sync_directory(self.directory)
         except BaseException:
             os.close(descriptor)
             raise
@@ -352,23 +353,6 @@ def write_snapshot(directory: Path, number: int, now: float, state: dict[str, An
     for older, path in (*segments.items(), *snapshots.items()):
         if older < number:
             path.unlink(missing_ok=True)
-
-
-def write_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file atomically: temporary file, then rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if sync:
-        _sync_directory(path.parent)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -494,13 +478,3 @@ def _sync_file(path: Path, again: bool) -> None:
         else:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # not supported by some shared file systems
-        pass
-    finally:
-        os.close(descriptor)

@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.runtime.procs.background import describe
+from trimtab.runtime.procs.processes import born
+from trimtab.runtime.store.files import write_file
 from trimtab.runtime.workers import environments
 from trimtab.runtime.workers.worker_process import (
     ControlServer,
     HostedObject,
     WorkerIdentity,
     WorkerStartSpec,
-    born,
     frame,
     identity_variables,
     make_run_dir,
     read_frame,
     set_environment,
     user_trace,
-    write_whole,
 )
 
 _NAME_WAIT_S = 10.0  # for a dying actor to release its name
@@ -67,7 +67,7 @@ def create_actor(
     deadline = time.monotonic() + timeout_s
     directory = make_run_dir(controller, node)
     record = directory / f"creating-{uuid.uuid4().hex[:8]}.json"
-    write_whole(record, json.dumps(_creating_record(spec, name, namespace, node)).encode(), durable=False)
+    write_file(record, json.dumps(_creating_record(spec, name, namespace, node)).encode())
     actor = None
     try:
         set_environment(spec)

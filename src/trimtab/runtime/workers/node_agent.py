@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import time
 import uuid
 from pathlib import Path
@@ -23,14 +22,26 @@ from typing import Any
 
 from trimtab.runtime.controller.heartbeats import AgentAddress, serve_heartbeats
 from trimtab.runtime.controller.leases import ClientProcess, is_alive_here
-from trimtab.runtime.procs import nvml
 from trimtab.runtime.procs.background import Background, RestartPolicy
+from trimtab.runtime.procs.gpus import gpu_processes
+from trimtab.runtime.procs.processes import (
+    ProcessIdentity,
+    born,
+    descendants,
+    environment,
+    exists,
+    exited,
+    marked,
+    row,
+)  # fmt: skip
+from trimtab.runtime.rayapi.nodes import ray_nodes
+from trimtab.runtime.rayapi.private import actor_id
+from trimtab.runtime.store.files import write_file
 from trimtab.runtime.workers.environments import MARK
-from trimtab.runtime.workers.worker_process import FRAME, born, frame, make_run_dir, stat, write_whole
+from trimtab.runtime.workers.worker_process import FRAME, frame, make_run_dir
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "trimtab"  # Ray namespace of actors without a user's name
 EXIT_WAIT_S = 10.0  # for a killed process to exit; longer only if the kernel hangs
 _LEAVE_S = 3.0  # for ray.kill to end a process, before SIGKILL
 _STALE_AFTER_S = 600.0
@@ -164,7 +175,7 @@ class NodeAgent:
 
     def _save_state(self, name: str, state: bytes) -> None:
         try:
-            write_whole(self._directory / name, state, durable=False)  # must survive processes, not a reboot
+            write_file(self._directory / name, state)  # must survive processes, not a reboot
         except OSError as fault:
             log.error("the state %s is kept in memory: %s: %s", name, self._directory, fault.strerror)
             self._unwritten_states[name] = state
@@ -203,17 +214,18 @@ class NodeAgent:
             task.cancel()
         record = self._record(pid)
         devices, mark = record.get("devices", []), record.get("mark", "")
-        family = _family(pid) if born(pid) == start else _orphans(pid)
+        process = ProcessIdentity(pid, start)
+        family = descendants(pid, groups=True) if process.alive else _orphans(pid)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(_end_by_ray(pid, start, record), _LEAVE_S)
         try:
-            await asyncio.gather(_kill(pid, start), *(_kill(*child) for child in family))
-            await _reaped(pid, start)
+            await asyncio.gather(_kill(process), *map(_kill, family))
+            await _reaped(process)
             for child in _orphans(pid):  # started while it was being killed
-                await _kill(*child)
+                await _kill(child)
             family += await _end_marked(mark)
             if devices:
-                await _gpus_released({pid, *(child for child, _ in family)})
+                await _gpus_released({pid, *(child.pid for child in family)})
         except asyncio.TimeoutError:
             return f"process {pid} was killed, but is still there after {EXIT_WAIT_S:g} s"
         self._forget(pid)
@@ -239,18 +251,20 @@ class NodeAgent:
 
         Ray's own processes notice it a second or two later; their tasks may have been restarted elsewhere by then.
         """
-        await _exited(raylet, born(raylet) or 0.0, None)
+        await exited(ProcessIdentity(raylet, born(raylet) or 0.0))
         for task in self._watched.values():
             task.cancel()  # the node is lost: no single deaths are reported
-        workers = [(record["pid"], record["born"]) for record in await self.records() if "pid" in record]
-        families = [child for pid, _ in workers for child in _family(pid)]
-        await asyncio.gather(*(_kill(pid, start) for pid, start in (*workers, *families)), return_exceptions=True)
+        records = [record for record in await self.records() if "pid" in record]
+        workers = [ProcessIdentity(record["pid"], record["born"]) for record in records]
+        families = descendants(*(worker.pid for worker in workers), groups=True)
+        await asyncio.gather(*map(_kill, (*workers, *families)), return_exceptions=True)
         os._exit(1)
 
     async def _watch(self, pid: int, start: float) -> None:
-        await _exited(pid, start, None)
-        await _reaped(pid, start)
-        killed = await asyncio.gather(*(_kill(*child) for child in _orphans(pid)), return_exceptions=True)
+        process = ProcessIdentity(pid, start)
+        await exited(process)
+        await _reaped(process)
+        killed = await asyncio.gather(*map(_kill, _orphans(pid)), return_exceptions=True)
         for fault in killed:
             if fault is not None:  # the death is reported anyway
                 log.error("a process of the group of %d could not be killed: %r", pid, fault)
@@ -310,15 +324,15 @@ def _gpu_ids(node: str) -> list[str]:
     import ray
 
     try:
-        amounts = next(info["Resources"] for info in ray.nodes() if info["NodeID"] == node)
-        settings = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except (OSError, StopIteration):
+        count = next(int(each.gpus) for each in ray_nodes(ray) if each.node_id == node)
+    except StopIteration:
         return []
-    count = int(amounts.get("GPU", 0))
-    seen = next((line.decode() for line in settings if line.startswith(b"CUDA_VISIBLE_DEVICES=")), None)
-    if seen is None:
+    settings = environment(os.getppid())
+    if not settings:
+        return []
+    if "CUDA_VISIBLE_DEVICES" not in settings:
         return [str(index) for index in range(count)]
-    ids = [id for id in seen.removeprefix("CUDA_VISIBLE_DEVICES=").split(",") if id]
+    ids = [id for id in settings["CUDA_VISIBLE_DEVICES"].split(",") if id]
     return ids[:count] if len(ids) >= count else []
 
 
@@ -335,9 +349,10 @@ def _remove_stale_dirs(parent: Path) -> None:
 
 async def _end_by_ray(pid: int, start: float, record: dict[str, Any]) -> None:
     """End an actor through Ray, so that Ray reports no crash; not possible for a stopped process."""
-    if born(pid) == start and record.get("id") and not _is_stopped(pid):
+    found = row(pid)
+    if found is not None and found.born == start and record.get("id") and found.state not in "Tt":
         await asyncio.to_thread(_end_actor, record)
-        await _exited(pid, start, None)
+        await exited(ProcessIdentity(pid, start))
 
 
 def _end_actor(record: dict[str, Any]) -> None:
@@ -345,106 +360,41 @@ def _end_actor(record: dict[str, Any]) -> None:
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # unknown to Ray
         actor = ray.get_actor(record["actor"], record["namespace"])
-        if actor._actor_id.hex() == record["id"]:  # else another actor has its name
+        if actor_id(actor) == record["id"]:  # else another actor has its name
             ray.kill(actor)
 
 
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return False
-
-
-async def _kill(pid: int, start: float) -> None:
-    """SIGKILL by pidfd, and wait until the process is gone."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        if born(pid) == start:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            await _readable(handle, EXIT_WAIT_S)
-    finally:
-        os.close(handle)
-
-
-async def _exited(pid: int, start: float, timeout_s: float | None) -> None:
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        if born(pid) == start:
-            await _readable(handle, timeout_s)
-    finally:
-        os.close(handle)
-
-
-async def _readable(handle: int, timeout_s: float | None) -> None:
-    loop = asyncio.get_running_loop()
-    exited = asyncio.Event()
-    loop.add_reader(handle, exited.set)
-    try:
-        await asyncio.wait_for(exited.wait(), timeout_s)
-    finally:
-        loop.remove_reader(handle)
-
-
-async def _reaped(pid: int, start: float) -> None:
+async def _reaped(process: ProcessIdentity) -> None:
     """Wait briefly until its parent has reaped it; its memory is free at exit."""
     deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline and Path(f"/proc/{pid}").exists() and born(pid) in (None, start):
+    while time.monotonic() < deadline and exists(process.pid) and born(process.pid) in (None, process.born):
         await asyncio.sleep(0.001)
 
 
-def _processes() -> dict[int, tuple[int, int, float]]:
-    return {int(name): known for name in os.listdir("/proc") if name.isdecimal() and (known := stat(int(name)))}
-
-
-def _family(pid: int) -> list[tuple[int, float]]:
-    """Processes below an alive process or in its process group."""
-    known = _processes()
-    below = {pid}
-    for _ in range(len(known)):
-        more = {child for child, (parent, _, _) in known.items() if parent in below} - below
-        if not more:
-            break
-        below |= more
-    return [(id, start) for id, (_, group, start) in known.items() if id != pid and (group == pid or id in below)]
-
-
-def _orphans(pid: int) -> list[tuple[int, float]]:
+def _orphans(pid: int) -> list[ProcessIdentity]:
     """The rest of a dead process's group. The pid is not reused while there is any."""
-    if Path(f"/proc/{pid}").exists():
-        return []
-    return [(id, start) for id, (_, group, start) in _processes().items() if group == pid]
+    return [] if exists(pid) else descendants(pid, groups=True)
 
 
-async def _end_marked(mark: str) -> list[tuple[int, float]]:
+async def _kill(process: ProcessIdentity) -> None:
+    await exited(process, EXIT_WAIT_S, kill=True)
+
+
+async def _end_marked(mark: str) -> list[ProcessIdentity]:
     """Kill every process with this mark in its environment, and their children; returns them."""
-    ended: list[tuple[int, float]] = []
+    ended: list[ProcessIdentity] = []
     deadline = time.monotonic() + EXIT_WAIT_S
-    while mark and (marked := await asyncio.to_thread(_marked, mark)) and time.monotonic() < deadline:
-        await asyncio.gather(*(_kill(*process) for process in marked))
-        ended += marked
+    while mark and (found := await asyncio.to_thread(marked, MARK, mark)) and time.monotonic() < deadline:
+        await asyncio.gather(*map(_kill, found))
+        ended += found
     return ended
-
-
-def _marked(mark: str) -> list[tuple[int, float]]:
-    line = f"{MARK}={mark}".encode()
-    found = []
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
-        with contextlib.suppress(OSError):  # gone, or of another user
-            if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and (start := born(pid)) is not None:
-                found.append((pid, start))
-    return found
 
 
 async def _gpus_released(pids: set[int]) -> None:
     """Wait up to EXIT_WAIT_S until the GPU driver lists none of these processes."""
     deadline = time.monotonic() + EXIT_WAIT_S
-    while pids & await asyncio.to_thread(nvml.gpu_pids) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        listed = await asyncio.to_thread(gpu_processes)
+        if listed is None or pids.isdisjoint(process.pid for process in listed):
+            return
         await asyncio.sleep(0.01)

@@ -13,8 +13,9 @@ from trimtab.core.errors import UnreachableError
 from trimtab.runtime.controller.heartbeats import AgentAddress
 from trimtab.runtime.controller.leases import ClientProcess
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, first_line
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE, NodeAgent
-from trimtab.runtime.workers.worker_process import born
+from trimtab.runtime.procs.processes import born
+from trimtab.runtime.rayapi.connect import NAMESPACE
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NodeAgent
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
 from trimtab.runtime.procs.background import describe
-from trimtab.runtime.workers.slot_view import BundleSlot
+from trimtab.runtime.rayapi.nodes import live_nodes
+from trimtab.runtime.rayapi.slot_view import BundleSlot
 
 _RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 _REMOVE_WAIT_S = 30.0
@@ -176,7 +177,7 @@ class PlacementGroups:
         import ray
         from ray.util.placement_group import placement_group_table
 
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node.node_id for node in live_nodes(ray)}
         found = {}
         for table in placement_group_table().values():
             name = table["name"]

@@ -21,9 +21,11 @@ from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
 from trimtab.runtime.controller.leases import ClientProcess
 from trimtab.runtime.procs.background import Background, first_line
+from trimtab.runtime.rayapi.connect import NAMESPACE
+from trimtab.runtime.rayapi.nodes import live_nodes
 from trimtab.runtime.workers import actor_worker
 from trimtab.runtime.workers.environments import WarmWorkerKind, worker_kind
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S
 from trimtab.runtime.workers.node_agent_client import NodeAgents
 from trimtab.runtime.workers.placement_groups import (
     FoundPlacementGroup,
@@ -545,8 +547,8 @@ class TaskWorkerManager:
     async def _join_all(self) -> None:
         import ray
 
-        nodes = await asyncio.to_thread(ray.nodes)
-        alive = [node["NodeID"] for node in nodes if node["Alive"] and node["NodeID"] not in self._lost]
+        nodes = await asyncio.to_thread(live_nodes, ray)
+        alive = [node.node_id for node in nodes if node.node_id not in self._lost]
         joins = [self._agents.join(node) for node in alive]
         for joined in await asyncio.gather(*joins, return_exceptions=True):
             if isinstance(joined, BaseException) and not isinstance(joined, UnreachableError):

@@ -17,7 +17,7 @@ import json
 import os
 import pickle
 import socket
-import stat as stat_module
+import stat
 import struct
 import sys
 import threading
@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trimtab.runtime.procs.background import Background, RestartPolicy, describe
-from trimtab.runtime.workers import slot_view
+from trimtab.runtime.procs.processes import born, pid_namespace
+from trimtab.runtime.rayapi import slot_view
+from trimtab.runtime.rayapi.slot_view import BundleSlot
+from trimtab.runtime.store.files import write_file
 from trimtab.runtime.workers.environments import MARK, WarmWorkerKind
-from trimtab.runtime.workers.slot_view import BundleSlot
 
-_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the body
 
 
@@ -72,8 +73,7 @@ def run_dir(controller: str, node: str) -> Path:
 
     Includes the pid namespace, so that containers that share /tmp do not share it.
     """
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    return Path(f"/tmp/trimtab-{os.getuid()}-{namespace}") / f"{node[:16]}-{zlib.crc32(controller.encode()):08x}"
+    return Path(f"/tmp/trimtab-{os.getuid()}-{pid_namespace()}") / f"{node[:16]}-{zlib.crc32(controller.encode()):08x}"
 
 
 def make_run_dir(controller: str, node: str) -> Path:
@@ -83,34 +83,13 @@ def make_run_dir(controller: str, node: str) -> Path:
         with contextlib.suppress(FileExistsError):
             each.mkdir(mode=0o700)
         found = each.lstat()  # not following links: siblings of this directory are deleted
-        if not stat_module.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(found.st_mode):
             raise PermissionError(f"{each} is a link or a file instead of a directory: remove it")
         if found.st_uid != os.getuid():
             raise PermissionError(f"{each} belongs to user {found.st_uid}, not to {os.getuid()}: remove it")
         if found.st_mode & 0o077:
             each.chmod(0o700)
     return path
-
-
-def born(pid: int) -> float | None:
-    """Start time of a process in seconds since boot; None if it does not exist or is a zombie."""
-    found = stat(pid)
-    return found[2] if found else None
-
-
-def stat(pid: int) -> tuple[int, int, float] | None:
-    """Parent pid, process group and start time; None if it does not exist or is a zombie."""
-    try:
-        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # os.open: an agent reads hundreds of these
-    except OSError:
-        return None
-    try:
-        fields = os.read(file, 4096).rpartition(b")")[2].split()
-    except OSError:
-        return None
-    finally:
-        os.close(file)
-    return None if fields[0] in (b"Z", b"X") else (int(fields[1]), int(fields[2]), int(fields[19]) / _CLOCK_TICKS_PER_S)
 
 
 def user_trace(fault: BaseException) -> str:
@@ -222,7 +201,9 @@ class HostedObject:
             return {"word": "raised", "note": describe(fault)}, b""
         if request["path"] is not None:
             with contextlib.suppress(OSError):  # disk full: the state is sent to the controller instead
-                write_whole(Path(request["path"]), state)
+                path = Path(request["path"])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, state, sync=True)
                 return {"word": "returned"}, b""
         return {"word": "returned"}, state
 
@@ -288,11 +269,8 @@ class ControlServer:
         if hosted.spec is not None:
             self._facts.update(devices=list(hosted.spec.devices), mark=hosted.spec.mark)
         identity = vars(hosted.identity) if hosted.identity else None
-        write_whole(
-            self._path.with_suffix(".json"),
-            json.dumps({**self._facts, "phase": hosted.phase, "identity": identity}).encode(),
-            durable=False,
-        )
+        record = json.dumps({**self._facts, "phase": hosted.phase, "identity": identity})
+        write_file(self._path.with_suffix(".json"), record.encode())
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -432,19 +410,3 @@ def identity_variables(identity: WorkerIdentity) -> dict[str, str]:
         "TRIMTAB_WORLD_SIZE": str(identity.world),
         "TRIMTAB_ATTEMPT": str(identity.attempt),
     }
-
-
-def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
-    """Write a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -228,10 +228,11 @@ class _ControllerSource:
     def _query(self) -> dict[str, Any]:
         from trimtab.render.text import pool as pool_text
         from trimtab.runtime.rayapi.connect import import_ray
+        from trimtab.runtime.rayapi.nodes import ray_nodes
 
         session = self._open()
         none: dict[str, Any] = {"url": None, "series": 0, "why": None}
-        return pool_text.status_data(session.status(), session.tasks(), import_ray().nodes(), none)
+        return pool_text.status_data(session.status(), session.tasks(), ray_nodes(import_ray()), none)
 
     def story(self, kind: str, name: str) -> dict[str, Any] | None:
         from trimtab.render.text import nodes as fleet_text

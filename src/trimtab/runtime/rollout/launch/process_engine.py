@@ -12,36 +12,21 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trimtab.core.errors import InputError
 from trimtab.runtime.http.tokens import without_tokens
-from trimtab.runtime.procs.ports import is_free
-from trimtab.runtime.procs.processes import ProcessIdentity, descendants, gone, send, table
+from trimtab.runtime.procs.ports import is_free, listening_sockets, sockets_of
+from trimtab.runtime.procs.processes import ProcessIdentity, born, descendants, exited, gone, send, table
+from trimtab.runtime.procs.supervision import NOT_FOUND
 from trimtab.runtime.rollout.launch.launcher import EngineProcessState
-from trimtab.runtime.rollout.launch.process_guard import NOT_FOUND
 
 GUARD = "trimtab.runtime.rollout.launch.process_guard"
 KILL_S = 10.0  # for a killed process to disappear
 LOG_TAIL_CHARS = 4_000  # read from the end of a log
 LOG_TAIL_LINES = 12
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free now. If another process takes one first, the start is retried with others."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
-            for each in sockets:
-                each.bind((host, 0))
-            return [int(each.getsockname()[1]) for each in sockets]
-    except OSError as fault:
-        raise InputError(f"nothing can listen on {host}: {fault.strerror}", hint="an address of this machine") from None
 
 
 class EngineProcess:
@@ -87,8 +72,8 @@ class EngineProcess:
 
     def _listens(self, port: int) -> bool:
         """Whether this engine, and not another process, listens on the port."""
-        links = (link for process in self._tree() for link in _links(process.pid))
-        return not {int(link[8:-1]) for link in links if link.startswith("socket:[")}.isdisjoint(_listening(port))
+        listening = listening_sockets(port)
+        return any(listening & sockets_of(process.pid) for process in self._tree())
 
     def exit_reason(self, port: int = 0, within_s: float = 0.0) -> str:
         """How it ended, with the end of its log; empty while it runs.
@@ -150,18 +135,10 @@ class EngineProcess:
         return await asyncio.to_thread(self._kill_tree)
 
     async def ended(self) -> None:
-        loop = asyncio.get_running_loop()
-        if not self.alive:
-            return
-        handle = os.pidfd_open(self.pid)  # the pid is not reused before it is reaped, which only this object does
-        over = asyncio.Event()
-        loop.add_reader(handle, over.set)
-        try:
-            await over.wait()
-        finally:
-            loop.remove_reader(handle)
-            os.close(handle)
-        self._popen.wait(KILL_S)
+        # The pid is not reused before it is reaped, which only this object does.
+        if self.alive and (since := born(self.pid)) is not None:
+            await exited(ProcessIdentity(self.pid, since))
+            self._popen.wait(KILL_S)
 
     def _kill_tree(self) -> bool:
         self.kill()
@@ -184,23 +161,3 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _listening(port: int) -> set[int]:
-    """Inodes of sockets that listen on a port."""
-    found: set[int] = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            rows = [line.split() for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-            found.update(int(row[9]) for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port)
-    return found
-
-
-def _links(pid: int) -> list[str]:
-    """Open files of a process."""
-    found = []
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return found

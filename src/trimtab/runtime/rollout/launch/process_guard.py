@@ -8,8 +8,6 @@ exits with the engine's status. Run as a module: parent pid, seconds from SIGTER
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -17,11 +15,10 @@ import time
 from typing import NoReturn
 
 from trimtab.runtime.procs.processes import descendants, send
+from trimtab.runtime.procs.supervision import adopt_orphans, reap, start_child
 
 PARENT_CHECK_S = 0.25  # between checks of the parent
 CLEAR_S = 10.0  # for killed processes to disappear
-NOT_FOUND = 127  # as in a shell
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -29,9 +26,14 @@ class EngineSupervisor:
     """Guards one engine."""
 
     def __init__(self, parent: int, stop_s: float, folder: str, command: list[str]) -> None:
+        def prepare() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+            if folder:
+                os.chdir(folder)
+
         self._parent = parent
         self._stop_s = stop_s
-        self._engine = _spawn_engine(folder, command)
+        self._engine = start_child(command, prepare)
         self._status: int | None = None
         self._kill_at: float | None = None
 
@@ -60,44 +62,15 @@ class EngineSupervisor:
         return bool(left)
 
     def _reap(self) -> None:
-        """Reaps children, including adopted ones."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid == self._engine:
-                    code = os.waitstatus_to_exitcode(status)
-                    self._status = 128 - code if code < 0 else code
-
-
-def _spawn_engine(folder: str, command: list[str]) -> int:
-    """Starts the engine as a child that the kernel kills if this process dies."""
-    guard = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == guard:
-            if folder:
-                os.chdir(folder)
-            os.execvp(command[0], command)
-    except OSError as fault:
-        os.write(2, f"{command[0]}: {fault.strerror}\n".encode())
-    finally:
-        os._exit(NOT_FOUND)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        code = reap(self._engine)
+        if code is not None:
+            self._status = 128 - code if code < 0 else code
 
 
 def main() -> NoReturn:
     parent, stop_s, folder, *command = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     sys.exit(EngineSupervisor(int(parent), float(stop_s), folder, command).run())
 
 

@@ -19,6 +19,7 @@ from trimtab.core.errors import InfeasibleError, UnreachableError
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.procs.background import Background, describe
+from trimtab.runtime.procs.ports import free_ports
 from trimtab.runtime.rollout.launch.launcher import (
     EngineCommand,
     EngineProcessState,
@@ -27,7 +28,7 @@ from trimtab.runtime.rollout.launch.launcher import (
     base_url,
     safe_name,
 )
-from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_ports
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess
 from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")

@@ -10,8 +10,9 @@ this process dies, its engine dies with it.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
+from trimtab.runtime.procs.ports import free_ports
+from trimtab.runtime.rayapi.private import logs_dir
 from trimtab.runtime.rollout.launch.launcher import (
     NODE_ADDRESS,
     EngineCommand,
@@ -19,7 +20,7 @@ from trimtab.runtime.rollout.launch.launcher import (
     base_url,
     safe_name,
 )
-from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_ports
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess
 
 ENDED_HERE = "it was stopped"
 SPARE_S = 1.0  # of the notice: for the process to end before it is killed with its worker process
@@ -66,7 +67,9 @@ class EngineSlotTask(SlotTask):
         """Ends the previous engine; returns this node's address and a port for ranks to meet on, if this is rank 0."""
         if not self.end():
             raise RuntimeError("the previous engine does not end")
-        self._host = _node_address()
+        import ray
+
+        self._host = str(ray.util.get_node_ip_address())
         self._port, self._dist_port = free_ports(self._host, 2)
         return self._host, self._dist_port
 
@@ -74,6 +77,8 @@ class EngineSlotTask(SlotTask):
         self, command: EngineCommand, version: int, path: str | None, rank: int, nodes: int, head: str, dist_port: int
     ) -> str:
         """Starts a rank of an engine on what was prepared; returns its URL."""
+        import ray
+
         host, name = self._host, safe_name(self._worker) + (f".{rank}" if rank else "")
         address = {NODE_ADDRESS[command.kind]: host} if nodes > 1 and command.kind in NODE_ADDRESS else {}
         line = command.line(
@@ -84,7 +89,7 @@ class EngineSlotTask(SlotTask):
             if self._let_go.is_set():
                 raise RuntimeError("this slot is being given up")
             self._process = EngineProcess(
-                line, {**address, **command.settings}, _log_dir() / f"trimtab-engine-{name}.log",
+                line, {**address, **command.settings}, logs_dir(ray) / f"trimtab-engine-{name}.log",
                 stop_s=command.stop_s, folder=command.folder, own_session=False,
             )  # fmt: skip
         return base_url(host, self._port)
@@ -111,16 +116,3 @@ class EngineSlotTask(SlotTask):
         process = self._process
         if process is not None:
             process.kill()
-
-
-def _node_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-def _log_dir() -> Path:
-    """Ray's log folder on this node, shown by its dashboard."""
-    import ray
-
-    return Path(ray._private.worker._global_node.get_logs_dir_path())

@@ -33,11 +33,12 @@ from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
+from trimtab.runtime.client.updates import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.elastic.member_client import LOSSES, MemberClient, MemberError
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.procs.background import Background, describe
+from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, describe
 from trimtab.runtime.rollout.launch.launcher import (
     EngineCommand,
     EngineProcessState,
@@ -238,7 +239,6 @@ class SlotLauncher:
         self._room_s, self._idle_s = room_s, idle_s
         self._run_id = uuid.uuid4().hex[:6]
         self._numbers = itertools.count(1)
-        self._version = -1  # of the nodes, as last received
         self._offset: float | None = None  # of the controller's clock
         self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="trimtab-slots")
         self.background = Background(prefix="slots")
@@ -426,30 +426,24 @@ class SlotLauncher:
         """Starts listening for changes of nodes and tasks."""
         if not self._listening and not self._closed:
             self._listening = True
-            self.add_loop(self._listen)
+            listener = ControllerListener("slots", self._poll, self._known_tasks, self._on_news, NEWS_WAIT_S)
+            self._loops.append(self.background.start("slots: listen", listener.run, policy=NEVER_GIVE_UP))
 
-    async def _listen(self) -> None:
-        while True:
-            known = {slot.member.task.id: slot.member.seen for slot in self.worker_slots.values()}
-            try:
-                if self._offset is None:
-                    self._offset = float((await self.ask("status"))["time"]) - time.monotonic()
-                news = await self.ask("news", known, self._version, NEWS_WAIT_S)
-                await self._on_news(news)
-            except TrimtabError as fault:
-                log.warning("no news of slots: %s", fault.what)
-                await asyncio.sleep(NEWS_WAIT_S)
-            except Exception:  # without news slots would be kept for ever
-                log.exception("news of slots could not be handled")
-                await asyncio.sleep(NEWS_WAIT_S)
+    def _known_tasks(self) -> KnownTasks:
+        return {slot.member.task.id: slot.member.seen for slot in self.worker_slots.values()}
 
-    async def _on_news(self, news: ClientUpdate) -> None:
+    async def _poll(self, known: KnownTasks, version: int) -> ClientUpdate:
+        if self._offset is None:
+            self._offset = float((await self.ask("status"))["time"]) - time.monotonic()
+        news: ClientUpdate = await self.ask("news", known, version, NEWS_WAIT_S)
+        return news
+
+    async def _on_news(self, news: ClientUpdate, nodes_changed: bool) -> None:
         by_task = {slot.member.task.id: slot for slot in self.worker_slots.values()}
         for seen in news.tasks:
             if seen.id in by_task:
                 await self._on_task(by_task[seen.id], seen)
-        if news.version != self._version:
-            self._version = news.version
+        if nodes_changed:
             draining = {node.node: node for node in news.nodes if node.state is NodeState.draining}
             for slot in list(self.worker_slots.values()):
                 for node in (draining[name] for name in slot.nodes if name in draining):

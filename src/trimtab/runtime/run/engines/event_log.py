@@ -2,7 +2,7 @@
 
 Refits after every iteration are not logged. A component cannot be called during a step, so the run reads this file
 instead. Load figures change all the time and are kept in a file of their own, which holds only the latest. A full disk
-loses lines, never the run.
+delays lines, never the run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode
 from trimtab.core.reasons import ReasonCode
+from trimtab.runtime.store.files import AppendLog, read_lines, write_file
 
 if TYPE_CHECKING:
     from trimtab.runtime.rollout.pool import RolloutPool
@@ -41,19 +41,16 @@ def read_event_log(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], in
     A line has `at`, `worker`, `state`, `running` (requests), `code` and `reason`.
     """
     try:
-        with path.open("rb") as file:
-            file.seek(since)
-            new = file.read()
+        lines, end = read_lines(path, since)
     except OSError:
         return [], since
-    whole = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
     found = []
-    for line in whole.splitlines():
+    for line in lines:
         try:
             found.append(_checked(plain.loads(line)))
         except (ValueError, KeyError, TypeError):  # noqa: PERF203
             log.warning("a line of %s cannot be understood and is left out: %.80r", path, line)
-    return found, since + len(whole)
+    return found, end
 
 
 def _checked(line: Any) -> dict[str, Any]:
@@ -82,6 +79,7 @@ class EngineEventLog:
     def __init__(self, pool: RolloutPool, folder: Path | None, component: str) -> None:
         self._pool = pool
         self._path = None if folder is None else event_log_path(folder, component)
+        self._log: AppendLog | None = None
         self._load_path = None if folder is None else load_path(folder, component)
         self._seen: dict[str, tuple[float, str]] = {}  # by worker: when, and which state
         self._load = ""
@@ -125,11 +123,10 @@ class EngineEventLog:
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self._path is None or not lines:
             return
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{json.dumps(line)}\n" for line in lines))
-        except OSError:
-            return  # the run goes on without its event log
+        with contextlib.suppress(OSError):  # the run goes on without its event log
+            self._log = self._log or AppendLog(self._path)
+            for line in lines:
+                self._log.append(json.dumps(line))
 
     def _write_load(self, loads: dict[str, list[int]], clock: float) -> None:
         """Replace the load figures if they changed, at most every LOAD_S."""
@@ -138,13 +135,11 @@ class EngineEventLog:
         if self._load_path is None or (loads and past_s < wait_s):
             return
         self._load, self._load_at = text, clock
-        aside = self._load_path.with_suffix(f".{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
-            if not loads:
+            if loads:
+                write_file(self._load_path, text.encode())
+            else:
                 self._load_path.unlink()
-                return
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, self._load_path)
 
 
 def _line(at: float, worker: str, state: str, code: str, reason: str, running: int = 0) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.runtime.procs.background import first_line
 from trimtab.runtime.procs.processes import ProcessIdentity, environment
+from trimtab.runtime.rayapi.private import gcs_client
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 ON, OFF = "token", "disabled"
@@ -66,7 +68,7 @@ def match_cluster(address: str) -> None:
 
 
 def adopt(wanted: Mapping[str, str]) -> None:
-    """Set this process's mode and token, also if Ray is imported already."""
+    """Set this process's mode and token, also if Ray is imported already (seen with Ray 2.60)."""
     for name in (MODE, TOKEN, TOKEN_PATH):
         if name in wanted:
             os.environ[name] = wanted[name]
@@ -96,18 +98,16 @@ def _tokens(env: Mapping[str, str]) -> dict[str, str]:
 
 def _is_accepted(address: str) -> bool:
     """Whether the cluster accepts this process's mode; UnreachableError if it does not answer."""
-    from ray._raylet import GcsClient
     from ray.exceptions import AuthenticationError
 
     try:
         with _silence_ray():
-            GcsClient(address=address).get_all_node_info(timeout=_PROBE_S)
+            gcs_client(address).get_all_node_info(timeout=_PROBE_S)
     except AuthenticationError:
         return False
     except Exception as fault:
-        lines = str(fault).strip().splitlines()
         raise UnreachableError(
-            f"no Ray cluster answers at {address}: {lines[0] if lines else type(fault).__name__}",
+            f"no Ray cluster answers at {address}: {first_line(fault)}",
             hint="`trimtab cluster start` starts one here; `ray status` on its head shows whether another runs",
         ) from None
     return True

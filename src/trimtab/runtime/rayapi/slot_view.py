@@ -27,7 +27,7 @@ class BundleSlot:
 
 
 def supported() -> bool:
-    """Whether this Ray version has what is patched here."""
+    """Whether this Ray version has what is patched here. Seen with Ray 2.60."""
     from ray._private.worker import Worker
     from ray.actor import ActorClass
     from ray.remote_function import RemoteFunction
@@ -47,7 +47,7 @@ def supported() -> bool:
 
 
 def show(slot: BundleSlot, devices: tuple[str, ...]) -> None:
-    """Patch Ray's API in this process to report the slot."""
+    """Patch Ray's API in this process to report the slot. Seen with Ray 2.60."""
     from ray import PlacementGroupID
     from ray._private import worker
     from ray.runtime_context import RuntimeContext
@@ -72,7 +72,7 @@ def show(slot: BundleSlot, devices: tuple[str, ...]) -> None:
 def mark_children(slot: BundleSlot | None, mark: str) -> None:
     """Mark all children of this process, and place them into its slot unless they have an explicit placement.
 
-    Detached actors outlive the task, so they are left alone.
+    Detached actors outlive the task, so they are left alone. Seen with Ray 2.60.
     """
     from ray._private.utils import get_runtime_env_info
     from ray.actor import ActorClass
