@@ -22,7 +22,16 @@ from pathlib import Path
 
 from trimtab.runtime.localcluster.command import ray_start, temp_dir
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
-from trimtab.runtime.procs.processes import ProcessIdentity, command, kill_family, process, send, table, this
+from trimtab.runtime.procs.processes import (
+    ProcessIdentity,
+    command,
+    ended_children,
+    kill_family,
+    process,
+    send,
+    table,
+    this,
+)
 
 POLL_S = 0.2
 ATTEMPTS = 3
@@ -212,14 +221,9 @@ class NodeSupervisor:
         return False
 
     def _reap(self) -> None:
-        """Reap children, adopted ones too."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if self._ray is not None and pid == self._ray.pid:
-                    self._status = os.waitstatus_to_exitcode(status)
+        for pid, code in ended_children():
+            if self._ray is not None and pid == self._ray.pid:
+                self._status = code
 
 
 def start_error(log: str, where: str) -> str:

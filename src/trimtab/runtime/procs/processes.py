@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,3 +153,10 @@ def _row(pid: int) -> ProcessRow | None:
     if fields[0] in (b"Z", b"X"):
         return None
     return ProcessRow(int(fields[1]), int(fields[3]), int(fields[19]) / _TICKS_PER_S)
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Reap children, adopted ones too: pid and exit status of each."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])

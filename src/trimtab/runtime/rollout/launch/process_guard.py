@@ -8,7 +8,6 @@ exits with the engine's status. Run as a module: parent pid, seconds from SIGTER
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -16,7 +15,7 @@ import sys
 import time
 from typing import NoReturn
 
-from trimtab.runtime.procs.processes import descendants, send
+from trimtab.runtime.procs.processes import descendants, ended_children, send
 
 PARENT_CHECK_S = 0.25  # between checks of the parent
 CLEAR_S = 10.0  # for killed processes to disappear
@@ -60,15 +59,9 @@ class EngineSupervisor:
         return bool(left)
 
     def _reap(self) -> None:
-        """Reaps children, including adopted ones."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid == self._engine:
-                    code = os.waitstatus_to_exitcode(status)
-                    self._status = 128 - code if code < 0 else code
+        for pid, code in ended_children():
+            if pid == self._engine:
+                self._status = 128 - code if code < 0 else code
 
 
 def _spawn_engine(folder: str, command: list[str]) -> int:
