@@ -47,11 +47,11 @@ def schema(
 
         made = file_schema("trimtab profile", {"profile": ProfileFile})
     else:
-        from trimtab.replay.pool.scenario import PoolScenarioFile
+        from trimtab.replay.pool.scenario import FILE
         from trimtab.replay.replan.scenario import ReplanScenarioFile
         from trimtab.replay.rollout.scenario import RolloutScenarioFile
 
-        kinds = {"job": ReplanScenarioFile, "rollout": RolloutScenarioFile, "tasks": PoolScenarioFile}
+        kinds = {"job": ReplanScenarioFile, "rollout": RolloutScenarioFile, "tasks": FILE.section}
         made = file_schema("trimtab scenario", kinds)
     text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
     if output is None:
