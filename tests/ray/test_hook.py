@@ -256,7 +256,8 @@ def test_a_token_that_is_made_is_in_a_file_of_its_owner_alone_and_goes_with_the_
     path = tmp_path / "token"
     path.write_text("left behind")
     path.chmod(0o644)
-    with tokens.token({}, tokens.HOOK, path, "hook-1") as (token, told):
+    with tokens.token({}, tokens.HOOK, path, "hook-1") as (token, kept_in):
+        told = tokens.told(kept_in, tokens.HOOK)
         assert path.read_text().strip() == token
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert str(path) in told
@@ -265,9 +266,9 @@ def test_a_token_that_is_made_is_in_a_file_of_its_owner_alone_and_goes_with_the_
 
 
 def test_a_token_of_the_environment_is_taken_and_written_nowhere(tmp_path: Path) -> None:
-    with tokens.token({tokens.HOOK: TOKEN}, tokens.HOOK, tmp_path / "token", "hook-1") as (token, told):
+    with tokens.token({tokens.HOOK: TOKEN}, tokens.HOOK, tmp_path / "token", "hook-1") as (token, kept_in):
         assert token == TOKEN
-        assert TOKEN not in told
+        assert tokens.told(kept_in, tokens.HOOK) == f"the token is {tokens.HOOK}"
     assert list(tmp_path.iterdir()) == []
 
 

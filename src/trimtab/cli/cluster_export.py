@@ -365,7 +365,7 @@ def hook(
             http://127.0.0.1:8267/nodes/10.0.0.7/drain
     """
     from trimtab.runtime.http.listening import listening
-    from trimtab.runtime.http.tokens import HOOK, token
+    from trimtab.runtime.http.tokens import HOOK, token, told
     from trimtab.runtime.procs.interrupts import signals_interrupt
     from trimtab.runtime.rayapi.connect import RayConnection
 
@@ -375,12 +375,12 @@ def hook(
         calls = make_calls(link.ray, name)
         with (
             listening(host, port) as socket,
-            token(os.environ, HOOK, token_file, f"hook-{socket.getsockname()[1]}") as (secret, token_text),
+            token(os.environ, HOOK, token_file, f"hook-{socket.getsockname()[1]}") as (secret, kept_in),
         ):
             server = server_module.NodeHookServer(
                 calls.drain, calls.look, token=secret, listening=socket, names=tuple(allow_host or ())
             )
-            for line in (f"listening on {server.url}", token_text, calls.how(), "Ctrl-C stops it"):
+            for line in (f"listening on {server.url}", told(kept_in, HOOK), calls.how(), "Ctrl-C stops it"):
                 err.print(line, markup=False)
             # SIGTERM and Ctrl-C stop in order: the server finishes the calls under way and passes the signal on.
             with signals_interrupt(), contextlib.suppress(KeyboardInterrupt):

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.options import FormatOption, NameOption
-from trimtab.core.errors import InputError, UnreachableError
-from trimtab.formats.files import meant
+from trimtab.core.errors import InputError, UnreachableError, meant
 from trimtab.render.output import Format, answer
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.simulate import SimulateFormat, write_comparison, write_report
+from trimtab.cli.options import save_report
+from trimtab.cli.simulate import SimulateFormat, write_comparison
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError
 from trimtab.render.output import warn
@@ -53,7 +54,7 @@ def replay(
     answer = replay_text.replayed(journal.resolve().name or str(journal), record, policies)
     if html is not None:
         words = " ".join(f"--with {policy}" for policy in others or [])
-        write_report(html, answer.page(f"trimtab replay {journal} {words}".strip()))
+        save_report(html, answer.page(f"trimtab replay {journal} {words}".strip()))
     if form is SimulateFormat.text:
         answer.show()
     else:

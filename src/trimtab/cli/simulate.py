@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.core.errors import InputError
-from trimtab.formats.files import meant
+from trimtab.cli.options import save_report
+from trimtab.core.errors import InputError, check_known
 
 if TYPE_CHECKING:
     from trimtab.render.html.simulate.common import ScenarioKind
@@ -62,7 +62,7 @@ def simulate(
     advice = None if sweep is None else kind.recommend(selected, runs, jobs)
     compared = kind.compare(selected, runs, advice)
     if html is not None:
-        write_report(html, kind.page(compared, f"trimtab simulate {scenario}"))
+        save_report(html, kind.page(compared, f"trimtab simulate {scenario}"))
     if form is SimulateFormat.text:
         kind.print_text(compared)
     else:
@@ -74,14 +74,6 @@ def write_comparison(data: dict[str, Any], as_csv: Callable[[], str], form: Simu
         sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     else:
         sys.stdout.write(as_csv())
-
-
-def write_report(path: Path, page: str) -> None:
-    from trimtab.formats.files import write_text
-    from trimtab.render.output import err
-
-    write_text(path, page)
-    err.print(f"report: {path}", markup=False)
 
 
 def _kind(section: str) -> ScenarioKind:
@@ -109,10 +101,7 @@ def _sweep(text: str) -> tuple[str, list[float]]:
 
 def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
     known = {item.name: item for item in scenario.policies}
-    for name in policies:
-        if name not in known:
-            hint = meant(name, known, "it has " + ", ".join(known))
-            raise InputError(f"the scenario has no policy {name}", where="command line: --policy", hint=hint)
+    check_known(policies, known, "command line: --policy", "the scenario has no policy {}")
     kept = tuple(known[name] for name in dict.fromkeys(policies)) or scenario.policies
     return replace(scenario, policies=kept, seeds=tuple(dict.fromkeys(seeds)) or scenario.seeds)
 

@@ -1,14 +1,13 @@
-"""Writes files atomically; one wording for unreadable files and for misspelt names."""
+"""Writes files atomically; one wording for unreadable files."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 
 
 def unreadable(path: Path, error: OSError | ValueError) -> InputError:
@@ -17,12 +16,6 @@ def unreadable(path: Path, error: OSError | ValueError) -> InputError:
     if isinstance(error, FileNotFoundError):
         return InputError(f"there is no file {path}", hint="check the path; relative paths start here")
     return InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
-
-
-def meant(name: object, known: Iterable[str], otherwise: str) -> str:
-    """The hint for an unknown name: the nearest known one, if any is close enough."""
-    near = nearest(str(name), known)
-    return f"did you mean {near}?" if near else otherwise
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from pydantic import (
@@ -31,7 +30,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from trimtab.core.errors import InputError, meant, nearest
 from trimtab.core.numbers import LONGEST_S, MAX_COUNT, Range, ranges_of
-from trimtab.formats.yaml_text import Source, read_source
+from trimtab.formats.yaml_text import Source
 
 SectionT = TypeVar("SectionT", bound="Section")
 Elsewhere = Mapping[str, tuple[str, str]]  # keys that belong elsewhere: what is said after the key, and what to do
@@ -245,12 +244,6 @@ def _stated(section: Section) -> dict[str, Any]:
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def read_file(kind: type[SectionT], path: Path) -> SectionT:
-    """A YAML file as a section. InputError names file, line and key."""
-    source, data = read_source(path)
-    return read(kind, data, source)
 
 
 def read(kind: type[SectionT], data: Any, source: Source, *under: str | int) -> SectionT:

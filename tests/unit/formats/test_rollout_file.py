@@ -210,7 +210,7 @@ def test_an_engine_of_a_pool_may_be_over_several_nodes() -> None:
     for more, gpus in ((", pool: p", 8.0), (", pool: p, gpus: 4", 4.0)):
         (engines,) = read(text % more).engines
         assert isinstance(engines, StartedEngines)
-        assert (engines.nodes, engines.size, engines.gpus) == (2, 16, gpus)
+        assert (engines.nodes, engines.size, engines.resources["gpu"]) == (2, 16, gpus)
     assert "nodes applies to engines on a pool" in fault(text % "").what
     assert (
         "size 3 over 2 nodes" in fault("rollout: {engines: [{kind: vllm, model: m, size: 3, nodes: 2, pool: p}]}").what

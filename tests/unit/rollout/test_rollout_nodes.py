@@ -132,7 +132,7 @@ async def launching(command: EngineCommand, **settings: Any) -> AsyncIterator[tu
 
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(slot_task, "_log_dir", lambda: tmp_path)
+    monkeypatch.setattr(slot_task, "logs_dir", lambda ray: tmp_path)
     monkeypatch.setattr(slot_task, "_node_address", lambda: "127.0.0.1")
 
 

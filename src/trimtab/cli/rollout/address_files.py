@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -64,28 +63,12 @@ def folder(environment: Mapping[str, str]) -> Path:
 
 
 @contextmanager
-def token(environment: Mapping[str, str], path: Path | None, name: str) -> Iterator[tuple[str, str]]:
-    """The token and its file (empty: from the environment). A generated file is removed on exit."""
-    given = environment.get(TOKEN)
-    if given is not None:
-        yield given, ""
-        return
-    target = path or folder(environment) / f"rollout-{name}.token"
-    made = secrets.token_urlsafe(32)
-    write_private(target, made)
-    try:
-        yield made, str(target.resolve())
-    finally:
-        with contextlib.suppress(OSError):
-            target.unlink()
-
-
-@contextmanager
-def published(environment: Mapping[str, str], url: str, job: Path, token_file: str) -> Iterator[Path]:
+def published(environment: Mapping[str, str], url: str, job: Path, token_file: Path | None) -> Iterator[Path]:
     """Publishes the gateway for other commands while the block runs."""
     me = this()
     target = folder(environment) / f"rollout-{urlsplit(url).port}.json"
-    record = RunningGateway(url, me.pid, me.born, str(job.resolve()), token_file)
+    kept_in = str(token_file.resolve()) if token_file else ""
+    record = RunningGateway(url, me.pid, me.born, str(job.resolve()), kept_in)
     write_private(target, json.dumps(asdict(record)))
     try:
         yield target

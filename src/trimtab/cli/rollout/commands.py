@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.options import FormatOption, not_installed
-from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
-from trimtab.formats.files import meant
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, meant
 from trimtab.render.output import Format, answer, warn
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.gateway.server import Gateway
 from trimtab.runtime.gateway.settings import GatewaySettings
+from trimtab.runtime.http import tokens
 from trimtab.runtime.rollout.launch.launcher import EngineCommand
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -110,7 +111,8 @@ async def serve(
         session = None
         if any(isinstance(entry, StartedEngines) and entry.pool is not None for entry in settings.engines):
             session = stack.enter_context(controller_session(settings.section.ray, None))
-        token, kept_in = stack.enter_context(rollout_place.token(environment, token_file, name))
+        path = token_file or rollout_place.folder(environment) / f"rollout-{name}.token"
+        token, kept_in = stack.enter_context(tokens.token(environment, rollout_place.TOKEN, path, name))
         pool = RolloutPool(
             settings.rules,
             settings.elastic,
@@ -222,11 +224,11 @@ async def _unless_forced(stopping: Coroutine[Any, Any, None], stops: StopRequest
         await task
 
 
-def _start_lines(url: str, token_file: str, logs: Path | None) -> list[str]:
+def _start_lines(url: str, token_file: Path | None, logs: Path | None) -> list[str]:
     """Lines for the start and below the live view."""
     lines = [
         f"listening on {url}",
-        f"the token is in {token_file}" if token_file else f"the token is {rollout_place.TOKEN}",
+        tokens.told(token_file, rollout_place.TOKEN),
         *([f"engine logs are in {logs}"] if logs else []),
         "trimtab rollout status | drain | resume | scale | doctor   # in another terminal",
         "Ctrl-C stops it",

@@ -183,19 +183,9 @@ class SimpleScheduler:
         (`auto_register` false) is never evicted.
         """
         spec = SimpleTaskSpec(
-            task_id=task_id,
-            pool=pool,
-            actor_class=actor_class,
-            resources=resources,
-            priority=priority,
-            labels=labels,
-            actor_args=actor_args,
-            actor_kwargs=actor_kwargs,
-            agent_name=agent_name,
-            estimated_duration=estimated_duration,
-            auto_register=auto_register,
-            ray_options=ray_options,
-        )
+            task_id, pool, actor_class, resources, priority, labels, actor_args, actor_kwargs, agent_name,
+            estimated_duration, auto_register, ray_options,
+        )  # fmt: skip
         return self._submit(spec, over_quota=True)
 
     def submit_with_pg_preemption(
@@ -215,18 +205,9 @@ class SimpleScheduler:
     ) -> Answer:
         """As `submit`, but only within the pool's quota: if that is short it is refused, and nothing is evicted."""
         spec = SimpleTaskSpec(
-            task_id=task_id,
-            pool=pool,
-            actor_class=actor_class,
-            resources=resources,
-            priority=priority,
-            labels=labels,
-            actor_args=actor_args,
-            actor_kwargs=actor_kwargs,
-            estimated_duration=estimated_duration,
-            auto_register=auto_register,
-            ray_options=ray_options,
-        )
+            task_id, pool, actor_class, resources, priority, labels, actor_args, actor_kwargs, None,
+            estimated_duration, auto_register, ray_options,
+        )  # fmt: skip
         return self._submit(spec, over_quota=False)
 
     def submit_spec(self, spec: SimpleTaskSpec) -> Answer:

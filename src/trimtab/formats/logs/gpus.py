@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InputError, meant
 from trimtab.formats import yaml_text
-from trimtab.formats.files import meant
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trimtab.core.errors import InputError
-from trimtab.formats.files import meant
+from trimtab.core.errors import InputError, unknown
 from trimtab.formats.frameworks.nemo_rl.log import NEMO_RL
 from trimtab.formats.frameworks.openrlhf.log import OPENRLHF
 from trimtab.formats.frameworks.rlinf.log import RLINF
@@ -151,8 +150,7 @@ def detect(files: Sequence[Path]) -> LogFramework:
 def framework_named(name: str) -> LogFramework:
     known = {**FRAMEWORKS, "nemo-rl": NEMO_RL, "nemo": NEMO_RL}
     if name.lower() not in known:
-        hint = meant(name.lower(), FRAMEWORKS, f"known are: {', '.join(FRAMEWORKS)}")
-        raise InputError(f"--framework {name} is not known", hint=hint)
+        raise unknown(name.lower(), FRAMEWORKS, what="--framework {} is not known")
     return known[name.lower()]
 
 

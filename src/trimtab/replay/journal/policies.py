@@ -113,9 +113,7 @@ def fitted(other: AlternativePolicy, world: JournalWorld) -> AlternativePolicy:
     known = {base_name(event.spec.name) for _, event in world.settings if isinstance(event, e.PoolEnsured)}
     pools = {}
     for name, section in other.pools.items():
-        if name not in known:
-            hint = meant(name, known, "it has " + (", ".join(sorted(known)) or "none"))
-            raise InputError(f"the journal has no pool {name}", where=f"policy {other.name}", hint=hint)
+        check_known([name], sorted(known), f"policy {other.name}", "the journal has no pool {}")
         quota = {"quota": world.units.counted(section["quota"])} if "quota" in section else {}
         pools[name] = {**section, **quota}
     return replace(other, pools=pools)

@@ -27,12 +27,12 @@ from trimtab.formats.sections import (
     Shorthand,
     Within,
     checked_by,
-    read_file,
 )
+from trimtab.formats.yaml_text import read_source
 from trimtab.model.pool import PoolSpec, PreemptionPolicy
 from trimtab.replay.common.churn import Churn, ChurnEvent, NodeEventKind
 from trimtab.replay.common.comparison import check_unique
-from trimtab.replay.common.timing import PoolTimes
+from trimtab.replay.common.timing import MEASURED, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.clairvoyant import Clairvoyant
 from trimtab.replay.pool.driver import PoolReality, PoolReplay
@@ -45,6 +45,61 @@ SEEDS = (1, 2, 3, 4, 5)
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
 
 
+# ---- file ---------------------------------------------------------------------------------------------------------
+
+
+Whole = Annotated[int, Within(0, 1_000_000_000)]
+Seeds = Annotated[
+    tuple[int, ...], Made(Annotated[list[Seed], Field(min_length=1)], lambda seeds: tuple(dict.fromkeys(seeds)))
+]
+
+
+class NodeEventSection(Section):
+    """A change of a node's state."""
+
+    at_s: Amount
+    node: Whole
+    what: NodeEventKind
+    notice_s: Amount = 120.0
+
+
+def _event(section: NodeEventSection) -> ChurnEvent:
+    return ChurnEvent(section.at_s, f"n{section.node:05d}", section.what, section.notice_s)
+
+
+def _classes(stated: dict[str, dict[str, float]]) -> tuple[PriorityClass, ...]:
+    if not sum(settings["share"] for settings in stated.values()) > 0:
+        raise InputError("shares must not all be 0", hint="{high: {priority: 8, share: 0.1}}")
+    return tuple(PriorityClass(name, **settings) for name, settings in stated.items())
+
+
+Event = Annotated[ChurnEvent, Made(NodeEventSection, _event)]
+Class = Annotated[dict[str, Any], FieldsOf(PriorityClass, only=("priority", "share"))]
+Classes = Annotated[tuple[PriorityClass, ...], Made(dict[Name, Class], _classes)]
+
+
+class PoolPolicySection(Section):
+    """An entry of `policies`."""
+
+    use: str
+    name: str | None = None
+    preemption: Annotated[dict[str, Any], FieldsOf(PreemptionPolicy, only=PREEMPTION_KEYS)] = Field(
+        default_factory=dict
+    )
+    pool: Annotated[dict[str, Any], FieldsOf(PoolSpec, only=POOL_KEYS)] = Field(default_factory=dict)
+    threshold_gpu_s: Amount = THRESHOLD_GPU_S  # of least attained service
+
+
+def _policy(section: PoolPolicySection) -> PoolPolicy:
+    name = section.name or section.use
+    return PoolPolicy(name, section.use, section.preemption, section.pool, section.threshold_gpu_s)
+
+
+BY_USE = Shorthand(lambda value: {"use": value} if isinstance(value, str) else value)
+Policy = Annotated[PoolPolicy, Made(Annotated[PoolPolicySection, BY_USE], _policy)]
+Policies = Annotated[tuple[Policy, ...], Field(min_length=1), checked_by(check_unique)]
+
+
 # ---- settings -----------------------------------------------------------------------------------------------------
 
 
@@ -52,10 +107,16 @@ POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
 class ClusterSettings:
     """Identical nodes, and their churn."""
 
-    nodes: int
-    gpus: int
-    events: tuple[ChurnEvent, ...] = ()
-    churn: Churn | None = None
+    nodes: Count
+    gpus: Annotated[int, Within(1, 1024)] = 8
+    events: tuple[Event, ...] = ()
+    churn: Annotated[Churn, FieldsOf(Churn)] | None = None
+
+    def __post_init__(self) -> None:
+        for event in self.events:
+            if event.what != "joined" and int(event.node[1:]) >= self.nodes:
+                what = f"there is no node {int(event.node[1:])} of {self.nodes}"
+                raise InputError(what, hint="nodes are counted from 0")
 
     def text(self) -> str:
         size = f"{self.nodes:,} nodes of {self.gpus} GPUs, {self.nodes * self.gpus:,} in all"
@@ -68,14 +129,14 @@ class WorkloadSettings:
     """The workload of a scenario."""
 
     trace: Path | None = None
-    generate: TaskGenerator | None = None
+    generate: Annotated[TaskGenerator, FieldsOf(TaskGenerator)] | None = None
     limit: Count | None = None
     most_gpus: Count | None = None
     rate: Positive = 1.0
-    classes: tuple[PriorityClass, ...] = CLASSES
+    classes: Classes = CLASSES
     saves: bool = True
     estimates: bool = False
-    skip: Annotated[int, Within(0, 1_000_000_000)] = 0
+    skip: Whole = 0
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.generate is None):
@@ -113,13 +174,13 @@ class WorkloadSettings:
 class PoolScenario:
     """A pool scenario."""
 
-    name: str
-    cluster: ClusterSettings
-    tasks: WorkloadSettings
-    times: PoolTimes
-    policies: tuple[PoolPolicy, ...]
-    seeds: tuple[int, ...] = SEEDS
-    checkpoint_s: float = 1800.0
+    cluster: Annotated[ClusterSettings, FieldsOf(ClusterSettings)]
+    tasks: Annotated[WorkloadSettings, FieldsOf(WorkloadSettings)]
+    name: str = ""
+    times: Annotated[PoolTimes, FieldsOf(PoolTimes)] = MEASURED
+    policies: Policies = tuple(PoolPolicy(name, name) for name in POLICIES)
+    seeds: Seeds = SEEDS
+    checkpoint_s: Amount = 1800.0
 
     def assumptions(self) -> list[str]:
         """The assumptions of a scenario, for a report."""
@@ -131,6 +192,9 @@ class PoolScenario:
             f"a task's work is {kept} {every}; what is lost is done again",
             *self.times.text(),
         ]
+
+
+FILE = FieldsOf(PoolScenario)
 
 
 def reality(scenario: PoolScenario, seed: int, until_s: float) -> PoolReality:
@@ -180,102 +244,10 @@ def run_pool(
     return figures(outcome, policy.name, seed, classes)
 
 
-# ---- file ---------------------------------------------------------------------------------------------------------
-
-
-Whole = Annotated[int, Within(0, 1_000_000_000)]
-Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
-
-
-class NodeEventSection(Section):
-    """A change of a node's state."""
-
-    at_s: Amount
-    node: Whole
-    what: NodeEventKind
-    notice_s: Amount = 120.0
-
-
-class PoolClusterSection(Section):
-    """The `cluster` section."""
-
-    nodes: Count
-    gpus: Annotated[int, Within(1, 1024)] = 8
-    events: list[NodeEventSection] = Field(default_factory=list)
-    churn: Annotated[Churn, FieldsOf(Churn)] | None = None
-
-
-def _classes(stated: dict[str, dict[str, float]]) -> tuple[PriorityClass, ...]:
-    if not sum(settings["share"] for settings in stated.values()) > 0:
-        raise InputError("shares must not all be 0", hint="{high: {priority: 8, share: 0.1}}")
-    return tuple(PriorityClass(name, **settings) for name, settings in stated.items())
-
-
-Class = Annotated[dict[str, Any], FieldsOf(PriorityClass, only=("priority", "share"))]
-Tasks = FieldsOf(
-    WorkloadSettings,
-    types={
-        "generate": Annotated[TaskGenerator, FieldsOf(TaskGenerator)] | None,
-        "classes": Annotated[tuple[PriorityClass, ...], Made(dict[Name, Class], _classes)],
-    },
-)
-
-
-class PoolPolicySection(Section):
-    """An entry of `policies`."""
-
-    use: str
-    name: str | None = None
-    preemption: Annotated[dict[str, Any], FieldsOf(PreemptionPolicy, only=PREEMPTION_KEYS)] = Field(
-        default_factory=dict
-    )
-    pool: Annotated[dict[str, Any], FieldsOf(PoolSpec, only=POOL_KEYS)] = Field(default_factory=dict)
-    threshold_gpu_s: Amount = THRESHOLD_GPU_S  # of least attained service
-
-
-def _policy(section: PoolPolicySection) -> PoolPolicy:
-    name = section.name or section.use
-    return PoolPolicy(name, section.use, section.preemption, section.pool, section.threshold_gpu_s)
-
-
-BY_USE = Shorthand(lambda value: {"use": value} if isinstance(value, str) else value)
-Policy = Annotated[PoolPolicy, Made(Annotated[PoolPolicySection, BY_USE], _policy)]
-
-
-class PoolScenarioFile(Section):
-    """The scenario file."""
-
-    name: str | None = None
-    cluster: PoolClusterSection
-    tasks: Annotated[WorkloadSettings, Tasks]
-    times: Annotated[PoolTimes, FieldsOf(PoolTimes)] = PoolTimes()
-    checkpoint_s: Amount = 1800.0
-    policies: Annotated[tuple[Policy, ...], Field(min_length=1), checked_by(check_unique)] = tuple(
-        PoolPolicy(name, name) for name in POLICIES
-    )
-    seeds: Seeds = SEEDS
-
-
-# ---- reading ------------------------------------------------------------------------------------------------------
-
-
 def read(path: Path) -> PoolScenario:
     """Reads a scenario file. Raises InputError with file and key."""
-    file = read_file(PoolScenarioFile, path)
-    events = tuple(_event(event, file.cluster.nodes, f"{path}: cluster.events") for event in file.cluster.events)
-    trace = file.tasks.trace
-    return PoolScenario(
-        file.name or path.stem,
-        ClusterSettings(file.cluster.nodes, file.cluster.gpus, events, file.cluster.churn),
-        replace(file.tasks, trace=None if trace is None else path.parent / trace),
-        file.times,
-        file.policies,
-        tuple(dict.fromkeys(file.seeds)),
-        file.checkpoint_s,
-    )
-
-
-def _event(section: NodeEventSection, nodes: int, where: str) -> ChurnEvent:
-    if section.what != "joined" and section.node >= nodes:
-        raise InputError(f"there is no node {section.node} of {nodes}", where=where, hint="nodes are counted from 0")
-    return ChurnEvent(section.at_s, f"n{section.node:05d}", section.what, section.notice_s)
+    source, data = read_source(path)
+    scenario = PoolScenario(**FILE.read(data, source))
+    trace = scenario.tasks.trace
+    tasks = replace(scenario.tasks, trace=None if trace is None else path.parent / trace)
+    return replace(scenario, name=scenario.name or path.stem, tasks=tasks)

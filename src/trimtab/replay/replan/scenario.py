@@ -331,7 +331,7 @@ def read(path: Path) -> ReplanScenario:
         job,
         iterations,
         policies,
-        tuple(dict.fromkeys(spec.seeds)),
+        spec.seeds,
         allowed,
         past.drift if past is not None else spec.drift,
         past.noise if past is not None else _noise(spec.noise, path),

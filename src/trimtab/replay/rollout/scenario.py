@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trimtab.core.errors import InputError, check_known
 from trimtab.formats import sections
@@ -25,7 +25,6 @@ from trimtab.formats.sections import (
     Section,
     Share,
     checked_by,
-    refused,
 )
 from trimtab.formats.yaml_text import read_source
 from trimtab.machines.rollout.policies import policy as scaling
@@ -38,7 +37,7 @@ from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds
 from trimtab.replay.rollout.driver import SimulatedFleet
 from trimtab.replay.rollout.engine_model import EngineSpeed
 from trimtab.replay.rollout.policies import as_documented, ray_serve
-from trimtab.replay.rollout.workload import LengthProfile, Profile
+from trimtab.replay.rollout.workload import Profile
 
 KNOWN: dict[str, tuple[str | Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]], str]] = {
     "threshold": ("threshold", "between two shares of capacity, with as few changes as possible: the default"),
@@ -72,14 +71,18 @@ class RolloutScenario:
     fleet: SimulatedFleet
     policies: tuple[RolloutPolicy, ...]
     seeds: tuple[int, ...]
-    profile: LengthProfile | None = None
-    steps: int = 0
-    prompts: int = 0
-    samples: int = 0
+    profile: Profile | None = None
+    steps: Count = 8
+    prompts: Count = 128
+    samples: Count = 8
     trace: Path | None = None
-    limit: int | None = None
-    rate: float = 1.0
-    part: tuple[float, float] = (0.0, 1.0)  # share of the trace's time that counts
+    limit: Count | None = None
+    rate: Positive = 1.0
+    part: Part = (0.0, 1.0)  # share of the trace's time that counts
+
+    def __post_init__(self) -> None:
+        if (self.profile is None) == (self.trace is None):
+            raise InputError("requests need exactly one source", hint="`profile` or `trace`")
 
     @property
     def counted_s(self) -> tuple[float, float]:
@@ -125,25 +128,8 @@ class EnginesSection(Section):
     read_s: Positive | None = None
 
 
-class RolloutLoadSection(Section):
-    """The `rollout` section."""
-
-    profile: Profile | None = None
-    steps: Count = 8
-    prompts: Count = 128
-    samples: Count = 8
-    trace: Path | None = None
-    limit: Count | None = None
-    rate: Positive = 1.0
-    part: Annotated[tuple[Share, Share], checked_by(_part)] = (0.0, 1.0)
-
-    @model_validator(mode="after")
-    def _one_source(self) -> RolloutLoadSection:
-        if (self.profile is None) == (self.trace is None):
-            raise refused("requests need exactly one source", "`profile` or `trace`")
-        return self
-
-
+Part = Annotated[tuple[Share, Share], checked_by(_part)]
+Load = FieldsOf(RolloutScenario, only=("profile", "steps", "prompts", "samples", "trace", "limit", "rate", "part"))
 Elastic = Annotated[dict[str, Any], FieldsOf(ElasticConfig, only=ELASTIC_KEYS)]
 
 
@@ -160,7 +146,7 @@ class RolloutScenarioFile(Section):
 
     name: str | None = None
     engines: EnginesSection = Field(default_factory=EnginesSection)
-    rollout: RolloutLoadSection
+    rollout: Annotated[dict[str, Any], Load]
     elastic: Elastic = Field(default_factory=dict)  # for every policy
     policies: Annotated[tuple[Annotated[RolloutPolicySection, BY_USE], ...], Field(min_length=1), OneOrMore] = tuple(
         RolloutPolicySection(use=use) for use in POLICIES
@@ -172,20 +158,16 @@ def read(path: Path) -> RolloutScenario:
     """Reads a scenario file. Raises InputError with file and key."""
     source, data = read_source(path)
     scenario = sections.read(RolloutScenarioFile, data, source)
-    load = scenario.rollout
     with source.located("policies"):
         policies = [policy for entry in scenario.policies for policy in _policies(entry, scenario)]
         check_unique(policies)
     with source.located("engines", "training_p99_s"):
         fleet = _fleet(scenario.engines)
-    return RolloutScenario(
-        scenario.name or path.stem,
-        fleet,
-        tuple(policies),
-        tuple(dict.fromkeys(scenario.seeds)),
-        trace=None if load.trace is None else path.parent / load.trace,
-        **{name: getattr(load, name) for name in RolloutLoadSection.model_fields if name != "trace"},
-    )
+    load, seeds = scenario.rollout, scenario.seeds
+    if load.get("trace") is not None:
+        load["trace"] = path.parent / load["trace"]
+    with source.located("rollout"):
+        return RolloutScenario(scenario.name or path.stem, fleet, tuple(policies), seeds, **load)
 
 
 def _fleet(section: EnginesSection) -> SimulatedFleet:

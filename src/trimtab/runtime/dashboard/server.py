@@ -20,9 +20,8 @@ import uvicorn
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp, PageSource
+from trimtab.runtime.http import tokens
 from trimtab.runtime.http.listening import allow_files, listening, quiet_server
-from trimtab.runtime.http.tokens import DASHBOARD
-from trimtab.runtime.http.tokens import token as token_of
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 
 log = logging.getLogger("trimtab.dashboard")
@@ -82,15 +81,9 @@ class DashboardServer:
         self._socket = _first_free(PORT if self._requested_port is None else self._requested_port)
         self.port = int(self._socket.getsockname()[1])
         try:
-            token, self.token_source = self._exit_stack.enter_context(
-                token_of(
-                    self._environment,
-                    DASHBOARD,
-                    self._token_file,
-                    f"dashboard-{self.port}",
-                    "the token to change something",
-                )
-            )
+            given = tokens.token(self._environment, tokens.DASHBOARD, self._token_file, f"dashboard-{self.port}")
+            token, kept_in = self._exit_stack.enter_context(given)
+            self.token_source = tokens.told(kept_in, tokens.DASHBOARD, "the token to change something")
             self._thread = threading.Thread(target=self._run, args=(token,), name="trimtab-dashboard", daemon=True)
             self._thread.start()
             if not self._started.wait(START_S) or self._fault is not None:

@@ -30,20 +30,25 @@ def checked(token: str, of: str, hint: str = "") -> str:
     return token
 
 
+def told(kept_in: Path | None, variable: str, called: str = "the token") -> str:
+    """A sentence on where the token is."""
+    return f"{called} is in {kept_in}" if kept_in else f"{called} is {variable}"
+
+
 @contextmanager
 def token(
-    environment: Mapping[str, str], variable: str, path: Path | None, name: str, called: str = "the token"
-) -> Iterator[tuple[str, str]]:
-    """The token, and a sentence on where it is. `name` distinguishes the endpoints of a user on a machine."""
+    environment: Mapping[str, str], variable: str, path: Path | None, name: str
+) -> Iterator[tuple[str, Path | None]]:
+    """The token and its file (None: from the environment). `name` distinguishes endpoints of a user on a machine."""
     given = environment.get(variable)
     if given is not None:
-        yield checked(given, variable, "without it one is made"), f"{called} is {variable}"
+        yield checked(given, variable, "without it one is made"), None
         return
     target = path or own_folder() / f"{name}.token"
     made = secrets.token_urlsafe(32)
     write_private(target, made)
     try:
-        yield made, f"{called} is in {target}"
+        yield made, target
     finally:
         with contextlib.suppress(OSError):
             target.unlink()

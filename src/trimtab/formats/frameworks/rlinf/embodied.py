@@ -13,8 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.core.errors import InputError
-from trimtab.formats.files import meant
+from trimtab.core.errors import InputError, meant
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, as_number

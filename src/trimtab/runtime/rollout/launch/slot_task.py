@@ -67,9 +67,7 @@ class EngineSlotTask(SlotTask):
         """Ends the previous engine; returns this node's address and a port for ranks to meet on, if this is rank 0."""
         if not self.end():
             raise RuntimeError("the previous engine does not end")
-        import ray
-
-        self._host = str(ray.util.get_node_ip_address())
+        self._host = _node_address()
         self._port, self._dist_port = free_ports(self._host, 2)
         return self._host, self._dist_port
 
@@ -116,3 +114,9 @@ class EngineSlotTask(SlotTask):
         process = self._process
         if process is not None:
             process.kill()
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -226,10 +226,10 @@ class SlotLauncher:
     ) -> None:
         self.unit = _checked(resources)
         self.nodes = nodes
+        self.engines = CommandEngines(engines, nodes, deadlines) if isinstance(engines, EngineCommand) else engines
         self.pool = pool
         self.session = session
         self.slots = session.pool(slots) if isinstance(slots, str) else slots
-        self.engines = CommandEngines(engines, nodes, deadlines) if isinstance(engines, EngineCommand) else engines
         self.notice_s = notice_s
         self.on_nodes: list[Callable[[tuple[NodeView, ...]], None]] = []
         self.worker_slots: dict[str, WorkerSlot] = {}  # by worker
