@@ -25,6 +25,7 @@ from trimtab.runtime.engines.engine import (
     EngineGoneError,
     EngineMalformedError,
     EngineWedgedError,
+    GenerateRequest,
     WeightUpdate,
 )
 from trimtab.runtime.engines.open_stream import EventStream, OpenStream
@@ -85,6 +86,7 @@ class ThreadedEngine(ActorEngine):
         await self._call("refit", payload, within_s=self.deadlines.refit_s)
 
     def _events(self, stream: OpenStream) -> EventStream:
+        assert isinstance(stream.request, GenerateRequest)
         order = {**stream.request.fields(), "id": stream.key, "token_ids": list(stream.request.token_ids)}
         return _Stream(self, stream.key, order)
 
