@@ -144,34 +144,12 @@ def memory(
 
         trimtab profile memory --model Qwen2.5-7B/ --gpus 16 --tp 2 --zero 1 --gpu-memory-gb 80
     """
+    given = {name: value for name, value in locals().items() if name not in ("model", "form")}
     from trimtab.profile import architecture
     from trimtab.profile import memory as estimates
 
     shape = architecture.read(model)
-    needs = estimates.estimate(
-        shape,
-        estimates.MemorySettings(
-            gpus=gpus,
-            tp=tp,
-            pp=pp,
-            ep=ep,
-            zero=zero,
-            optimizer=optimizer,
-            precision=precision,
-            master_weights=master_weights,
-            gradients=gradients,
-            checkpointing=checkpointing,
-            micro_batch=micro_batch,
-            sequence_length=sequence_length,
-            offload=offload,
-            rollout_tp=rollout_tp,
-            rollout_precision=rollout_precision,
-            kv_precision=kv_precision,
-            kv_share=kv_share,
-            gpu_memory_gb=gpu_memory_gb,
-            concurrent=concurrent,
-        ),
-    )
+    needs = estimates.estimate(shape, estimates.MemorySettings(**given))
     answer(_memory_data(shape, needs), form, lambda: _memory_text(shape, needs))
     if gpu_memory_gb is not None:
         for need in needs:

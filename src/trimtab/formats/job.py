@@ -237,7 +237,7 @@ def parsed(config: Mapping[str, Any], source: Source) -> JobFile:
 def loaded(file: JobFile, path: Path, profile: Profile | None = None) -> LoadedJob:
     """The job of a file."""
     name = str(path)
-    cluster = _cluster(file.cluster, name)
+    cluster = _cluster(file.cluster)
     components = tuple(
         _component(n, section, cluster, profile, name) for n, section in file.workflow.components.items()
     )
@@ -250,10 +250,7 @@ def loaded(file: JobFile, path: Path, profile: Profile | None = None) -> LoadedJ
             WeightSync(sync.source, sync.target, sync.shared_seconds, sync.separate_seconds) if sync else None
         ),
     )
-    try:
-        check_workflow(workflow)
-    except InputError as error:
-        raise InputError(error.what, where=f"{name}: {error.where}", hint=error.hint) from None
+    check_workflow(workflow)
     return LoadedJob(
         file_format=NAME,
         path=path,
@@ -275,18 +272,16 @@ def settings(plan: Plan, cluster: Cluster) -> PlanSettings:
     return PlanSettings({"placement": placement}, dump({"placement": placement}))
 
 
-def _cluster(section: ClusterSection, name: str) -> Cluster:
+def _cluster(section: ClusterSection) -> Cluster:
     if isinstance(section.nodes, list):
         if section.gpus_per_node is not None:
-            raise InputError(
-                "gpus_per_node goes with a number of nodes; a list of nodes states `gpus` for each",
-                where=f"{name}: cluster.gpus_per_node",
-            )
+            what = "gpus_per_node goes with a number of nodes; a list of nodes states `gpus` for each"
+            raise InputError(what, where="cluster.gpus_per_node")
         listed = section.nodes
     elif section.gpus_per_node is None:
         raise InputError(
             "how many GPUs a node has is not stated",
-            where=f"{name}: cluster",
+            where="cluster",
             hint="add cluster.gpus_per_node, or list the nodes with their `gpus`",
         )
     else:
@@ -297,19 +292,17 @@ def _cluster(section: ClusterSection, name: str) -> Cluster:
         stated = {**shared, **node.model_dump(exclude_none=True)}
         called = node.name or f"node{i}"
         if called in nodes:
-            raise InputError(f"two nodes are called {called}", where=f"{name}: cluster.nodes")
+            raise InputError(f"two nodes are called {called}", where="cluster.nodes")
         memory = {key: stated.get(key) for key in ("gpu_memory_gb", "host_memory_gb", "cpus")}
         nodes[called] = Node(called, node.gpus, stated.get("gpu", ANY_KIND), **memory)
     cluster = Cluster(tuple(nodes.values()))
     if cluster.gpus > MAX_GPUS:
-        raise InputError(
-            f"{cluster.gpus} GPUs are more than the {MAX_GPUS} trimtab plans for", where=f"{name}: cluster"
-        )
+        raise InputError(f"{cluster.gpus} GPUs are more than the {MAX_GPUS} trimtab plans for", where="cluster")
     return cluster
 
 
 def _component(name: str, section: ComponentSection, cluster: Cluster, profile: Profile | None, file: str) -> Component:
-    where = f"{file}: workflow.components.{name}"
+    where = f"workflow.components.{name}"
     measured = profile.component(name) if profile else None
     completion = section.completion if section.completion is not None or measured is None else measured.completion
     after = (section.after,) if isinstance(section.after, str) else tuple(dict.fromkeys(section.after))
@@ -435,7 +428,7 @@ def _curve(stated: float | dict[int, float]) -> GpuCurve:
 def _current(placement: Mapping[str, str | int], workflow: Workflow, cluster: Cluster, name: str) -> CurrentPlacement:
     ranks: dict[str, tuple[int, ...]] = {}
     for key, value in placement.items():
-        where = f"{name}: placement.{key}"
+        where = f"placement.{key}"
         for component in (part.strip() for part in key.split(",")):
             if component not in workflow.names:
                 raise unknown_component(component, workflow.names, where)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.core.numbers import is_number, is_whole
 from trimtab.model.run import Iteration
 from trimtab.render.html.kit.labels import counted
 
@@ -139,13 +140,11 @@ class ReportNode:
 
 
 def finite(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return float(value) if is_number(value) else None
 
 
 def whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if is_whole(value, maximum=math.inf) else None
 
 
 def as_text(value: Any) -> str:
