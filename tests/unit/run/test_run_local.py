@@ -26,12 +26,11 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
 from trimtab.plan.placement.order import BatchStep, PlanAction
-from trimtab.runtime.run.checkpoints import Checkpointer
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.components import Components
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.folder import RunFolder, read_run
-from trimtab.runtime.run.iteration import IterationRunner
+from trimtab.runtime.run.iteration import Checkpointer, IterationRunner
 from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
 from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local_executor import LocalExecutor

@@ -26,7 +26,7 @@ from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.cost import Points, seconds_at
 from trimtab.plan.placement.order import batch_seconds
 from trimtab.runtime.run.clock import Clock, WallClock
-from trimtab.runtime.run.component import Batch, OptionalMethods, Place, Result, RunComponent
+from trimtab.runtime.run.component import Batch, OptionalMethods, Place, Result
 
 _T = TypeVar("_T")
 
@@ -171,21 +171,18 @@ class PacedComponent:
     It has the optional methods of the wrapped component only; `onload` also if a switch takes time.
     """
 
-    def __init__(self, component: RunComponent, *, place: Place, clock: Clock | None = None, **settings: Any) -> None:
+    def __init__(self, component: Any, *, place: Place, clock: Clock | None = None, **settings: Any) -> None:
         self.component = component
         self._place = place
         self._clock: Clock = clock if clock is not None else WallClock()
         self._offload_s = 0.0  # seconds of the last offload: part of the next switch
         self.pace(**settings)
-        for name in ("brings_workers", *OPTIONAL):
-            if hasattr(component, name):
-                setattr(self, name, getattr(component, name))
-        own = {"offload": self._offload, "weights": self._weights}
-        for name, method in own.items():
-            if callable(getattr(component, name, None)):
-                setattr(self, name, method)
-        if callable(getattr(component, "onload", None)) or self._emulated.switch_s:
-            setattr(self, "onload", self._onload)  # noqa: B010
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "onload" and self._emulated.switch_s:
+            return self._onload
+        found = getattr(self.component, name)
+        return {"offload": self._offload, "onload": self._onload, "weights": self._weights}.get(name, found)
 
     def pace(self, **settings: Any) -> None:
         """Set the emulated times, also after a resize."""
@@ -203,11 +200,11 @@ class PacedComponent:
 
     def _offload(self) -> None:
         began = self._clock.now()
-        self.component.offload()  # type: ignore[attr-defined]
+        self.component.offload()
         self._offload_s = self._clock.now() - began
 
     def _weights(self) -> Any:
-        return self._padded(self._emulated.sync_s, self.component.weights)  # type: ignore[attr-defined]
+        return self._padded(self._emulated.sync_s, self.component.weights)
 
     def _padded(self, seconds: float, work: Callable[[], _T]) -> _T:
         """Do the work and sleep for the rest of its time."""

@@ -32,12 +32,11 @@ from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.procs.interrupts import stop_on_interrupt
 from trimtab.runtime.run import control_files
-from trimtab.runtime.run.checkpoints import Checkpointer
 from trimtab.runtime.run.component import ComponentError, error_text
 from trimtab.runtime.run.components import ComponentLostError, Components, Executor
 from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log
 from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
-from trimtab.runtime.run.iteration import Inputs, IterationRunner
+from trimtab.runtime.run.iteration import Checkpointer, Inputs, IterationRunner
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
 from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.measurements import Metrics, bars_facts, plan_facts, summary_facts
