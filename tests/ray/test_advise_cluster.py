@@ -80,4 +80,4 @@ def test_nodes_are_asked_for_their_figures_and_one_that_does_not_answer_is_shown
     server.shutdown()
     server.server_close()
     thread.join(5)
-    assert [(one["name"], one["busy"]) for one in found] == [("a", [(0, 0.97), (1, 0.03)]), ("b", [])]
+    assert [(one.name, one.busy) for one in found] == [("a", ((0, 0.97), (1, 0.03))), ("b", ())]

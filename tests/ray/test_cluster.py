@@ -17,9 +17,8 @@ import pytest
 
 from cluster_here import Place, worker_ports
 from trimtab.runtime.localcluster import allocation as books
-from trimtab.runtime.localcluster import gpus
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeSizes
-from trimtab.runtime.procs import ports
+from trimtab.runtime.procs import gpus, ports
 from trimtab.runtime.procs.processes import ProcessIdentity, send
 from trimtab.runtime.rayapi import auth
 from waiting import until

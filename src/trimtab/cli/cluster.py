@@ -76,10 +76,10 @@ def start(
         trimtab cluster start 7 --detach --port 6400 --dashboard-port 8300
     """
     from trimtab.render.text import cluster as cluster_text
-    from trimtab.runtime.localcluster import allocation, command, gpus
+    from trimtab.runtime.localcluster import allocation, command
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeSizes
-    from trimtab.runtime.procs import processes
+    from trimtab.runtime.procs import gpus, processes
     from trimtab.runtime.procs.interrupts import signals_interrupt
     from trimtab.runtime.rayapi import auth
     from trimtab.runtime.rayapi.connect import import_ray
@@ -149,8 +149,9 @@ def add(
         trimtab cluster add --address 10.0.0.1:6379
     """
     from trimtab.render.text import cluster as cluster_text
-    from trimtab.runtime.localcluster import allocation, command, gpus
+    from trimtab.runtime.localcluster import allocation, command
     from trimtab.runtime.localcluster import nodes as local
+    from trimtab.runtime.procs import gpus
     from trimtab.runtime.procs.interrupts import signals_interrupt
 
     ledger, cluster = _selected(address)
@@ -412,7 +413,7 @@ def _print_detached(data: dict[str, Any], hints: list[str]) -> None:
 
 
 def _print_started(node: NodeRecord) -> None:
-    from trimtab.runtime.localcluster.gpus import ids_text
+    from trimtab.runtime.procs.gpus import ids_text
 
     gpu = f" on GPU {ids_text(node.gpus)}" if node.gpus else ""
     err.print(f"{node.name} runs{gpu}: {node.node_id[:12]}")

@@ -7,23 +7,19 @@ it started are gone when it ends, also after Ctrl-C.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
-import logging
 import os
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
 from trimtab.demos.elastic_loop import LoopPrinter, Say
 from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.procs import processes
-from trimtab.runtime.rayapi.embedded import EmbeddedRay
+from trimtab.runtime.rayapi.embedded import EmbeddedRay, quiet
 
 PACE_S = 0.3  # minimum time of a step
 STEPS_EACH = 3  # in each world, once it has the right size
@@ -38,7 +34,7 @@ def run_demo(backend: str = "auto", say: Say | None = None) -> int:
     """Runs the demo, cleans up, and returns the exit status: 0 if all checks passed."""
     seen = _ProcessCensus()
     talk = LoopPrinter(say or functools.partial(print, file=sys.stdout, flush=True))
-    with _quiet(), EmbeddedRay(Cluster((Node("head", 1, cpus=1),))) as ray:
+    with quiet("ray", "trimtab"), EmbeddedRay(Cluster((Node("head", 1, cpus=1),))) as ray:
         talk.lines(f"Ray at {ray.address}: one node with one (fake) GPU, and more to come", "")
         demo = _Demo(ray, seen, talk, backend)
         demo.train()
@@ -220,18 +216,3 @@ class _ProcessCensus:
     def left(self, timeout_s: float) -> list[int]:
         """Pids that still exist after the timeout."""
         return sorted(process.pid for process in processes.gone(self._seen, timeout_s))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences Ray's messages about nodes that are killed on purpose."""
-    loggers = [logging.getLogger(name) for name in ("ray", "trimtab")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -23,7 +23,7 @@ from trimtab.render.html.dashboard import page as dashboard
 from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.render.text.top import picture
-from trimtab.runtime.dashboard.tail import EventTail
+from trimtab.runtime.run.folder import EventTail
 
 
 def applied(before: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:

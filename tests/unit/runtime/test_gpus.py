@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 
-from trimtab.runtime.localcluster.gpus import local_gpus, pids_by_gpu
 from trimtab.runtime.procs import gpus
-from trimtab.runtime.procs.gpus import GpuProcess, gpu_names, gpu_processes, gpu_utilization, used_bytes
+from trimtab.runtime.procs.gpus import (
+    GpuProcess,
+    gpu_names,
+    gpu_processes,
+    gpu_utilization,
+    local_gpus,
+    pids_by_gpu,
+    used_bytes,
+)  # fmt: skip
 from trimtab.runtime.procs.non_ray_gpu_users import find_non_ray_gpu_users
 
 GIB = 2**30

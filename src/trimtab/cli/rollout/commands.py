@@ -243,7 +243,7 @@ def doctor(
 
 def _diagnose_gateway(client: GatewayClient) -> tuple[RolloutFinding, ...]:
     from trimtab.machines.diagnose.rollout import examine
-    from trimtab.runtime.localcluster import gpus
+    from trimtab.runtime.procs import gpus
 
     return examine(_status(client), gpus.pids_by_gpu())
 

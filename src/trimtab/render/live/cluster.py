@@ -10,9 +10,9 @@ from typing import Any
 from trimtab.core.errors import UnreachableError
 from trimtab.render.live.view import LiveView
 from trimtab.render.text import cluster as cluster_text
-from trimtab.runtime.localcluster import gpus
 from trimtab.runtime.localcluster import nodes as local
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger
+from trimtab.runtime.procs import gpus
 from trimtab.runtime.rayapi.node_view import FIRST_ANSWER_S, RayViewProcess
 
 REFRESH_EVERY_S = 1.0

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from trimtab.render.output import out, text_table
 from trimtab.render.text.formatting import picked
-from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
+from trimtab.runtime.procs.gpus import LocalGpus, ids_text
 from trimtab.runtime.rayapi.node_view import shown
 from trimtab.runtime.rayapi.nodes import RayHolder, RayNode
 

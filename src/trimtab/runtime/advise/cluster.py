@@ -11,8 +11,8 @@ import contextlib
 import sys
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
 
+from trimtab.core.codec import decode, encode
 from trimtab.runtime.procs.sampler import ChildSampler, print_samples
 from trimtab.runtime.rayapi import auth
 from trimtab.runtime.rayapi.node_view import RayView
@@ -39,7 +39,12 @@ class ClusterWatch(ChildSampler[tuple[NodeUtilization, ...]]):
     def __init__(self, address: str, every_s: float, stale_s: float = STALE_S) -> None:
         self.address = address
         self._stale_s = stale_s
-        super().__init__("trimtab.runtime.advise.cluster", address, str(every_s), parse=_nodes)
+        super().__init__(
+            "trimtab.runtime.advise.cluster",
+            address,
+            str(every_s),
+            parse=lambda rows: tuple(decode(NodeUtilization, row) for row in rows),
+        )
 
     def seen(self) -> tuple[NodeUtilization, ...] | str:
         """The nodes, or why they are not known."""
@@ -49,13 +54,6 @@ class ClusterWatch(ChildSampler[tuple[NodeUtilization, ...]]):
         if not isinstance(sample, str) and age_s > self._stale_s:
             return f"the Ray cluster at {self.address} has not answered for {self._stale_s:g} s"
         return sample
-
-
-def _nodes(sample: Any) -> tuple[NodeUtilization, ...]:
-    return tuple(
-        NodeUtilization(**{**node, "busy": tuple((int(at), float(share)) for at, share in node["busy"])})
-        for node in sample
-    )
 
 
 # ---- the child process -----------------------------------------------------------------------------------------------
@@ -84,12 +82,11 @@ def _metrics_page(url: str | None) -> str:
         return ""
 
 
-def _sample(view: RayView) -> list[dict[str, Any]]:
+def _sample(view: RayView) -> list[NodeUtilization]:
     found = []
     for node in view.nodes():
-        busy = busy_in(_metrics_page(node.metrics_url)) if node.gpus else []
-        free = node.free.get("GPU", 0.0)
-        found.append({"name": node.name, "gpus": node.gpus, "free": free, "draining": node.draining, "busy": busy})
+        busy = tuple(busy_in(_metrics_page(node.metrics_url))) if node.gpus else ()
+        found.append(NodeUtilization(node.name, node.gpus, node.free.get("GPU", 0.0), node.draining, busy))
     return found
 
 
@@ -99,4 +96,4 @@ def _connect(address: str) -> RayView:
 
 
 if __name__ == "__main__":
-    print_samples(lambda: _connect(sys.argv[1]), _sample, float(sys.argv[2]))
+    print_samples(lambda: _connect(sys.argv[1]), lambda view: encode(_sample(view)), float(sys.argv[2]))

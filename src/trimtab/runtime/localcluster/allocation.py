@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Mapping
 
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
-from trimtab.runtime.localcluster.gpus import LocalGpus, ids_text
 from trimtab.runtime.localcluster.ledger import (
     ClusterRecord,
     Ledger,
@@ -26,6 +25,7 @@ from trimtab.runtime.localcluster.ledger import (
     leftover_processes,
 )
 from trimtab.runtime.procs import ports
+from trimtab.runtime.procs.gpus import LocalGpus, ids_text
 from trimtab.runtime.procs.processes import kill_family, this
 
 HEAD = "head"

@@ -2,16 +2,23 @@
 
 In-process, because starting `nvidia-smi` takes longer than stopping a task. Nothing here raises. None is "unknown": no
 NVML (no NVIDIA driver, an AMD machine), a GPU split by MIG (its figures are not those of a slice), a lost GPU, or a
-container that hides processes. Unknown is never 0 and never empty.
+container that hides processes. Unknown is never 0 and never empty. Ids of GPUs for nodes are in the form of
+CUDA_VISIBLE_DEVICES, which limits them; their use is recorded in the ledger of `localcluster`.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
+from trimtab.core.errors import InputError
+
+MAX_FAKE_GPUS = 32
 IDLE_BYTES = 2**30  # more in use on a GPU without a process: its processes are hidden from this container
 Answer = TypeVar("Answer")
 
@@ -52,6 +59,68 @@ def gpu_processes() -> list[GpuProcess] | None:
         for gpu, (listed, memory) in enumerate(each for each in numbered if each is not None)
         for process in listed
     ]
+
+
+# ---- for nodes of this machine ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalGpus:
+    """The GPUs that nodes may get, in order."""
+
+    ids: tuple[str, ...]
+    fake: bool = False
+    kind: str = ""
+
+    def named(self) -> str:
+        """`4 GPUs (0-3)`."""
+        if not self.ids:
+            return "no GPU"
+        what = "faked GPU" if self.fake else "GPU"
+        return f"{len(self.ids)} {what}{'s' if len(self.ids) > 1 else ''} ({ids_text(self.ids)})"
+
+
+def local_gpus(fake: int | None) -> LocalGpus:
+    """The GPUs here, or `fake` fake ones."""
+    if fake is not None:
+        if not 0 <= fake <= MAX_FAKE_GPUS:
+            raise InputError(
+                f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MAX_FAKE_GPUS}"
+            )
+        return LocalGpus(tuple(str(number) for number in range(fake)), fake=True)
+    names = gpu_names()
+    found = LocalGpus(tuple(map(str, range(len(names)))), kind=names[0]) if names else _devices()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    named = [word.strip() for word in visible.split(",") if word.strip()]
+    return LocalGpus(tuple(word for word in named if not word.isdecimal() or word in found.ids), kind=found.kind)
+
+
+def ids_text(ids: tuple[str, ...]) -> str:
+    """`0-3` for consecutive numbers, else all of them."""
+    if len(ids) > 2 and all(gpu.isdecimal() for gpu in ids):
+        numbers = [int(gpu) for gpu in ids]
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(ids)
+
+
+def pids_by_gpu() -> dict[str, list[int]]:
+    """Processes on each GPU by index, as far as the driver reports them."""
+    found: dict[str, list[int]] = {}
+    for process in gpu_processes() or ():
+        found.setdefault(str(process.gpu), []).append(process.pid)
+    return found
+
+
+def _devices() -> LocalGpus:
+    """Without NVML: the driver's devices."""
+    found = [int(match[1]) for dev in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", dev.name))]
+    return LocalGpus(tuple(str(number) for number in sorted(found)))
+
+
+# ---- the driver ------------------------------------------------------------------------------------------------------
 
 
 def _processes(nvml: Any, device: Any) -> tuple[list[Any], Any] | None:

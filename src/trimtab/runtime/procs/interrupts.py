@@ -41,6 +41,10 @@ class Interrupts:
 
 @contextlib.contextmanager
 def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals; does nothing outside the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -53,9 +57,6 @@ def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 def interrupts_deferred() -> Iterator[Interrupts]:
     """Defer Ctrl-C until `release`, and raise it once: the cleanup after it is not interrupted again."""
     interrupts = Interrupts()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupts
-        return
     with _handled(interrupts.on_signal, signal.SIGINT, signal.SIGTERM):
         yield interrupts
 
@@ -64,11 +65,8 @@ def interrupts_deferred() -> Iterator[Interrupts]:
 def stop_on_interrupt(stop: Callable[[str], None], is_ending: Callable[[], bool]) -> Iterator[None]:
     """Call `stop` on the first signal; raise KeyboardInterrupt on a second unless the run is ending.
 
-    Only the main thread gets signals: a run in another thread must be stopped by its caller.
+    A run in another thread than the main one must be stopped by its caller.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     count = 0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -85,9 +83,6 @@ def stop_on_interrupt(stop: Callable[[str], None], is_ending: Callable[[], bool]
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Ignore SIGINT, SIGTERM and SIGHUP during a cleanup that has its own deadlines."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     with _handled(signal.SIG_IGN, *_ENDING):
         yield
 
@@ -99,9 +94,6 @@ def reliable_interrupts() -> Iterator[Callable[[], None]]:
     Python swallows a KeyboardInterrupt that is raised in a destructor, and Ray's references have destructors.
     """
     came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
 
     def check() -> None:
         if came:
@@ -111,15 +103,10 @@ def reliable_interrupts() -> Iterator[Callable[[], None]]:
         came.append(number)
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # the application handles Ctrl-C itself
+    # An application that handles Ctrl-C itself is left alone.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with _handled(interrupt, *([signal.SIGINT] if is_default else ())):
         yield check
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ MAX_NODES = 32
 
 @dataclass(frozen=True)
 class NodePorts:
-    """Ports of a node."""
+    """Ports of a node, in the order of its block."""
 
     node_manager: int
     object_manager: int
@@ -49,17 +49,7 @@ def block(slot: int, first: int, first_worker: int) -> NodePorts:
     """Ports of the node in slot 0, 1, 2 ..."""
     start = first + slot * PORTS_PER_NODE
     workers = first_worker + slot * WORKER_PORTS_PER_NODE
-    return NodePorts(
-        node_manager=start,
-        object_manager=start + 1,
-        agent_http=start + 2,
-        agent_grpc=start + 3,
-        runtime_env=start + 4,
-        metrics=start + 5,
-        spare=start + 6,
-        first_worker=workers,
-        last_worker=workers + WORKER_PORTS_PER_NODE - 1,
-    )
+    return NodePorts(*(*range(start, start + 7), workers, workers + WORKER_PORTS_PER_NODE - 1))
 
 
 def free_block(first: int, first_worker: int, held: Collection[int], avoid: Collection[int]) -> tuple[int, NodePorts]:

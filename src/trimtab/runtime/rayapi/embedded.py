@@ -59,7 +59,7 @@ class EmbeddedRay:
         # busy machine the start of a node may take longer than Ray's default of 30 s.
         os.environ.setdefault("RAY_num_workers_soft_limit", "24")
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-        with _quiet():
+        with quiet():
             self._cluster = RayNodes()
             try:
                 for node in self._nodes or (Node("node0", 0),):
@@ -94,7 +94,7 @@ class EmbeddedRay:
         self._cluster._shutdown_at_exit = threading.current_thread() is threading.main_thread()
         before = set(processes.descendants(os.getpid()))
         try:
-            with _quiet():
+            with quiet():
                 self._started[node.name] = self._cluster.add_node(
                     node_name=node.name,
                     wait=False,
@@ -120,14 +120,14 @@ class EmbeddedRay:
         for pid in (*raylets, *below):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with _quiet():
+        with quiet():
             self._cluster.remove_node(node, allow_graceful=False)
 
     def remove(self, name: str) -> None:
         """Remove a node gracefully. Not the first node, which is the head."""
         self._record_processes()
         node = self._started.pop(name)
-        with _quiet():
+        with quiet():
             self._cluster.remove_node(node, allow_graceful=True)
 
     def _record_processes(self) -> None:
@@ -146,7 +146,7 @@ class EmbeddedRay:
     def _end(self) -> None:
         """Shut Ray down, and kill what is left of it."""
         self._record_processes()
-        with _quiet():
+        with quiet():
             with contextlib.suppress(Exception):
                 self._ray.shutdown()
             with contextlib.suppress(Exception):
@@ -223,13 +223,15 @@ def _store_bytes(nodes: int) -> int:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress Ray's log and stdout while it starts and stops."""
-    log = logging.getLogger("ray")
-    before = log.level
-    log.setLevel(logging.ERROR)
+def quiet(*names: str) -> Iterator[None]:
+    """Suppress the messages of these loggers, Ray's by default, and stdout: while Ray starts, stops or loses nodes."""
+    loggers = [logging.getLogger(name) for name in names or ("ray",)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        log.setLevel(before)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -33,12 +33,13 @@ from trimtab.formats.files import replace
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.runtime.procs.locks import DirectoryLock
-from trimtab.runtime.store.files import AppendLog, read_lines
+from trimtab.runtime.store.files import AppendLog, FileTail, read_lines
 
 FORMAT = "trimtab-run"
 VERSION = 2  # the only one that is read
 EVENTS, SUMMARY, SAVED, STATES, JOB = "events.jsonl", "summary.json", "saved.json", "state", "job.yaml"
 LOCK = "lock"
+MAX_READ_BYTES = 2**23  # of one read of a tail: a large run comes in pieces
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,33 @@ def read_saved(path: Path) -> tuple[int, str | None]:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         fault = plain.loads((path / SUMMARY).read_bytes()).get("fault")
     return saved, fault
+
+
+class EventTail:
+    """Tails the events of a run, which may not have begun. A malformed line is None, so that it can be counted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / EVENTS
+        if not folder.exists():
+            raise InputError("there is no such folder", where=str(folder), hint="name the folder of a run")
+        if not folder.is_dir():
+            raise InputError("this is a file, not the folder of a run", where=str(folder), hint="name its folder")
+        self._tail = FileTail(self.path)
+
+    def read(self) -> tuple[bool, list[dict[str, Any] | None]]:
+        """Whether it begins anew, and the new events. Raises InputError if it cannot be read."""
+        try:
+            anew, lines = self._tail.lines(MAX_READ_BYTES)
+        except OSError as fault:
+            raise InputError(f"it cannot be read: {fault.strerror or fault}", where=str(self.path)) from None
+        return anew, [_event(line) for line in lines]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        return read_event(line)
+    except ValueError:
+        return None
 
 
 @dataclass

@@ -105,6 +105,8 @@ class FileTail:
         self.path = path
         self.gone = False  # missing at the moment
         self._descriptor: int | None = None
+        self._inode = (0, 0)
+        self._partial = b""  # of a line
         self._forget()
 
     def read(self) -> Iterator[bytes | None]:

@@ -19,7 +19,6 @@ import os
 import re
 import threading
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,33 +99,18 @@ def _read_journal(directory: str | Path, before: int | None, kinds: EventKinds) 
             where=str(directory),
             hint="put it back, or start with another journal_dir",
         )
-    found: list[tuple[float, Any]] = []
-    instructions: list[tuple[str, ...] | None] = []
-    notes: tuple[str, ...] = ()
-    torn, length = None, 0
-    for number in wanted:
-        read = _read_segment(segments[number], kinds, last=number == wanted[-1])
-        found += read.events
-        instructions += read.instructions
-        notes = read.notes or notes
-        torn, length = read.torn, read.length
-    began = last_time
-    if found:
-        last_time = max(last_time, found[-1][0])
-    segment = wanted[-1] if wanted else first
-    return JournalContents(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(instructions), began)
-
-
-def read_segment(path: Path, *, kinds: EventKinds = POOL_EVENTS) -> JournalContents:
-    """Read a single segment file."""
-    read = _read_segment(path, kinds, last=True)
+    parts = [read_segment(segments[number], kinds=kinds, last=number == wanted[-1]) for number in wanted]
+    events = tuple(event for part in parts for event in part.events)
     return JournalContents(
-        None,
-        tuple(read.events),
-        read.events[-1][0] if read.events else 0.0,
-        read.notes,
-        read.torn,
-        instructions=tuple(read.instructions),
+        snapshot,
+        events,
+        max(last_time, events[-1][0]) if events else last_time,
+        next((part.notes for part in reversed(parts) if part.notes), ()),
+        parts[-1].torn if parts else None,
+        wanted[-1] if wanted else first,
+        parts[-1].length if parts else 0,
+        tuple(each for part in parts for each in part.instructions),
+        last_time,
     )
 
 
@@ -358,15 +342,6 @@ def write_snapshot(directory: Path, number: int, now: float, state: dict[str, An
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Segment:
-    events: list[tuple[float, Any]]
-    instructions: list[tuple[str, ...] | None]
-    notes: tuple[str, ...]
-    torn: str | None
-    length: int
-
-
 def _files(directory: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     segments: dict[int, Path] = {}
     snapshots: dict[int, Path] = {}
@@ -390,9 +365,14 @@ def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
         ) from None
 
 
-def _read_segment(path: Path, kinds: EventKinds, *, last: bool) -> _Segment:
-    read = _Segment([], [], (), None, 0)
-    lines = list(_lines(path))
+def read_segment(path: Path, *, kinds: EventKinds = POOL_EVENTS, last: bool = True) -> JournalContents:
+    """Read a single segment file; only the last one may end with a half-written line."""
+    events: list[tuple[float, Any]] = []
+    instructions: list[tuple[str, ...] | None] = []
+    notes: tuple[str, ...] = ()
+    torn, length = None, 0
+    with open(path, "rb") as file:
+        lines = list(file)
     for number, line in enumerate(lines, 1):
         try:
             if not line.endswith(b"\n"):
@@ -400,22 +380,23 @@ def _read_segment(path: Path, kinds: EventKinds, *, last: bool) -> _Segment:
             if number == 1:
                 data = plain.loads(line)
                 _same_format(data, path)
-                read.notes = decode(tuple[str, ...], data.get("notes", []))
+                notes = decode(tuple[str, ...], data.get("notes", []))
             else:
-                now, event, instructions = _event(plain.loads(line), kinds)
-                read.events.append((now, event))
-                read.instructions.append(instructions)
+                now, event, done = _event(plain.loads(line), kinds)
+                events.append((now, event))
+                instructions.append(done)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as fault:
             if last and number == len(lines):
-                read.torn = f"line {number} of {path} was half written and is left out"
-                return read
+                torn = f"line {number} of {path} was half written and is left out"
+                break
             raise DamagedError(
                 f"the journal is damaged: {_why(fault)}",
                 where=f"{path}, line {number}",
                 hint="put the file back from a copy, or start with another journal_dir",
             ) from None
-        read.length += len(line)
-    return read
+        length += len(line)
+    last_time = events[-1][0] if events else 0.0
+    return JournalContents(None, tuple(events), last_time, notes, torn, length=length, instructions=tuple(instructions))
 
 
 def _event(data: Any, kinds: EventKinds) -> tuple[float, Any, tuple[str, ...] | None]:
@@ -435,11 +416,6 @@ def _time(data: Any) -> float:
 
 def _why(fault: Exception) -> str:
     return f"{fault} is not known" if isinstance(fault, KeyError) else str(fault)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        yield from file
 
 
 def _same_format(data: Any, path: Path) -> None:

@@ -20,9 +20,9 @@ from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.dashboard.panels import Panels, controller_panels, fleet_panel, run_panels, workers_panel
 from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.text.formatting import clock, counts
-from trimtab.runtime.dashboard.tail import EventTail
 from trimtab.runtime.run import control_files
 from trimtab.runtime.run.engines.event_log import load_path, read_load
+from trimtab.runtime.run.folder import EventTail
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
