@@ -222,6 +222,10 @@ def test_the_gate_holds_for_forwarded_calls(kind: str) -> None:
         await engine.resume()
         (delta,) = await call("c", 3)
         assert (delta.missing, delta.finish) == (3, FinishReason.stop)
+        running = asyncio.create_task(call("d", 40))
+        await until_async(lambda: stub.running, "it runs")
+        await engine.pause(PauseMode.wait)
+        assert [delta.missing for delta in await running] == [40], "a pause that waits lets it end"
 
     scene(kind, act)
 

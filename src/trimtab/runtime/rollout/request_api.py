@@ -133,7 +133,8 @@ class RequestApi:
 
         The reply comes whole and from a single version of the weights: a call whose engine is lost, drained or
         refitted is sent again from the start. `model` becomes the engine's own name, unless it is an adapter of the
-        pool. Raises InputError if the engine refuses it; a full queue is waited for.
+        pool. Raises InputError if the engine refuses it; a full queue is waited for. A reply that another client
+        aborted says so in its finish reason.
         """
         options = RequestOptions(class_, group, session, version, at_least, False, key, deadline_s)
         request = self.submit_forward(path, body, options)
