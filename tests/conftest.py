@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
 from playwright.sync_api import Browser, sync_playwright
@@ -65,6 +66,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 make_lean()
 
+hypothesis.settings.register_profile("trimtab", deadline=None)  # a crowded machine is no failure
+hypothesis.settings.load_profile("trimtab")
 # What hypothesis draws depends on the test alone, not on the constants of every module imported so far.
 assert callable(providers._get_local_constants)
 providers._get_local_constants = providers.Constants  # type: ignore[attr-defined]
