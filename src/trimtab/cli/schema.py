@@ -51,8 +51,9 @@ def schema(
         from trimtab.replay.replan.scenario import ReplanScenarioFile
         from trimtab.replay.rollout.scenario import RolloutScenarioFile
 
-        kinds = {"job": ReplanScenarioFile, "rollout": RolloutScenarioFile, "tasks": FILE.section}
-        made = file_schema("trimtab scenario", kinds)
+        made = file_schema(
+            "trimtab scenario", {"job": ReplanScenarioFile, "rollout": RolloutScenarioFile, "tasks": FILE.section}
+        )
     text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
     if output is None:
         sys.stdout.write(text)
