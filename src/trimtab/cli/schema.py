@@ -47,14 +47,13 @@ def schema(
 
         made = file_schema("trimtab profile", {"profile": ProfileFile})
     else:
-        from trimtab.formats.sections import Section
         from trimtab.replay.pool.scenario import FILE
         from trimtab.replay.replan.scenario import ReplanScenarioFile
         from trimtab.replay.rollout.scenario import RolloutScenarioFile
 
-        kinds: dict[str, type[Section]] = {"job": ReplanScenarioFile, "rollout": RolloutScenarioFile}
-        kinds["tasks"] = FILE.section
-        made = file_schema("trimtab scenario", kinds)
+        made = file_schema(
+            "trimtab scenario", {"job": ReplanScenarioFile, "rollout": RolloutScenarioFile, "tasks": FILE.section}
+        )
     text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
     if output is None:
         sys.stdout.write(text)

@@ -56,6 +56,6 @@ def file_schema(title: str, by_key: Mapping[str, type[Section]]) -> dict[str, An
         [(kind, "validation") for kind in by_key.values()], schema_generator=_WithComments
     )
     found: Any = {"required": [next(iter(by_key))]}
-    for key, kind in reversed(list(by_key.items())):
+    for key, kind in reversed([*by_key.items()]):
         found = {"if": {"required": [key]}, "then": named[kind, "validation"], "else": found}
     return {"$schema": GenerateJsonSchema.schema_dialect, "title": title, **found, **definitions}

@@ -207,6 +207,7 @@ class FieldsOf:
     elsewhere: Elsewhere = dataclasses.field(default_factory=dict)
     types: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # instead of the fields' own
     only: tuple[str, ...] = ()  # empty: all
+    optional: tuple[str, ...] = ()  # required by the dataclass, stated elsewhere if not here
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         make = (lambda section: self.kind(**_stated(section))) if source is self.kind else _stated
@@ -230,7 +231,8 @@ class FieldsOf:
                 number: Any = Annotated[int if allowed.whole else float, Within(allowed.minimum, allowed.maximum)]
                 annotation = number | None if allowed.optional else number
             annotation = Switch if annotation is bool else annotation
-            default: Any = ... if field.default is dataclasses.MISSING else field.default
+            missing = None if field.name in self.optional else ...
+            default: Any = missing if field.default is dataclasses.MISSING else field.default
             if field.default_factory is not dataclasses.MISSING:
                 default = Field(default_factory=field.default_factory)
             made[field.name] = (annotation, default)

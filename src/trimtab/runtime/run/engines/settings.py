@@ -20,7 +20,9 @@ from trimtab.runtime.rollout.launch.launcher import EngineCommand
 RUN_RULES = ("min_workers", "max_workers", "capacity", "version", "ownership", "classes")
 RULES = FieldsOf(RolloutRules, dict.fromkeys(RUN_RULES, ("is set by the run", "")), {"resume_every": ResumeEvery})
 GATEWAY = FieldsOf(
-    GatewaySettings, only=("host", "port", "token", "model_name", "max_concurrent", "default_max_tokens")
+    GatewaySettings,
+    only=("host", "port", "token", "model_name", "max_concurrent", "default_max_tokens"),
+    optional=("token",),
 )
 
 
@@ -29,7 +31,7 @@ class EngineSettings(Section):
 
     ask: Name
     engine: Name | None = None
-    command: str | list[str] | Annotated[dict[str, Any], FieldsOf(EngineCommand)] | None = None
+    command: str | list[str] | Annotated[dict[str, Any], FieldsOf(EngineCommand, optional=("model",))] | None = None
     engine_settings: dict[str, Any] = Field(default_factory=dict)
     ask_settings: dict[str, Any] = Field(default_factory=dict)
     gpus_each: Count = 1
