@@ -7,6 +7,7 @@ Settings that have a dataclass are read by `FieldsOf`: their keys, types and ran
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,6 +38,7 @@ Elsewhere = Mapping[str, tuple[str, str]]  # keys that belong elsewhere: what is
 MAX_GPUS = 65_536
 COMPLETION = "points are [share of batches done, share of time], from [0, 0] to [1.0, 1.0]"
 MIN_S = 0.001  # of a limit in seconds
+ANY = Range(-math.inf, math.inf)
 _REFUSED, _UNKNOWN, _NO_SECTION = "refused", "unknown_key", "no_section"
 _EXPECTED = {
     **dict.fromkeys(("list_type", "tuple_type"), "expected: a list"),
@@ -56,7 +58,7 @@ class Within(Range):
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         allowed = dataclasses.replace(self, whole=source is int)
         bounds: dict[str, Any] = {
-            key: bound for key, bound in (("ge", self.minimum), ("le", self.maximum)) if abs(bound) != float("inf")
+            key: bound for key, bound in (("ge", self.minimum), ("le", self.maximum)) if math.isfinite(bound)
         }
         kind = core_schema.int_schema(**bounds) if allowed.whole else core_schema.float_schema(**bounds)
         return core_schema.no_info_before_validator_function(allowed.parsed, kind)
@@ -223,13 +225,13 @@ class FieldsOf:
         hints, ranges = get_type_hints(self.kind, include_extras=True), ranges_of(self.kind)
         made: dict[str, Any] = {}
         for field in dataclasses.fields(self.kind):
-            allowed = ranges.get(field.name)
             if field.name in self.elsewhere or (self.only and field.name not in self.only):
                 continue
             annotation = self.types.get(field.name, hints[field.name])
-            if annotation in (int, float, int | None, float | None) and allowed is not None:
-                number: Any = Annotated[int if allowed.whole else float, Within(allowed.minimum, allowed.maximum)]
-                annotation = number | None if allowed.optional else number
+            if annotation in (int, float, int | None, float | None):
+                allowed, kind = ranges.get(field.name, ANY), int if "int" in str(annotation) else float
+                number: Any = Annotated[kind, Within(allowed.minimum, allowed.maximum)]
+                annotation = number if annotation is kind else number | None
             annotation = Switch if annotation is bool else annotation
             missing = None if field.name in self.optional else ...
             default: Any = missing if field.default is dataclasses.MISSING else field.default

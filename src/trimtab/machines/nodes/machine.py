@@ -19,7 +19,7 @@ from collections import Counter
 from typing import Any
 
 from trimtab.core.codec import decode
-from trimtab.core.errors import InputError, unknown
+from trimtab.core.errors import InputError, meant
 from trimtab.core.machine import Machine, Timers, earliest, on
 from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.nodes import events as e
@@ -196,7 +196,8 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         node = self.nodes.get(event.node)
         if node is None:
             known = sorted(name for name, node in self.nodes.items() if node.there)
-            raise unknown(event.node, known, what="there is no node {}")
+            hint = meant(event.node, known, f"nodes: {', '.join(known[:8]) or 'none'}")
+            raise InputError(f"there is no node {event.node}", hint=hint)
         if node.facts.head:
             raise InputError(
                 f"node {node.display_name} is the head: the cluster ends with it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trimtab.core.errors import unknown
+from trimtab.core.errors import InputError, meant
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.model.rollout import (
     End,
@@ -236,7 +236,8 @@ def known_worker(workers: dict[str, RolloutWorker], name: str) -> RolloutWorker:
     """The worker of that name; InputError with a hint otherwise."""
     worker = workers.get(name)
     if worker is None:
-        raise unknown(name, workers, what="there is no worker {}")
+        hint = meant(name, workers, f"workers: {', '.join(sorted(workers)[:8]) or 'none'}")
+        raise InputError(f"there is no worker {name}", hint=hint)
     return worker
 
 

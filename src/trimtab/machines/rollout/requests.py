@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trimtab.core.errors import InputError, unknown
+from trimtab.core.errors import InputError, meant
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.records import (
@@ -45,7 +45,8 @@ class RequestTransitions:
         state, spec = self.state, event.spec
         queue = state.router.queues.get(spec.class_)
         if queue is None:
-            raise unknown(spec.class_, state.router.queues, f"request {spec.id}", "there is no class {}")
+            hint = meant(spec.class_, state.router.queues, f"classes: {', '.join(state.router.queues)}")
+            raise InputError(f"request {spec.id}: there is no class {spec.class_}", hint=hint)
         if spec.id in state.requests or spec.id in state.past or spec.id in state.coalesced:
             raise InputError(f"there is a request {spec.id} already", hint="each request has an id of its own")
         if spec.key and self._same_key(spec):
