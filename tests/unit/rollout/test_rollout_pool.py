@@ -471,7 +471,7 @@ def test_the_journal_holds_every_event_and_leads_to_the_same_state(tmp_path: Pat
 
 
 def test_rules_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(InputError, match="min_workers is 3, max_workers 2"):
+    with pytest.raises(InputError, match="min_workers 3 is above max_workers 2"):
         RolloutRules(min_workers=3, max_workers=2)
 
 
