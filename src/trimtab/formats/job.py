@@ -30,6 +30,7 @@ from trimtab.formats.sections import (
     Section,
     Share,
     Switch,
+    Text,
     Within,
 )
 from trimtab.formats.yaml_text import Source, dump
@@ -176,7 +177,7 @@ class ComponentSection(CostSection):
     device: Literal["gpu", "cpu"] = "gpu"
     cpus: Cpus = 0.0  # that it takes, on CPUs
     variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None  # ways to run it
-    use: Name | None = None  # package.module:Class that `trimtab run` makes
+    use: Text | None = None  # package.module:Class that `trimtab run` makes
     settings: dict[str, Any] | None = None  # of its constructor
     emulate: Switch | EmulateSection | None = None  # `trimtab run` only takes the time of its steps
 
