@@ -6,7 +6,6 @@ is guessed: what is not stated is not checked, and the answer says so.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.ranks import ranks_text
+from trimtab.core.ranks import rank_range, ranks_text
 from trimtab.formats import sections
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.rollout.elastic_config import SETTINGS
@@ -31,6 +30,7 @@ from trimtab.formats.sections import (
     Section,
     Share,
     Switch,
+    Text,
     Within,
 )
 from trimtab.formats.yaml_text import Source, dump
@@ -177,7 +177,7 @@ class ComponentSection(CostSection):
     device: Literal["gpu", "cpu"] = "gpu"
     cpus: Cpus = 0.0  # that it takes, on CPUs
     variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None  # ways to run it
-    use: Name | None = None  # package.module:Class that `trimtab run` makes
+    use: Text | None = None  # package.module:Class that `trimtab run` makes
     settings: dict[str, Any] | None = None  # of its constructor
     emulate: Switch | EmulateSection | None = None  # `trimtab run` only takes the time of its steps
 
@@ -444,14 +444,14 @@ def ranks_of(text: str, total: int, where: str) -> tuple[int, ...]:
         return tuple(range(total))
     ranks: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        found = rank_range(part)
+        if found is None:
             raise InputError(
                 f"the placement {text!r} cannot be understood at {part!r}",
                 where=where,
                 hint='write all, a rank, a range such as "0-3", or several with commas',
             )
-        ranks.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+        ranks.extend(found)
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(ranks) < 4096 else []
     if twice:
         raise InputError(f"the placement {text!r} names GPU {ranks_text(twice)} twice", where=where)

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from trimtab.core.errors import InputError
 from trimtab.formats import files, sections, yaml_text
-from trimtab.formats.sections import Completion, FieldsOf, Gpus, Made, Measured, Name, Section, Within
+from trimtab.formats.sections import Completion, FieldsOf, Gpus, Made, Measured, Section, Text, Within
 from trimtab.formats.yaml_text import Source
 from trimtab.model.profile import ComponentProfile, Profile
 
@@ -35,7 +35,7 @@ class ProfileSection(Section):
 
     source: str = ""
     notes: tuple[str, ...] | None = None
-    components: Annotated[dict[Name, Annotated[dict[str, Any], COMPONENT]], Field(min_length=1)]
+    components: Annotated[dict[Text, Annotated[dict[str, Any], COMPONENT]], Field(min_length=1)]
 
 
 class ProfileFile(Section):

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trimtab.core.numbers import MAX_COUNT
-from trimtab.formats.sections import FieldsOf, Limit, Name, Names, Priority, Section, Seed, Within
+from trimtab.formats.sections import FieldsOf, Limit, Names, Priority, Section, Seed, Text, Within
 from trimtab.formats.yaml_text import Source
 from trimtab.model.run import ReplanRules
 from trimtab.model.workflow import unknown_component
@@ -35,7 +35,7 @@ class RunSection(Section):
     step_limit_s: Limit = 600.0  # a component call that takes longer counts as hung
     profile_iterations: Annotated[int, Within(2, MAX_COUNT)] = 4  # measured before planning, where costs are not stated
     priority: Priority = 8.0  # of the job's tasks in the cluster
-    modules_from: Name | None = None  # where the components' modules are; default: beside the file and above it
+    modules_from: Text | None = None  # where the components' modules are; default: beside the file and above it
     loop: Loop = Field(default_factory=dict)  # when the run is moved to another plan
 
     @property

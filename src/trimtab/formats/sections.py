@@ -121,6 +121,7 @@ Measured = BeforeValidator(_measured)
 Points = Annotated[dict[Gpus, Seconds], Measured]
 Completion = Annotated[list[tuple[Share, Share]], AfterValidator(_rising)]
 Switch = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=100)]
 OneOrMore = Shorthand(lambda value: [value] if isinstance(value, str | Mapping) else value)
 Names = Annotated[tuple[Name, ...], OneOrMore]

@@ -110,11 +110,16 @@ def parse(text: str, name: str) -> Any:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """A YAML file whose top level is a mapping."""
-    data = parse(read_text(path), str(path))
+    return read_named(path)[1]
+
+
+def read_named(path: Path) -> tuple[Source, dict[str, Any]]:
+    """The same, and the file for errors."""
+    source, data = read_source(path)
     if not isinstance(data, Mapping):
         found = "nothing" if data is None else type(data).__name__
         raise InputError(f"a mapping of keys is expected, the file holds {found}", where=str(path))
-    return dict(data)
+    return source, dict(data)
 
 
 def dump(data: Any) -> str:

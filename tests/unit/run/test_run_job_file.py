@@ -55,6 +55,8 @@ def test_the_run_section_holds_priority_modules_and_the_rules_of_the_loop(tmp_pa
 
 
 def test_the_copy_that_a_folder_keeps_is_the_same_job_wherever_it_lies(tmp_path: Path) -> None:
+    tmp_path = tmp_path / ("long" * 40)  # the path of the modules is kept in the copy
+    tmp_path.mkdir()
     run = load_run(written(tmp_path), iterations=9, seed=3, mode="advise")
     away = tmp_path / "runs" / "job-1"
     away.mkdir(parents=True)

@@ -6,13 +6,13 @@ as the framework reads it; what it does not state must be given by hand.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError, meant
+from trimtab.core.ranks import rank_range
 from trimtab.formats import yaml_text
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
@@ -170,13 +170,8 @@ def _ranks(value: Any, total: int | None) -> int | None:
     text = str(value).strip().lower()
     if text == "all":
         return total
-    count = 0
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part.partition(":")[0])  # after the colon: processes
-        if not found or (found[2] and int(found[2]) < int(found[1])):
-            return None
-        count += int(found[2]) - int(found[1]) + 1 if found[2] else 1
-    return count
+    ranges = [rank_range(part.partition(":")[0]) for part in text.split(",")]  # after the colon: processes
+    return None if None in ranges else sum(len(ranks or ()) for ranks in ranges)
 
 
 def _get(config: Mapping[str, Any], dotted: str) -> Any:

@@ -27,7 +27,7 @@ from trimtab.core.errors import InputError
 from trimtab.core.numbers import is_number
 from trimtab.formats import files, sections, yaml_text
 from trimtab.formats.pipeline.pipeedge import MAX_VALUE, Value, Whole
-from trimtab.formats.sections import Name, OpenSection, Within
+from trimtab.formats.sections import OpenSection, Text, Within
 from trimtab.formats.yaml_text import Source
 
 KIND = "trimtab layer profile"
@@ -40,8 +40,8 @@ _BOOLEAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "
 class MeasuredLayers(OpenSection):
     """The part of a layer profile that goes into the files."""
 
-    model: Name
-    dtype: Name
+    model: Text
+    dtype: Text
     batch_size: Annotated[int, Within(1, MAX_VALUE)]
     time_s: Annotated[tuple[Value, ...], Field(min_length=1)]
     mem_mb: tuple[Value, ...] = Field(alias="mem_MB")

@@ -79,12 +79,6 @@ class ProfileEntry(OpenSection):
     time_s: list[Value]
 
 
-class ProfileRows(OpenSection):
-    """The profiles of a model on a device type."""
-
-    rows: list[ProfileEntry]
-
-
 class TypeEntry(OpenSection):
     """A device type of `device_types.yml`; profiles of other models than the job's are not read."""
 
@@ -184,7 +178,7 @@ def canonical_dtype(name: str) -> str:
 
 
 def _model(path: Path, name: str, warnings: list[str]) -> ModelChain:
-    source, data = _named_entries(path)
+    source, data = yaml_text.read_named(path)
     if name not in data:
         raise InputError(f"there is no model {name}", where=str(path), hint=_meant(name, sorted(map(str, data))))
     entry = sections.read(ModelEntry, data[name], source, name)
@@ -199,13 +193,6 @@ def _model(path: Path, name: str, warnings: list[str]) -> ModelChain:
         )
         out = [out[i % len(out)] for i in range(layers)]
     return ModelChain(name, tuple(entry.mem_mb), entry.parameters_in, tuple(out))
-
-
-def _named_entries(path: Path) -> tuple[Source, dict[Any, Any]]:
-    source, data = yaml_text.read_source(path)
-    if not isinstance(data, Mapping):
-        raise InputError("a mapping of keys is expected", where=str(path))
-    return source, dict(data)
 
 
 def _hosts(path: Path) -> tuple[Host, ...]:
@@ -241,7 +228,7 @@ def _types(
     dtype: str,
     warnings: list[str],
 ) -> tuple[DeviceType, ...]:
-    source, data = _named_entries(path)
+    source, data = yaml_text.read_named(path)
     by_name = {str(name): entry for name, entry in data.items()}
     named = list(dict.fromkeys([*(host.type for host in hosts), *(str(kind) for kind in _as_written(devices))]))
     out: list[DeviceType] = []
@@ -296,14 +283,17 @@ def _profile(
 ) -> tuple[tuple[float, ...], set[tuple[int, str]]]:
     """(times of a model on a device type, settings it was profiled with)."""
     where = f"{source.name}: {name}"
-    if (entry.model_profiles or {}).get(model.name) is None:
+    rows = (entry.model_profiles or {}).get(model.name)
+    if rows is None:
         warnings.append(f"{where} has no profile of {model.name}: its hosts hold no layers")
         return (), set()
     keys = (name, "model_profiles", model.name)
-    rows = sections.read(ProfileRows, {"rows": (entry.model_profiles or {})[model.name]}, source, *keys).rows
+    if not isinstance(rows, list):
+        raise source.error("a list of profiles is expected", *keys)
     found: tuple[float, ...] = ()
     seen = set()
-    for at, profile in enumerate(rows):
+    for at, row in enumerate(rows):
+        profile = sections.read(ProfileEntry, row, source, *keys, at)
         if (profile.batch_size, profile.dtype) == (batch_size, dtype):
             if (batch_size, dtype) in seen:
                 place = source.place(*keys, at)

@@ -82,8 +82,8 @@ def _address(url: str) -> str:
     return url
 
 
-Text = Annotated[str, Shorthand(_text)]  # may be written as a number
-Words = Annotated[tuple[Text, ...], Shorthand(_words)]
+Word = Annotated[str, Shorthand(_text)]  # may be written as a number
+Words = Annotated[tuple[Word, ...], Shorthand(_words)]
 Version = Annotated[int, Within(0, 2**53)]
 ResumeEvery = Annotated[float | str | None, checked_by(resume_bounds)]
 
@@ -120,7 +120,7 @@ class StartedEngines(Section):
     model: str = ""
     command: Words | None = None  # None: the default of the kind
     arguments: Words = ()
-    environment: dict[str, Text] = Field(default_factory=dict)
+    environment: dict[str, Word] = Field(default_factory=dict)
     count: Annotated[int, Within(1, MAX_ENGINES)] | Literal["nodes"] = 1  # nodes: as many as fit on the pool's nodes
     per_node: Count | None = None  # at most, with `count: nodes`
     name: Name | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.core.numbers import is_number, is_whole
+from trimtab.core.ranks import rank_range
 from trimtab.model.run import Iteration
 from trimtab.render.html.kit.labels import counted
 
@@ -155,10 +156,9 @@ def ranks_of(text: Any) -> tuple[int, ...]:
     """Parse ranks as plans write them: `0-3,6`."""
     found: list[int] = []
     for part in str(text).split(",") if str(text).strip() else ():
-        first, _, last = part.strip().partition("-")
-        ranks = range(int(first), int(last or first) + 1)
-        if len(found) + len(ranks) > _MAX_GPUS:
-            raise ValueError(f"more than {_MAX_GPUS} GPUs")
+        ranks = rank_range(part)
+        if ranks is None or len(found) + len(ranks) > _MAX_GPUS:
+            raise ValueError(f"{part!r:.40} are no ranks of {_MAX_GPUS} GPUs")
         found.extend(ranks)
     return tuple(found)
 

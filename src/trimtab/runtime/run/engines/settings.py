@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from trimtab.formats import sections
 from trimtab.formats.rollout.elastic_config import SETTINGS
 from trimtab.formats.rollout.schema import ResumeEvery
-from trimtab.formats.sections import Count, FieldsOf, Name, Priority, Seconds, Section, Switch, refused
+from trimtab.formats.sections import Count, FieldsOf, Priority, Seconds, Section, Switch, Text, refused
 from trimtab.formats.yaml_text import Source
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import Owner, Ownership, RolloutRules
@@ -29,8 +29,8 @@ GATEWAY = FieldsOf(
 class EngineSettings(Section):
     """Settings of `EngineRollout`; seconds, unless stated otherwise. Either `engine` or `command` is given."""
 
-    ask: Name
-    engine: Name | None = None
+    ask: Text
+    engine: Text | None = None
     command: str | list[str] | Annotated[dict[str, Any], FieldsOf(EngineCommand, optional=("model",))] | None = None
     engine_settings: dict[str, Any] = Field(default_factory=dict)
     ask_settings: dict[str, Any] = Field(default_factory=dict)
