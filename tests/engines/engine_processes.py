@@ -75,6 +75,9 @@ def engine(release: str, folder: Path) -> Iterator[Process]:
         assert "ENGINE_RELEASES" in os.environ, f"{release} is not here: tools/make-engine-envs makes it"
         pytest.skip(f"{release} was left out by ENGINE_RELEASES")
     command, environment = (_sglang if release == "sglang" else _vllm)(venv, port)
+    template = folder / "chat.jinja"  # the model has none
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    command += ["--chat-template", str(template)]
     log = folder / f"{release}-{port}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

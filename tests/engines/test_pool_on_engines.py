@@ -20,6 +20,7 @@ import pytest
 from engine_processes import MODELS, RELEASES, START_S, Process, come_up, engine
 
 from engine_answers import NEAR_TIE, prompts, run
+from trimtab.core.errors import InputError
 from trimtab.machines.rollout import events as e
 from trimtab.rollout import Completion, RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
 from trimtab.runtime.engines.engine import EngineDeadlines
@@ -325,6 +326,32 @@ def test_an_engine_that_is_ended_in_flight_loses_no_request(fleet: Fleet) -> Non
     play(fleet, 2, act, lost_s=10.0)
     fleet.servers[0].signal(signal.SIGKILL)
     assert fleet.servers[0].gone()
+
+
+def test_a_chat_with_tools_goes_to_an_engine_as_it_is_and_restarts_on_another_when_that_is_killed(fleet: Fleet) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    chat = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "tools": [tool],
+        "tool_choice": "none",
+        "temperature": 0,
+    }
+
+    async def act(scene: Scene) -> None:
+        with pytest.raises(InputError, match="400"):
+            await scene.pool.forward("/v1/chat/completions", {"messages": "hello"})
+        asked = {**chat, "max_tokens": 1_500, "ignore_eos": True}
+        tasks = [asyncio.create_task(scene.pool.forward("/v1/chat/completions", asked)) for _ in range(4)]
+        running = lambda: all(one.running for one in scene.pool.workers())  # noqa: E731
+        assert await scene.pool.until(running, 120.0)
+        assert not any(task.done() for task in tasks)
+        scene.servers[0].signal(signal.SIGKILL)
+        answers = await asyncio.gather(*tasks)
+        assert {one.body["usage"]["completion_tokens"] for one in answers} == {1_500}
+        assert len({one.body["choices"][0]["message"]["content"] for one in answers}) == 1
+        assert sum(one.restarts for one in answers) == sum(len(one.workers) > 1 for one in answers) > 0
+
+    play(fleet, 2, act, lost_s=10.0)
 
 
 def test_an_engine_that_is_killed_in_flight_loses_no_request(fleet: Fleet) -> None:
