@@ -11,6 +11,7 @@ from typing import Any
 
 QUIET = {
     "RAY_prestart_worker_first_driver": "0",  # a worker process costs half a second of CPU
+    "RAY_worker_niceness": "0",  # 15 by default: beside busy processes a worker then needs a minute to start
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
