@@ -390,10 +390,10 @@ def test_a_job_file_states_resume_every(written: str, tokens: float | None, seco
 
 def test_vllm_is_started_with_an_interval_unless_it_does_not_know_it() -> None:
     command = EngineCommand("model", "vllm")
-    assert command.words[-2:] == ("--stream-interval", "32")
-    assert command.stream_interval == 32
+    assert command.words[-2:] == ("--stream-interval", "128")
+    assert command.stream_interval == 128
     older = command.without_interval(
-        "it ended with status 2: vllm: error: unrecognized arguments: --stream-interval 32"
+        "it ended with status 2: vllm: error: unrecognized arguments: --stream-interval 128"
     )
     assert older is not None
     assert (older.stream_interval, "--stream-interval" in older.words) == (1, False)
