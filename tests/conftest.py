@@ -11,6 +11,7 @@ import inspect
 import shutil
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -88,6 +89,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist hands its counts of faults to the main process."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["faults"] = [(one.where, dict(one.counts)) for one in Faults.everywhere]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    for where, counts in getattr(node, "workeroutput", {}).get("faults", ()):
+        Faults(where).take(counts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
