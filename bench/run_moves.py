@@ -190,7 +190,7 @@ class Watching:
 def run_virtual(world: Truth, mode: ReplanMode, folder: Path) -> Ran:
     """In one process, on a clock that does not wait."""
     from trimtab.model.run import MigrationStage
-    from trimtab.runtime.run.clock import VirtualClock
+    from trimtab.runtime.run.emulated import VirtualClock
     from trimtab.runtime.run.local_executor import LocalExecutor
     from trimtab.runtime.run.run import Run
 

@@ -15,7 +15,7 @@ import run_report_samples as samples
 from dashboard_pages import TOKEN, Growing, serving
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 from trimtab.render.notebook import report
-from trimtab.runtime.run import control_files
+from trimtab.runtime.run import folder as run_folder
 
 NAMELESS = """() => [...document.querySelectorAll("button, input, a, [role], section, dialog, table")].filter((one) => {
   const label = one.getAttribute("aria-label") || one.textContent.trim();
@@ -157,7 +157,7 @@ def test_a_server_that_is_restarted_finds_its_page_again(opened: Any, run: Growi
 
 def test_a_change_is_asked_for_with_the_token_and_refused_without(opened: Any, run: Growing) -> None:
     def heard() -> int:
-        return len(control_files.take_requests(run.folder, control_files.RUN))
+        return len(run_folder.take_requests(run.folder, run_folder.RUN_QUEUE))
 
     with serving(run.folder) as server:
         page = opened(server.url)
@@ -182,7 +182,7 @@ def test_a_change_is_asked_for_with_the_token_and_refused_without(opened: Any, r
         dialog.get_by_role("button", name="Apply", exact=True).click()
         expect(page.locator("#notes")).to_contain_text("requested: worker rollout w0 takes no new requests")
         assert heard() == 0
-        asked = control_files.take_requests(run.folder, control_files.workers_queue("rollout"))
+        asked = run_folder.take_requests(run.folder, run_folder.workers_queue("rollout"))
         assert [(one["ask"], one["worker"]) for one in asked] == [("drain", "w0")]
         assert [found for found in page.evaluate(CONTRASTS) if found[0] < 4.5] == []
 

@@ -23,9 +23,8 @@ from trimtab.model.run import STAGES, MigrationStage, ReplanMode
 from trimtab.model.workflow import Node
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.rayapi.embedded import EmbeddedRay
-from trimtab.runtime.run.cluster_events import first_nodes
-from trimtab.runtime.run.migration import MigrationExecutor
-from trimtab.runtime.run.ray_executor import RayExecutor
+from trimtab.runtime.run.ray_executor import RayExecutor, first_nodes
+from trimtab.runtime.run.replanner import MigrationExecutor
 from trimtab.runtime.run.run import Run, RunEnd
 
 pytestmark = pytest.mark.long

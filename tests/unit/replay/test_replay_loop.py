@@ -44,8 +44,7 @@ from trimtab.replay.replan.reality import (
 )
 from trimtab.replay.replan.runner import loop_run, run_policy
 from trimtab.replay.replan.scenario import ReplanScenario, compare_replans, read, run_replan
-from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.emulated import Disturbance
+from trimtab.runtime.run.emulated import Disturbance, VirtualClock
 from trimtab.runtime.run.job import ComponentCode, RunJob
 from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.run import Run

@@ -12,9 +12,16 @@ from run_parts import Bare, Noting
 from trimtab.core.errors import InputError
 from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
 from trimtab.plan.placement.planner import plan_placement
-from trimtab.runtime.run.clock import VirtualClock, WallClock
 from trimtab.runtime.run.component import Batch, Place
-from trimtab.runtime.run.emulated import OPTIONAL, Disturbance, EmulatedComponent, PacedComponent, emulated_settings
+from trimtab.runtime.run.emulated import (
+    OPTIONAL,
+    Disturbance,
+    EmulatedComponent,
+    PacedComponent,
+    VirtualClock,
+    WallClock,
+    emulated_settings,
+)
 
 ONE = Place("rollout", gpus=8, seed=3, emulated=True)
 

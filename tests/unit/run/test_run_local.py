@@ -26,13 +26,11 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
 from trimtab.plan.placement.order import BatchStep, PlanAction
-from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.components import Components
-from trimtab.runtime.run.emulated import Disturbance
+from trimtab.runtime.run.emulated import Disturbance, VirtualClock
+from trimtab.runtime.run.executor import Executor
 from trimtab.runtime.run.folder import RunFolder, read_run
 from trimtab.runtime.run.iteration import Checkpointer, IterationRunner
-from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
-from trimtab.runtime.run.job_file import load_run
+from trimtab.runtime.run.job import ComponentCode, RunJob, load_run, shared_plan
 from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.ray_executor import RayExecutor
 from trimtab.runtime.run.run import Run, RunEnd
@@ -619,19 +617,19 @@ def test_acts_end_while_components_are_asked_how_they_are_and_states_are_deleted
         began[name].set()
         waited.append(ended[name].wait(30))
 
-    def check_health(self: Components, names: Sequence[str]) -> None:
+    def check_health(self: Executor, names: Sequence[str]) -> None:
         if not began[slow[0]].is_set():
             wait_for_an_act(slow[0])
 
     complete = Checkpointer.complete
 
-    def delete(self: Checkpointer, components: Components, iteration: int) -> None:
+    def delete(self: Checkpointer, components: Executor, iteration: int) -> None:
         if iteration == 2:
             wait_for_an_act(slow[1])
         complete(self, components, iteration)
 
     monkeypatch.setattr(Checkpointer, "complete", delete)
-    monkeypatch.setattr(Components, "check_health", check_health)
+    monkeypatch.setattr(Executor, "check_health", check_health)
     end = Run(noting(job, iterations=4), tmp_path / "run", InThreads(), plan=any_separate(job)).run()
     assert end.state == "done"
     assert waited == [True, True]

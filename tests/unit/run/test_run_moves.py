@@ -9,9 +9,9 @@ import pytest
 
 from run_moves import drifting, events, moves_of, parts_that_move, trained
 from trimtab.model.run import STAGES, MigrationStage
-from trimtab.runtime.run.clock import VirtualClock
+from trimtab.runtime.run.emulated import VirtualClock
 from trimtab.runtime.run.local_executor import LocalExecutor
-from trimtab.runtime.run.migration import MigrationExecutor
+from trimtab.runtime.run.replanner import MigrationExecutor
 from trimtab.runtime.run.run import Run
 
 

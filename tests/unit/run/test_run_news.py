@@ -18,7 +18,7 @@ from trimtab.model.pool import PoolSpec, TaskState
 from trimtab.runtime.client.session import Session
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.run import cluster_events as news
-from trimtab.runtime.run.cluster_events import ClusterListener, NodeSelection, RunNodes
+from trimtab.runtime.run.ray_executor import ClusterListener, NodeSelection, RunNodes
 
 
 def view(node: str, gpus: int = 2) -> NodeView:

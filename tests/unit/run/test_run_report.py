@@ -34,7 +34,7 @@ from trimtab.render.html.run.report import SCRIPT, run_report
 from trimtab.render.html.run.story import RunStory, read_story
 from trimtab.render.html.run.summary import MAX_LINES, has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
-from trimtab.runtime.run.clock import VirtualClock
+from trimtab.runtime.run.emulated import VirtualClock
 from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.run import Run
 

@@ -17,10 +17,10 @@ from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.render.html.run.story import RunStory
 from trimtab.rollout import EngineRollout
-from trimtab.runtime.run import control_files
+from trimtab.runtime.run import folder as run_folder
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.event_log import event_log_path, load_path, read_event_log, read_load
-from trimtab.runtime.run.job_file import load_run
+from trimtab.runtime.run.job import load_run
 from trimtab.runtime.run.run import Run
 from waiting import until
 
@@ -38,40 +38,40 @@ run: {iterations: 100000, loop: {mode: advise, least_iterations: 2}}
 
 def test_an_ask_is_taken_once_oldest_first_and_what_is_half_written_is_not_there(tmp_path: Path) -> None:
     for number in range(3):
-        control_files.send_request(tmp_path, control_files.RUN, {"ask": "replan", "why": str(number)})
-    place = tmp_path / control_files.REQUESTS / control_files.RUN
+        run_folder.send_request(tmp_path, run_folder.RUN_QUEUE, {"ask": "replan", "why": str(number)})
+    place = tmp_path / run_folder.REQUESTS / run_folder.RUN_QUEUE
     (place / ".99999999999999999999-0.json.1.tmp").write_text('{"ask": "rep')
     (place / "odd.json").write_text("[1]")
     (place / "torn.json").write_text('{"ask": "rep')
-    assert [one.get("why") for one in control_files.take_requests(tmp_path, control_files.RUN)] == [
+    assert [one.get("why") for one in run_folder.take_requests(tmp_path, run_folder.RUN_QUEUE)] == [
         "0",
         "1",
         "2",
         None,
         None,
     ]
-    assert control_files.take_requests(tmp_path, control_files.RUN) == []
+    assert run_folder.take_requests(tmp_path, run_folder.RUN_QUEUE) == []
     assert len(list(place.iterdir())) == 1
-    control_files.clear_requests(tmp_path)
-    assert not (tmp_path / control_files.REQUESTS).exists()
+    run_folder.clear_requests(tmp_path)
+    assert not (tmp_path / run_folder.REQUESTS).exists()
 
 
 def test_a_run_that_is_gone_or_does_not_look_is_asked_for_nothing(tmp_path: Path) -> None:
-    for _ in range(control_files.MAX_WAITING):
-        control_files.send_request(tmp_path, control_files.RUN, {})
+    for _ in range(run_folder.MAX_WAITING):
+        run_folder.send_request(tmp_path, run_folder.RUN_QUEUE, {})
     with pytest.raises(UnreachableError, match="64 requests wait already"):
-        control_files.send_request(tmp_path, control_files.RUN, {})
+        run_folder.send_request(tmp_path, run_folder.RUN_QUEUE, {})
     held = {"owner": "run", "host": socket.gethostname(), "pid": os.getpid(), "born": -1}
     (tmp_path / "lock").write_text(json.dumps(held))
     with pytest.raises(UnreachableError, match="ended, or was killed"):
-        control_files.send_request(tmp_path, control_files.workers_queue("rollout"), {})
+        run_folder.send_request(tmp_path, run_folder.workers_queue("rollout"), {})
     (tmp_path / "lock").write_text(json.dumps({**held, "host": "another machine"}))
-    control_files.send_request(tmp_path, control_files.workers_queue("rollout"), {})
+    run_folder.send_request(tmp_path, run_folder.workers_queue("rollout"), {})
     with pytest.raises(InputError, match="no component"):
-        control_files.workers_queue("../../elsewhere")
+        run_folder.workers_queue("../../elsewhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
-        control_files.send_request(tmp_path / "file", control_files.RUN, {})
+        run_folder.send_request(tmp_path / "file", run_folder.RUN_QUEUE, {})
 
 
 def test_the_page_of_a_run_that_was_killed_says_so_and_offers_nothing(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     folder = tmp_path / "run"
-    control_files.send_request(folder, control_files.RUN, {"ask": "replan", "why": "of yesterday"})
+    run_folder.send_request(folder, run_folder.RUN_QUEUE, {"ask": "replan", "why": "of yesterday"})
     run = Run(load_run(tmp_path / "job.yaml"), folder)
     thread = threading.Thread(target=run.run)
     thread.start()
@@ -113,7 +113,7 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
         until(lambda: "the first plan" in shown())
         assert source.whole()["panels"]["standing"] == "Running."
         assert "requested" in source.change("replan", {})
-        control_files.send_request(folder, control_files.RUN, {"ask": "a cake"})
+        run_folder.send_request(folder, run_folder.RUN_QUEUE, {"ask": "a cake"})
         until(lambda: "is the plan still right? (asked on the dashboard)" in shown())
         until(lambda: "not understood" in shown())
         assert source.board is not None
@@ -128,13 +128,13 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
     source.look()
     with pytest.raises(UnreachableError, match="the run has ended"):
         source.change("replan", {})
-    assert not (folder / control_files.REQUESTS).exists()
+    assert not (folder / run_folder.REQUESTS).exists()
 
 
 def test_a_worker_is_drained_and_serves_again_as_asked_and_a_refusal_is_told_with_its_reason(tmp_path: Path) -> None:
     place = Place("rollout", gpus=2, devices=(0, 1), near=Path(__file__).parents[2] / "helpers", folder=tmp_path)
     rollout = EngineRollout(place=place, ask="engines_for_runs:Asking", engine="engines_for_runs:Slow")
-    whom = control_files.workers_queue("rollout")
+    whom = run_folder.workers_queue("rollout")
 
     def states() -> dict[str, str]:
         return {one["name"]: one["state"] for one in rollout.workers()}
@@ -142,12 +142,12 @@ def test_a_worker_is_drained_and_serves_again_as_asked_and_a_refusal_is_told_wit
     try:
         until(lambda: set(states().values()) == {"active"})
         assert until(lambda: read_load(load_path(tmp_path, "rollout"))) == {"rollout-1": (0, 64), "rollout-2": (0, 64)}
-        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-1", "why": "asked in a test"})
+        run_folder.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-1", "why": "asked in a test"})
         until(lambda: states()["rollout-1"] != "active")
-        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2"})
-        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "nobody"})
-        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2", "deadline_s": "soon"})
-        control_files.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2", "deadline_s": float("nan")})
+        run_folder.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2"})
+        run_folder.send_request(tmp_path, whom, {"ask": "drain", "worker": "nobody"})
+        run_folder.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2", "deadline_s": "soon"})
+        run_folder.send_request(tmp_path, whom, {"ask": "drain", "worker": "rollout-2", "deadline_s": float("nan")})
 
         def told(code: str) -> list[str]:
             lines, _ = read_event_log(event_log_path(tmp_path, "rollout"))
@@ -157,7 +157,7 @@ def test_a_worker_is_drained_and_serves_again_as_asked_and_a_refusal_is_told_wit
         assert told("REFUSED")[0].startswith("rollout-2: refused: worker rollout-2 cannot be lent out")
         assert told("TAKEN")[0] == "rollout-1: asked in a test"
         assert states()["rollout-2"] == "active"
-        control_files.send_request(tmp_path, whom, {"ask": "resume", "worker": "rollout-1"})
+        run_folder.send_request(tmp_path, whom, {"ask": "resume", "worker": "rollout-1"})
         until(lambda: states()["rollout-1"] == "active")
     finally:
         rollout.close()

@@ -19,7 +19,7 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.dashboard import feed
 from trimtab.runtime.dashboard.server import DashboardServer
-from trimtab.runtime.run import control_files
+from trimtab.runtime.run import folder as run_folder
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_host_or_an_origin_of_another_machine_is_refused(server: DashboardServ
 
 def test_whatever_changes_something_needs_the_token(run: Growing) -> None:
     def heard() -> list[dict[str, Any]]:
-        return control_files.take_requests(run.folder, control_files.RUN)
+        return run_folder.take_requests(run.folder, run_folder.RUN_QUEUE)
 
     with serving(run.folder) as server:
         assert json.loads(asked(server, "/state")[2])["changes"] == ["replan", "drain-worker", "resume-worker"]

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import (
     Batch,
     ComponentError,
@@ -26,7 +25,7 @@ from trimtab.runtime.run.component import (
     origin,
     visible_devices,
 )
-from trimtab.runtime.run.emulated import OPTIONAL, EmulatedComponent, PacedComponent
+from trimtab.runtime.run.emulated import OPTIONAL, Clock, EmulatedComponent, PacedComponent, WallClock
 
 WITH_DATA = ("step", "weights")  # calls that return data beside their result
 

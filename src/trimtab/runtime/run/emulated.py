@@ -5,16 +5,18 @@ seed, component, iteration and batch, never on when or where it runs: a job is r
 or moved continues the same series.
 
 `PacedComponent` runs user code and then waits until the step has taken as long as the emulated one would. Its output is
-unchanged; work that takes longer than that is not shortened.
+unchanged; work that takes longer than that is not shortened. Emulated components sleep by the run's clock and runs
+measure by it; under a virtual clock a run of hours takes milliseconds and is reproducible.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,8 +27,40 @@ from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.cost import Points, seconds_at
 from trimtab.plan.placement.order import batch_seconds
-from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import Batch, OptionalMethods, Place, Result
+
+
+class Clock(Protocol):
+    """Monotonic seconds, and a way to let them pass."""
+
+    def now(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class WallClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        if seconds > 0:
+            time.sleep(seconds)
+
+
+class VirtualClock:
+    """Time that passes only by `sleep`, and then at once."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += max(0.0, seconds)
+
 
 _T = TypeVar("_T")
 

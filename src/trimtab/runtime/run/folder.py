@@ -6,10 +6,13 @@
     summary.json      figures of the run; replaced atomically
     saved.json        which checkpoint counts; replaced after that checkpoint is complete
     state/00000020/   what the components saved after iteration 20, a folder for each
+    asks/QUEUE/       requests of other processes, such as a dashboard: `run` for the run (re-evaluate the plan),
+                      `workers-COMPONENT` for a component that brings its own workers (drain or resume one)
 
 A run killed at any moment leaves a complete checkpoint or none. Iterations after the checkpoint are void: they are run
 again and counted once. A full disk does not stop a run; unwritten events are retried with the next one, and the summary
-reports it.
+reports it. A request is a file that is written atomically and removed before it is acted upon, so nothing is done twice
+or by half; those left over from an ended run are deleted when the next one begins.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import glob
 import json
 import os
 import re
+import secrets
 import shutil
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,18 +33,26 @@ from typing import Any
 
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode, encode
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.files import replace
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.runtime.procs.locks import DirectoryLock
+from trimtab.runtime.procs.processes import born
 from trimtab.runtime.store.files import AppendLog, FileTail, read_lines
+
+EmitEvent = Callable[..., None]
+"""Writes an event: its name, and its facts as keywords."""
 
 FORMAT = "trimtab-run"
 VERSION = 2  # the only one that is read
 EVENTS, SUMMARY, SAVED, STATES, JOB = "events.jsonl", "summary.json", "saved.json", "state", "job.yaml"
 LOCK = "lock"
 MAX_READ_BYTES = 2**23  # of one read of a tail: a large run comes in pieces
+REQUESTS = "asks"
+RUN_QUEUE = "run"
+MAX_REQUEST_BYTES = 4_096  # of a request
+MAX_WAITING = 64  # requests not taken yet
 
 
 @dataclass(frozen=True)
@@ -317,3 +330,62 @@ class _EventReader:
 
 def iteration_facts(iteration: Iteration) -> Any:
     return encode(iteration)
+
+
+def workers_queue(component: str) -> str:
+    """Name of the queue for a component's workers."""
+    if "/" in component:
+        raise InputError(f"there is no component {component}")
+    return f"workers-{component}"
+
+
+def send_request(folder: Path, queue: str, facts: Mapping[str, Any]) -> None:
+    """Leave a request. InputError if it cannot be written, UnreachableError if the run has ended."""
+    if is_running(folder) is False:
+        raise UnreachableError("the run has ended, or was killed, and takes no requests")
+    directory = folder / REQUESTS / queue
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if len(_waiting(directory)) >= MAX_WAITING:
+            raise UnreachableError(f"{MAX_WAITING} requests wait already, and the run takes none")
+        replace(directory / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json", json.dumps(facts) + "\n")
+    except OSError as fault:
+        raise InputError(f"the request cannot be written: {fault.strerror or fault}", where=str(directory)) from None
+
+
+def take_requests(folder: Path, queue: str) -> list[dict[str, Any]]:
+    """Pending requests, oldest first, removed from the queue. One that cannot be parsed is {}."""
+    found: list[dict[str, Any]] = []
+    directory = folder / REQUESTS / queue
+    for name in _waiting(directory):
+        try:
+            with open(directory / name, "rb") as file:
+                data = file.read(MAX_REQUEST_BYTES)
+            os.unlink(directory / name)
+        except OSError:  # taken by another process, or not removable: then it is not acted upon either
+            continue
+        request: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            request = json.loads(data)
+        found.append(request if isinstance(request, dict) else {})
+    return found
+
+
+def clear_requests(folder: Path) -> None:
+    shutil.rmtree(folder / REQUESTS, ignore_errors=True)
+
+
+def is_running(folder: Path) -> bool | None:
+    """Whether the process that last ran here is alive; None if unknown, as for one on another machine."""
+    try:
+        held = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        return bool(born(int(held["pid"])) == held["born"]) if held["host"] == socket.gethostname() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _waiting(directory: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(directory) if name.endswith(".json") and not name.startswith("."))
+    except OSError:
+        return []

@@ -14,10 +14,9 @@ from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.order import BatchStep, ExecutionOrder, GpuTurn, PlanAction, WeightSyncStep
 from trimtab.runtime.run.component_worker import CallResult
-from trimtab.runtime.run.components import Components
-from trimtab.runtime.run.folder import RunFolder
+from trimtab.runtime.run.executor import Executor
+from trimtab.runtime.run.folder import EmitEvent, RunFolder
 from trimtab.runtime.run.measurements import RunMeasurements
-from trimtab.runtime.run.replanner import EmitEvent
 
 Inputs = Callable[[int, int], Any]
 _Key = tuple[str, int, int]  # component, iteration, batch
@@ -46,16 +45,16 @@ class Checkpointer:
     def is_due(self, iteration: int) -> bool:
         return self._folder is not None and (iteration % self._every == 0 or iteration == self._last)
 
-    def save(self, components: Components, name: str, iteration: int) -> None:
+    def save(self, executor: Executor, name: str, iteration: int) -> None:
         """Save a component that has just ended an iteration. Raises OSError."""
         if self._folder is None:
             return
-        if components.has(name, "save"):
-            components.call(name, "save", str(self._folder.new_state_folder(iteration, name)))
+        if executor.has(name, "save"):
+            executor.call(name, "save", str(self._folder.new_state_folder(iteration, name)))
         with self._lock:
             self._saved.add((iteration, name))
 
-    def complete(self, components: Components, iteration: int) -> None:
+    def complete(self, executor: Executor, iteration: int) -> None:
         """Save the components that have not saved yet and commit the checkpoint. Raises OSError.
 
         No checkpoint is committed while events cannot be written: after a crash it would be ahead of the event log.
@@ -64,7 +63,7 @@ class Checkpointer:
             return
         for name in self._names:
             if (iteration, name) not in self._saved:
-                self.save(components, name, iteration)
+                self.save(executor, name, iteration)
         self._folder.commit_state(iteration)
         self._emit("saved", iteration=iteration)
         with self._lock:
@@ -77,7 +76,7 @@ class IterationRunner:
 
     def __init__(
         self,
-        components: Components,
+        executor: Executor,
         workflow: Workflow,
         plan: Plan,
         checkpointer: Checkpointer,
@@ -85,9 +84,9 @@ class IterationRunner:
         last: int,
         inputs: Inputs | None = None,
     ) -> None:
-        self.components = components
+        self.executor = executor
         self.order = ExecutionOrder(workflow, plan, first=first, last=last)
-        self.measurements = RunMeasurements(workflow, plan, first, components.executor.now())
+        self.measurements = RunMeasurements(workflow, plan, first, executor.now())
         self.lock = threading.RLock()  # guards everything but component calls
         self._workflow = workflow
         self._checkpointer = checkpointer
@@ -113,7 +112,7 @@ class IterationRunner:
             and action.batch == self._workflow.batches - 1
             and self._checkpointer.is_due(action.iteration)
         ):
-            self._checkpointer.save(self.components, action.component, action.iteration)
+            self._checkpointer.save(self.executor, action.component, action.iteration)
         return took_s
 
     def _step(self, action: BatchStep, now_s: float) -> float:
@@ -122,9 +121,9 @@ class IterationRunner:
             held_weights = self._held_weights if action.batch == 0 and self._is_target(action.component) else None
             if held_weights is not None:
                 self._held_weights = None
-        held_s = self.components.sync(action.component, *held_weights) if held_weights is not None else 0.0
+        held_s = self.executor.sync(action.component, *held_weights) if held_weights is not None else 0.0
         place = action.iteration, action.batch, self._workflow.batches
-        done = self.components.call(action.component, "step", *place, *inputs)
+        done = self.executor.call(action.component, "step", *place, *inputs)
         with self.lock:
             if self._consumers[action.component]:
                 key = action.component, action.iteration, action.batch
@@ -147,8 +146,8 @@ class IterationRunner:
         return found
 
     def _turn(self, action: GpuTurn) -> float:
-        left = [(name, self.components.executor.offload(name)) for name in action.offload]
-        onload_s = self.components.executor.onload(action.component)
+        left = [(name, self.executor.offload(name)) for name in action.offload]
+        onload_s = self.executor.onload(action.component)
         with self.lock:
             for name, offload_s in left:
                 self.measurements.offloaded(name, action, offload_s)
@@ -157,14 +156,14 @@ class IterationRunner:
 
     def _sync(self, action: WeightSyncStep) -> float:
         """Send weights at once or, while the target is inside an iteration, when that ends."""
-        weights = self.components.weights(action.source)
+        weights = self.executor.weights(action.source)
         took_s = weights.took_s if weights is not None else 0.0
         with self.lock:
             self._held_weights = weights, action.iteration
             if not self.order.is_between(action.target):
                 return took_s
             self._held_weights = None
-        return took_s + self.components.sync(action.target, weights, action.iteration)
+        return took_s + self.executor.sync(action.target, weights, action.iteration)
 
     def _is_target(self, name: str) -> bool:
         return self._workflow.weight_sync is not None and self._workflow.weight_sync.target == name

@@ -17,17 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.machines.replan.events import ClusterChanged
 from trimtab.machines.replan.placed_plan import PlacedPlan
-from trimtab.model.workflow import Cluster
 from trimtab.plan.placement.order import play
-from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import ComponentError, error_text
 from trimtab.runtime.run.component_worker import WITH_DATA, CallResult, ComponentCalls, ComponentStartSpec
-from trimtab.runtime.run.components import Placements, hung_error
+from trimtab.runtime.run.emulated import Clock, WallClock
+from trimtab.runtime.run.executor import Executor, hung_error
+from trimtab.runtime.run.folder import EmitEvent
 from trimtab.runtime.run.iteration import IterationRunner
 from trimtab.runtime.run.job import RunJob
-from trimtab.runtime.run.replanner import EmitEvent
 
 CLOSE_LIMIT_S = 10.0
 
@@ -80,7 +78,7 @@ class DeadlineCaller:
                 future.set_exception(error)
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Components in this process, and a clock that they are timed by."""
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -91,10 +89,8 @@ class LocalExecutor:
         self._time_s = 0.0  # the plan's time since the run began
         self._last_action_s = self._clock.now()  # when the last action ended, by the clock
 
-    def nodes(self, requested: Cluster) -> Cluster:
-        return requested
-
     def open(self, job: RunJob, folder: Path | None, emit: EmitEvent) -> None:
+        super().open(job, folder, emit)
         self._limit_s = job.step_limit_s
 
     def close(self) -> None:
@@ -102,7 +98,9 @@ class LocalExecutor:
         self.end()
         self._caller.close()
 
-    def place(self, specs: Sequence[ComponentStartSpec], to: PlacedPlan, *, initial: bool) -> dict[str, frozenset[str]]:
+    def create(
+        self, specs: Sequence[ComponentStartSpec], to: PlacedPlan, *, initial: bool
+    ) -> dict[str, frozenset[str]]:
         has = {}
         for spec in specs:
             name = spec.place.component
@@ -151,12 +149,6 @@ class LocalExecutor:
         now = self._clock.now()
         self._time_s += max(0.0, now - self._last_action_s)
         self._last_action_s = now
-
-    def cluster_change(self) -> ClusterChanged | None:
-        return None
-
-    def placements(self) -> Placements:
-        return {}
 
     def _called(self, name: str, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

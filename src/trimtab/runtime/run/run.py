@@ -31,17 +31,23 @@ from trimtab.model.workflow import PlacementJob, Workflow
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.procs.interrupts import stop_on_interrupt
-from trimtab.runtime.run import control_files
 from trimtab.runtime.run.component import ComponentError, error_text
-from trimtab.runtime.run.components import ComponentLostError, Components, Executor
 from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log
-from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
+from trimtab.runtime.run.executor import ComponentLostError, Executor
+from trimtab.runtime.run.folder import (
+    RUN_QUEUE,
+    PastRun,
+    RunFolder,
+    clear_requests,
+    iteration_facts,
+    read_run,
+    take_requests,
+)
 from trimtab.runtime.run.iteration import Checkpointer, Inputs, IterationRunner
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
 from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.measurements import Metrics, bars_facts, plan_facts, summary_facts
-from trimtab.runtime.run.migration import MigrationExecutor
-from trimtab.runtime.run.replanner import Replanner, load_machine, nodes_facts, save_machine
+from trimtab.runtime.run.replanner import MigrationExecutor, Replanner, load_machine, nodes_facts, save_machine
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +97,6 @@ class Run:
         self._job, self._workflow = job, job.job.workflow
         self._given_plan, self._path, self._resume = plan, folder, resume
         self._executor = executor if executor is not None else LocalExecutor()
-        self._components = Components(job, self._executor, folder)
         self._cluster = self._executor.nodes(job.job.cluster)
         self._on_iteration, self._inputs, self._on_event = on_iteration, inputs, on_event
         self._replanner: Replanner | None = None
@@ -180,7 +185,7 @@ class Run:
             self._folder = RunFolder(self._path, resume=self._resume)
             self._folder.write_job(self._job.text)
             self._offsets = {name: size_of(event_log_path(self._path, name)) for name in self._workflow.names}
-            control_files.clear_requests(self._path)
+            clear_requests(self._path)
         names, job, saved = self._workflow.names, self._job, self._past.saved
         self._checkpointer = Checkpointer(self._folder, names, job.save_every, job.iterations, self._emit)
         self._checkpointer.last_complete = saved
@@ -227,20 +232,20 @@ class Run:
 
     def _make_components(self, to: PlacedPlan, saved: int) -> None:
         """Create all components, with their state of a checkpoint."""
-        self._components.place(self._workflow, to, saved + 1)
+        self._executor.place(self._workflow, to, saved + 1)
         if not saved or self._folder is None:
             return
         for name in self._workflow.names:
             state = self._folder.state(saved, name)
-            if state is not None and self._components.has(name, "load"):
-                self._components.call(name, "load", str(state))
-        self._components.sync_weights(self._workflow.weight_sync, saved)
+            if state is not None and self._executor.has(name, "load"):
+                self._executor.call(name, "load", str(state))
+        self._executor.sync_weights(self._workflow.weight_sync, saved)
 
     def _finish(self, state: str, reason: Reason) -> None:
         self._executor.close()
         if self._path is not None:
             self._emit_worker_events(self._path)
-            control_files.clear_requests(self._path)
+            clear_requests(self._path)
         self._emit("ended", state=state, code=reason.code.value, reason=reason.sentence, iteration=self._done)
         self._summarise(state, reason)
         if self._folder is not None:
@@ -276,12 +281,12 @@ class Run:
             except ComponentLostError as lost:
                 first = self._recover(lost)
         if self._stop is not None and self._done:
-            self._checkpointer.complete(self._components, self._done)
+            self._checkpointer.complete(self._executor, self._done)
 
     def _iterate(self, first: int, last: int) -> frozenset[str]:
         """Iterations `first` to `last` under one plan; returns the components on their GPUs at the end."""
         runner = IterationRunner(
-            self._components, self._workflow, self._plan, self._checkpointer, first, last, self._inputs
+            self._executor, self._workflow, self._plan, self._checkpointer, first, last, self._inputs
         )
         self._here = time.perf_counter()
         self._executor.drive(runner, self._poll, self._action_ended)
@@ -310,7 +315,7 @@ class Run:
     def _iteration_done(self, runner: IterationRunner, number: int, now_s: float) -> None:
         """Report an iteration. Only this thread begins actions, so idle components stay idle; others may end."""
         idle = tuple(name for name in self._workflow.names if runner.order.is_idle(name))
-        self._components.check_health(idle)
+        self._executor.check_health(idle)
         is_due = self._checkpointer.is_due(number)
         extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # not if every iteration has one
         with runner.lock:
@@ -331,7 +336,7 @@ class Run:
             bars=bars,
         )
         if is_due:  # after the event is written: a checkpoint is never ahead of the event log
-            self._checkpointer.complete(self._components, number)
+            self._checkpointer.complete(self._executor, number)
             self._save_replanner()
         if self._on_iteration is not None:
             self._on_iteration(iteration, metrics)
@@ -342,8 +347,8 @@ class Run:
         for name in idle:  # components that bring their own workers get the GPU range that the replanner allows
             span = self._replanner.ranges.get(name) if self._replanner is not None else None
             if span is not None and self._spans.get(name) != span:
-                if self._components.has(name, "span"):
-                    self._components.call(name, "span", *span)
+                if self._executor.has(name, "span"):
+                    self._executor.call(name, "span", *span)
                 self._spans[name] = span
 
     # ---- replanning and migration --------------------------------------------------------------------------------
@@ -373,7 +378,7 @@ class Run:
         replanner = self._replanner
         assert replanner is not None
         if replanner.move is None:  # begun and rolled back already, or the run ends
-            self._components.settle(self._plan, loaded)
+            self._executor.settle(self._plan, loaded)
             return
         here, there = replanner.machine.placed_plan, replanner.machine.moving_to
         assert there is not None
@@ -406,7 +411,7 @@ class Run:
         self, before: PlacedPlan, after: PlacedPlan, touched: tuple[str, ...], first: int, loaded: frozenset[str]
     ) -> MigrationExecutor:
         return MigrationExecutor(
-            self._components, self._workflow, before, after, touched, first, loaded, inside=self._path
+            self._executor, self._workflow, before, after, touched, first, loaded, inside=self._path
         )
 
     def _set_plan(self, plan: Plan, first: int, why: str) -> None:
@@ -504,7 +509,7 @@ class Run:
             return
         self._polled_at = time.monotonic()
         self._emit_worker_events(self._path)
-        for request in control_files.take_requests(self._path, control_files.RUN):
+        for request in take_requests(self._path, RUN_QUEUE):
             if request.get("ask") == "replan":
                 why = str(request.get("why") or "requested")[:200]
                 self._emit("told", code=ReasonCode.by_hand.value, reason=f"is the plan still right? ({why})")

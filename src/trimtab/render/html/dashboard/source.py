@@ -20,7 +20,7 @@ from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.dashboard.panels import Panels, controller_panels, fleet_panel, run_panels, workers_panel
 from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.text.formatting import clock, counts
-from trimtab.runtime.run import control_files
+from trimtab.runtime.run import folder as run_folder
 from trimtab.runtime.run.engines.event_log import load_path, read_load
 from trimtab.runtime.run.folder import EventTail
 
@@ -122,7 +122,7 @@ class DashboardSource:
             self._is_new = True
         for event in events:
             self.board.take(event)
-        before, self.board.is_alive = self.board.is_alive, control_files.is_running(self._tail.path.parent)
+        before, self.board.is_alive = self.board.is_alive, run_folder.is_running(self._tail.path.parent)
         return anew or bool(events) or before != self.board.is_alive
 
     def _read_loads(self) -> bool:
@@ -171,7 +171,7 @@ class DashboardSource:
             return self._controller.change(what, facts)
         assert self._folder is not None
         if what == "replan":
-            control_files.send_request(self._folder, control_files.RUN, {"ask": "replan", "why": WHY})
+            run_folder.send_request(self._folder, run_folder.RUN_QUEUE, {"ask": "replan", "why": WHY})
             return "requested: the next decision shows the result"
         return self._change_worker(self._folder, what.partition("-")[0], facts)
 
@@ -181,7 +181,7 @@ class DashboardSource:
         if worker is None or worker.is_over:
             raise InputError("there is no such worker")
         request = {"ask": what, "worker": worker.id, "deadline_s": _deadline_s(facts), "why": WHY}
-        control_files.send_request(folder, control_files.workers_queue(worker.group), request)
+        run_folder.send_request(folder, run_folder.workers_queue(worker.group), request)
         words = "takes no new requests" if what == "drain" else "takes requests again"
         return f"requested: worker {worker.name} {words}; its story shows the result"
 

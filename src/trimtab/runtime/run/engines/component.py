@@ -26,9 +26,8 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 from trimtab.runtime.run.component import Batch, Place, Result, find_class
-from trimtab.runtime.run.engines.engine_pool import RunEnginePool
+from trimtab.runtime.run.engines.engine_pool import EngineSettings, RunEnginePool, read_settings
 from trimtab.runtime.run.engines.object_engine import no_refit_error
-from trimtab.runtime.run.engines.settings import EngineSettings, read_settings
 
 CHECK_S = 1.0  # between checks whether any engine can still serve
 STATE = "weights.pickle"

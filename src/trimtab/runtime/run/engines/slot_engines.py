@@ -17,8 +17,15 @@ from trimtab.runtime.rollout.launch.launcher import Started
 from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
 from trimtab.runtime.rollout.launch.slots import WorkerSlot
 from trimtab.runtime.run.component import Place, visible_devices
-from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineReply, EngineThread, engine_class
-from trimtab.runtime.run.engines.object_engine import ThreadedEngine, WeightsAt, started
+from trimtab.runtime.run.engines.object_engine import (
+    EngineMessage,
+    EngineReply,
+    EngineThread,
+    ThreadedEngine,
+    WeightsAt,
+    engine_class,
+    started,
+)
 
 
 @dataclass(frozen=True)
