@@ -13,7 +13,7 @@ from trimtab.cli import app as cli
 from trimtab.core.errors import InputError
 from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import Component, Variant, WeightSync, Workflow
-from trimtab.runtime.run.folder import PastRun
+from trimtab.runtime.run.folder import RunHistory
 from trimtab.runtime.run.past_costs import measured_workflow
 
 APART = [{"components": ["rollout"], "gpus": "0-3"}, {"components": ["trainer"], "gpus": "4-7"}]
@@ -26,7 +26,7 @@ def workflow(sync: WeightSync | None = SYNC, **variant: Any) -> Workflow:
     return Workflow((Component("rollout", (stated,)), Component("trainer", (stated,), after=("rollout",))), 4, 0, sync)
 
 
-def ran(*stretches: tuple[int, Sequence[float], list[dict[str, Any]]], **more: Any) -> PastRun:
+def ran(*stretches: tuple[int, Sequence[float], list[dict[str, Any]]], **more: Any) -> RunHistory:
     """A run: for each stretch the rollout's GPUs, its seconds in each iteration, and the groups of the plan."""
     iterations, plans, syncs = [], {}, {}
     for gpus, times, groups in stretches:
@@ -39,7 +39,7 @@ def ran(*stretches: tuple[int, Sequence[float], list[dict[str, Any]]], **more: A
             iterations.append(Iteration(number, seconds + 5.0, measured, more.get("extra", {}).get(number, ())))
             plans[number] = {"groups": groups, "variants": more.get("variants", {})}
             syncs[number] = 0.5 if groups is TOGETHER else 2.0
-    return PastRun(tuple(iterations), plans=plans, sync_s=syncs)
+    return RunHistory(iterations, plans=plans, sync_s=syncs)
 
 
 def points(workflow: Workflow, name: str = "rollout", variant: int = 0) -> dict[int, float]:
@@ -116,7 +116,7 @@ def test_switches_and_weight_syncs_are_those_measured_on_shared_and_on_separate_
 
 def test_a_run_that_measured_nothing_or_another_job_is_refused() -> None:
     with pytest.raises(InputError, match="no iteration of it ended"):
-        measured_workflow(workflow(), frozenset(), PastRun(), "runs/a")
+        measured_workflow(workflow(), frozenset(), RunHistory(), "runs/a")
     past = ran((4, [9.0] * 3, APART))
     other = Workflow((Component("rollout", (Variant(),)), Component("critic", cpu_seconds=1.0)))
     with pytest.raises(InputError, match="the run had components that the job has not: trainer"):

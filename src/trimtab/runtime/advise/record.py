@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from trimtab.core.codec import encode
 from trimtab.core.errors import InputError
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs import reader as logs
@@ -31,7 +32,7 @@ from trimtab.model.plan import TimelineBar
 from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent
 from trimtab.runtime.advise.replanner import Advice
-from trimtab.runtime.run.folder import EVENTS, RunFolder, discard_unused, iteration_facts, read_events
+from trimtab.runtime.run.folder import EVENTS, RunFolder, discard_unused, read_events
 from trimtab.runtime.run.measurements import bars_facts, plan_facts
 from trimtab.runtime.run.replanner import nodes_facts
 
@@ -275,7 +276,7 @@ class FollowRecord:
         self._append(
             "iteration",
             at_s=begin_s + wall_s,
-            iteration=iteration_facts(Iteration(step.number, wall_s, measured, extra)),
+            iteration=encode(Iteration(step.number, wall_s, measured, extra)),
             here_s=0.0,
             metrics={"answers": {name: value for name, value in shown.items() if value is not None}},
             sync_s=seconds.get(WEIGHT_SYNC, 0.0),

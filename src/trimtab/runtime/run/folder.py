@@ -32,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core import plain_data as plain
-from trimtab.core.codec import decode, encode
+from trimtab.core.codec import decode
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.files import replace
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.runtime.procs.locks import DirectoryLock
 from trimtab.runtime.procs.processes import born
+from trimtab.runtime.run.measurements import Metrics
 from trimtab.runtime.store.files import AppendLog, FileTail, read_lines
 
 EmitEvent = Callable[..., None]
@@ -55,17 +56,47 @@ MAX_REQUEST_BYTES = 4_096  # of a request
 MAX_WAITING = 64  # requests not taken yet
 
 
-@dataclass(frozen=True)
-class PastRun:
-    """A run as read from its folder: each iteration once; `saved` is the last checkpoint (0: none)."""
+@dataclass
+class RunHistory:
+    """A run as its events tell it, in order: each iteration once; `saved` is the last checkpoint (0: none)."""
 
-    iterations: tuple[Iteration, ...] = ()
-    metrics: Mapping[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
+    iterations: list[Iteration] = field(default_factory=list)
+    metrics: dict[int, Metrics] = field(default_factory=dict)
     saved: int = 0
-    sync_s: Mapping[int, float] = field(default_factory=dict)
+    sync_s: dict[int, float] = field(default_factory=dict)
     planned: bool = False  # its costs were measured and planned with
-    plans: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # plan facts by iteration
-    unclear: tuple[int, ...] = ()  # numbers of lines that could not be parsed and are skipped
+    plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # plan facts by iteration
+    plan: Mapping[str, Any] = field(default_factory=dict)  # the last plan's
+    unclear: list[int] = field(default_factory=list)  # numbers of lines that could not be parsed and are skipped
+
+    def take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "iteration":
+            metrics = decode(dict[str, dict[str, float | None]], event.get("metrics", {}))
+            self.add(decode(Iteration, event["iteration"]), metrics, decode(float, event.get("sync_s", 0.0)))
+        elif kind == "resumed":
+            self.void_after(decode(int, event["after"]))
+        elif kind == "plan":
+            self.plan = check_plan(event)
+            self.planned = self.planned or event.get("why") == "measured"
+
+    def add(self, iteration: Iteration, metrics: Metrics, sync_s: float) -> None:
+        """Add an iteration; one that is run again replaces the earlier one."""
+        number = iteration.number
+        again = bool(self.iterations) and number <= self.iterations[-1].number
+        if again:
+            self.iterations = [each for each in self.iterations if each.number != number]
+        self.iterations.append(iteration)
+        if again:
+            self.iterations.sort(key=lambda each: each.number)
+        self.metrics[number], self.sync_s[number], self.plans[number] = metrics, sync_s, self.plan
+
+    def void_after(self, saved: int) -> int:
+        """Forget iterations after a checkpoint; returns how many."""
+        before = len(self.iterations)
+        self.iterations = [iteration for iteration in self.iterations if iteration.number <= saved]
+        self.metrics = {number: figures for number, figures in self.metrics.items() if number <= saved}
+        return before - len(self.iterations)
 
     @property
     def left_out(self) -> str:
@@ -88,7 +119,8 @@ class RunFolder:
             self._events = AppendLog(path / EVENTS)
         except OSError as fault:
             raise InputError(f"cannot write here: {fault.strerror or fault}", where=str(path)) from None
-        self._drop_unfinished()
+        for unfinished in (path / STATES).glob("*.part"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     @property
     def fault(self) -> str | None:
@@ -147,12 +179,6 @@ class RunFolder:
     def close(self) -> None:
         self._events.close()
         self._lock.release()
-
-    def _drop_unfinished(self) -> None:
-        states = self.path / STATES
-        if states.is_dir():
-            for folder in states.glob("*.part"):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def new_folder(base: Path, name: str) -> Path:
@@ -244,22 +270,21 @@ def read_events(path: Path, take: Callable[[dict[str, Any]], None]) -> tuple[int
     return len(lines), unclear, why
 
 
-def read_run(path: Path) -> PastRun:
+def read_run(path: Path) -> RunHistory:
     """Read a run folder; changes nothing. InputError if it is none, or none of its lines can be parsed."""
     _check_version(path)
-    past, saved = _EventReader(), 0
+    history = RunHistory()
     try:
-        count, unclear, why = read_events(path, past.take)
+        count, history.unclear, why = read_events(path, history.take)
         if (path / SAVED).exists():
-            saved = int(plain.loads((path / SAVED).read_bytes())["iteration"])
+            history.saved = int(plain.loads((path / SAVED).read_bytes())["iteration"])
     except FileNotFoundError:
         raise _no_run(path) from None
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise InputError(f"the folder cannot be read: {fault}", where=str(path)) from None
-    if unclear and len(unclear) == count:
+    if history.unclear and len(history.unclear) == count:
         raise InputError(f"the line cannot be understood: {why}", where=f"{path / EVENTS}:1")
-    iterations = tuple(past.iterations[number] for number in sorted(past.iterations))
-    return PastRun(iterations, past.metrics, saved, past.sync_s, past.planned, past.plans, tuple(unclear))
+    return history
 
 
 def read_saved(path: Path) -> tuple[int, str | None]:
@@ -297,39 +322,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return read_event(line)
     except ValueError:
         return None
-
-
-@dataclass
-class _EventReader:
-    """Folds events in order: an iteration that is run again replaces the earlier one."""
-
-    iterations: dict[int, Iteration] = field(default_factory=dict)
-    metrics: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
-    sync_s: dict[int, float] = field(default_factory=dict)
-    planned: bool = False
-    plans: dict[int, dict[str, Any]] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "iteration":
-            iteration = decode(Iteration, event["iteration"])
-            metrics = decode(dict[str, dict[str, float | None]], event.get("metrics", {}))
-            sync_s = decode(float, event.get("sync_s", 0.0))
-            self.iterations[iteration.number] = iteration
-            self.metrics[iteration.number], self.sync_s[iteration.number] = metrics, sync_s
-            self.plans[iteration.number] = self.plan
-        elif kind == "resumed":
-            after = decode(int, event["after"])
-            self.iterations = {number: iteration for number, iteration in self.iterations.items() if number <= after}
-            self.metrics = {number: figures for number, figures in self.metrics.items() if number <= after}
-        elif kind == "plan":
-            self.plan = check_plan(event)
-            self.planned = self.planned or event.get("why") == "measured"
-
-
-def iteration_facts(iteration: Iteration) -> Any:
-    return encode(iteration)
 
 
 def workers_queue(component: str) -> str:

@@ -25,7 +25,7 @@ from trimtab.model.plan import CurrentPlacement
 from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import ANY_KIND, Component, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.plan.placement.cost import seconds_at
-from trimtab.runtime.run.folder import JOB, PastRun, read_run
+from trimtab.runtime.run.folder import JOB, RunHistory, read_run
 from trimtab.runtime.run.job import read_costed
 
 NEAR = 8  # iterations at either end of a stretch that give its level there
@@ -98,7 +98,7 @@ def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> 
 
 
 def measured_workflow(
-    workflow: Workflow, unmeasured: frozenset[str], past: PastRun, where: str
+    workflow: Workflow, unmeasured: frozenset[str], past: RunHistory, where: str
 ) -> tuple[Workflow, tuple[str, ...]]:
     """A workflow with measured costs, and notes on them."""
     if not past.iterations:
@@ -137,7 +137,7 @@ def measured_workflow(
 # ---- components ------------------------------------------------------------------------------------------------------
 
 
-def _component_costs(past: PastRun, name: str, batches: int) -> PastComponentCosts | None:
+def _component_costs(past: RunHistory, name: str, batches: int) -> PastComponentCosts | None:
     stretches = _stretches(past, name, batches)
     if not stretches:
         return None
@@ -150,7 +150,7 @@ def _component_costs(past: PastRun, name: str, batches: int) -> PastComponentCos
     return PastComponentCosts(tuple(points.values()), since)
 
 
-def _stretches(past: PastRun, name: str, batches: int) -> list[CostStretch]:
+def _stretches(past: RunHistory, name: str, batches: int) -> list[CostStretch]:
     """Times of a component by stretches, without warm-up iterations and those with periodic work."""
     runs: list[tuple[tuple[int, str, str], list[tuple[Iteration, ComponentTiming]]]] = []
     for iteration in past.iterations:
@@ -214,7 +214,7 @@ def _moved(variant: Variant, costs: PastComponentCosts, level: float, *, is_stat
     )
 
 
-def _switch_s(past: PastRun, component: Component) -> float:
+def _switch_s(past: RunHistory, component: Component) -> float:
     """Offload and onload time where the component shared GPUs; else the stated time."""
     took = []
     for iteration in past.iterations:
@@ -228,7 +228,7 @@ def _switch_s(past: PastRun, component: Component) -> float:
     return median(took[-NEWEST:]) if took else component.switch_seconds
 
 
-def _sync(sync: WeightSync | None, past: PastRun) -> tuple[WeightSync | None, str]:
+def _sync(sync: WeightSync | None, past: RunHistory) -> tuple[WeightSync | None, str]:
     """The weight sync as measured on shared and on separate GPUs, and a note on what is not known."""
     if sync is None:
         return None, ""
@@ -268,7 +268,7 @@ def _what_was_measured(past_costs: Mapping[str, PastComponentCosts], iterations:
     return f"costs are those of {iterations} iterations of the run in {where}: {', '.join(parts)}"
 
 
-def _last_placement(past: PastRun, job: PlacementJob, folder: Path) -> CurrentPlacement | None:
+def _last_placement(past: RunHistory, job: PlacementJob, folder: Path) -> CurrentPlacement | None:
     """Placement of the run's last plan, if the cluster still has those GPUs."""
     facts: Mapping[str, Any] = past.plans.get(past.iterations[-1].number, {})
     ranks = {

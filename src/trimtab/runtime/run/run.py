@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trimtab.core.codec import encode
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
@@ -36,10 +37,9 @@ from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log
 from trimtab.runtime.run.executor import ComponentLostError, Executor
 from trimtab.runtime.run.folder import (
     RUN_QUEUE,
-    PastRun,
     RunFolder,
+    RunHistory,
     clear_requests,
-    iteration_facts,
     read_run,
     take_requests,
 )
@@ -104,13 +104,11 @@ class Run:
         self._stop: Reason | None = None
         self._ending = False
         self._folder: RunFolder | None = None
-        self._past = PastRun()
-        self._iterations: list[Iteration] = []
-        self._metrics: dict[int, Metrics] = {}
+        self._history = RunHistory()
+        self._void = 0  # iterations of the resumed run after its checkpoint
         self._plan_since = 1
         self._here = time.perf_counter()
         self._here_s: dict[int, float] = {}
-        self._sync_s: dict[int, float] = {}
         self._saved_machine: ReplanMachine | None = None  # of the replanner, from the checkpoint
         self._measured = False  # costs that were not stated are measured and planned with
         self._losses = 0  # since the last iteration
@@ -140,8 +138,9 @@ class Run:
         with stop_on_interrupt(self.stop, lambda: self._ending):
             state, reason, error = self._run_to_end(first)
             self._finish(state, reason)
-        iterations = tuple(self._iterations)
-        return RunEnd(state, reason, iterations, self._plan, self._plan_since, self._metrics, self._here_s, error)
+        history = self._history
+        iterations = tuple(history.iterations)
+        return RunEnd(state, reason, iterations, self._plan, self._plan_since, history.metrics, self._here_s, error)
 
     def _run_to_end(self, first: int) -> tuple[RunStatus, Reason, TrimtabError | None]:
         """Run the iterations; whatever ends the run is returned, not raised."""
@@ -179,34 +178,24 @@ class Run:
         """Open the folder; returns the first iteration to run."""
         if self._path is not None:
             if self._resume:
-                self._past = read_run(self._path)
-                if self._past.left_out:
-                    log.warning(self._past.left_out)
+                self._history = read_run(self._path)
+                if self._history.left_out:
+                    log.warning(self._history.left_out)
             self._folder = RunFolder(self._path, resume=self._resume)
             self._folder.write_job(self._job.text)
             self._offsets = {name: size_of(event_log_path(self._path, name)) for name in self._workflow.names}
             clear_requests(self._path)
-        names, job, saved = self._workflow.names, self._job, self._past.saved
+        names, job, saved = self._workflow.names, self._job, self._history.saved
         self._checkpointer = Checkpointer(self._folder, names, job.save_every, job.iterations, self._emit)
         self._checkpointer.last_complete = saved
-        self._metrics = {number: dict(figures) for number, figures in self._past.metrics.items()}
-        self._iterations = list(self._past.iterations)
-        self._sync_s = dict(self._past.sync_s)
-        self._void_after(saved)
+        self._void = self._history.void_after(saved)
         return saved + 1
-
-    def _void_after(self, saved: int) -> int:
-        """Forget iterations after a checkpoint; returns how many."""
-        before = len(self._iterations)
-        self._iterations = [iteration for iteration in self._iterations if iteration.number <= saved]
-        self._metrics = {number: figures for number, figures in self._metrics.items() if number <= saved}
-        return before - len(self._iterations)
 
     def _first_plan(self) -> Plan:
         """The initial plan; nothing has been started yet, so errors are raised."""
         if self._given_plan is not None:
             return self._given_plan
-        if self._job.unmeasured and self._past.planned and self._costs_known():
+        if self._job.unmeasured and self._history.planned and self._costs_known():
             self._measured, self._workflow = True, self._measured_workflow()
         if self._resume and self._path is not None and not self._has_to_measure():
             self._saved_machine = load_machine(self._path / LOOP, self._workflow, self._cluster, self._job.rules)
@@ -222,7 +211,7 @@ class Run:
     def _begin(self, first: int) -> None:
         """Create the components and restore their state."""
         if first > 1:
-            self._emit("resumed", after=first - 1, void=max(0, len(self._past.iterations) - len(self._iterations)))
+            self._emit("resumed", after=first - 1, void=self._void)
         else:
             self._emit("began", job=self._job.name, iterations=self._job.iterations, seed=self._job.seed)
         self._emit("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(self._cluster))
@@ -255,7 +244,7 @@ class Run:
 
     @property
     def _done(self) -> int:
-        return self._iterations[-1].number if self._iterations else 0
+        return self._history.iterations[-1].number if self._history.iterations else 0
 
     @property
     def _is_ending(self) -> bool:
@@ -321,18 +310,17 @@ class Run:
         with runner.lock:
             iteration = runner.measurements.iteration(number, now_s, extra)
             metrics = runner.measurements.metrics(number)
-            self._sync_s[number] = runner.measurements.sync_s(number)
+            sync_s = runner.measurements.sync_s(number)
             bars = bars_facts(runner.measurements.bars(number))
         here = time.perf_counter()
         self._here_s[number], self._here = here - self._here, here
-        self._iterations.append(iteration)
-        self._metrics[number] = metrics
+        self._history.add(iteration, metrics, sync_s)
         self._emit(
             "iteration",
-            iteration=iteration_facts(iteration),
+            iteration=encode(iteration),
             here_s=round(self._here_s[number], 6),
             metrics=metrics,
-            sync_s=round(self._sync_s[number], 6),
+            sync_s=round(sync_s, 6),
             bars=bars,
         )
         if is_due:  # after the event is written: a checkpoint is never ahead of the event log
@@ -422,12 +410,13 @@ class Run:
         self._emit("plan", why=why, iteration=first, **plan_facts(plan))
 
     def _costs_known(self) -> bool:
-        return len(self._iterations) >= self._job.profile_iterations
+        return len(self._history.iterations) >= self._job.profile_iterations
 
     def _measured_workflow(self) -> Workflow:
         """The workflow with measured costs, without the first iteration, which is a warm-up."""
-        measured = tuple(self._iterations[1 : self._job.profile_iterations]) or tuple(self._iterations)
-        syncs_s = [self._sync_s[iteration.number] for iteration in measured if iteration.number in self._sync_s]
+        done, known_s = self._history.iterations, self._history.sync_s
+        measured = done[1 : self._job.profile_iterations] or done
+        syncs_s = [known_s[iteration.number] for iteration in measured if iteration.number in known_s]
         return with_costs(self._job.job.workflow, measured, self._job.unmeasured, syncs_s)
 
     # ---- losses --------------------------------------------------------------------------------------------------
@@ -439,7 +428,7 @@ class Run:
             if self._losses > MAX_LOSSES:
                 raise lost
             saved = self._checkpointer.last_complete
-            void = self._void_after(saved)
+            void = self._history.void_after(saved)
             self._emit("lost", component=lost.component, why=lost.what, after=saved, void=void)
             self._emit("resumed", after=saved, void=void)
             try:
@@ -534,7 +523,8 @@ class Run:
 
     def _summarise(self, state: str, reason: Reason) -> None:
         if self._folder is not None:
-            facts = summary_facts(state, reason, self._plan, self._iterations, self._metrics, self._plan_since)
+            history, plan, since = self._history, self._plan, self._plan_since
+            facts = summary_facts(state, reason, plan, history.iterations, history.metrics, since)
             self._folder.summarise({**facts, "saved": self._checkpointer.last_complete, "fault": self._folder.fault})
 
 
