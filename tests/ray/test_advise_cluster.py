@@ -11,7 +11,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.advise.cluster import ClusterWatch, _sample, busy_in
+from trimtab.runtime.advise.samples import ClusterWatch, _sample, busy_in
 from trimtab.runtime.rayapi.gcs_snapshot import find
 from trimtab.runtime.rayapi.nodes import RayNode
 from waiting import until

@@ -123,7 +123,7 @@ def advise(
         with contextlib.nullcontext() if record is None else contextlib.closing(record):
             follower.record = record
             if restart_hook is not None and record is not None:
-                from trimtab.runtime.advise.hook import RestartHook
+                from trimtab.runtime.advise.follower import RestartHook
 
                 follower.hook = RestartHook(
                     restart_hook, str(config), hook_s, record.past.ran_for, record.record_hook_start
@@ -153,10 +153,8 @@ def _follower(
     from trimtab.formats.logs.follow_costs import RunConfig
     from trimtab.model.run import ReplanMode, ReplanRules
     from trimtab.runtime.advise.analysis import AdviceTracker
-    from trimtab.runtime.advise.cluster import ClusterWatch
-    from trimtab.runtime.advise.engines import EngineMetricsReader
-    from trimtab.runtime.advise.follower import Follower
-    from trimtab.runtime.advise.tail import open_tail
+    from trimtab.runtime.advise.follower import Follower, open_tail
+    from trimtab.runtime.advise.samples import ClusterWatch, EngineMetricsReader
 
     config = RunConfig(path, tuple(overrides))
     measured = read_profile(profile)

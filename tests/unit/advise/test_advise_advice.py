@@ -263,7 +263,7 @@ def test_under_an_advised_placement_times_that_have_become_waits_are_no_costs(tm
     assert run.whats() == ["advised", "restarted"]
     waits = {part.name: part.wait is not None for part in run.advising.picture().parts}
     assert waits == {"rollout": False, "inference": True, "actor": True, "weight_sync": False}
-    assert [one.measured > 0 for one in adviser.estimates().values()] == [True, False, False]
+    assert [one.measured > 0 for one in adviser.estimates.values()] == [True, False, False]
 
 
 def test_where_the_time_goes_adds_up(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ class _Engine(http.server.BaseHTTPRequestHandler):
 def test_an_engine_that_stops_answering_is_told_and_asked_again(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trimtab.runtime.advise.engines import EngineMetricsReader
+    from trimtab.runtime.advise.samples import EngineMetricsReader
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -373,7 +373,7 @@ def test_an_engine_that_stops_answering_is_told_and_asked_again(
 
 
 def test_a_real_engine_is_read_frozen_killed_and_back(tmp_path: Path) -> None:
-    from trimtab.runtime.advise.engines import EngineMetricsReader
+    from trimtab.runtime.advise.samples import EngineMetricsReader
 
     with servers(1, tmp_path) as [server]:
         engines = EngineMetricsReader([server.url])
@@ -396,7 +396,7 @@ def test_a_real_engine_is_read_frozen_killed_and_back(tmp_path: Path) -> None:
 
 
 def test_what_answers_and_is_no_engine_is_said_to_be_none(tmp_path: Path) -> None:
-    from trimtab.runtime.advise.engines import EngineMetricsReader
+    from trimtab.runtime.advise.samples import EngineMetricsReader
 
     class Other(_Engine):
         def do_GET(self) -> None:

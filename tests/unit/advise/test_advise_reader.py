@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.runtime.advise.cluster import ClusterWatch, NodeUtilization
+from trimtab.runtime.advise.samples import ClusterWatch, NodeUtilization
 
 
 def test_a_line_that_makes_no_sense_is_logged_and_the_next_one_is_read(

@@ -28,7 +28,7 @@ from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import LoggedStep, RunLog
 from trimtab.formats.logs.follow_costs import reading_of
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.runtime.advise.tail import LogTail, first_ranks, open_tail
+from trimtab.runtime.advise.follower import LogTail, first_ranks, open_tail
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "logs"

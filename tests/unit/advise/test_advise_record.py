@@ -26,11 +26,9 @@ from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.render.html.run.story import read_story
 from trimtab.render.text.advise import as_data
 from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent
-from trimtab.runtime.advise.engines import EngineMetricsReader
-from trimtab.runtime.advise.follower import ClusterSample, Follower, FollowFrame
-from trimtab.runtime.advise.hook import RestartHook
+from trimtab.runtime.advise.follower import ClusterSample, Follower, FollowFrame, RestartHook, open_tail
 from trimtab.runtime.advise.record import FollowRecord, default_folder
-from trimtab.runtime.advise.tail import open_tail
+from trimtab.runtime.advise.samples import EngineMetricsReader
 
 PATIENCE_S = 240.0
 RULES = ReplanRules(assumed_move_s=120.0)
@@ -291,8 +289,7 @@ def test_a_command_is_not_run_where_that_cannot_be_written_down(
 
 
 def test_engines_and_nodes_that_come_and_go_are_told_once(tmp_path: Path) -> None:
-    from trimtab.runtime.advise.cluster import NodeUtilization
-    from trimtab.runtime.advise.engines import EngineSample
+    from trimtab.runtime.advise.samples import EngineSample, NodeUtilization
 
     log, folder = tmp_path / "run.log", tmp_path / "seen"
     log.write_text(verl_console(VERL.steady(1, steps=14)))
@@ -315,7 +312,7 @@ def test_engines_and_nodes_that_come_and_go_are_told_once(tmp_path: Path) -> Non
 
 
 def test_nodes_of_the_cluster_that_join_or_go_are_told_and_silence_is_no_loss(tmp_path: Path) -> None:
-    from trimtab.runtime.advise.cluster import NodeUtilization
+    from trimtab.runtime.advise.samples import NodeUtilization
 
     log, folder = tmp_path / "run.log", tmp_path / "seen"
     log.write_text(verl_console(VERL.steady(1, steps=4)))

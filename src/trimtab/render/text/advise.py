@@ -18,9 +18,9 @@ from trimtab.render.html.kit.labels import known
 from trimtab.render.output import out, print_list, text_table
 from trimtab.render.text.formatting import picked
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
-from trimtab.runtime.advise.engines import EngineSample
 from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
+from trimtab.runtime.advise.samples import EngineSample
 
 PART_KEYS = ("gpus", "seconds", "share", "spread", "drift", "drifted", "wait")
 ENGINES_SHOWN = 12

@@ -98,9 +98,9 @@ class AdviceTracker:
         self._since_start = 0
         self._steps = 0
         self._newest: int | None = None
-        self._counted: list[LoggedStep] = []  # the newest
+        self.counted: list[LoggedStep] = []  # the newest
         self._counted_ever = 0
-        self._reading: TimerReading | None = None
+        self.reading: TimerReading | None = None
         self._times: list[dict[str, float]] = []  # seconds of each component in each counted step
         self._placed: CurrentPlacement | None = None
         self.cluster: Cluster | None = None  # from the configuration
@@ -124,27 +124,27 @@ class AdviceTracker:
         self._newest = step.number
         if self._since_start <= self.warmup:
             return news
-        self._counted.append(step)
-        del self._counted[:-KEPT_STEPS]
+        self.counted.append(step)
+        del self.counted[:-KEPT_STEPS]
         self._counted_ever += 1
-        if self._reading is not None and (self.adviser is not None or self._unplanned is not None):
-            self._times.append(self._reading.seconds(step))
+        if self.reading is not None and (self.adviser is not None or self._unplanned is not None):
+            self._times.append(self.reading.seconds(step))
             del self._times[:-KEPT_STEPS]
             return news + (self._weigh(step) if self._unsettled is None else self._settle(step))
-        base = self._counted[-self.rules.least_iterations :]
+        base = self.counted[-self.rules.least_iterations :]
         self._set_reading(self._provisional_reading(base))  # provisional, until there are enough steps
         return news + (self._begin(base) if len(base) == self.rules.least_iterations else [])
 
     def end(self) -> list[FollowEvent]:
         """No more steps will come: evaluate those there are."""
-        if self._steps and not self._counted:
+        if self._steps and not self.counted:
             raise InputError(
                 f"all {self._steps} steps are warm-up (the first {self.warmup} after every start)",
                 hint="let the run go on for 10 steps or so, or give --warmup 0",
             )
-        if not self._counted or self.adviser is not None or self._unplanned is not None:
+        if not self.counted or self.adviser is not None or self._unplanned is not None:
             return []
-        base = self._counted[-self.rules.least_iterations :]
+        base = self.counted[-self.rules.least_iterations :]
         self._missing = self._missing_components(base)
         if self._missing:
             self._unplanned = f"{', '.join(self._missing)} is not in the log, and {self.framework.name} trains with it"
@@ -181,13 +181,13 @@ class AdviceTracker:
         return [news for logged in base for news in self._weigh(logged)]
 
     def _set_reading(self, reading: TimerReading) -> None:
-        self._reading = reading
-        self._times = [reading.seconds(step) for step in self._counted]
+        self.reading = reading
+        self._times = [reading.seconds(step) for step in self.counted]
 
     def _missing_components(self, base: Sequence[LoggedStep]) -> tuple[str, ...]:
         """Required components that are neither in most of these steps nor profiled."""
-        assert self._reading is not None
-        logged = [set(self._reading.seconds(step)) for step in base]
+        assert self.reading is not None
+        logged = [set(self.reading.seconds(step)) for step in base]
         known = {component.name for component in self._profile.components} if self._profile else set()
         needed = (name for name in REQUIRED[self.framework.name] if name not in known)
         return tuple(name for name in needed if 2 * sum(name in names for names in logged) < len(logged))
@@ -234,7 +234,7 @@ class AdviceTracker:
         return [news for step in base for news in self._weigh(step)]
 
     def _weigh(self, step: LoggedStep) -> list[FollowEvent]:
-        adviser, reading = self.adviser, self._reading
+        adviser, reading = self.adviser, self.reading
         if adviser is None or reading is None:
             return []
         before = adviser.advice
@@ -260,10 +260,6 @@ class AdviceTracker:
         return again
 
     @property
-    def reading(self) -> TimerReading | None:
-        return self._reading
-
-    @property
     def groups(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         """Components on the same GPUs, and those GPUs; empty if not known yet."""
         known = self._placed.ranks if self._placed else {}
@@ -280,19 +276,15 @@ class AdviceTracker:
         first = {name: position for position, name in enumerate(ranks)}
         return tuple((names, tuple(found[names])) for names in sorted(found, key=lambda names: first[names[0]]))
 
-    @property
-    def counted(self) -> Sequence[LoggedStep]:
-        return self._counted
-
     def seconds(self, step: LoggedStep) -> dict[str, float]:
         """Seconds of each component in a step, waits included."""
-        return self._reading.seconds(step) if self._reading is not None else {}
+        return self.reading.seconds(step) if self.reading is not None else {}
 
     # ---- picture -------------------------------------------------------------------------------------------------
 
     def picture(self, notes: Sequence[str] = ()) -> RunPicture:
-        reading = self._reading
-        counted = self._counted if reading is not None else []
+        reading = self.reading
+        counted = self.counted if reading is not None else []
         newest = counted[-self.rules.window :]
         totals = [total for step in newest if reading and (total := reading.total(step)) is not None]
         step_s = statistics.median(totals) if totals else None
@@ -330,7 +322,7 @@ class AdviceTracker:
         return Reason(ReasonCode.too_few, f"{self._counted_ever} of {needed} steps are measured")
 
     def _parts(self, step_s: float | None) -> tuple[ComponentSummary, ...]:
-        reading = self._reading
+        reading = self.reading
         if reading is None:
             return ()
         series: dict[str, list[float]] = {}
@@ -344,17 +336,10 @@ class AdviceTracker:
             middle = statistics.median(some)
             if middle <= 0:
                 continue
+            share, spread, drift = middle / step_s if step_s else None, measured.spread(some), measured.drift(values)
+            wait = reading.waits.get(name)
             parts.append(
-                ComponentSummary(
-                    name=name,
-                    gpus=self.gpus(name),
-                    seconds=middle,
-                    share=middle / step_s if step_s else None,
-                    spread=measured.spread(some),
-                    drift=measured.drift(values),
-                    wait=reading.waits.get(name),
-                    drifted=name in drifted,
-                )
+                ComponentSummary(name, self.gpus(name), middle, share, spread, drift, wait, drifted=name in drifted)
             )
         return tuple(parts)
 

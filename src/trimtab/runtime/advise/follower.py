@@ -3,25 +3,226 @@
 Each poll reads what is there and ends; between two polls it sleeps. It ends by itself after `at_most_s`, or when the
 log has been silent for `silent_s`. Steps logged before it began are learned from and never acted upon: the user's
 command runs only at a checkpoint that is written while following.
+
+That command restarts the run with advised settings. It is run once for each advice, with a deadline, gets the advice in
+its environment, and its output goes to standard error, so that standard output holds only the answer. It is never run
+twice for the same overrides, whatever its result; and it survives an interrupt of trimtab, because a restart that is
+cut in half is worse than either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import re
+import signal
+import stat
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from trimtab.core.errors import InputError
+from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import LoggedStep, RunLog
+from trimtab.formats.write_back import shell_words
 from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent, RunPicture
-from trimtab.runtime.advise.cluster import ClusterWatch, NodeUtilization
-from trimtab.runtime.advise.engines import EngineMetricsReader, EngineSample
-from trimtab.runtime.advise.hook import HookResult, RestartHook
 from trimtab.runtime.advise.record import FollowRecord, RecordedPast, step_mark
 from trimtab.runtime.advise.replanner import Advice
-from trimtab.runtime.advise.tail import LogTail
+from trimtab.runtime.advise.samples import ClusterWatch, EngineMetricsReader, EngineSample, NodeUtilization
 from trimtab.runtime.procs.gpus import gpu_utilization
+from trimtab.runtime.store.files import FileTail
+
+STANDARD_ERROR = 2
+END_S = 5.0  # between SIGTERM and SIGKILL
+_HINT = "name the run's console log, its JSON lines, or the folder of its event files"
+_RANK = re.compile(r"(?i)(rank|worker|proc|process)[_.-]?(\d+)")
+
+
+@dataclass(frozen=True)
+class HookResult:
+    """Result of the command. `status` is None if it could not be started or timed out."""
+
+    step: int
+    sentence: str
+    status: int | None
+
+    @property
+    def done(self) -> bool:
+        return self.status == 0
+
+
+class RestartHook:
+    """Runs the user's command, at most one at a time.
+
+    `ran` are overrides that it was run for before; `starts` records, before it is run, what it is run for, and returns
+    whether that was written: a command whose run could not be remembered is not run.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        config: str,
+        at_most_s: float,
+        ran: Iterable[tuple[str, ...]] = (),
+        starts: Callable[[Advice, int], bool] = lambda advice, step: True,
+    ) -> None:
+        self._command = command
+        self._config = config
+        self._at_most_s = at_most_s
+        self._ran = set(ran)
+        self._starts = starts
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline = 0.0
+        self._step = 0
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
+
+    def wanted(self, advice: Advice) -> bool:
+        """Whether the command was not run for this advice yet."""
+        return self._process is None and advice.overrides not in self._ran
+
+    def start(self, advice: Advice, step: int) -> HookResult | None:
+        """Run the command; returns a result only if it cannot be started."""
+        self._ran.add(advice.overrides)
+        self._step = step
+        if not self._starts(advice, step):
+            return HookResult(step, "the command was not run: its start cannot be recorded", None)
+        environment = {
+            **os.environ,
+            "TRIMTAB_CONFIG": self._config,
+            "TRIMTAB_OVERRIDES": " ".join(shell_words(advice.settings)),
+            "TRIMTAB_PLAN": advice.plan.describe(),
+            "TRIMTAB_GAIN": f"{advice.gain:.4f}",
+            "TRIMTAB_STEP": str(step),
+        }
+        try:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=STANDARD_ERROR,
+                start_new_session=True,  # Ctrl-C is for trimtab
+            )
+        except OSError as error:
+            return HookResult(step, f"the command could not be started: {error.strerror}", None)
+        self._deadline = time.monotonic() + self._at_most_s
+        return None
+
+    def ended(self) -> HookResult | None:
+        """The result of the command, once it has ended or timed out."""
+        process = self._process
+        if process is None:
+            return None
+        status = process.poll()
+        if status is not None:
+            self._process = None
+            how = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
+            return HookResult(self._step, f"the command {how}", status)
+        if time.monotonic() < self._deadline:
+            return None
+        self._process = None
+        _kill(process)
+        return HookResult(self._step, f"the command took longer than {self._at_most_s:g} s and was ended", None)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the command and what it started in its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+            return
+
+
+@dataclass
+class LogTail:
+    """The files of one run. A folder stands for the logs in it, including new ones."""
+
+    paths: Sequence[Path]
+    restarts: int = 0  # times that a file was started anew
+    skipped_ranks: tuple[Path, ...] = ()  # other ranks' logs of the same steps
+    _tails: dict[Path, FileTail] = field(default_factory=dict)
+
+    def files(self) -> list[Path]:
+        """The files in reading order; InputError without any."""
+        found: list[Path] = []
+        for path in self.paths:
+            if path.is_dir():
+                found.extend(self._folder(path))
+            else:
+                found.append(path)
+        return list(dict.fromkeys(found))
+
+    def _folder(self, path: Path) -> list[Path]:
+        try:
+            inside = logs.files_of(path)
+        except InputError:
+            if any(file.parent == path for file in self._tails):
+                return [file for file in self._tails if file.parent == path]
+            raise
+        kept = first_ranks(inside)
+        self.skipped_ranks = tuple(file for file in inside if file not in kept)
+        return kept
+
+    def check(self) -> None:
+        """Raise InputError if a path cannot be followed."""
+        for path in self.files():
+            try:
+                mode = path.stat().st_mode
+            except OSError as error:
+                raise InputError(f"the log {path} cannot be read: {error.strerror}", hint=_HINT) from None
+            if not stat.S_ISREG(mode):
+                raise InputError(f"{path} is no file that can be followed", hint=_HINT)
+
+    @property
+    def gone(self) -> set[Path]:
+        """Files that are missing at the moment."""
+        return {path for path, tail in self._tails.items() if tail.gone}
+
+    def read(self) -> Iterator[tuple[str, bytes | None]]:
+        """(name, bytes) of new data, file by file; None for bytes: the file begins anew."""
+        for path in self.files():
+            tail = self._tails.setdefault(path, FileTail(path))
+            try:
+                for data in tail.read():
+                    self.restarts += data is None
+                    yield str(path), data
+            except OSError:
+                tail.gone = True
+
+    def close(self) -> None:
+        for tail in self._tails.values():
+            tail.close()
+        self._tails.clear()
+
+
+def first_ranks(files: Sequence[Path]) -> list[Path]:
+    """Of files that differ only in a rank or worker number, the first: the others log the same steps."""
+    lowest: dict[str, tuple[int, Path]] = {}
+    for path in files:
+        found = _RANK.search(path.name)
+        key = path.name if found is None else f"{path.name[: found.start(2)]}*{path.name[found.end(2) :]}"
+        number = 0 if found is None else int(found[2])
+        if key not in lowest or number < lowest[key][0]:
+            lowest[key] = number, path
+    kept = {path for _, path in lowest.values()}
+    return [path for path in files if path in kept]
+
+
+@contextlib.contextmanager
+def open_tail(paths: Sequence[Path]) -> Iterator[LogTail]:
+    tail = LogTail(paths)
+    try:
+        tail.check()
+        yield tail
+    finally:
+        tail.close()
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,8 @@ from trimtab.runtime.run.measurements import bars_facts, plan_facts
 from trimtab.runtime.run.replanner import nodes_facts
 
 if TYPE_CHECKING:
-    from trimtab.runtime.advise.cluster import NodeUtilization
-    from trimtab.runtime.advise.engines import EngineSample
     from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
+    from trimtab.runtime.advise.samples import EngineSample, NodeUtilization
 
 log = logging.getLogger(__name__)
 

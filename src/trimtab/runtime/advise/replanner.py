@@ -58,29 +58,23 @@ class Adviser:
         self.rules = rules
         self.advice: Advice | None = None
         self.reason = Reason(ReasonCode.too_few, "nothing is measured yet")
-        self._count = 0
-        self.machine = self._make_machine(placement_now(loaded))
-        self._estimates = self.machine.estimates()
+        self._start(placement_now(loaded))
 
-    def _make_machine(self, plan: Plan) -> ReplanMachine:
-        job = self.loaded.job
-        return ReplanMachine(job.workflow, job.cluster, plan, self.rules, self.loaded.rules)
+    def _start(self, plan: Plan) -> None:
+        """Measure and decide under this plan from now on."""
+        job, self._count = self.loaded.job, 0
+        self.machine = ReplanMachine(job.workflow, job.cluster, plan, self.rules, self.loaded.rules)
+        self.estimates: dict[str, CostEstimate] = self.machine.estimates()
 
     @property
     def plan(self) -> Plan:
         return self.machine.plan
 
-    def estimates(self) -> dict[str, CostEstimate]:
-        return self._estimates
-
     def drifted(self) -> tuple[str, ...]:
         """Components whose cost has changed significantly, the largest change first."""
-        found = [
-            (name, estimate)
-            for name, estimate in self.estimates().items()
-            if estimate.measured and sure_level(estimate, 1.0) != 1.0
-        ]
-        return tuple(name for name, _ in sorted(found, key=lambda pair: -abs(math.log(pair[1].level))))
+        known = self.estimates
+        found = [name for name in known if known[name].measured and sure_level(known[name], 1.0) != 1.0]
+        return tuple(sorted(found, key=lambda name: -abs(math.log(known[name].level))))
 
     def take(self, step: int, costs: Mapping[str, float], wall_s: float | None) -> None:
         """Count a step: the cost of each component, and its duration if known."""
@@ -90,7 +84,7 @@ class Adviser:
         # A step with periodic work has no usable wall time; its component timers are valid.
         done = Iteration(self._count, wall_s or 0.0, parts)
         instructions = self.machine.handle(e.IterationDone(done), float(self._count))
-        self._estimates = self.machine.estimates()
+        self.estimates = self.machine.estimates()
         for instruction in instructions:
             if isinstance(instruction, e.AdvisePlan):
                 self._advise(step, instruction)
@@ -100,10 +94,8 @@ class Adviser:
     def taken(self, advice: Advice) -> None:
         """The run goes on with an advised plan."""
         # What cannot be measured there costs what it cost here: levels count from now on.
-        levels = {name: estimate.level for name, estimate in self.estimates().items()}
-        self.loaded = replace(self.loaded, job=scaled(self.loaded.job, levels))
-        self.machine, self._count = self._make_machine(advice.plan), 0
-        self._estimates = self.machine.estimates()
+        self.loaded = replace(self.loaded, job=self._job_now())
+        self._start(advice.plan)
         self.reason = Reason(ReasonCode.arrived, f"the advice was taken: {self.plan.describe()}")
         self.advice = None
 
@@ -113,8 +105,11 @@ class Adviser:
 
     def at_current_costs(self, plan: Plan) -> Plan:
         """A plan with its timeline at current costs."""
-        levels = {name: estimate.level for name, estimate in self.estimates().items()}
-        return self._placed_as(scaled(self.loaded.job, levels), plan)
+        return self._placed_as(self._job_now(), plan)
+
+    def _job_now(self) -> PlacementJob:
+        """The job at current costs."""
+        return scaled(self.loaded.job, {name: estimate.level for name, estimate in self.estimates.items()})
 
     def _placed_as(self, job: PlacementJob, plan: Plan) -> Plan:
         ranks = {name: group.gpus for group in plan.groups for name in group.components}
@@ -156,7 +151,7 @@ class Adviser:
         cause, _, _ = reason.sentence.partition("; ")  # the rest may speak of another plan that is as good
         instruction = f"{cause}; {advice.plan.describe()} would take {then:.3g} s instead of {now:.3g} s"
         gain, variance = self._gain(advice.plan, {}), 0.0
-        for name, estimate in self.estimates().items():
+        for name, estimate in self.estimates.items():
             sides = (
                 self._gain(advice.plan, {name: factor}) for factor in (1 + estimate.width, 1 / (1 + estimate.width))
             )
@@ -177,8 +172,7 @@ class Adviser:
         names = measured_once(self.loaded.job)
         if not any(plan.placed(name).extrapolated for name in names):
             return None
-        levels = {name: estimate.level for name, estimate in self.estimates().items()}
-        job = with_doubling(scaled(self.loaded.job, levels), names)
+        job = with_doubling(self._job_now(), names)
         now, then = (self._placed_as(job, each).iteration_seconds for each in (self.plan, plan))
         return 1 - then / now if now > 0 else 0.0
 
@@ -188,7 +182,7 @@ class Adviser:
         return 1 - self._seconds(plan, factors) / now if now > 0 else 0.0
 
     def _seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
-        levels = {name: estimate.level * factors.get(name, 1.0) for name, estimate in self.estimates().items()}
+        levels = {name: estimate.level * factors.get(name, 1.0) for name, estimate in self.estimates.items()}
         return self.machine.drift.planner.seconds(plan, levels)
 
 

@@ -1,18 +1,30 @@
-"""Samples rollout engines at `/metrics`: running and waiting requests, cache use, tokens per second.
+"""Samples the run's Ray cluster (nodes, GPUs, their utilization) and its rollout engines, at `/metrics`.
 
-Read-only. An engine that stops answering is reported with cause and duration and probed again with the next sample; it
-never ends the command. All are probed at once, with a deadline.
+Read-only. Ray is queried in a child process, because Ray's client ends its process when the cluster vanishes; so the
+loss of the cluster is reported and does not end the command. Utilization comes from the metrics that every Ray node
+exports. What is not known is left out. An engine that stops answering is reported with cause and duration and probed
+again with the next sample; it never ends the command. All are probed at once, with a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, TrimtabError
+from trimtab.runtime.procs.sampler import ChildSampler, print_samples
+from trimtab.runtime.rayapi import auth
+from trimtab.runtime.rayapi.node_view import RayView
 
+METRICS_S = 2.0
+STALE_S = 60.0  # older samples are not shown
+_UTILISATION = "ray_node_gpus_utilization"
 ANSWER_S = 3.0
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
@@ -20,6 +32,40 @@ WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:reque
 CACHE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 TOKENS = ("vllm:generation_tokens_total", "llamacpp:tokens_predicted_total", "sglang:generation_tokens_total")
 SPEED = ("sglang:gen_throughput",)
+
+
+@dataclass(frozen=True)
+class NodeUtilization:
+    """One node. `busy` is the recent utilization of its GPUs by index, if it exports that."""
+
+    name: str
+    gpus: float
+    free: float
+    draining: bool = False
+    busy: tuple[tuple[int, float], ...] = ()
+
+
+class ClusterWatch(ChildSampler[tuple[NodeUtilization, ...]]):
+    """Samples the cluster in a child process; reading the latest sample never blocks."""
+
+    def __init__(self, address: str, every_s: float, stale_s: float = STALE_S) -> None:
+        self.address = address
+        self._stale_s = stale_s
+        super().__init__(
+            "trimtab.runtime.advise.samples",
+            address,
+            str(every_s),
+            parse=lambda rows: tuple(decode(NodeUtilization, row) for row in rows),
+        )
+
+    def seen(self) -> tuple[NodeUtilization, ...] | str:
+        """The nodes, or why they are not known."""
+        sample, age_s = self.latest()
+        if not self.is_alive:
+            return f"the Ray cluster at {self.address} is not watched any more: it is gone"
+        if not isinstance(sample, str) and age_s > self._stale_s:
+            return f"the Ray cluster at {self.address} has not answered for {self._stale_s:g} s"
+        return sample
 
 
 @dataclass(frozen=True)
@@ -90,3 +136,46 @@ async def _probe_all(urls: Sequence[str]) -> list[dict[str, float] | str]:
 
 def _first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
     return next((metrics[name] for name in names if name in metrics), None)
+
+
+# ---- the child process -----------------------------------------------------------------------------------------------
+
+
+def busy_in(page: str) -> list[tuple[int, float]]:
+    """GPU utilization by index, from a node's metrics page."""
+    found: dict[int, float] = {}
+    for line in page.splitlines():
+        if line.startswith(_UTILISATION):
+            labels, _, value = line.rpartition(" ")
+            _, _, index = labels.partition('GpuIndex="')
+            with contextlib.suppress(ValueError):
+                found[int(index.partition('"')[0])] = min(1.0, float(value) / 100)
+    return sorted(found.items())
+
+
+def _metrics_page(url: str | None) -> str:
+    """A node's metrics; empty if it exports none or does not answer."""
+    if url is None:
+        return ""
+    try:
+        with urllib.request.urlopen(url, timeout=METRICS_S) as answer:
+            return str(answer.read(8 << 20).decode("utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return ""
+
+
+def _sample(view: RayView) -> list[NodeUtilization]:
+    found = []
+    for node in view.nodes():
+        busy = tuple(busy_in(_metrics_page(node.metrics_url))) if node.gpus else ()
+        found.append(NodeUtilization(node.name, node.gpus, node.free.get("GPU", 0.0), node.draining, busy))
+    return found
+
+
+def _connect(address: str) -> RayView:
+    auth.match_cluster(address)
+    return RayView(address)
+
+
+if __name__ == "__main__":
+    print_samples(lambda: _connect(sys.argv[1]), lambda view: encode(_sample(view)), float(sys.argv[2]))
