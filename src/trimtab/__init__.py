@@ -14,48 +14,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trimtab import profile as profile
-    from trimtab.compat.elastic_scheduler.scheduler import ElasticScheduler as ElasticScheduler
-    from trimtab.compat.simple_scheduler.scheduler import PreemptionAggressiveness as PreemptionAggressiveness
-    from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler as SimpleScheduler
-    from trimtab.compat.simple_scheduler.scheduler import SimpleTaskSpec as SimpleTaskSpec
-    from trimtab.formats.load import load as load
-    from trimtab.model.elastic_config import ElasticConfig as ElasticConfig
-    from trimtab.plan.placement.planner import plan_placement as plan_placement
-    from trimtab.render.notebook import report as report
-    from trimtab.running import Job as Job
-    from trimtab.runtime.client.session import Pool as Pool
-    from trimtab.runtime.client.session import Session as Session
-    from trimtab.runtime.client.session import connect as connect
-    from trimtab.runtime.client.task import Task as Task
-    from trimtab.runtime.elastic.group import ElasticGroup as ElasticGroup
-    from trimtab.runtime.elastic.group import GroupError as GroupError
-    from trimtab.runtime.elastic.group import GroupGaveUpError as GroupGaveUpError
-    from trimtab.runtime.elastic.group import MemberWorld as MemberWorld
-    from trimtab.runtime.elastic.group import StepFailedError as StepFailedError
-    from trimtab.runtime.elastic.group import StepResult as StepResult
+    from trimtab import profile
+    from trimtab.compat.elastic_scheduler.scheduler import ElasticScheduler
+    from trimtab.compat.simple_scheduler.scheduler import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
+    from trimtab.formats.load import load
+    from trimtab.model.elastic_config import ElasticConfig
+    from trimtab.plan.placement.planner import plan_placement
+    from trimtab.render.notebook import report
+    from trimtab.running import Job
+    from trimtab.runtime.client.session import Pool, Session, connect
+    from trimtab.runtime.client.task import Task
+    from trimtab.runtime.elastic.group import (
+        ElasticGroup,
+        GroupError,
+        GroupGaveUpError,
+        MemberWorld,
+        StepFailedError,
+        StepResult,
+    )
 
-_HOMES = {
-    "load": "trimtab.formats.load",
-    "plan_placement": "trimtab.plan.placement.planner",
-    "connect": "trimtab.runtime.client.session",
-    "Session": "trimtab.runtime.client.session",
-    "Pool": "trimtab.runtime.client.session",
-    "Task": "trimtab.runtime.client.task",
-    "ElasticConfig": "trimtab.model.elastic_config",
-    "ElasticGroup": "trimtab.runtime.elastic.group",
-    "ElasticScheduler": "trimtab.compat.elastic_scheduler.scheduler",
-    "GroupError": "trimtab.runtime.elastic.group",
-    "GroupGaveUpError": "trimtab.runtime.elastic.group",
-    "MemberWorld": "trimtab.runtime.elastic.group",
-    "StepFailedError": "trimtab.runtime.elastic.group",
-    "StepResult": "trimtab.runtime.elastic.group",
-    "SimpleScheduler": "trimtab.compat.simple_scheduler.scheduler",
-    "SimpleTaskSpec": "trimtab.compat.simple_scheduler.scheduler",
-    "PreemptionAggressiveness": "trimtab.compat.simple_scheduler.scheduler",
-    "Job": "trimtab.running",
-    "report": "trimtab.render.notebook",
+_NAMES = {
+    "trimtab.compat.elastic_scheduler.scheduler": "ElasticScheduler",
+    "trimtab.compat.simple_scheduler.scheduler": "PreemptionAggressiveness SimpleScheduler SimpleTaskSpec",
+    "trimtab.formats.load": "load",
+    "trimtab.model.elastic_config": "ElasticConfig",
+    "trimtab.plan.placement.planner": "plan_placement",
+    "trimtab.render.notebook": "report",
+    "trimtab.running": "Job",
+    "trimtab.runtime.client.session": "Pool Session connect",
+    "trimtab.runtime.client.task": "Task",
+    "trimtab.runtime.elastic.group": "ElasticGroup GroupError GroupGaveUpError MemberWorld StepFailedError StepResult",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "ElasticConfig",

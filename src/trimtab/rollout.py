@@ -32,11 +32,10 @@ from trimtab.runtime.rollout.refits import RefitEngine, RefitSession
 from trimtab.runtime.rollout.sampling import Chunk, Completion, ForwardedAnswer, RefusedError, Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from trimtab.runtime.gateway.server import Gateway as Gateway
-    from trimtab.runtime.gateway.settings import GatewaySettings as GatewaySettings
-    from trimtab.runtime.rollout.launch.start import engines_as_processes as engines_as_processes
-    from trimtab.runtime.rollout.launch.start import engines_on_slots as engines_on_slots
-    from trimtab.runtime.run.engines.component import EngineRollout as EngineRollout
+    from trimtab.runtime.gateway.server import Gateway
+    from trimtab.runtime.gateway.settings import GatewaySettings
+    from trimtab.runtime.rollout.launch.start import engines_as_processes, engines_on_slots
+    from trimtab.runtime.run.engines.component import EngineRollout
 
 __all__ = [
     "ActorEngine",

@@ -83,24 +83,14 @@ class Job:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        *,
-        iterations: int | None = None,
-        seed: int | None = None,
-        mode: str | None = None,
+        cls, path: str | Path, *, iterations: int | None = None, seed: int | None = None, mode: str | None = None
     ) -> Job:
         """The job of a file, with other iterations, seed or mode where given."""
         return cls._of(load_run(Path(path), iterations=iterations, seed=seed, mode=mode), _name_of(Path(path)))
 
     @classmethod
     def of_run(
-        cls,
-        folder: str | Path,
-        *,
-        iterations: int | None = None,
-        seed: int | None = None,
-        mode: str | None = None,
+        cls, folder: str | Path, *, iterations: int | None = None, seed: int | None = None, mode: str | None = None
     ) -> Job:
         """The job of a run folder."""
         kept = Path(folder) / JOB

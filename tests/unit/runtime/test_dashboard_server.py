@@ -17,7 +17,7 @@ from dashboard_pages import TOKEN, Growing, serving
 from trimtab.cli.dashboard import beside
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.html.dashboard.source import DashboardSource
-from trimtab.runtime.dashboard import feed
+from trimtab.runtime.dashboard import app as dashboard_app
 from trimtab.runtime.dashboard.server import DashboardServer
 from trimtab.runtime.run import folder as run_folder
 
@@ -206,7 +206,7 @@ def test_one_who_does_not_read_is_dropped_and_nobody_waits_for_it(run: Growing, 
     big = json.dumps({"note": "x" * 200_000}).encode()
 
     def publish() -> None:
-        for _ in range(feed.MAX_WAITING + 8):
+        for _ in range(dashboard_app.MAX_WAITING + 8):
             app.feed.publish(big)
 
     for _ in range(3):  # the kernel takes some of it, wherever it is read or not
@@ -230,18 +230,18 @@ def test_one_who_does_not_read_is_dropped_and_nobody_waits_for_it(run: Growing, 
 
 def test_queues_of_a_client_are_bounded_in_number_and_bytes() -> None:
     async def scene() -> None:
-        client = feed.FeedClient()
-        client.put(b"x" * (feed.MAX_WAITING_BYTES + 1))
+        client = dashboard_app.FeedClient()
+        client.put(b"x" * (dashboard_app.MAX_WAITING_BYTES + 1))
         assert not client.behind
         client.put(b"y")
         assert client.behind
         assert await client.get(0.01) is None
-        many = feed.FeedClient()
-        for _ in range(feed.MAX_WAITING + 1):
+        many = dashboard_app.FeedClient()
+        for _ in range(dashboard_app.MAX_WAITING + 1):
             many.put(b"z")
         assert many.behind
-        line = feed.Feed()
-        for _ in range(2 * feed.MAX_KEPT):
+        line = dashboard_app.Feed()
+        for _ in range(2 * dashboard_app.MAX_KEPT):
             line.publish(b"{}")
         assert line.since(line.id(line.number)) == []
         assert len(line.since(line.id(line.number - 3)) or ()) == 3

@@ -3,6 +3,10 @@ requests.
 
 Reading needs no token: any local process may. Every change needs it, on loopback too. A foreign Host header or a page
 of another origin is refused before anything else. The page's policy allows this server alone.
+
+Changes are numbered messages to all clients; the last ones are kept. A client says which it had last and gets the later
+ones, if they are still kept and of this server; else the whole state. A client that does not take its messages is
+dropped and reconnects by itself: a slow client delays no other, and memory does not grow with clients.
 """
 
 from __future__ import annotations
@@ -11,17 +15,19 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.core.errors import InputError, TrimtabError, printable
-from trimtab.runtime.dashboard.feed import Feed, FeedClient
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
@@ -49,10 +55,106 @@ SEND_S = 20.0  # for a client to take a message; then it counts as gone
 RETRY_MS = 1_000
 MAX_STREAMS = 4_096
 MAX_BODY_BYTES = 16_384  # of a change request
+MAX_KEPT = 256
+MAX_KEPT_BYTES = 4 * 2**20
+MAX_WAITING = 32  # messages for one client
+MAX_WAITING_BYTES = 8 * 2**20
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+class FeedClient:
+    """One client's queue. `behind` once it was dropped."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self._changed = asyncio.Event()
+        self.behind = False
+        self.closed = False  # the server ends
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._waiting)
+
+    def end(self) -> None:
+        self.closed = True
+        self._waiting.clear()
+        self._changed.set()
+
+    def put(self, message: bytes) -> None:
+        """Queue a message, or drop the client if it has too many."""
+        if self.behind or self.closed:
+            return
+        # One message always fits, however large: else the state of a large run could never be sent.
+        if self._waiting and (len(self._waiting) >= MAX_WAITING or self._bytes + len(message) > MAX_WAITING_BYTES):
+            self.behind = True
+            self._waiting.clear()
+        else:
+            self._waiting.append(message)
+            self._bytes += len(message)
+        self._changed.set()
+
+    async def get(self, wait_s: float) -> bytes | None:
+        """The next message; None on time-out, or if the client is behind or closed."""
+        if not (self._waiting or self.behind or self.closed):
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), wait_s)
+            except asyncio.TimeoutError:
+                return None
+        if self.behind or self.closed:
+            return None
+        message = self._waiting.popleft()
+        self._bytes -= len(message)
+        return message
+
+
+class Feed:
+    """The messages and their clients."""
+
+    def __init__(self) -> None:
+        self._epoch = secrets.token_hex(4)
+        self.number = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self.clients: set[FeedClient] = set()
+        self.closed = False
+
+    def publish(self, data: bytes) -> None:
+        """Send a change to all clients, and keep it for those that reconnect."""
+        self.number += 1
+        message = self.frame("change", data, self.number)
+        self._kept.append((self.number, message))
+        self._kept_bytes += len(message)
+        while len(self._kept) > MAX_KEPT or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
+            self._kept_bytes -= len(self._kept.popleft()[1])
+        for client in self.clients:
+            client.put(message)
+
+    def end(self) -> None:
+        """End all streams, also of later clients."""
+        self.closed = True
+        for client in self.clients:
+            client.end()
+
+    def id(self, number: int) -> str:
+        """Event id of a message; unique to this server."""
+        return f"{self._epoch}-{number}"
+
+    def frame(self, event: str, data: bytes, number: int) -> bytes:
+        """A message in server-sent-events format; `data` has no line breaks."""
+        return f"event: {event}\nid: {self.id(number)}\ndata: ".encode() + data + b"\n\n"
+
+    def since(self, last: str) -> list[bytes] | None:
+        """Messages after `last`; None if they are not kept any more, or `last` is of another server."""
+        epoch, _, number = last.partition("-")
+        if epoch != self._epoch or not number.isdecimal() or len(number) > 12:
+            return None
+        had = int(number)
+        if had == self.number:
+            return []
+        if had > self.number or not self._kept or self._kept[0][0] > had + 1:
+            return None
+        return [message for at, message in self._kept if at > had]
 
 
 class PageSource(Protocol):
@@ -90,7 +192,6 @@ class DashboardApp:
         self._files = source.files()
         self._app = Starlette(
             routes=[
-                Route("/events", _AsgiEndpoint(self._stream)),
                 Route("/story", self._story),
                 Route("/state", self._state_now),
                 Route("/change/{what}", self._change, methods=["POST"]),
@@ -101,13 +202,12 @@ class DashboardApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = dict(scope["headers"])
+        answer: ASGIApp = self._stream if scope["path"] == "/events" else self._app
         try:
-            self._guard.check_host(headers)
+            self._guard.check_host(dict(scope["headers"]))
         except Refusal as refusal:
-            await _refused(refusal)(scope, receive, _with_headers(send))
-            return
-        await self._app(scope, receive, _with_headers(send))
+            answer = _refused(refusal)
+        await answer(scope, receive, _with_headers(send))
 
     # ---- following -----------------------------------------------------------------------------------------------
 
@@ -267,16 +367,6 @@ class DashboardApp:
             await write(b"event: behind\ndata: {}\n\n")
 
 
-class _AsgiEndpoint:
-    """An ASGI endpoint, where a route would take a function of a request."""
-
-    def __init__(self, answers: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._answers = answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answers(scope, receive, send)
-
-
 async def _until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -285,7 +375,7 @@ async def _until_disconnect(receive: Receive) -> None:
 def _with_headers(send: Send) -> Send:
     extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
-    async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), *extra]}
         await send(message)

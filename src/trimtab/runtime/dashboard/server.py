@@ -16,8 +16,6 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-import uvicorn
-
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp, PageSource
 from trimtab.runtime.http import tokens
@@ -58,7 +56,6 @@ class DashboardServer:
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server: uvicorn.Server | None = None
         self.background = Background(prefix="trimtab-dashboard")
         self._started = threading.Event()
         self._stop_event: asyncio.Event | None = None
@@ -118,22 +115,15 @@ class DashboardServer:
         finally:
             self._started.set()
 
-    def _end_streams(self) -> None:
-        """Streams do not end by themselves: end them, then the server."""
-        if self.app is not None:
-            self.app.feed.end()
-        if self._server is not None:
-            self._server.should_exit = True
-
     async def _serve(self, token: str) -> None:
         assert self._socket is not None
         self._loop, self._stop_event = asyncio.get_running_loop(), asyncio.Event()
         self.app = DashboardApp(self._source, token, every_s=self._every_s)
-        self._server = quiet_server(self.app, timeout_graceful_shutdown=1)
-        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        server = quiet_server(self.app, timeout_graceful_shutdown=1)
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         self.background.start("follow", self.app.follow, policy=NEVER_GIVE_UP)
         stopping = asyncio.create_task(self._stop_event.wait())
-        while not self._server.started and not serving.done():
+        while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         self._started.set()
         try:
@@ -143,7 +133,8 @@ class DashboardServer:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.app.send_final_state(), FINAL_STATE_S)
         finally:
-            self._end_streams()
+            self.app.feed.end()  # streams do not end by themselves
+            server.should_exit = True
             stopping.cancel()
             await self.background.close()
             await asyncio.gather(stopping, return_exceptions=True)
