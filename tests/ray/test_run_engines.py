@@ -409,13 +409,13 @@ def test_no_answer_is_lost_or_changed_when_engines_die_are_evicted_added_and_rem
     assert right.metrics["workers"] == 2
     # Killed.
     step = Stepping(rollout)
-    victim = rollout.engine_pool.pids()["rollout-2"]
+    victim = rollout.pids()["rollout-2"]
     os.kill(victim, signal.SIGKILL)
     killed = step.end()
     assert same(killed, right)
     assert killed.metrics["resumed"] > 0
     until(lambda: len(active(rollout)) == 2, "its return")
-    assert rollout.engine_pool.pids()["rollout-2"] != victim
+    assert rollout.pids()["rollout-2"] != victim
     # Evicted by somebody of a higher priority, and back when that one is through.
     step = Stepping(rollout)
     taker = pool.submit(Taker, resources={"gpu": 3}, id="taker", priority=9.0, preemptible=False)

@@ -249,51 +249,33 @@ def check_same(before: RunJob, now: RunJob, where: str) -> None:
     Components, their order, code and settings, batches, weights and seed must be equal. Costs, nodes, length,
     checkpoints and the rules of the loop may differ.
     """
-    for what, then, given in _identity_facts(before, now):
-        if then != given:
-            now_word = "and are" if what.endswith(" were") else "and is"
+    facts = _identity(now)
+    for what, then in _identity(before).items():  # the components come first: the others depend on them
+        if then != facts[what]:
+            was, now_is = ("were", "are") if what == "the components" else ("was", "is")
             raise InputError(
-                f"the run in this folder is of another job: {what} {_shown(then)}, {now_word} {_shown(given)} now",
+                f"the run in this folder is of another job: {what} {was} {_shown(then)}, and {now_is} "
+                f"{_shown(facts[what])} now",
                 where=where,
                 hint="leave the job out to go on as before, or name another folder",
             )
 
 
-def _identity_facts(before: RunJob, now: RunJob) -> list[tuple[str, Any, Any]]:
-    old, other = before.job.workflow, now.job.workflow
-    facts: list[tuple[str, Any, Any]] = [("the components were", list(old.names), list(other.names))]
-    if old.names != other.names:
-        return facts
-    for name in old.names:
-        facts += [
-            (f"{name}.{key} was", first, second)
-            for (key, first), (_, second) in zip(
-                _component_facts(before, name), _component_facts(now, name), strict=True
-            )
-        ]
-    facts += [(f"{key} was", getattr(old, key), getattr(other, key)) for key in ("batches", "staleness")]
-    return [
-        *facts,
-        ("weight_sync was", _sync_ends(old), _sync_ends(other)),
-        ("run.seed was", before.seed, now.seed),
-    ]
-
-
-def _component_facts(run: RunJob, name: str) -> list[tuple[str, Any]]:
-    component, part = run.job.workflow.component(name), run.parts[name]
-    return [
-        ("after", list(component.after)),
-        ("granularity", component.granularity or "all"),
-        ("device", "cpu" if component.on_cpu else "gpu"),
-        ("use", part.use),
-        ("settings", dict(part.settings)),
-        ("emulate", (part.use is None or part.paced, part.curve, part.disturbance)),
-    ]
-
-
-def _sync_ends(workflow: Workflow) -> str | None:
-    sync = workflow.weight_sync
-    return f"{sync.source} to {sync.target}" if sync is not None else None
+def _identity(run: RunJob) -> dict[str, Any]:
+    """What must be equal when a run is resumed."""
+    workflow, sync = run.job.workflow, run.job.workflow.weight_sync
+    facts: dict[str, Any] = {"the components": list(workflow.names)}
+    for component in workflow.components:
+        name, part = component.name, run.parts[component.name]
+        facts[f"{name}.after"] = list(component.after)
+        facts[f"{name}.granularity"] = component.granularity or "all"
+        facts[f"{name}.device"] = "cpu" if component.on_cpu else "gpu"
+        facts[f"{name}.use"] = part.use
+        facts[f"{name}.settings"] = dict(part.settings)
+        facts[f"{name}.emulate"] = (part.use is None or part.paced, part.curve, part.disturbance)
+    facts["batches"], facts["staleness"] = workflow.batches, workflow.staleness
+    facts["weight_sync"] = f"{sync.source} to {sync.target}" if sync is not None else None
+    return {**facts, "run.seed": run.seed}
 
 
 def _shown(value: Any) -> str:

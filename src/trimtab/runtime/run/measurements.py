@@ -174,6 +174,7 @@ def summary_facts(
                 for key in ("busy_s", "wait_s", "offload_s", "onload_s")
             },
         }
+    names = sorted({(name, key) for by in metrics.values() for name, figures in by.items() for key in figures})
     error = measured_s / plan.iteration_seconds - 1 if measured_s is not None and plan.iteration_seconds else None
     return {
         "state": state,
@@ -185,22 +186,15 @@ def summary_facts(
         "measured_s": measured_s,
         "prediction_error": error,
         "components": components,
-        "metrics": {name: _course(metrics, name) for name in _metric_names(metrics)},
+        "metrics": {f"{name}.{key}": _course(metrics, name, key) for name, key in names},
     }
 
 
-def _metric_names(metrics: Mapping[int, Metrics]) -> list[str]:
-    return sorted({f"{name}.{key}" for by in metrics.values() for name, figures in by.items() for key in figures})
-
-
-def _course(metrics: Mapping[int, Metrics], name: str) -> dict[str, float | None]:
+def _course(metrics: Mapping[int, Metrics], name: str, key: str) -> dict[str, float | None]:
     """A metric at the beginning and at the end of a run: means of a tenth of it each."""
-    component, _, key = name.partition(".")
-    values = [value for number in sorted(metrics) if (value := metrics[number].get(component, {}).get(key)) is not None]
+    values = [value for number in sorted(metrics) if (value := metrics[number].get(name, {}).get(key)) is not None]
     if not values:
         return {"first": None, "last": None}
     some = max(1, len(values) // 10)
-    return {
-        "first": finite_or_none(float(np.mean(values[:some]))),
-        "last": finite_or_none(float(np.mean(values[-some:]))),
-    }
+    first, last = (finite_or_none(float(np.mean(part))) for part in (values[:some], values[-some:]))
+    return {"first": first, "last": last}

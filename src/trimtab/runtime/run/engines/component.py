@@ -27,32 +27,30 @@ from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 from trimtab.runtime.run.component import Batch, Place, Result, find_class
 from trimtab.runtime.run.engines.engine_pool import EngineSettings, RunEnginePool, read_settings
-from trimtab.runtime.run.engines.object_engine import no_refit_error
+from trimtab.runtime.run.engines.object_engine import no_refit_error, place_for
 
 CHECK_S = 1.0  # between checks whether any engine can still serve
 STATE = "weights.pickle"
 SEEDS = 2**31  # seeds below this are valid for every engine
 
 
-class EngineRollout:
+class EngineRollout(RunEnginePool):
     """Rollout on engines behind a pool. Settings are those of `EngineSettings`."""
 
     brings_workers: ClassVar[bool] = True
 
     def __init__(self, *, place: Place, ask: str, **settings: Any) -> None:
-        self.place = place
-        self.settings = read_settings({"ask": ask, **settings})
-        near = place.near or Path.cwd()
-        self._ask = _make_ask_object(self.settings, place, near)
+        checked, near = read_settings({"ask": ask, **settings}), place.near or Path.cwd()
+        self._ask = _make_ask_object(checked, place, near)
         self._version = 0  # the run's version of the weights
         self._weights_number = 0  # the pool's version: it only grows, even if a run goes back
         self._weights: Any = None
         self._weights_by_path: dict[str, Any] = {}  # by the path that stands for them: the last two
-        self._engines = RunEnginePool(self.settings, place, near, self._weights_by_path.__getitem__)
+        super().__init__(checked, place, near, self._weights_by_path.__getitem__)
         try:
-            self._engines.wait(self._engines.wait_ready(), None)
+            self.wait(self.wait_ready(), None)
         except BaseException:
-            self._engines.close()
+            self.close()
             raise
 
     # ---- component interface -------------------------------------------------------------------------------------
@@ -61,7 +59,7 @@ class EngineRollout:
         """Generate completions for all requests of a batch."""
         prompts, params = _requests(self._ask.requests(batch), self.place.component)
         each = [self._seeded(sampling, batch, index) for index, sampling in enumerate(params)]
-        completions, workers = self._engines.wait(self._generate_all(prompts, each), None)
+        completions, workers = self.wait(self._generate_all(prompts, each), None)
         samples = [sample for completion in completions for sample in completion.samples]
         for sample in samples:
             if sample.end in (End.failed, End.cancelled):
@@ -72,19 +70,13 @@ class EngineRollout:
 
     def sync(self, weights: Any, version: int) -> None:
         """Give these weights to every engine before it serves again."""
-        if not self._engines.takes_weights:
+        if not self.takes_weights:
             raise no_refit_error(self.place.component)
         self._weights_number += 1
         path = self._store_weights(weights)
         self._weights, self._version = weights, version
         rules = self.settings.rollout_rules(0, 1)
-        self._engines.wait(self._refit_all(self._weights_number, path), rules.refit_s + rules.pause_s)
-
-    def offload(self) -> None:
-        self._engines.offload()
-
-    def onload(self) -> None:
-        self._engines.onload()
+        self.wait(self._refit_all(self._weights_number, path), rules.refit_s + rules.pause_s)
 
     def save(self, path: Path) -> None:
         (path / STATE).write_bytes(pickle.dumps((self._version, self._weights), protocol=5))
@@ -94,51 +86,19 @@ class EngineRollout:
         if weights is not None:
             self.sync(weights, version)
 
-    def resize(self, gpus: int) -> None:
-        """Engines are added, or hand over their requests and are removed."""
-        self._engines.resize(gpus)
-
-    def span(self, min_gpus: int, max_gpus: int) -> None:
-        """The component may use this range of GPUs."""
-        self._engines.span(min_gpus, max_gpus)
-
-    def workers(self) -> list[dict[str, Any]]:
-        """Each engine: name, state, running, reason."""
-        return [
-            {
-                "name": worker.worker,
-                "state": worker.state.value,
-                "running": worker.running,
-                "code": worker.reason.code.value,
-                "reason": worker.reason.sentence,
-            }
-            for worker in self._engines.views()
-        ]
-
     def health(self) -> bool | str:
         """True, unless no engine will ever serve."""
 
         async def failure() -> str:
-            return self._engines.permanent_failure()
+            return self.permanent_failure()
 
-        return self._engines.wait(failure(), None) or True
-
-    def close(self) -> None:
-        self._engines.close()
-
-    @property
-    def gateway_url(self) -> str:
-        return self._engines.gateway_url
-
-    @property
-    def engine_pool(self) -> RunEnginePool:
-        return self._engines
+        return self.wait(failure(), None) or True
 
     async def _generate_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> tuple[list[Completion], int]:
         """The completions, and how many engines serve at the end."""
-        pool = self._engines.pool
+        pool = self.pool
         pending = asyncio.gather(
             *(pool.generate([prompt], sampling) for prompt, sampling in zip(prompts, params, strict=True))
         )
@@ -146,16 +106,16 @@ class EngineRollout:
             while not pending.done():
                 await asyncio.wait({pending}, timeout=CHECK_S)
                 if not pending.done():
-                    self._engines.raise_if_no_engine_left()
+                    self.raise_if_no_engine_left()
         finally:
             pending.cancel()
         active = sum(worker.state is WorkerState.active for worker in pool.workers())
         return [completion for row in pending.result() for completion in row], active
 
     async def _refit_all(self, number: int, path: str) -> None:
-        async with self._engines.pool.refit(number) as refit:
+        async with self.pool.refit(number) as refit:
             await refit.load(path)
-        known = self._engines.pool.weights
+        known = self.pool.weights
         for old in [version for version in known if version < number - 1]:
             del known[old]
 
@@ -223,10 +183,7 @@ def _make_ask_object(settings: EngineSettings, place: Place, near: Path) -> Any:
                 where=where,
                 hint="it has requests(batch) and answers(batch, completions)",
             )
-    given = dict(settings.ask_settings)
-    parameters = inspect.signature(kind).parameters.values()
-    if any(parameter.name == "place" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        given["place"] = place
+    given = {**settings.ask_settings, **place_for(kind, place)}
     try:
         inspect.signature(kind).bind(**given)
     except TypeError as error:

@@ -11,16 +11,13 @@ Public methods may be called from any thread; each waits for the pool's event lo
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import secrets
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -41,15 +38,13 @@ from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.event_log import EngineEventLog
-from trimtab.runtime.run.engines.object_engine import ObjectLauncher, WeightsAt, engine_class, methods_of
+from trimtab.runtime.run.engines.object_engine import LoopThread, ObjectLauncher, WeightsAt, engine_class, methods_of
 from trimtab.runtime.run.folder import take_requests, workers_queue
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
 
 log = logging.getLogger("trimtab.rollout")
-
-T = TypeVar("T")
 
 ANSWER_S = 30.0
 CLOSE_S = 60.0
@@ -136,7 +131,7 @@ def read_settings(given: Mapping[str, Any]) -> EngineSettings:
     return settings
 
 
-class RunEnginePool:
+class RunEnginePool(LoopThread):
     """Engines for `gpus` GPUs, and the rollout pool in front of them."""
 
     def __init__(self, settings: EngineSettings, place: Place, near: Path | None, weights_at: WeightsAt) -> None:
@@ -160,11 +155,7 @@ class RunEnginePool:
         self._closed = False
         self._event_log: EngineEventLog | None = None
         self._event_task: asyncio.Task[None] | None = None
-        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"trimtab-{place.component}-beside")
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self._executor)
-        self._thread = threading.Thread(target=self._run, name=f"trimtab-{place.component}-pool", daemon=True)
-        self._thread.start()
+        super().__init__(f"trimtab-{place.component}-pool", MAX_THREADS)
         try:
             if place.on_slots:
                 from trimtab.runtime.client.session import connect
@@ -177,25 +168,13 @@ class RunEnginePool:
 
     # ---- from any thread -----------------------------------------------------------------------------------------
 
-    def wait(self, work: Coroutine[Any, Any, T], within_s: float | None) -> T:
-        """Run a coroutine on the pool's loop and return its result."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(within_s)
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
-            future.cancel()
-            raise UnreachableError(f"the rollout pool did not answer within {within_s:g} s") from None
-
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(TrimtabError):
             self.wait(self._end(), CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(ANSWER_S)
+        self.stop(ANSWER_S)
         if self._session is not None:
             self._session.close()
 
@@ -222,11 +201,22 @@ class RunEnginePool:
             self._offloaded = False
             self.wait(self._apply_offload(), self.settings.start_s)
 
-    def views(self) -> tuple[WorkerView, ...]:
+    def workers(self) -> list[dict[str, Any]]:
+        """Each engine: name, state, running, code, reason."""
+
         async def workers() -> tuple[WorkerView, ...]:
             return self.pool.workers()
 
-        return self.wait(workers(), ANSWER_S)
+        return [
+            {
+                "name": view.worker,
+                "state": view.state.value,
+                "running": view.running,
+                "code": view.reason.code.value,
+                "reason": view.reason.sentence,
+            }
+            for view in self.wait(workers(), ANSWER_S)
+        ]
 
     def pids(self) -> dict[str, int]:
         """Processes of engines on slots, by worker."""
@@ -237,14 +227,6 @@ class RunEnginePool:
         return self._command is not None or {"refit", "version"} <= self._methods
 
     # ---- on the loop ---------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            self._loop.close()
 
     async def _begin(self) -> None:
         settings, each = self.settings, self.settings.gpus_each

@@ -19,10 +19,11 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError, meant
 from trimtab.runtime.engines.actor import ActorEngine
@@ -59,6 +60,7 @@ ExchangeCall = Callable[[list[EngineMessage], float], Awaitable[list[EngineReply
 WeightsAt = Callable[[str], Any]
 """The trainer's weights, by the path that stands for them."""
 
+T = TypeVar("T")
 _END = object()
 
 
@@ -71,7 +73,7 @@ def engine_class(use: str, settings: Mapping[str, Any], near: Path | None, where
             hint = meant(method, names, "an engine has ready() and generate(order)")
             raise InputError(f"{use} has no {method}", where=where, hint=hint)
     try:
-        inspect.signature(kind).bind(**settings, **_place(kind, Place("engine")))
+        inspect.signature(kind).bind(**settings, **place_for(kind, Place("engine")))
     except TypeError as error:
         raise InputError(f"{use} cannot be made with these settings: {error}", where=where) from None
     except ValueError:  # some C classes have no signature
@@ -84,7 +86,7 @@ def methods_of(kind: Any) -> frozenset[str]:
     return frozenset(method for method in METHODS if callable(getattr(kind, method, None)))
 
 
-def _place(kind: Callable[..., Any], place: Place) -> dict[str, Place]:
+def place_for(kind: Callable[..., Any], place: Place) -> dict[str, Place]:
     """Its place, if the constructor takes one."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(kind).parameters.values()
@@ -93,7 +95,45 @@ def _place(kind: Callable[..., Any], place: Place) -> dict[str, Place]:
     return {}
 
 
-class EngineThread:
+class LoopThread:
+    """An event loop on a thread of its own, with threads beside it for what blocks."""
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(max_threads, thread_name_prefix=name)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(self._executor)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def wait(
+        self, work: Coroutine[Any, Any, T], within_s: float | None, late: str = "the rollout pool did not answer"
+    ) -> T:
+        """Run a coroutine on the loop, from another thread; UnreachableError (`late`) if it takes longer."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(within_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            raise UnreachableError(f"{late} within {within_s:g} s") from None
+
+    def stop(self, within_s: float) -> None:
+        """Stop the loop; its thread is left behind only if it hangs in user code."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(within_s)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class EngineThread(LoopThread):
     """One engine, its thread, and the messages on their way.
 
     It must be constructed `within_s`. `unwrap` resolves the weights in a refit, if they came as a reference.
@@ -119,20 +159,13 @@ class EngineThread:
         self._first_at = 0.0  # when the oldest reply came
         self._urgent = False  # do not batch any longer
         self._engine: Any = None
-        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"trimtab-engine-{place.component}")
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self._executor)
-        self._thread = threading.Thread(target=self._run, name=f"trimtab-engine-{place.component}", daemon=True)
-        self._thread.start()
+        super().__init__(f"trimtab-engine-{place.component}", MAX_THREADS)
 
         async def make() -> Any:
-            return kind(**settings, **_place(kind, place))
+            return kind(**settings, **place_for(kind, place))
 
         try:
-            self._engine = asyncio.run_coroutine_threadsafe(make(), self._loop).result(within_s)
-        except concurrent.futures.TimeoutError:
-            self.close()
-            raise UnreachableError(f"the engine was not constructed within {within_s:g} s") from None
+            self._engine = self.wait(make(), within_s, "the engine was not constructed")
         except BaseException:
             self.close()
             raise
@@ -157,25 +190,12 @@ class EngineThread:
         return replies
 
     def close(self) -> None:
-        """Stop the engine and its thread, which is left behind only if it hangs in user code."""
-        if not self._thread.is_alive():
-            return
-        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        with contextlib.suppress(Exception):
-            ending.result(CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._thread.is_alive():
+            with contextlib.suppress(Exception):
+                self.wait(self._end(), CLOSE_S)
+            self.stop(CLOSE_S)
 
     # ---- on the loop ---------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
 
     def _submit(self, messages: list[EngineMessage]) -> None:
         for verb, key, content in messages:
@@ -266,7 +286,7 @@ class ThreadedEngine(ActorEngine):
         exchange: ExchangeCall,
         weights_at: WeightsAt,
     ) -> None:
-        super().__init__(name, _Methods(methods))
+        super().__init__(name, SimpleNamespace(**dict.fromkeys(methods, True)))  # in place of an actor's handle
         self._exchange = exchange
         self._weights_at = weights_at
         self._keys = itertools.count(1)
@@ -363,14 +383,6 @@ class ThreadedEngine(ActorEngine):
         for stream in self._streams.values():
             stream.put(error)
         self._streams.clear()
-
-
-class _Methods:
-    """Stands for an actor handle, of which only the method names are read."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        for name in names:
-            setattr(self, name, name)
 
 
 class _Stream:
