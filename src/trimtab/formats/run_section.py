@@ -33,6 +33,8 @@ class RunSection(Section):
     seed: Seed = 0
     save_every: Iterations = 10  # iterations between two checkpoints
     step_limit_s: Limit = 600.0  # a component call that takes longer counts as hung
+    place_limit_s: Limit = 120.0  # on Ray, for a component to get its slots and its process, or its turn on shared GPUs
+    close_limit_s: Limit = 30.0  # for a component to end
     profile_iterations: Annotated[int, Within(2, MAX_COUNT)] = 4  # measured before planning, where costs are not stated
     priority: Priority = 8.0  # of the job's tasks in the cluster
     modules_from: Text | None = None  # where the components' modules are; default: beside the file and above it

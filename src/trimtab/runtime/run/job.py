@@ -58,7 +58,7 @@ class RunJob:
     """A job with everything needed to run it. `unmeasured` are components without stated costs.
 
     `near` is the job file's folder, searched for modules that Python does not find. A component call that takes longer
-    than `step_limit_s` counts as hung.
+    than `step_limit_s` counts as hung; `place_limit_s` and `close_limit_s` are for a component to be placed and to end.
     """
 
     job: PlacementJob
@@ -67,6 +67,8 @@ class RunJob:
     seed: int = 0
     save_every: int = 10
     step_limit_s: float = 600.0
+    place_limit_s: float = 120.0
+    close_limit_s: float = 30.0
     profile_iterations: int = 4
     unmeasured: frozenset[str] = frozenset()
     near: Path | None = None
@@ -80,8 +82,9 @@ class RunJob:
         for key, minimum in (("iterations", 1), ("save_every", 1), ("profile_iterations", 2)):
             if getattr(self, key) < minimum:
                 raise InputError(f"{key} is a whole number of {minimum} or more", where=f"{self.name}: run.{key}")
-        if not self.step_limit_s > 0:
-            raise InputError("step_limit_s is more than 0", where=f"{self.name}: run.step_limit_s")
+        for key in ("step_limit_s", "place_limit_s", "close_limit_s"):
+            if not getattr(self, key) > 0:
+                raise InputError(f"{key} is more than 0", where=f"{self.name}: run.{key}")
         for component in self.job.workflow.names:
             where = f"{self.name}: workflow.components.{component}"
             part = self.parts.get(component)

@@ -27,8 +27,6 @@ from trimtab.runtime.run.folder import EmitEvent
 from trimtab.runtime.run.iteration import IterationRunner
 from trimtab.runtime.run.job import RunJob
 
-CLOSE_LIMIT_S = 10.0
-
 
 class DeadlineError(Exception):
     """A call did not return in time."""
@@ -94,7 +92,7 @@ class LocalExecutor(Executor):
         self._limit_s = job.step_limit_s
 
     def close(self) -> None:
-        self._limit_s = CLOSE_LIMIT_S
+        self._limit_s = self._job.close_limit_s
         self.end()
         self._caller.close()
 

@@ -42,8 +42,6 @@ from trimtab.runtime.run.folder import EmitEvent
 from trimtab.runtime.run.iteration import IterationRunner
 from trimtab.runtime.run.job import RunJob
 
-PLACE_S = 120.0  # for a component to get its slots and its process
-CLOSE_S = 30.0
 CALL_POLL_S = 0.5  # calls are awaited in intervals, between which lost processes are checked
 ACTIONS_END_S = 30.0  # for running actions to end when one of them has failed
 POLL_S = 0.25  # between polls of updates while no action ends
@@ -409,7 +407,7 @@ class RayExecutor(Executor):
                 self._tasks[name].cancel(keep_slot=False)
         for name in ending:
             with contextlib.suppress(TrimtabError):
-                self._tasks[name].wait("ended", timeout=CLOSE_S)
+                self._tasks[name].wait("ended", timeout=self._job.close_limit_s)
             del self._tasks[name]
             self._shared.pop(name, None)
 
@@ -440,7 +438,7 @@ class RayExecutor(Executor):
             may_evict=may_evict,
             saves=False,
             labels={"component": name},
-            wait_s=PLACE_S,
+            wait_s=self._job.place_limit_s,
             **sharing,
         )
 
@@ -471,7 +469,7 @@ class RayExecutor(Executor):
 
     def _wait_placed(self, name: str) -> TaskState:
         """Wait until a component has its process. Gives up early if nodes were lost, since the plan is void then."""
-        task, end = self._tasks[name], time.monotonic() + PLACE_S
+        task, end = self._tasks[name], time.monotonic() + self._job.place_limit_s
         while True:
             try:
                 return task.wait(("running", "parked"), timeout=min(1.0, max(0.0, end - time.monotonic())))
@@ -499,7 +497,7 @@ class RayExecutor(Executor):
         task = self._tasks[name]
         try:
             task.take_turn()
-            task.wait("running", timeout=PLACE_S)
+            task.wait("running", timeout=self._job.place_limit_s)
         except (InputError, TaskError) as error:
             raise ComponentLostError(name, f"{name} cannot have its turn: {error.what}") from error
 
@@ -510,7 +508,7 @@ class RayExecutor(Executor):
         task, began, data = self._tasks[name], time.perf_counter(), None
         try:
             returns = 2 if method in WITH_DATA else 1
-            references = task.begin(method, *arguments, timeout=PLACE_S, returns=returns)
+            references = task.begin(method, *arguments, timeout=self._job.place_limit_s, returns=returns)
             if method in WITH_DATA:
                 data = references[0][1]
                 references = [done for done, _ in references]

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +38,14 @@ from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.event_log import EngineEventLog
-from trimtab.runtime.run.engines.object_engine import LoopThread, ObjectLauncher, WeightsAt, engine_class, methods_of
+from trimtab.runtime.run.engines.object_engine import (
+    METHODS,
+    EngineObjectSpec,
+    LoopThread,
+    ObjectLauncher,
+    WeightsAt,
+    engine_class,
+)
 from trimtab.runtime.run.folder import take_requests, workers_queue
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trimtab.rollout")
 
 ANSWER_S = 30.0
-CLOSE_S = 60.0
+CLOSE_S = 50.0  # beside what engines need to end
 POLL_S = 0.5
 EVENT_LOG_S = 0.25
 MAX_THREADS = 256  # each engine in this process uses one during a call
@@ -76,6 +83,7 @@ class EngineSettings(Section):
     notice_s: Seconds = 20.0  # for an engine's requests, when its slot is preempted
     room_s: Seconds = 5.0  # a slot that is not free after this is waited for in the queue
     start_s: Seconds = 120.0
+    stop_s: Seconds = 10.0  # for an engine object to end
     ready_s: Seconds = 30.0  # the component is ready when an engine serves, or after this
     seeds: Switch = True  # every request without a seed gets one from the run's
     elastic: Annotated[dict[str, Any], SETTINGS] | None = None
@@ -141,10 +149,10 @@ class RunEnginePool(LoopThread):
         self._near = near
         self._weights_at = weights_at
         self._command = settings.engine_command()
-        self._kind: Callable[..., Any] | None = None
+        self._methods: frozenset[str] = frozenset()  # of engine objects
         if settings.engine is not None:
-            self._kind = engine_class(settings.engine, settings.engine_settings, near, "settings.engine")
-        self._methods = methods_of(self._kind)
+            kind = engine_class(settings.engine, settings.engine_settings, near, "settings.engine")
+            self._methods = frozenset(method for method in METHODS if callable(getattr(kind, method, None)))
         self._count, self._min_engines, self._max_engines = 0, 0, 0
         self._workers: list[str] = []
         self._pids: dict[str, int] = {}  # of engine objects on slots, by worker
@@ -173,7 +181,7 @@ class RunEnginePool(LoopThread):
             return
         self._closed = True
         with contextlib.suppress(TrimtabError):
-            self.wait(self._end(), CLOSE_S)
+            self.wait(self._end(), CLOSE_S + self.settings.stop_s)
         self.stop(ANSWER_S)
         if self._session is not None:
             self._session.close()
@@ -307,14 +315,18 @@ class RunEnginePool(LoopThread):
             devices = [",".join(map(str, row)) for row in rows]
             logs = None if place.folder is None else place.folder / f"{place.component}-engines"
             return ProcessLauncher(self.pool, self._command, devices=devices, logs=logs)
-        assert self._kind is not None
-        methods, start_s = self._methods, float(settings.start_s)
-        return ObjectLauncher(self._kind, settings.engine_settings, methods, self._place_of, self._weights_at, start_s)
+        return ObjectLauncher(self._object_spec(), self._methods, self._place_of, self._weights_at)
+
+    def _object_spec(self) -> EngineObjectSpec:
+        settings = self.settings
+        assert settings.engine is not None
+        given, start_s, stop_s = settings.engine_settings, float(settings.start_s), float(settings.stop_s)
+        return EngineObjectSpec(settings.engine, self._place_of(""), given, self._near, start_s, stop_s)
 
     def _slot_launcher(self) -> Launcher:
         from trimtab.runtime.rollout.launch.demand import DemandWatch
         from trimtab.runtime.rollout.launch.slots import SlotLauncher
-        from trimtab.runtime.run.engines.slot_engines import EngineObjectSpec, ObjectEngines
+        from trimtab.runtime.run.engines.slot_engines import ObjectEngines
 
         settings, place = self.settings, self.place
         assert self._session is not None
@@ -328,10 +340,7 @@ class RunEnginePool(LoopThread):
         }
         engines: Any = self._command
         if settings.engine is not None:
-            spec = EngineObjectSpec(
-                settings.engine, self._place_of(""), settings.engine_settings, self._near, float(settings.start_s)
-            )
-            engines = ObjectEngines(spec, self._methods, self._weights_at, self._pids)
+            engines = ObjectEngines(self._object_spec(), self._methods, self._weights_at, self._pids)
         launcher = SlotLauncher(self.pool, self._session, place.pool, engines, **options)
         launcher.listen()
         if settings.elastic is not None:

@@ -42,7 +42,6 @@ from trimtab.runtime.rollout.launch.launcher import Started
 from trimtab.runtime.run.component import Place, error_text, find_class
 
 GATHER_S = 0.02  # replies are batched for this long, unless a call was answered or nothing runs any more
-CLOSE_S = 10.0
 MAX_THREADS = 64  # of an engine with synchronous methods
 WAIT_S = 0.05  # of one exchange: later messages wait for its end
 HERE_GATHER_S = 0.002  # between threads an exchange costs next to nothing
@@ -79,11 +78,6 @@ def engine_class(use: str, settings: Mapping[str, Any], near: Path | None, where
     except ValueError:  # some C classes have no signature
         pass
     return kind
-
-
-def methods_of(kind: Any) -> frozenset[str]:
-    """Which of the engine methods a class has."""
-    return frozenset(method for method in METHODS if callable(getattr(kind, method, None)))
 
 
 def place_for(kind: Callable[..., Any], place: Place) -> dict[str, Place]:
@@ -136,7 +130,8 @@ class LoopThread:
 class EngineThread(LoopThread):
     """One engine, its thread, and the messages on their way.
 
-    It must be constructed `within_s`. `unwrap` resolves the weights in a refit, if they came as a reference.
+    It must be constructed `within_s`, and has `stop_s` to end. `unwrap` resolves the weights in a refit, if they came
+    as a reference.
     """
 
     def __init__(
@@ -145,11 +140,12 @@ class EngineThread(LoopThread):
         settings: Mapping[str, Any],
         place: Place,
         *,
-        within_s: float = 600.0,
+        within_s: float,
+        stop_s: float,
         gather_s: float = GATHER_S,
         unwrap: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._gather_s = gather_s
+        self._gather_s, self._stop_s = gather_s, stop_s
         self._unwrap = unwrap
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pending: list[EngineReply] = []  # replies of this turn of the loop
@@ -192,8 +188,8 @@ class EngineThread(LoopThread):
     def close(self) -> None:
         if self._thread.is_alive():
             with contextlib.suppress(Exception):
-                self.wait(self._end(), CLOSE_S)
-            self.stop(CLOSE_S)
+                self.wait(self._end(), self._stop_s)
+            self.stop(self._stop_s)
 
     # ---- on the loop ---------------------------------------------------------------------------------------------
 
@@ -264,7 +260,7 @@ class EngineThread(LoopThread):
         for task in list(self._tasks.values()):
             task.cancel()
         if self._tasks:
-            await asyncio.wait(list(self._tasks.values()), timeout=CLOSE_S / 2)
+            await asyncio.wait(list(self._tasks.values()), timeout=self._stop_s / 2)
         close = getattr(self._engine, "close", None)
         if callable(close):
             value = close()
@@ -274,6 +270,22 @@ class EngineThread(LoopThread):
         for task in asyncio.all_tasks():
             if task is not mine:
                 task.cancel()
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineObjectSpec:
+    """How an engine object is created."""
+
+    use: str
+    place: Place
+    settings: Mapping[str, Any]
+    near: Path | None
+    start_s: float
+    stop_s: float
+
+    def thread(self, place: Place, **options: Any) -> EngineThread:
+        kind = engine_class(self.use, self.settings, self.near, "engine")
+        return EngineThread(kind, self.settings, place, within_s=self.start_s, stop_s=self.stop_s, **options)
 
 
 class ThreadedEngine(ActorEngine):
@@ -472,16 +484,12 @@ class ObjectLauncher:
 
     def __init__(
         self,
-        kind: Callable[..., Any],
-        settings: Mapping[str, Any],
+        spec: EngineObjectSpec,
         methods: frozenset[str],
         place_of: Callable[[str], Place],
         weights_at: WeightsAt,
-        start_s: float,
     ) -> None:
-        self._start_s = start_s
-        self._kind, self._settings, self._methods = kind, settings, methods
-        self._place_of, self._weights_at = place_of, weights_at
+        self._spec, self._methods, self._place_of, self._weights_at = spec, methods, place_of, weights_at
         self._threads: dict[str, EngineThread] = {}
         self._start_lock = asyncio.Lock()  # one at a time: seeds and devices are process-wide
 
@@ -489,7 +497,8 @@ class ObjectLauncher:
         await self.stop(worker)
         try:
             async with self._start_lock:
-                thread = await asyncio.to_thread(self._make_thread, worker)
+                place = self._place_of(worker)
+                thread = await asyncio.to_thread(self._spec.thread, place, gather_s=HERE_GATHER_S)
         except Exception as error:
             raise UnreachableError(f"the engine of {worker} could not be created: {error}") from error
         self._threads[worker] = thread
@@ -498,10 +507,6 @@ class ObjectLauncher:
             return await asyncio.to_thread(thread.exchange, what, wait_s)
 
         return await started(ThreadedEngine(worker, self._methods, exchange, self._weights_at), path)
-
-    def _make_thread(self, worker: str) -> EngineThread:
-        place = self._place_of(worker)
-        return EngineThread(self._kind, self._settings, place, within_s=self._start_s, gather_s=HERE_GATHER_S)
 
     async def restart(self, worker: str, version: int, path: str | None) -> Started:
         """Only for engines without refit, which this launcher refuses."""

@@ -8,36 +8,22 @@ it and the pool reports it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from trimtab.runtime.rollout.launch.launcher import Started
 from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
 from trimtab.runtime.rollout.launch.slots import WorkerSlot
-from trimtab.runtime.run.component import Place, visible_devices
+from trimtab.runtime.run.component import visible_devices
 from trimtab.runtime.run.engines.object_engine import (
     EngineMessage,
+    EngineObjectSpec,
     EngineReply,
     EngineThread,
     ThreadedEngine,
     WeightsAt,
-    engine_class,
     started,
 )
-
-
-@dataclass(frozen=True)
-class EngineObjectSpec:
-    """How an engine object is created in a slot."""
-
-    use: str
-    place: Place
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    near: Path | None = None
-    start_s: float = 120.0
-    stop_s: float = 10.0
 
 
 class EngineObjectSlotTask(SlotTask):
@@ -53,9 +39,8 @@ class EngineObjectSlotTask(SlotTask):
             self.end()
             if self._let_go.is_set():
                 raise RuntimeError("this slot is being given up")
-            kind = engine_class(spec.use, spec.settings, spec.near, "engine")
             place = replace(spec.place, component=self._worker, devices=visible_devices())
-            self._engine_thread = EngineThread(kind, spec.settings, place, within_s=spec.start_s, unwrap=_get_weights)
+            self._engine_thread = spec.thread(place, unwrap=_get_weights)
         return os.getpid()
 
     def exchange(self, what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
