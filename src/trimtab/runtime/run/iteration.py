@@ -13,8 +13,7 @@ from typing import Any
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.order import BatchStep, ExecutionOrder, GpuTurn, PlanAction, WeightSyncStep
-from trimtab.runtime.run.component_worker import CallResult
-from trimtab.runtime.run.executor import Executor
+from trimtab.runtime.run.executor import CallResult, Executor
 from trimtab.runtime.run.folder import EmitEvent, RunFolder
 from trimtab.runtime.run.measurements import RunMeasurements
 

@@ -20,9 +20,8 @@ from typing import Any
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.plan.placement.order import play
 from trimtab.runtime.run.component import ComponentError, error_text
-from trimtab.runtime.run.component_worker import WITH_DATA, CallResult, ComponentCalls, ComponentStartSpec
 from trimtab.runtime.run.emulated import Clock, WallClock
-from trimtab.runtime.run.executor import Executor, hung_error
+from trimtab.runtime.run.executor import WITH_DATA, CallResult, ComponentCalls, ComponentStartSpec, Executor, hung_error
 from trimtab.runtime.run.folder import EmitEvent
 from trimtab.runtime.run.iteration import IterationRunner
 from trimtab.runtime.run.job import RunJob

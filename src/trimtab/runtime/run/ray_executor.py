@@ -36,8 +36,16 @@ from trimtab.runtime.client.updates import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
 from trimtab.runtime.run.component import ComponentError, error_text, find_class
-from trimtab.runtime.run.component_worker import WITH_DATA, CallResult, ComponentStartSpec, ComponentWorker
-from trimtab.runtime.run.executor import ComponentLostError, Executor, Placements, hung_error
+from trimtab.runtime.run.executor import (
+    WITH_DATA,
+    CallResult,
+    ComponentLostError,
+    ComponentStartSpec,
+    ComponentWorker,
+    Executor,
+    Placements,
+    hung_error,
+)
 from trimtab.runtime.run.folder import EmitEvent
 from trimtab.runtime.run.iteration import IterationRunner
 from trimtab.runtime.run.job import RunJob
