@@ -38,7 +38,7 @@ from trimtab.runtime.run.replanner import nodes_facts
 
 if TYPE_CHECKING:
     from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
-    from trimtab.runtime.advise.samples import EngineSample, NodeUtilization
+    from trimtab.runtime.advise.samples import EngineSample
 
 log = logging.getLogger(__name__)
 
@@ -321,7 +321,10 @@ class FollowRecord:
         if self._cluster_fault:
             self._append("told", code="CLUSTER", reason="the cluster answers again")
             self._cluster_fault = ""
-        before, self._nodes = self._nodes, {node.name: _node_words(node) for node in around.nodes}
+        before, self._nodes = self._nodes, {}
+        for node in around.nodes:
+            state = "will go" if node.draining else "is there"
+            self._nodes[node.name] = f"node {node.name} {state} ({node.gpus:g} GPUs)"
         for name in dict.fromkeys((*before, *self._nodes)) if before else ():
             if before.get(name) != self._nodes.get(name):
                 self._append("told", code="CLUSTER", reason=self._nodes.get(name) or f"node {name} is gone")
@@ -391,10 +394,6 @@ def _require_apart(folder: Path, follows: Sequence[Path]) -> None:
                 where=str(folder),
                 hint="name a --folder elsewhere",
             )
-
-
-def _node_words(node: NodeUtilization) -> str:
-    return f"node {node.name} {'will go' if node.draining else 'is there'} ({node.gpus:g} GPUs)"
 
 
 def _read(path: Path) -> RecordedPast:

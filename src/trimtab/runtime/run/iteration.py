@@ -117,9 +117,9 @@ class IterationRunner:
     def _step(self, action: BatchStep, now_s: float) -> float:
         with self.lock:
             inputs = self._take_inputs(action)
-            held_weights = self._held_weights if action.batch == 0 and self._is_target(action.component) else None
-            if held_weights is not None:
-                self._held_weights = None
+            held_weights, sync = None, self._workflow.weight_sync
+            if action.batch == 0 and sync is not None and sync.target == action.component:
+                held_weights, self._held_weights = self._held_weights, None
         held_s = self.executor.sync(action.component, *held_weights) if held_weights is not None else 0.0
         place = action.iteration, action.batch, self._workflow.batches
         done = self.executor.call(action.component, "step", *place, *inputs)
@@ -163,6 +163,3 @@ class IterationRunner:
                 return took_s
             self._held_weights = None
         return took_s + self.executor.sync(action.target, weights, action.iteration)
-
-    def _is_target(self, name: str) -> bool:
-        return self._workflow.weight_sync is not None and self._workflow.weight_sync.target == name

@@ -73,10 +73,6 @@ class PastComponentCosts:
     points: tuple[tuple[CostStretch, float], ...]
     drift: float  # level at the end relative to the beginning
 
-    @property
-    def newest(self) -> tuple[CostStretch, float]:
-        return self.points[0]
-
 
 def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> tuple[LoadedJob, tuple[str, ...]]:
     """A job with the costs that the run in a folder has measured, and notes on what they rest on.
@@ -163,22 +159,18 @@ def _stretches(past: RunHistory, name: str, batches: int) -> list[CostStretch]:
         if not runs or runs[-1][0] != key:
             runs.append((key, []))
         runs[-1][1].append((iteration, measured))
-    return [CostStretch(*key, tuple(_busy_s(timing, batches) for timing in _countable(run))) for key, run in runs]
-
-
-def _countable(run: Sequence[tuple[Iteration, ComponentTiming]]) -> list[ComponentTiming]:
-    warm = list(run[1:]) or list(run)
-    usual = [measured for iteration, measured in warm if not iteration.extra]
-    return usual or [measured for _, measured in warm]
-
-
-def _busy_s(measured: ComponentTiming, batches: int) -> float:
-    return measured.busy_s * (batches / measured.batches if measured.batches else 1.0)
+    stretches = []
+    for key, run in runs:
+        warm = run[1:] or run
+        usual = [timing for iteration, timing in warm if not iteration.extra] or [timing for _, timing in warm]
+        busy_s = (timing.busy_s * (batches / timing.batches if timing.batches else 1.0) for timing in usual)
+        stretches.append(CostStretch(*key, tuple(busy_s)))
+    return stretches
 
 
 def _with_costs(component: Component, costs: PastComponentCosts, *, is_stated: bool) -> tuple[Component, str]:
     """A component with measured points, and a note on stated points that were scaled."""
-    stretch, newest_s = costs.newest
+    stretch, newest_s = costs.points[0]
     if component.on_cpu:
         return replace(component, cpu_seconds=newest_s), ""
     ran = next((variant for variant in component.variants if variant.name == stretch.variant), component.variants[0])

@@ -106,7 +106,8 @@ class NodeSelection:
         present = []
         for view in views:
             usable = view.state in (NodeState.ready, NodeState.draining, NodeState.suspect)
-            if self._is_new(view):
+            known = view.node in self._known or view.node in self._ignored
+            if not known and view.state is NodeState.ready and _gpus(view) > 0:
                 kind = view.facts.kind if view.facts.kind in self._requested.kinds else template.gpu
                 name = _name(view, self._known)
                 self._known[view.node] = replace(template, name=name, gpus=_gpus(view), gpu=kind)
@@ -128,10 +129,6 @@ class NodeSelection:
             min(deadlines, default=None),
             {self._known[view.node].name: view.node for view in present},
         )
-
-    def _is_new(self, view: NodeView) -> bool:
-        known = view.node in self._known or view.node in self._ignored
-        return not known and view.state is NodeState.ready and _gpus(view) > 0
 
 
 class ClusterListener:
@@ -181,7 +178,10 @@ class ClusterListener:
         gpus, tasks = self._pool_now
         self._on_node_change(self._nodes.now(update.nodes, gpus))
         for task in tasks:
-            self._on_snapshot(task)
+            key, before = (task.state, task.attempt), self._tasks.get(task.id)
+            if key != before and (before is not None or task.state not in ENDED):  # else it ended before the run began
+                self._on_task(task)
+                self._tasks[task.id] = key
         await asyncio.sleep(POLL_PAUSE_S)
 
     def _on_node_change(self, seen: RunNodes) -> None:
@@ -200,15 +200,6 @@ class ClusterListener:
             why = ClusterChangeCause.joined
         self._on_cluster(seen, why)
         self._seen = seen
-
-    def _on_snapshot(self, task: TaskSnapshot) -> None:
-        key = task.state, task.attempt
-        if self._tasks.get(task.id) == key:
-            return
-        if task.state in ENDED and task.id not in self._tasks:
-            return  # ended before the run began
-        self._on_task(task)
-        self._tasks[task.id] = key
 
 
 def first_nodes(session: Session, within_s: float = 30.0) -> tuple[NodeView, ...]:

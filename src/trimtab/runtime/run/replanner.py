@@ -277,12 +277,14 @@ class MigrationExecutor:
         """Run a stage; raises if it fails."""
         actions: dict[MigrationStage, Callable[[], None]] = {
             MigrationStage.save: self._save,
-            MigrationStage.release: self._release,
+            MigrationStage.release: lambda: self._executor.end(self._anew),
             MigrationStage.place: lambda: self._place(self._after),
             MigrationStage.load: self._load,
             MigrationStage.check: self._check,
             MigrationStage.resume: lambda: self._resume(self._after),
         }
+        if stage is MigrationStage.release:
+            self._released = bool(self._anew)
         if stage in actions:  # the run itself has drained
             actions[stage]()
 
@@ -312,10 +314,6 @@ class MigrationExecutor:
             folder = self._folder / name
             folder.mkdir()
             self._executor.call(name, "save", str(folder))
-
-    def _release(self) -> None:
-        self._released = bool(self._anew)
-        self._executor.end(self._anew)
 
     def _place(self, to: PlacedPlan) -> None:
         # Components that shrink are resized before others are placed, those that grow after: there are GPUs for both

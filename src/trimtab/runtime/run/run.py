@@ -183,7 +183,8 @@ class Run:
                     log.warning(self._history.left_out)
             self._folder = RunFolder(self._path, resume=self._resume)
             self._folder.write_job(self._job.text)
-            self._offsets = {name: size_of(event_log_path(self._path, name)) for name in self._workflow.names}
+            logs = {name: event_log_path(self._path, name) for name in self._workflow.names}
+            self._offsets = {name: path.stat().st_size for name, path in logs.items() if path.is_file()}
             clear_requests(self._path)
         names, job, saved = self._workflow.names, self._job, self._history.saved
         self._checkpointer = Checkpointer(self._folder, names, job.save_every, job.iterations, self._emit)
@@ -195,7 +196,8 @@ class Run:
         """The initial plan; nothing has been started yet, so errors are raised."""
         if self._given_plan is not None:
             return self._given_plan
-        if self._job.unmeasured and self._history.planned and self._costs_known():
+        known = self._history.planned and len(self._history.iterations) >= self._job.profile_iterations
+        if self._job.unmeasured and known:
             self._measured, self._workflow = True, self._measured_workflow()
         if self._resume and self._path is not None and not self._has_to_measure():
             self._saved_machine = load_machine(self._path / LOOP, self._workflow, self._cluster, self._job.rules)
@@ -205,8 +207,12 @@ class Run:
 
     def _fresh_plan(self) -> Plan:
         """The best plan for the current cluster; while costs are unknown, one on shared GPUs to measure them."""
-        best = shared_plan if self._has_to_measure() else _best
-        return best(PlacementJob(self._cluster, self._workflow))
+        job = PlacementJob(self._cluster, self._workflow)
+        if self._has_to_measure():
+            return shared_plan(job)
+        space, outcome = best_plan(job)
+        assert outcome.best is not None
+        return to_plan(space, outcome.best)
 
     def _begin(self, first: int) -> None:
         """Create the components and restore their state."""
@@ -409,9 +415,6 @@ class Run:
         self._plan, self._plan_since = plan, first
         self._emit("plan", why=why, iteration=first, **plan_facts(plan))
 
-    def _costs_known(self) -> bool:
-        return len(self._history.iterations) >= self._job.profile_iterations
-
     def _measured_workflow(self) -> Workflow:
         """The workflow with measured costs, without the first iteration, which is a warm-up."""
         done, known_s = self._history.iterations, self._history.sync_s
@@ -531,13 +534,3 @@ class Run:
 def _placement_key(plan: Plan, name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """What identifies a component's placement: its GPUs and the components that share them."""
     return plan.placed(name).gpus, plan.group_of(name).components
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _best(job: PlacementJob) -> Plan:
-    space, outcome = best_plan(job)
-    assert outcome.best is not None
-    return to_plan(space, outcome.best)

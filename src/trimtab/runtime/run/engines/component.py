@@ -130,17 +130,14 @@ class EngineRollout(RunEnginePool):
                 )
             return str(weights)
         path = f"weights-{self._weights_number}"
-        self._weights_by_path[path] = self._put_weights(weights)
+        if self.place.on_slots:
+            import ray
+
+            weights = [ray.put(weights)]  # a reference in a list is not resolved by Ray
+        self._weights_by_path[path] = weights
         for old in list(self._weights_by_path)[:-2]:
             del self._weights_by_path[old]
         return path
-
-    def _put_weights(self, weights: Any) -> Any:
-        if not self.place.on_slots:
-            return weights
-        import ray
-
-        return [ray.put(weights)]
 
     def _seeded(self, params: SamplingParams, batch: Batch, index: int) -> SamplingParams:
         if params.seed is not None or not self.settings.seeds:

@@ -47,15 +47,12 @@ def read_event_log(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], in
     found = []
     for line in lines:
         try:
-            found.append(_checked(plain.loads(line)))
+            facts = plain.loads(line)
+            words = {key: decode(str, facts[key]) for key in ("worker", "state", "code", "reason")}
+            found.append({"at": decode(float, facts["at"]), "running": decode(int, facts["running"]), **words})
         except (ValueError, KeyError, TypeError):  # noqa: PERF203
             log.warning("a line of %s cannot be understood and is left out: %.80r", path, line)
     return found, end
-
-
-def _checked(line: Any) -> dict[str, Any]:
-    words = {key: decode(str, line[key]) for key in ("worker", "state", "code", "reason")}
-    return {"at": decode(float, line["at"]), "running": decode(int, line["running"]), **words}
 
 
 def load_path(folder: Path, component: str) -> Path:
