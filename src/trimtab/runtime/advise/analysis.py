@@ -115,7 +115,6 @@ class AdviceTracker:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def take(self, step: LoggedStep) -> list[FollowEvent]:
-        """Count a step."""
         news: list[FollowEvent] = []
         if step.restart:
             news.append(self._restarted(step))

@@ -182,7 +182,6 @@ class LogTail:
 
     @property
     def gone(self) -> set[Path]:
-        """Files that are missing at the moment."""
         return {path for path, tail in self._tails.items() if tail.gone}
 
     def read(self) -> Iterator[tuple[str, bytes | None]]:
@@ -265,7 +264,6 @@ class Follower:
     _hook_advice: Advice | None = None  # advice that the user's command was run for last
 
     def once(self) -> FollowFrame:
-        """Read a finished log."""
         steps = [*self._read(), *self.log.end()]
         self._require_steps(steps)
         news = self._catch_up(steps)

@@ -100,7 +100,6 @@ class Adviser:
         self.advice = None
 
     def seconds_now(self) -> float:
-        """Iteration time of the plan in place at current costs."""
         return self._seconds(self.plan, {})
 
     def at_current_costs(self, plan: Plan) -> Plan:
@@ -108,7 +107,6 @@ class Adviser:
         return self._placed_as(self._job_now(), plan)
 
     def _job_now(self) -> PlacementJob:
-        """The job at current costs."""
         return scaled(self.loaded.job, {name: estimate.level for name, estimate in self.estimates.items()})
 
     def _placed_as(self, job: PlacementJob, plan: Plan) -> Plan:

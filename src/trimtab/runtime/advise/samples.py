@@ -96,7 +96,6 @@ class EngineMetricsReader:
         self._answered: dict[str, float] = {}
 
     def sample(self, now: float) -> tuple[EngineSample, ...]:
-        """Probe all engines."""
         if not self._urls:
             return ()
         answers = asyncio.run(_probe_all(self._urls))

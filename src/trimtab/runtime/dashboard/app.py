@@ -259,7 +259,6 @@ class DashboardApp:
             await asyncio.sleep(0.01)
 
     async def _poll_if_stale(self) -> None:
-        """Poll if the last poll is too old."""
         await self._polled.wait()
         if not self.feed.clients and time.monotonic() - self._polled_at > self._every_s:
             await self._poll()

@@ -331,6 +331,5 @@ def origin(error: BaseException) -> str | None:
 
 
 def visible_devices() -> tuple[int, ...]:
-    """GPU numbers in CUDA_VISIBLE_DEVICES."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return tuple(int(device) for device in shown.split(",") if device.strip().isdecimal())

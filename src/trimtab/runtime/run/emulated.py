@@ -117,7 +117,6 @@ class Disturbance:
         return factor * self.level(iteration)
 
     def of_batch(self, seed: int, component: str, iteration: int, index: int) -> float:
-        """Factor of a batch besides that of its iteration."""
         if not self.step_noise and not self.tail_share:
             return 1.0
         rng = _rng(seed, component, iteration, index + 1)

@@ -94,7 +94,6 @@ class ComponentCalls:
         return self.has()
 
     def has(self) -> CallResult:
-        """Which optional methods the component has."""
         return CallResult(value=tuple(filter(self._has, OPTIONAL)), fault=self._fault)
 
     def step(self, iteration: int, index: int, of: int, *inputs: Any) -> tuple[CallResult, Any]:
@@ -307,7 +306,6 @@ class Executor(ABC):
                 self.onload(name)
 
     def has(self, name: str, method: str) -> bool:
-        """Whether a component has an optional method."""
         return method in self._has[name]
 
     def weights(self, source: str) -> CallResult | None:
@@ -324,7 +322,6 @@ class Executor(ABC):
             self.sync(sync.target, self.weights(sync.source), version)
 
     def check_health(self, names: Sequence[str]) -> None:
-        """Raise ComponentError if one of these is unhealthy."""
         for name in names:
             if self.has(name, "health"):
                 self.call(name, "health")

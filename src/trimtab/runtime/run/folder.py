@@ -100,7 +100,6 @@ class RunHistory:
 
     @property
     def left_out(self) -> str:
-        """A note on skipped lines; empty without any."""
         many = f"{len(self.unclear)} lines, the first of them {self.unclear[0]}," if len(self.unclear) > 1 else ""
         which = many or f"line {self.unclear[0]}" if self.unclear else ""
         return f"{which} of {EVENTS} could not be understood and is left out" if which else ""
@@ -325,7 +324,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def workers_queue(component: str) -> str:
-    """Name of the queue for a component's workers."""
     if "/" in component:
         raise InputError(f"there is no component {component}")
     return f"workers-{component}"

@@ -113,7 +113,6 @@ class RunMeasurements:
         return self._sync_s.pop(number, 0.0)
 
     def metrics(self, number: int) -> Metrics:
-        """Mean metrics of an iteration."""
         return {
             name: {key: finite_or_none(float(np.mean(values))) for key, values in tally.metrics.items()}
             for (at, name), tally in self._tallies.items()

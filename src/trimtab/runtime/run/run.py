@@ -215,7 +215,6 @@ class Run:
         return to_plan(space, outcome.best)
 
     def _begin(self, first: int) -> None:
-        """Create the components and restore their state."""
         if first > 1:
             self._emit("resumed", after=first - 1, void=self._void)
         else:

@@ -104,7 +104,6 @@ class EngineSettings(Section):
         return EngineCommand(**{"model": "", "start_s": self.start_s, **stated})
 
     def rollout_rules(self, min_workers: int, max_workers: int) -> RolloutRules:
-        """Rules of the rollout pool."""
         # The pool refits workers that lack the current weights, also those that join later. Only a process is started
         # with them.
         owner = Owner.trimtab if self.command is None else Owner.trainer
@@ -124,7 +123,6 @@ class EngineSettings(Section):
         return ElasticConfig(**{"requests_per_worker_capacity": self.capacity, **self.elastic})
 
     def gateway_settings(self) -> dict[str, Any] | None:
-        """Settings of the gateway; None without one."""
         return self.gateway if isinstance(self.gateway, dict) else {} if self.gateway else None
 
 
@@ -227,7 +225,6 @@ class RunEnginePool(LoopThread):
         ]
 
     def pids(self) -> dict[str, int]:
-        """Processes of engines on slots, by worker."""
         return dict(self._pids)
 
     @property

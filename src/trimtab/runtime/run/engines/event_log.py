@@ -110,7 +110,6 @@ class EngineEventLog:
         )
 
     def write_refusal(self, worker: str, reason: str) -> None:
-        """Log that a request for a worker was refused."""
         for view in self._pool.workers():
             if view.worker == worker:
                 self._write(

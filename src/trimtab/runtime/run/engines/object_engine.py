@@ -351,7 +351,6 @@ class ThreadedEngine(ActorEngine):
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
     def send(self, what: EngineMessage) -> None:
-        """Send with the next exchange."""
         self._unsent.append(what)
         if self._exchange_task is None or self._exchange_task.done():
             self._exchange_task = asyncio.get_running_loop().create_task(

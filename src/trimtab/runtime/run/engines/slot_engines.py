@@ -44,14 +44,12 @@ class EngineObjectSlotTask(SlotTask):
         return os.getpid()
 
     def exchange(self, what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
-        """See `EngineThread.exchange`."""
         engine_thread = self._engine_thread
         if engine_thread is None:
             raise RuntimeError(ENDED_HERE)
         return engine_thread.exchange(what, wait_s)
 
     def ended(self, within_s: float = 0.0) -> str:
-        """How the engine ended; empty while it runs."""
         return ENDED_HERE if self._engine_thread is None else ""
 
     def end(self, force: bool = False) -> bool:
