@@ -7,6 +7,7 @@ costs; then every step is evaluated. Pure: no clock, no file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,6 @@ class AdviceTracker:
         self._times: list[dict[str, float]] = []  # seconds of each component in each counted step
         self._placed: CurrentPlacement | None = None
         self.cluster: Cluster | None = None  # from the configuration
-        self._asynchronous: tuple[str | None] | None = None  # the mode; None: the configuration was not read yet
         self._provisional_names: tuple[str, ...] = ()  # components whose placement was read
         self._missing: tuple[str, ...] = ()  # components that the evaluation still lacks
         self._unplanned: str | None = None  # why no plan can be evaluated
@@ -175,7 +175,7 @@ class AdviceTracker:
             return []
         base, self._unsettled = self._unsettled, None
         shared = len(self.adviser.plan.groups) == 1
-        facts = RunFacts(asynchronous=self._mode(), shared=shared)
+        facts = RunFacts(asynchronous=self._mode, shared=shared)
         self._set_reading(reading_of(self.framework, base, facts))
         return [news for logged in base for news in self._weigh(logged)]
 
@@ -193,7 +193,7 @@ class AdviceTracker:
 
     def _provisional_reading(self, base: Sequence[LoggedStep]) -> TimerReading:
         """What the timers mean, as far as the first steps and the configuration tell."""
-        facts = RunFacts(asynchronous=self._mode())
+        facts = RunFacts(asynchronous=self._mode)
         names = tuple(reading_of(self.framework, base, facts).seconds(_union(base)))
         if names != self._provisional_names:
             self._provisional_names = names
@@ -203,17 +203,16 @@ class AdviceTracker:
         shared = self._placed is not None and len(set(self._placed.ranks.values())) == 1
         return reading_of(self.framework, base, replace(facts, shared=shared))
 
+    @functools.cached_property
     def _mode(self) -> str | None:
-        if self._asynchronous is None:
-            self._asynchronous = (self.config.asynchronous(),)
-        return self._asynchronous[0]
+        return self.config.asynchronous()
 
     def _begin(self, base: Sequence[LoggedStep]) -> list[FollowEvent]:
         """Enough steps count: determine the timers' meaning, the costs and the placement."""
         self._missing = self._missing_components(base)
         if self._missing:
             return []
-        facts = RunFacts(asynchronous=self._mode())
+        facts = RunFacts(asynchronous=self._mode)
         names = reading_of(self.framework, base, facts).seconds(_union(base))
         known = {component.name for component in self._profile.components} if self._profile else set()
         self._placed, self.cluster = placed, _ = self.config.placement(dict.fromkeys([*names, *known]))
@@ -240,13 +239,11 @@ class AdviceTracker:
         adviser.take(step.number, reading.costs(step), reading.total(step))
         after = adviser.advice
         if after is not None and (before is None or before.overrides != after.overrides):
-            first = self.given.setdefault(after.overrides, step.number)
-            if first != step.number:
-                return [
-                    FollowEvent("stands again", step.number, f"that of step {first}: {after.reason.sentence}", after)
-                ]
+            first, sentence = self.given.setdefault(after.overrides, step.number), after.reason.sentence
             what = "advised" if before is None else "changed"
-            return [FollowEvent(what, step.number, after.reason.sentence, after)]
+            if first != step.number:
+                what, sentence = "stands again", f"that of step {first}: {sentence}"
+            return [FollowEvent(what, step.number, sentence, after)]
         if before is not None and after is None:
             return [FollowEvent("withdrawn", step.number, adviser.reason.sentence)]
         return []
