@@ -121,6 +121,13 @@ class Broken:
     def step(self, batch: Batch) -> None: ...
 
 
+class Lingering(Noting):
+    """Takes its time to end."""
+
+    def close(self) -> None:
+        time.sleep(1.0)
+
+
 class Unwell(Bare):
     def health(self) -> str:
         return "the disk is full"

@@ -222,6 +222,19 @@ def test_a_component_that_is_not_well_ends_the_run() -> None:
     )
 
 
+def test_a_component_that_does_not_end_is_left_after_its_limit() -> None:
+    slow = noting(chain(), close_limit_s=0.2)
+    end = Run(replace(slow, parts={**slow.parts, "rollout": ComponentCode("run_parts:Lingering")})).run()
+    assert end.state == "done"
+    assert not [entry for entry in run_parts.LOG if entry[0] == "close"]  # it may hang: nothing else is called
+
+
+@pytest.mark.parametrize("key", ["step_limit_s", "place_limit_s", "close_limit_s"])
+def test_limits_are_more_than_nothing(key: str) -> None:
+    with pytest.raises(InputError, match=f"{key} is more than 0"):
+        noting(chain(), **{key: 0.0})
+
+
 def test_a_component_that_cannot_be_made_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
     job = chain()
     run = replace(noting(job), parts={**noting(job).parts, "trainer": ComponentCode("run_parts:Noting", {"sise": 3})})
