@@ -38,7 +38,7 @@ from trimtab.rollout import EngineRollout  # noqa: E402
 from trimtab.runtime.client.session import Pool, Session, connect  # noqa: E402
 from trimtab.runtime.procs.processes import table  # noqa: E402
 from trimtab.runtime.run.component import Batch, Place, Result  # noqa: E402
-from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log  # noqa: E402
+from trimtab.runtime.run.folder import event_log_path, read_event_log  # noqa: E402
 from trimtab.runtime.run.job import ComponentCode, RunJob, load_run  # noqa: E402
 from trimtab.runtime.run.ray_executor import RayExecutor  # noqa: E402
 from trimtab.runtime.run.run import Run, RunEnd  # noqa: E402

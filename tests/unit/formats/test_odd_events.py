@@ -16,8 +16,7 @@ from trimtab.cli.app import run as command
 from trimtab.model.run_events import read_event
 from trimtab.render.html.run.story import read_story
 from trimtab.runtime.advise.record import FollowRecord
-from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log
-from trimtab.runtime.run.folder import read_run
+from trimtab.runtime.run.folder import event_log_path, read_event_log, read_run
 
 BIG = 999_999_999_999_999
 ODD: dict[str, dict[str, Any]] = {

@@ -8,6 +8,7 @@
     state/00000020/   what the components saved after iteration 20, a folder for each
     asks/QUEUE/       requests of other processes, such as a dashboard: `run` for the run (re-evaluate the plan),
                       `workers-COMPONENT` for a component that brings its own workers (drain or resume one)
+    COMPONENT.workers.jsonl, COMPONENT.load.json    state changes of a component's engines, and their load now
 
 A run killed at any moment leaves a complete checkpoint or none. Iterations after the checkpoint are void: they are run
 again and counted once. A full disk does not stop a run; unwritten events are retried with the next one, and the summary
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import logging
 import os
 import re
 import secrets
@@ -42,6 +44,8 @@ from trimtab.runtime.procs.processes import born
 from trimtab.runtime.run.measurements import Metrics
 from trimtab.runtime.store.files import AppendLog, FileTail, read_lines
 
+log = logging.getLogger(__name__)
+
 EmitEvent = Callable[..., None]
 """Writes an event: its name, and its facts as keywords."""
 
@@ -54,6 +58,7 @@ REQUESTS = "asks"
 RUN_QUEUE = "run"
 MAX_REQUEST_BYTES = 4_096  # of a request
 MAX_WAITING = 64  # requests not taken yet
+STALE_S = 20.0  # after this the writer of a load file is gone
 
 
 @dataclass
@@ -379,3 +384,45 @@ def _waiting(directory: Path) -> list[str]:
         return sorted(name for name in os.listdir(directory) if name.endswith(".json") and not name.startswith("."))
     except OSError:
         return []
+
+
+# ---- engines of components ------------------------------------------------------------------------------------------
+
+
+def event_log_path(folder: Path, component: str) -> Path:
+    return folder / f"{component}.workers.jsonl"
+
+
+def read_event_log(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Lines after byte `since`, and the new position.
+
+    A line has `at`, `worker`, `state`, `running` (requests), `code` and `reason`.
+    """
+    try:
+        lines, end = read_lines(path, since)
+    except OSError:
+        return [], since
+    found = []
+    for line in lines:
+        try:
+            facts = plain.loads(line)
+            words = {key: decode(str, facts[key]) for key in ("worker", "state", "code", "reason")}
+            found.append({"at": decode(float, facts["at"]), "running": decode(int, facts["running"]), **words})
+        except (ValueError, KeyError, TypeError):  # noqa: PERF203
+            log.warning("a line of %s cannot be understood and is left out: %.80r", path, line)
+    return found, end
+
+
+def load_path(folder: Path, component: str) -> Path:
+    return folder / f"{component}.load.json"
+
+
+def read_load(path: Path) -> dict[str, tuple[int, int]]:
+    """By worker: running requests and the limit. Empty if the file is stale."""
+    try:
+        if time.time() - path.stat().st_mtime > STALE_S:
+            return {}
+        found = plain.loads(path.read_bytes())
+        return {str(worker): (int(running), int(limit)) for worker, (running, limit) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}

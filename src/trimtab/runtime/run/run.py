@@ -33,13 +33,14 @@ from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.procs.interrupts import stop_on_interrupt
 from trimtab.runtime.run.component import ComponentError, error_text
-from trimtab.runtime.run.engines.event_log import event_log_path, read_event_log
 from trimtab.runtime.run.executor import ComponentLostError, Executor
 from trimtab.runtime.run.folder import (
     RUN_QUEUE,
     RunFolder,
     RunHistory,
     clear_requests,
+    event_log_path,
+    read_event_log,
     read_run,
     take_requests,
 )

@@ -21,8 +21,7 @@ from trimtab.render.html.dashboard.panels import Panels, controller_panels, flee
 from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.text.formatting import clock, counts
 from trimtab.runtime.run import folder as run_folder
-from trimtab.runtime.run.engines.event_log import load_path, read_load
-from trimtab.runtime.run.folder import EventTail
+from trimtab.runtime.run.folder import EventTail, load_path, read_load
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
