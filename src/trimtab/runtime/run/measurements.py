@@ -91,39 +91,25 @@ class RunMeasurements:
                 break
         bars.append(TimelineBar(action.component, doing, now_s, end_s))
 
-    def iteration(self, number: int, now_s: float, extra: tuple[str, ...] = ()) -> Iteration:
-        measured = tuple(
-            ComponentTiming(
-                component=name,
-                busy_s=tally.busy_s,
-                gpus=self._gpus[name],
-                batches=tally.batches,
-                wait_s=tally.wait_s,
-                offload_s=tally.offload_s,
-                onload_s=tally.onload_s,
-            )
-            for name in self._workflow.names
-            if (tally := self._tally(number, name)).batches
-        )
+    def ended(
+        self, number: int, now_s: float, extra: tuple[str, ...] = ()
+    ) -> tuple[Iteration, Metrics, float, list[TimelineBar]]:
+        """An iteration that ends now: its times, mean metrics, seconds of the weight sync, and bars."""
+        self._tallies = {key: tally for key, tally in self._tallies.items() if key[0] >= number}
+        measured: list[ComponentTiming] = []
+        metrics: Metrics = {}
+        for name in self._workflow.names:
+            tally = self._tally(number, name)
+            if tally.batches:
+                times = {key: value for key, value in vars(tally).items() if key != "metrics"}
+                measured.append(ComponentTiming(component=name, gpus=self._gpus[name], **times))
+            if tally.metrics:
+                means = {key: float(np.mean(values)) for key, values in tally.metrics.items()}
+                metrics[name] = {key: finite_or_none(mean) for key, mean in means.items()}
         wall_s = max(0.0, now_s - self._ended_s)
         self._ended_s = max(self._ended_s, now_s)
-        return Iteration(number, wall_s, measured, extra)
-
-    def sync_s(self, number: int) -> float:
-        return self._sync_s.pop(number, 0.0)
-
-    def metrics(self, number: int) -> Metrics:
-        return {
-            name: {key: finite_or_none(float(np.mean(values))) for key, values in tally.metrics.items()}
-            for (at, name), tally in self._tallies.items()
-            if at == number and tally.metrics
-        }
-
-    def bars(self, number: int) -> list[TimelineBar]:
-        """Bars of an iteration; removes them."""
-        for old in [key for key in self._tallies if key[0] < number]:
-            del self._tallies[old]
-        return self._bars.pop(number, [])
+        iteration = Iteration(number, wall_s, tuple(measured), extra)
+        return iteration, metrics, self._sync_s.pop(number, 0.0), self._bars.pop(number, [])
 
     def _tally(self, iteration: int, component: str) -> _ComponentTally:
         return self._tallies.setdefault((iteration, component), _ComponentTally())

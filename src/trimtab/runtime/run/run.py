@@ -314,10 +314,7 @@ class Run:
         is_due = self._checkpointer.is_due(number)
         extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # not if every iteration has one
         with runner.lock:
-            iteration = runner.measurements.iteration(number, now_s, extra)
-            metrics = runner.measurements.metrics(number)
-            sync_s = runner.measurements.sync_s(number)
-            bars = bars_facts(runner.measurements.bars(number))
+            iteration, metrics, sync_s, bars = runner.measurements.ended(number, now_s, extra)
         here = time.perf_counter()
         self._here_s[number], self._here = here - self._here, here
         self._history.add(iteration, metrics, sync_s)
@@ -327,7 +324,7 @@ class Run:
             here_s=round(self._here_s[number], 6),
             metrics=metrics,
             sync_s=round(sync_s, 6),
-            bars=bars,
+            bars=bars_facts(bars),
         )
         if is_due:  # after the event is written: a checkpoint is never ahead of the event log
             self._checkpointer.complete(self._executor, number)
