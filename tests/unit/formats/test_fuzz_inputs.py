@@ -45,7 +45,7 @@ from trimtab.replay.replan import past_run as loop_past
 from trimtab.replay.replan import scenario as loop_scenario
 from trimtab.replay.rollout import scenario as rollout_scenario
 from trimtab.runtime.advise.record import _read as read_advised
-from trimtab.runtime.run import job_file
+from trimtab.runtime.run import job as run_job
 from trimtab.runtime.run.folder import read_run
 from trimtab.runtime.store.journal import read_journal
 
@@ -123,7 +123,7 @@ def _jobs(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
 
 def _jobs_to_run(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     samples = [_tree(EXAMPLES / "grpo" / name) for name in ("job.yaml", "demo.yaml", "engines.yaml")]
-    return samples, _checked(lambda data: job_file.read_run_job(data, Path("job.yaml")))
+    return samples, _checked(lambda data: run_job.read_run_job(data, Path("job.yaml")))
 
 
 def _job_texts(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:

@@ -17,7 +17,7 @@ from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import PoolSpec, TaskState
 from trimtab.runtime.client.session import Session
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
-from trimtab.runtime.run import cluster_events as news
+from trimtab.runtime.run import ray_executor as news
 from trimtab.runtime.run.ray_executor import ClusterListener, NodeSelection, RunNodes
 
 
