@@ -266,8 +266,7 @@ class InstructionExecutor:
         group = self._context.machine.groups.get(remove.group)
         pool = self._pools.get(remove.group) or (group.pool if group else "")
         await self._until_done(
-            lambda: self._workers.remove_group(remove.group, pool),
-            f"group {remove.group} could not be removed",
+            lambda: self._workers.remove_group(remove.group, pool), f"group {remove.group} could not be removed"
         )
         self._pools.pop(remove.group, None)
         self._removing.discard(remove.group)

@@ -90,9 +90,7 @@ def with_shares(sizes: NodeSizes, nodes: int) -> NodeSizes:
     machine, nodes = _memory(), max(1, nodes)
     store = max(MIN_STORE, int(min(STORE_SHARE * machine, 0.8 * _shared_memory()) / nodes))
     return dataclasses.replace(
-        sizes,
-        memory=sizes.memory or int(MEMORY_SHARE * machine / nodes),
-        object_store=sizes.object_store or store,
+        sizes, memory=sizes.memory or int(MEMORY_SHARE * machine / nodes), object_store=sizes.object_store or store
     )
 
 
