@@ -30,13 +30,13 @@ from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement, PlacementStrategy
+from trimtab.runtime.controller.rpc import ParkError, TaskPayload, TaskStartError, TaskWorker, WorkerDiedError
 from trimtab.runtime.procs.processes import born
 from trimtab.runtime.workers import task_workers as door
 from trimtab.runtime.workers import warm_pool as warm
 from trimtab.runtime.workers.environments import WarmWorkerKind
 from trimtab.runtime.workers.node_agent import NodeAgent
 from trimtab.runtime.workers.placement_groups import PlacementGroupError
-from trimtab.runtime.workers.task_types import ParkError, TaskPayload, TaskStartError, TaskWorker, WorkerDiedError
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from trimtab.runtime.workers.worker_process import run_dir
 from waiting import until_async

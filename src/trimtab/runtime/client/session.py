@@ -34,14 +34,12 @@ from trimtab.model.pool import (
     strategy_of,
 )
 from trimtab.runtime.client.connection import ControllerConnection
-from trimtab.runtime.client.packing import class_of, own_paths, packed, pickled_handlers
-from trimtab.runtime.client.task import Task
-from trimtab.runtime.controller.leases import LEASE_S, this_process
-from trimtab.runtime.controller.rpc import TaskSnapshot
+from trimtab.runtime.client.task import Task, class_of, own_paths, packed, pickled_handlers
+from trimtab.runtime.controller.clients import LEASE_S, this_process
+from trimtab.runtime.controller.rpc import TaskSnapshot, write_payload
 from trimtab.runtime.procs.background import Background, RestartPolicy
 from trimtab.runtime.rayapi.connect import RayConnection
 from trimtab.runtime.workers import environments
-from trimtab.runtime.workers.task_types import write_payload
 
 log = logging.getLogger("trimtab")
 

@@ -23,12 +23,11 @@ from trimtab.machines.pool.events import CancelRequested, PolicySet, PoolEnsured
 from trimtab.machines.pool.records import PoolTask
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import ENDED, PoolSpec, PreemptionPolicy, TaskExplanation, TaskSpec, TaskState
+from trimtab.runtime.controller.clients import LEASE_S, ClientProcess
 from trimtab.runtime.controller.controller_loop import RECONCILE_S, USER_EVENTS, ControllerLoop, log_failure
-from trimtab.runtime.controller.leases import LEASE_S, ClientProcess
-from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, rpc_method
+from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, read_payload, rpc_method
 from trimtab.runtime.rayapi.private import session_dir
 from trimtab.runtime.store.blobs import NO_ROOM_HINT, header_of
-from trimtab.runtime.workers.task_types import read_payload
 
 START_RETRY_S = 5.0  # after a failed start
 _LARGE = 2**20  # bytes; larger payloads are written in a thread

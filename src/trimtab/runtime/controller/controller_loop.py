@@ -29,16 +29,15 @@ from trimtab.machines.pool.reconcile import PoolReconciler, expected
 from trimtab.machines.pool.records import PgState
 from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.controller import nodes, recovery
-from trimtab.runtime.controller.client_registry import ClientRegistry
+from trimtab.runtime.controller.clients import ClientLeases, ClientRegistry
 from trimtab.runtime.controller.executor import InstructionExecutor
-from trimtab.runtime.controller.leases import ClientLeases
 from trimtab.runtime.controller.metrics import PoolMetrics
 from trimtab.runtime.controller.node_metrics import NodeMetrics, desired_workers
+from trimtab.runtime.controller.rpc import TaskWorker
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.store.blobs import BlobStore, StagedBlob
 from trimtab.runtime.store.journal import Journal, JournalVersionError
 from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
-from trimtab.runtime.workers.task_types import TaskWorker
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
@@ -298,7 +297,7 @@ class ControllerLoop:
         if self._compactor is not None:
             return  # the next event tries again
         segment = self.journal.rotate()
-        command = [sys.executable, "-m", "trimtab.runtime.store.compact", str(self.directory), str(segment)]
+        command = [sys.executable, "-m", "trimtab.runtime.store.journal", str(self.directory), str(segment)]
         self._compactor = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self.executor.forget(self.machine.tasks)
         asyncio.get_running_loop().run_in_executor(

@@ -39,11 +39,7 @@ from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedEnd, AwaitedKey, key_of
 from trimtab.machines.pool.records import PoolTask
 from trimtab.model.pool import PoolSpec
-from trimtab.runtime.controller.saved_states import SavedStates
-from trimtab.runtime.procs.background import describe
-from trimtab.runtime.store.blobs import BlobStore, pack
-from trimtab.runtime.workers.placement_groups import PlacementGroupError
-from trimtab.runtime.workers.task_types import (
+from trimtab.runtime.controller.rpc import (
     EntryOutcome,
     ParkError,
     TaskPayload,
@@ -53,6 +49,10 @@ from trimtab.runtime.workers.task_types import (
     WorkerStopResult,
     read_payload,
 )
+from trimtab.runtime.controller.saved_states import SavedStates
+from trimtab.runtime.procs.background import describe
+from trimtab.runtime.store.blobs import BlobStore, pack
+from trimtab.runtime.workers.placement_groups import PlacementGroupError
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import THERE, NodeState, NodeView
-from trimtab.runtime.controller.client_registry import ClientRegistry
+from trimtab.runtime.controller.clients import ClientRegistry
 from trimtab.runtime.controller.metrics import MetricRecorder, MetricSpec, in_ray
 
 log = logging.getLogger("trimtab.controller")

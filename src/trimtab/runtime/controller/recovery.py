@@ -33,11 +33,10 @@ from trimtab.machines.pool.records import PgState, PoolTask
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, TaskSpec, TaskState
 from trimtab.runtime.controller.executor import InstructionExecutor
 from trimtab.runtime.controller.nodes import NodeMonitor
-from trimtab.runtime.controller.rpc import controller_name
+from trimtab.runtime.controller.rpc import TaskWorker, controller_name
 from trimtab.runtime.rayapi.connect import NAMESPACE
 from trimtab.runtime.store.journal import JournalVersionError
 from trimtab.runtime.workers.placement_groups import FoundPlacementGroup
-from trimtab.runtime.workers.task_types import TaskWorker
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from trimtab.runtime.workers.worker_process import WorkerIdentity
 

@@ -18,8 +18,8 @@ from trimtab.machines.pool.events import StartTask, StopTask
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedKey
 from trimtab.model.pool import ENDED
+from trimtab.runtime.controller.rpc import TaskStartError, TaskWorker, WorkerStopResult, saved_state_name
 from trimtab.runtime.store.blobs import BlobStore, file_name, read_state_name
-from trimtab.runtime.workers.task_types import TaskStartError, TaskWorker, WorkerStopResult, saved_state_name
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")

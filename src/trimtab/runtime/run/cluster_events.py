@@ -17,8 +17,8 @@ from trimtab.machines.replan.events import ClusterChangeCause
 from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import ENDED
 from trimtab.model.workflow import ANY_KIND, Cluster, Node
+from trimtab.runtime.client.connection import ControllerListener, KnownTasks
 from trimtab.runtime.client.session import Session
-from trimtab.runtime.client.updates import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
 

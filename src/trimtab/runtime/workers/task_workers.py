@@ -19,21 +19,8 @@ from trimtab.core.errors import UnreachableError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
-from trimtab.runtime.controller.leases import ClientProcess
-from trimtab.runtime.procs.background import Background, first_line
-from trimtab.runtime.rayapi.connect import NAMESPACE
-from trimtab.runtime.rayapi.nodes import live_nodes
-from trimtab.runtime.workers import actor_worker
-from trimtab.runtime.workers.environments import WarmWorkerKind, worker_kind
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S
-from trimtab.runtime.workers.node_agent_client import NodeAgents
-from trimtab.runtime.workers.placement_groups import (
-    FoundPlacementGroup,
-    PlacementGroupError,
-    PlacementGroups,
-    ray_resources,
-)
-from trimtab.runtime.workers.task_types import (
+from trimtab.runtime.controller.clients import ClientProcess
+from trimtab.runtime.controller.rpc import (
     EntryOutcome,
     ParkError,
     ProcessKey,
@@ -45,8 +32,19 @@ from trimtab.runtime.workers.task_types import (
     check_controller_name,
     saved_state_name,
 )
+from trimtab.runtime.procs.background import Background, first_line
+from trimtab.runtime.rayapi.connect import NAMESPACE
+from trimtab.runtime.rayapi.nodes import live_nodes
+from trimtab.runtime.workers.environments import WarmWorkerKind, worker_kind
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NodeAgents
+from trimtab.runtime.workers.placement_groups import (
+    FoundPlacementGroup,
+    PlacementGroupError,
+    PlacementGroups,
+    ray_resources,
+)
 from trimtab.runtime.workers.warm_pool import WarmPool, WarmWorker, WorkerSetupError
-from trimtab.runtime.workers.worker_process import WorkerIdentity, WorkerStartSpec
+from trimtab.runtime.workers.worker_process import WorkerIdentity, WorkerStartSpec, actor_options, end_named
 
 _ANSWER_S = 15.0  # for the answer of a node agent, beyond its own waiting
 _END_S = EXIT_WAIT_S + _ANSWER_S
@@ -427,7 +425,7 @@ class TaskWorkerManager:
         cpus, gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
         leaves_room = "num_cpus" in user_options or "num_gpus" in user_options
         options = {
-            **actor_worker.actor_options(user_options, identity, payload.runtime_env, spec.mark),
+            **actor_options(user_options, identity, payload.runtime_env, spec.mark),
             "num_cpus": min(user_options.get("num_cpus", cpus), cpus),
             "num_gpus": min(user_options.get("num_gpus", gpus), gpus),
             "memory": amounts.pop("memory", None),
@@ -525,7 +523,7 @@ class TaskWorkerManager:
         import ray
 
         await self._end_process(node, *record["creator"])
-        ender = ray.remote(max_calls=1)(actor_worker.end_named).options(num_cpus=0)
+        ender = ray.remote(max_calls=1)(end_named).options(num_cpus=0)
         await ender.remote(record["actor"], record["namespace"])
         with contextlib.suppress(UnreachableError):
             await self._agents.request(node, "drop", record["file"], timeout_s=_ANSWER_S)

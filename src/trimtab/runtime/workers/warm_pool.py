@@ -20,8 +20,7 @@ from trimtab.core.errors import UnreachableError
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rayapi.connect import NAMESPACE
 from trimtab.runtime.workers.environments import WarmWorkerKind
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S
-from trimtab.runtime.workers.node_agent_client import NodeAgents
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NodeAgents
 from trimtab.runtime.workers.worker_process import WorkerProcess
 
 _START_WAIT_S = 300.0  # preloading modules can take minutes on slow disks
