@@ -31,8 +31,7 @@ from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.controller import nodes, recovery
 from trimtab.runtime.controller.clients import ClientLeases, ClientRegistry
 from trimtab.runtime.controller.executor import InstructionExecutor
-from trimtab.runtime.controller.metrics import PoolMetrics
-from trimtab.runtime.controller.node_metrics import NodeMetrics, desired_workers
+from trimtab.runtime.controller.metrics import NodeMetrics, PoolMetrics, desired_workers
 from trimtab.runtime.controller.rpc import TaskWorker
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.store.blobs import BlobStore, StagedBlob

@@ -2,8 +2,8 @@
 
 `POST /nodes/NODE/drain` is for sources of termination notices (a spot notice, a cloud webhook, a batch system); `GET
 /desired` and `GET /metrics` are for autoscalers. The server only authenticates and validates requests and calls the
-given functions. Changes require the token, also on loopback; reads require it elsewhere. A Host header of another name is
-refused, so that a web page in a browser on this machine cannot call it. The token must never be logged.
+given functions. Changes require the token, also on loopback; reads require it elsewhere. A Host header of another name
+is refused, so that a web page in a browser on this machine cannot call it. The token must never be logged.
 
 Behind it, `NodeHookCalls` drains through the controller if one runs, else directly in Ray. A controller that exists but
 does not answer is an error: a node must never be drained without its knowledge.
