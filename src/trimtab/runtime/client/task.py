@@ -124,15 +124,14 @@ class Task:
         """Return value of the entry method (of a gang: a list by rank); raises the error of a failed task."""
         from ray import cloudpickle
 
-        seen = self._wait(ENDED, timeout)
+        seen = self._wait(ENDED, timeout, with_result=True)
         if seen.state not in ENDED:
             raise self._late(f"task {self.id} has no result after {timeout:.3g} s, for it is {seen.state.value}")
         if seen.state is not TaskState.done:
             raise self._ended_error(seen)
-        data = self._session.ask("result", self.id)
-        if data is None:
+        if seen.result is None:
             return None
-        values = [cloudpickle.loads(part) for part in unpack(data)[1] if part is not None]
+        values = [cloudpickle.loads(part) for part in unpack(seen.result)[1] if part is not None]
         return values[0] if len(values) == 1 else values
 
     def call(
@@ -152,9 +151,6 @@ class Task:
                 raise InputError(f"task {self.id} has members 0 to {len(members) - 1}, not {rank}")
             members = (members[rank],)
         try:
-            for member, handle in zip(seen.members, seen.handles, strict=False):
-                if handle is not None:
-                    self._handles.setdefault(member, handle)
             refs = [self._call(member, method, args, kwargs) for member in members]
             values = self._session._ray.get(refs, timeout=max(0.01, deadline - time.monotonic()))
         except exceptions.GetTimeoutError:
@@ -173,9 +169,6 @@ class Task:
         """
         if self._seen is None:
             self._seen = self._running(time.monotonic() + timeout, timeout)
-            for member, handle in zip(self._seen.members, self._seen.handles, strict=False):
-                if handle is not None:
-                    self._handles.setdefault(member, handle)
         return [self._call(member, method, args, kwargs, returns) for member in self._seen.members]
 
     def interrupted(self, method: str) -> TaskInterruptedError:
@@ -206,12 +199,14 @@ class Task:
 
     # ---- helpers
 
-    def _wait(self, states: Collection[TaskState], timeout: float) -> TaskSnapshot:
+    def _wait(self, states: Collection[TaskState], timeout: float, *, with_result: bool = False) -> TaskSnapshot:
         deadline = time.monotonic() + timeout
         while True:
             left_s = deadline - time.monotonic()
             call_s = max(0.0, min(left_s, MAX_CALL_S))
-            seen: TaskSnapshot = self._session.ask("wait", self.id, tuple(states), call_s, timeout_s=call_s + 30.0)
+            seen: TaskSnapshot = self._session.ask(
+                "wait", self.id, tuple(states), call_s, with_result, timeout_s=call_s + 30.0
+            )
             if seen.state in states or seen.state in ENDED or left_s <= call_s:
                 return seen
 
@@ -219,6 +214,9 @@ class Task:
         while True:
             seen = self._wait((TaskState.running,), max(0.0, deadline - time.monotonic()))
             if seen.state is TaskState.running and seen.members:
+                handles = zip(seen.members, seen.handles, strict=False)
+                known = {member: handle for member, handle in handles if handle is not None}
+                self._handles = {**known, **self._handles}
                 return seen
             if seen.state in ENDED:
                 raise self._ended_error(seen)
@@ -275,7 +273,7 @@ class Task:
             return TaskError(what, self._explained())
         error = TaskFailedError(what, self._explained())
         with contextlib.suppress(TrimtabError):
-            data = self._session.ask("result", self.id)
+            data = seen.result or self._wait(ENDED, 0.0, with_result=True).result
             error.trace = "\n".join(trace for trace in unpack(data)[0]["traces"] if trace) if data is not None else ""
         return error
 

@@ -32,7 +32,6 @@ from trimtab.runtime.controller import nodes, recovery
 from trimtab.runtime.controller.clients import ClientLeases, ClientRegistry
 from trimtab.runtime.controller.executor import InstructionExecutor
 from trimtab.runtime.controller.metrics import NodeMetrics, PoolMetrics, desired_workers
-from trimtab.runtime.controller.rpc import TaskWorker
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.store.blobs import BlobStore, StagedBlob
 from trimtab.runtime.store.journal import Journal, JournalVersionError
@@ -139,7 +138,9 @@ class ControllerLoop:
     async def _attach(self, is_fresh: bool) -> None:
         self.pool_metrics = PoolMetrics(self._name, self.machine)
         self.node_metrics = NodeMetrics(self._name)
-        self.workers = TaskWorkerManager(self._name, self._state_dir, self._on_death, self.background)
+        self.workers = TaskWorkerManager(
+            self._name, self._state_dir, lambda member, why: self.executor.on_death(member, why), self.background
+        )
         self.executor = InstructionExecutor(self, self.workers, self.blobs, workers_save=self._state_dir is not None)
         self.node_monitor = nodes.NodeMonitor(
             self,
@@ -174,9 +175,6 @@ class ControllerLoop:
         ):
             self._loops.append(self.background.start(name, work, policy=NEVER_GIVE_UP))
         self._wake_soon()
-
-    def _on_death(self, member: TaskWorker, why: str) -> None:
-        self.executor.on_death(member, why)
 
     async def _join_node(self, node: str) -> None:
         try:
@@ -274,13 +272,10 @@ class ControllerLoop:
                 targets[node][self.environments.kind(self.machine.pools[pool].spec)] += count
         if targets != self._warm_targets:
             self._warm_targets = targets
-            self.background.once("set warm targets", self.workers.warm(targets), on_failed=self._reset_warm_targets)
+            self.background.once("set warm targets", self.workers.warm(targets), on_failed=lambda *_: targets.clear())
 
     def _unfinished(self) -> list[str]:
         return [task.id for task in self.machine.tasks.values() if task.state not in ENDED]
-
-    def _reset_warm_targets(self, *_: object) -> None:
-        self._warm_targets = {}
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -303,24 +298,23 @@ class ControllerLoop:
             None, self.blobs.keep_only, set(self.machine.tasks), time.time()
         ).add_done_callback(log_failure)
 
-    def _check_compactor(self) -> None:
-        if self._compactor is not None and (status := self._compactor.poll()) is not None:
-            self._compactor = None
-            if status:
-                self.faults.append(f"the journal in {self.directory} could not be compacted and is unchanged")
-
     # ---- loops ----------------------------------------------------------------------------------------------
 
     async def _housekeep(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self._check_compactor()
+            if self._compactor is not None and (status := self._compactor.poll()) is not None:
+                self._compactor = None
+                if status:
+                    self.faults.append(f"the journal in {self.directory} could not be compacted and is unchanged")
             self.journal.catch_up()
             await self.executor.states.retry_writes()
             await self.pool_metrics.sample(self.workers.warm_counts())
             views = self.node_monitor.views(gone=True)
             self.node_metrics.sample(views, self.desired_workers(), self.client_registry)
-            self._log_journal_fault()
+            if self.journal.fault != self._logged_fault:
+                self._logged_fault = self.journal.fault
+                log.error(self._logged_fault or "the journal can be written again")
             pools = [pool.spec for pool in self.machine.pools.values() if not pool.dropped]
             await self.environments.renew(self._unfinished(), pools)
             if self.journal.vanished:
@@ -333,17 +327,12 @@ class ControllerLoop:
         busy = {node for group in self.machine.groups.values() for node in group.nodes}
         return desired_workers(self.node_monitor.views(), busy, self.client_registry.wanted)
 
-    def _log_journal_fault(self) -> None:
-        if self.journal.fault != self._logged_fault:
-            self._logged_fault = self.journal.fault
-            log.error(self._logged_fault or "the journal can be written again")
-
     async def _watch_leases(self) -> None:
         """End the tasks and pools of dead clients."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             silent = self.leases.silent()
-            alive = await asyncio.gather(*(self.workers.process_alive(process) for process in silent.values()))
+            alive = await asyncio.gather(*(self.workers.agents.process_alive(process) for process in silent.values()))
             for client, found in zip(silent, alive, strict=True):
                 if self.leases.is_dead(client, found):
                     log.warning("client %s is gone", client)
@@ -395,7 +384,9 @@ class ControllerLoop:
         if destroy:
             for pool in list(self.machine.pools):
                 self.feed(PoolDropped(pool))
-            await self._all_ended(timeout_s)
+            deadline = time.monotonic() + timeout_s
+            while self._unfinished() and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
         self.closing = True
         for task in self._loops:
             task.cancel()
@@ -412,13 +403,6 @@ class ControllerLoop:
         self.journal.close()
         self._wake()
         self.background.stop()
-
-    async def _all_ended(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if all(task.state in ENDED for task in self.machine.tasks.values()):
-                return
-            await asyncio.sleep(0.02)
 
 
 @contextlib.contextmanager

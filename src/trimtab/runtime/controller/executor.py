@@ -52,6 +52,7 @@ from trimtab.runtime.controller.rpc import (
 from trimtab.runtime.controller.saved_states import SavedStates
 from trimtab.runtime.procs.background import describe
 from trimtab.runtime.store.blobs import BlobStore, pack
+from trimtab.runtime.workers.environments import RuntimeEnvironments
 from trimtab.runtime.workers.placement_groups import PlacementGroupError
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
@@ -64,10 +65,11 @@ _WORST = ("timed out", "raised", "returned", "not called")
 _LARGE = 2**20  # bytes; larger files are read and written in a thread
 
 
-class ExecutorContext(Protocol):
-    """What the executor needs of the controller."""
+class ControllerContext(Protocol):
+    """What the controller's parts need of it."""
 
     machine: PoolMachine
+    environments: RuntimeEnvironments
 
     def feed(self, event: PoolEvent) -> None:
         """Handle an event; never raises."""
@@ -84,7 +86,7 @@ class InstructionExecutor:
     """Instructions in progress, and the workers of running tasks."""
 
     def __init__(
-        self, context: ExecutorContext, workers: TaskWorkerManager, blobs: BlobStore, *, workers_save: bool
+        self, context: ControllerContext, workers: TaskWorkerManager, blobs: BlobStore, *, workers_save: bool
     ) -> None:
         self._context = context
         self._workers = workers
@@ -122,12 +124,8 @@ class InstructionExecutor:
             if instruction.task not in self._stopping:
                 self._stopping.add(instruction.task)
                 self._spawn(key, self._stop(instruction))
-        elif isinstance(instruction, ParkTask):
-            parked = TaskParked(instruction.task, instruction.attempt)
-            self._spawn(key, self._park_or_unpark(instruction, self._workers.park, parked))
         else:
-            unparked = TaskUnparked(instruction.task, instruction.attempt)
-            self._spawn(key, self._park_or_unpark(instruction, self._workers.unpark, unparked))
+            self._spawn(key, self._park_or_unpark(instruction))
 
     def in_progress(self) -> set[AwaitedKey]:
         """Keys of instructions in progress, and of tasks whose end is watched."""
@@ -481,12 +479,9 @@ class InstructionExecutor:
 
     # ---- parking --------------------------------------------------------------------------------------------
 
-    async def _park_or_unpark(
-        self,
-        instruction: ParkTask | UnparkTask,
-        action: Callable[[TaskWorker, float], Awaitable[None]],
-        done: TaskParked | TaskUnparked,
-    ) -> None:
+    async def _park_or_unpark(self, instruction: ParkTask | UnparkTask) -> None:
+        parks = isinstance(instruction, ParkTask)
+        action = self._workers.park if parks else self._workers.unpark
         limit_s = max(0.0, instruction.deadline - self._context.now())
         members = list(self.running.get(instruction.task, ()))
         try:
@@ -496,4 +491,4 @@ class InstructionExecutor:
         except Exception as fault:
             self._context.feed(TaskDied(instruction.task, instruction.attempt, describe(fault)))
         else:
-            self._context.feed(done)
+            self._context.feed((TaskParked if parks else TaskUnparked)(instruction.task, instruction.attempt))

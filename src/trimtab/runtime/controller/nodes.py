@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.reasons import Reason, ReasonCode
@@ -23,11 +23,11 @@ from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.nodes import events as events
 from trimtab.machines.nodes.machine import NodeMachine
 from trimtab.machines.nodes.state import TrackedNode, evict_after_s
-from trimtab.machines.pool.events import NodeCordoned, NodeDrained, NodeJoined, NodeLost, PoolEvent
-from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.events import NodeCordoned, NodeDrained, NodeJoined, NodeLost
 from trimtab.machines.pool.records import PgState
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import PreemptionPolicy
+from trimtab.runtime.controller.executor import ControllerContext
 from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rayapi import draining
@@ -35,7 +35,7 @@ from trimtab.runtime.rayapi.gcs_records import among, amounts
 from trimtab.runtime.rayapi.nodes import ray_nodes
 from trimtab.runtime.rayapi.private import own_free_resources
 from trimtab.runtime.store.journal import NODE_EVENTS, DamagedError, Journal
-from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
+from trimtab.runtime.workers.environments import WarmWorkerKind
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
@@ -82,24 +82,12 @@ class NodeHoldings:
 _NOTHING_HELD = NodeHoldings((), NOTHING)
 
 
-class NodeMonitorContext(Protocol):
-    """What the monitor needs of the controller."""
-
-    machine: PoolMachine
-    environments: RuntimeEnvironments
-
-    def feed(self, event: PoolEvent) -> None:
-        """Handle an event; never raises."""
-
-    def now(self) -> float: ...
-
-
 class NodeMonitor:
     """Monitors Ray's nodes. `known` are the nodes that the pool machine knows."""
 
     def __init__(
         self,
-        context: NodeMonitorContext,
+        context: ControllerContext,
         workers: TaskWorkerManager,
         ray: Any,
         directory: Path,
@@ -114,7 +102,7 @@ class NodeMonitor:
         self._on_change = on_change
         self.journal, self.machine, self.set_aside = _open_journal(directory, workers.background)
         self._heartbeats = NodeHeartbeats(
-            self._on_heartbeat, workers.heartbeat_address, self.machine.policy.suspect_s, workers.background
+            self._on_heartbeat, workers.agents.heartbeat_address, self.machine.policy.suspect_s, workers.background
         )
         self.known: dict[str, NodeJoined] = {}
         self._raylets: dict[str, AgentAddress] = {}
@@ -207,9 +195,11 @@ class NodeMonitor:
         for node, figures in alive.items():
             self._raylets[node] = figures.raylet
             self._report_node(figures, held.get(node, _NOTHING_HELD))
-        for node, deadline in seen.draining.items():
+        ahead_s = self._context.now() - time.time()
+        for node, epoch in seen.draining.items():
             if node in alive:
-                self._feed(events.DrainRequested(node, self._from_epoch(deadline), "drained through Ray", by_ray=True))
+                deadline = None if epoch is None else epoch + ahead_s
+                self._feed(events.DrainRequested(node, deadline, "drained through Ray", by_ray=True))
         self._release_empty(held)
         self._align_machines()
         if wait and self._joining:
@@ -282,9 +272,6 @@ class NodeMonitor:
             self._feed(events.NodeSeen(figures.node, figures.facts, outside))
         if figures.node in self.known and figures.node not in self._released and record is not None and record.there:
             self._heartbeats.open(figures.node, figures.raylet)
-
-    def _from_epoch(self, at: float | None) -> float | None:
-        return None if at is None else self._context.now() + (at - time.time())
 
     # ---- instructions of the node machine ---------------------------------------------------------------------
 

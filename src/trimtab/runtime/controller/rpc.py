@@ -30,6 +30,9 @@ def check_controller_name(name: str) -> None:
         raise InputError(f"{name!r} cannot be the name of a controller", hint="letters, digits, - . and _")
 
 
+_PICKLES = ("actor", "entry_args", "handlers")  # of a payload
+
+
 @dataclass(frozen=True)
 class TaskPayload:
     """What a task runs: built by the client, stored beside the journal, unpickled only in the worker."""
@@ -122,32 +125,16 @@ def saved_state_name(member: TaskWorker) -> str:
 
 def write_payload(payload: TaskPayload, token: str) -> bytes:
     """Serialise a payload: a JSON header, and the pickles as bytes that are not unpickled here."""
-    header = {
-        "token": token,
-        "entry": payload.entry,
-        "ray_options": payload.ray_options,
-        "plain": payload.plain,
-        "namespace": payload.namespace,
-        "sys_path": list(payload.sys_path),
-        "runtime_env": payload.runtime_env,
-    }
-    return pack(header, [payload.actor, payload.entry_args, payload.handlers])
+    header = {name: value for name, value in vars(payload).items() if name not in _PICKLES}
+    return pack({"token": token, **header}, [getattr(payload, name) for name in _PICKLES])
 
 
 def read_payload(data: bytes, handlers: bytes | None = None) -> TaskPayload:
     """Read a payload; `handlers` of the pool are used if it has none."""
     header, (actor, entry_args, own) = unpack(data)
-    return TaskPayload(
-        actor=actor or b"",
-        entry=header["entry"],
-        entry_args=entry_args,
-        ray_options=header["ray_options"],
-        plain=header["plain"],
-        namespace=header["namespace"],
-        handlers=own or handlers,
-        sys_path=tuple(header["sys_path"]),
-        runtime_env=header.get("runtime_env", ""),
-    )
+    del header["token"]
+    header["sys_path"] = tuple(header["sys_path"])
+    return TaskPayload(actor=actor or b"", entry_args=entry_args, handlers=own or handlers, **header)
 
 
 log = logging.getLogger("trimtab.controller")
@@ -184,6 +171,7 @@ class TaskSnapshot:
     how: str  # what it runs in (warm host, actor), and why
     members: tuple[TaskWorker, ...] = ()
     handles: tuple[Any, ...] = ()  # Ray handles of the members; None: to be looked up by name
+    result: bytes | None = None  # packed, of an ended task, if it was requested
 
 
 @dataclass(frozen=True)
