@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.pool import TaskState
-from trimtab.runtime.controller.rpc import ClientUpdate, check_controller_name, controller_name, controllers, value_of
+from trimtab.runtime.controller.rpc import (
+    ClientUpdate,
+    ControllerSettings,
+    check_controller_name,
+    controller_name,
+    controllers,
+    value_of,
+)
 from trimtab.runtime.procs.background import describe
 from trimtab.runtime.rayapi.connect import NAMESPACE, init
 from trimtab.runtime.rayapi.nodes import live_nodes
@@ -50,19 +57,20 @@ class ControllerConnection:
         timeout_s: float = 120.0,
         *,
         make: bool = True,
-        reconcile_s: float | None = None,
+        settings: ControllerSettings | None = None,
+        answer_s: float = ANSWER_S,
     ) -> None:
         check_controller_name(name)
         self.ray = ray
         self.name = name
+        self.answer_s = answer_s
         journal_dir, state_dir = (None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
         found = self._find()
         if found is None and not make:
             raise UnreachableError(
                 f"this Ray has no controller {name}", hint="`trimtab.connect()` in Python creates one; --name names one"
             )
-        more = {} if reconcile_s is None else {"reconcile_s": reconcile_s}
-        self._actor = found or self._create(journal_dir, state_dir, timeout_s=timeout_s, **more)
+        self._actor = found or self._create(journal_dir, state_dir, settings or ControllerSettings(), timeout_s)
         try:
             self.facts: dict[str, Any] = self.ask("ready", journal_dir, state_dir, timeout_s=timeout_s)
         except BaseException:
@@ -70,10 +78,11 @@ class ControllerConnection:
                 self.end()
             raise
 
-    def ask(self, method: str, *args: Any, timeout_s: float = ANSWER_S) -> Any:
+    def ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call an RPC and return its value or raise its error. Retries across a restart of the controller."""
         from ray import exceptions
 
+        timeout_s = self.answer_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = deadline - time.monotonic()
@@ -116,8 +125,11 @@ class ControllerConnection:
         except ValueError:
             return None
 
-    def _create(self, *settings: str | None, timeout_s: float, **more: float) -> Any:
-        start_controller(driver_address(self.ray), self.name, *settings, timeout_s=timeout_s, **more)
+    def _create(
+        self, journal_dir: str | None, state_dir: str | None, settings: ControllerSettings, timeout_s: float
+    ) -> Any:
+        arguments = [self.name, journal_dir, state_dir, vars(settings)]
+        start_controller(driver_address(self.ray), self.name, arguments, timeout_s)
         actor = self._find()
         if actor is None:
             raise UnreachableError(f"the controller {self.name} ended during its creation", hint="connect again")
@@ -149,7 +161,11 @@ KnownTasks = dict[str, tuple[TaskState, int]]
 
 
 class ControllerListener:
-    """Calls `on_update(update, nodes_changed)` for each answer of `poll(known(), version)` that is not None."""
+    """Calls `on_update(update, nodes_changed)` for each answer of the long poll `poll(known(), version)` but None.
+
+    While the controller is unreachable it retries, and says so once. An update whose callback raised is delivered
+    again: the version counts only after the callback, whose exception is for `Background` to log and restart.
+    """
 
     def __init__(
         self,
@@ -192,9 +208,9 @@ MAX_CALLS = 4_000  # concurrent; every waiting client holds one
 _INHERITED = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID", "RAY_RUNTIME_ENV_HOOK")  # would make it part of our job
 
 
-def start_controller(address: str, name: str, *settings: str | None, timeout_s: float, **more: float) -> None:
-    """Create the controller with these settings unless it exists; UnreachableError on failure."""
-    settings_json = json.dumps({"address": address, "settings": [name, *settings], "more": more})
+def start_controller(address: str, name: str, arguments: list[Any], timeout_s: float) -> None:
+    """Create the controller with these arguments unless it exists; UnreachableError on failure."""
+    settings_json = json.dumps({"address": address, "arguments": arguments})
     environment = {key: value for key, value in os.environ.items() if key not in _INHERITED}
     with _neutral_directory() as directory:
         try:
@@ -244,7 +260,7 @@ def main(settings_json: str) -> None:
     controller = (
         ray.remote(Controller)
         .options(
-            name=controller_name(wanted["settings"][0]),
+            name=controller_name(wanted["arguments"][0]),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -254,7 +270,7 @@ def main(settings_json: str) -> None:
             max_concurrency=MAX_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
         )
-        .remote(*wanted["settings"], **wanted["more"])
+        .remote(*wanted["arguments"])
     )
     ray.get(controller.__ray_ready__.remote())
     ray.shutdown()

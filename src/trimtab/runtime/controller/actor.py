@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from trimtab.machines.pool.events import CancelRequested, PolicySet, PoolEnsured
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import ENDED, PoolSpec, PreemptionPolicy, TaskExplanation, TaskSpec, TaskState
 from trimtab.runtime.controller.clients import LEASE_S, ClientProcess
-from trimtab.runtime.controller.controller_loop import RECONCILE_S, USER_EVENTS, ControllerLoop, log_failure
-from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, read_payload, rpc_method
+from trimtab.runtime.controller.controller_loop import USER_EVENTS, ControllerLoop, log_failure
+from trimtab.runtime.controller.rpc import ClientUpdate, ControllerSettings, TaskSnapshot, read_payload, rpc_method
 from trimtab.runtime.rayapi.private import session_dir
 from trimtab.runtime.store.blobs import NO_ROOM_HINT, header_of
 
@@ -37,12 +37,12 @@ class Controller:
     """The controller actor. Clients read the result of an RPC with `rpc.value_of`."""
 
     def __init__(
-        self, name: str, journal_dir: str | None, state_dir: str | None, reconcile_s: float = RECONCILE_S
+        self, name: str, journal_dir: str | None, state_dir: str | None, settings: Mapping[str, float] | None = None
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._name = name
-        self._settings = (journal_dir, state_dir)
-        self._reconcile_s = reconcile_s
+        self._directories = (journal_dir, state_dir)
+        self._settings = ControllerSettings(**(settings or {}))
         self._loop: ControllerLoop
         self._started = False
         self._closing = False
@@ -69,9 +69,9 @@ class Controller:
     async def _start(self) -> None:
         import ray
 
-        journal_dir, state_dir = self._settings
+        journal_dir, state_dir = self._directories
         directory = Path(journal_dir) if journal_dir else session_dir(ray) / "trimtab" / self._name
-        self._loop = ControllerLoop(self._name, directory, state_dir, ray, self._reconcile_s)
+        self._loop = ControllerLoop(self._name, directory, state_dir, ray, self._settings)
         await self._loop.start()
         self._started = True
 
@@ -89,11 +89,11 @@ class Controller:
     async def ready(self, journal_dir: str | None = None, state_dir: str | None = None) -> dict[str, Any]:
         """Wait until the controller has started. After a failed start, retry it with these settings."""
         if self._starting.done() and not self._started:
-            self._settings = (journal_dir or self._settings[0], state_dir or self._settings[1])
+            self._directories = (journal_dir or self._directories[0], state_dir or self._directories[1])
         loop = await self._ready_loop(again=True)
         for word, wanted, has in (
             ("journal_dir", journal_dir, str(loop.directory)),
-            ("state_dir", state_dir, self._settings[1]),
+            ("state_dir", state_dir, self._directories[1]),
         ):
             if wanted is not None and (has is None or Path(wanted) != Path(has)):
                 raise InputError(

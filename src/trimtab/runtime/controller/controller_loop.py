@@ -32,6 +32,7 @@ from trimtab.runtime.controller import nodes, recovery
 from trimtab.runtime.controller.clients import ClientLeases, ClientRegistry
 from trimtab.runtime.controller.executor import InstructionExecutor
 from trimtab.runtime.controller.metrics import NodeMetrics, PoolMetrics, desired_workers
+from trimtab.runtime.controller.rpc import ControllerSettings
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.store.blobs import BlobStore, StagedBlob
 from trimtab.runtime.store.journal import Journal, JournalVersionError
@@ -43,7 +44,6 @@ log = logging.getLogger("trimtab.controller")
 COMPACT_EVERY = 20_000  # events
 HOUSEKEEPING_S = 1.0
 GROUP_CHECK_S = 5.0
-RECONCILE_S = 30.0  # period of the search for lost instructions
 LOCK_WAIT_S = 5.0  # for a controller that has just died to release its journal
 MIN_TICK_S = 0.01
 TICK_RETRY_S = 1.0  # after an event on which the machine failed
@@ -73,10 +73,10 @@ class ControllerLoop:
     """The pool machine, its journal, and the parts that execute its instructions."""
 
     def __init__(
-        self, name: str, directory: Path, state_dir: str | None, ray: Any, reconcile_s: float = RECONCILE_S
+        self, name: str, directory: Path, state_dir: str | None, ray: Any, settings: ControllerSettings | None = None
     ) -> None:
         self._name = name
-        self._reconcile_s = reconcile_s
+        self._settings = settings or ControllerSettings()
         self.redone = 0  # lost instructions that were executed again
         self._ray = ray
         self._state_dir = state_dir
@@ -139,7 +139,11 @@ class ControllerLoop:
         self.pool_metrics = PoolMetrics(self._name, self.machine)
         self.node_metrics = NodeMetrics(self._name)
         self.workers = TaskWorkerManager(
-            self._name, self._state_dir, lambda member, why: self.executor.on_death(member, why), self.background
+            self._name,
+            self._state_dir,
+            lambda member, why: self.executor.on_death(member, why),
+            self.background,
+            self._settings.worker_start_s,
         )
         self.executor = InstructionExecutor(self, self.workers, self.blobs, workers_save=self._state_dir is not None)
         self.node_monitor = nodes.NodeMonitor(
@@ -149,6 +153,7 @@ class ControllerLoop:
             self.directory / "nodes",
             self.executor.node_lost,
             self.client_registry.notify,
+            self._settings.poll_nodes_s,
         )
         if self.node_monitor.set_aside:
             self.faults.append(self.node_monitor.set_aside)
@@ -353,7 +358,7 @@ class ControllerLoop:
         """Periodically execute again the instructions that the machine waits for and nothing executes."""
         reconciler = PoolReconciler()
         while True:
-            await asyncio.sleep(self._reconcile_s)
+            await asyncio.sleep(self._settings.reconcile_s)
             for instruction in reconciler.lost(expected(self.machine), self.executor.in_progress()):
                 self.redone += 1
                 log.error("nothing executes %s: executing it again", instruction)

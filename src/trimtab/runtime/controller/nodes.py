@@ -40,7 +40,6 @@ from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
 
-POLL_S = 0.3
 ANSWER_S = 30.0
 SNAPSHOT_EVERY = 5_000  # events
 MIN_TICK_S = 0.01
@@ -93,6 +92,7 @@ class NodeMonitor:
         directory: Path,
         on_lost: Callable[[str], None],
         on_change: Callable[[], None],
+        poll_s: float,
     ) -> None:
         self._context = context
         self._workers = workers
@@ -100,6 +100,7 @@ class NodeMonitor:
         self._ray = ray
         self._on_lost = on_lost
         self._on_change = on_change
+        self._poll_s = poll_s
         self.journal, self.machine, self.set_aside = _open_journal(directory, workers.background)
         self._heartbeats = NodeHeartbeats(
             self._on_heartbeat, workers.agents.heartbeat_address, self.machine.policy.suspect_s, workers.background
@@ -175,7 +176,7 @@ class NodeMonitor:
     async def run(self) -> None:
         """Poll forever."""
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
             await self.step()
 
     async def step(self, *, wait: bool = False) -> None:
@@ -315,7 +316,7 @@ class NodeMonitor:
                 await self._workers.node_joined(node, self._expected())
         except Exception as fault:
             log.warning("node %s is not used yet: %s", node[:12], fault)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
             known = self.machine.nodes.get(node)
             if known is not None and known.there:
                 self._joining[node] = self._background.once(f"join node {node[:12]}", self._join(node))

@@ -9,10 +9,11 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from trimtab.core import errors
 from trimtab.core.errors import InputError
+from trimtab.core.numbers import LONGEST_S, Ranges, check_fields
 from trimtab.core.reasons import Reason
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import Labels, TaskState
@@ -154,6 +155,20 @@ _ERRORS: dict[str, type[errors.TrimtabError]] = {
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ControllerSettings:
+    """Periods and limits of a controller, given by the client that creates it."""
+
+    reconcile_s: float = 30.0  # between two searches for lost instructions
+    poll_nodes_s: float = 0.3  # between two polls of Ray's nodes
+    worker_start_s: float = 300.0  # for a warm worker to start: preloading modules can take minutes on slow disks
+
+    RANGES: ClassVar[Ranges] = dict.fromkeys(("reconcile_s", "poll_nodes_s", "worker_start_s"), (0.001, LONGEST_S))
+
+    def __post_init__(self) -> None:
+        check_fields(self, "the controller's settings")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
 from trimtab.runtime.controller.rpc import (
+    ControllerSettings,
     EntryOutcome,
     ParkError,
     ProcessKey,
@@ -59,6 +60,7 @@ class TaskWorkerManager:
         state_dir: str | None,
         on_death: Callable[[TaskWorker, str], None],
         background: Background | None = None,
+        worker_start_s: float = ControllerSettings.worker_start_s,
     ) -> None:
         check_controller_name(controller)
         self.state_dir = state_dir
@@ -66,7 +68,7 @@ class TaskWorkerManager:
         self._on_death = on_death
         self.background = background or Background()
         self.agents = NodeAgents(controller, self._died, self.background)
-        self._warm_pool = WarmPool(controller, self.agents, self.background)
+        self._warm_pool = WarmPool(controller, self.agents, self.background, worker_start_s)
         self._placement_groups = PlacementGroups(controller, self.agents.all_gpus)
         self._lost: set[str] = set()  # lost nodes, though Ray may still list them
         self._live: dict[ProcessKey, TaskWorker] = {}  # bound to a task; not dead, not being stopped
