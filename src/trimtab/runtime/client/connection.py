@@ -114,7 +114,6 @@ class ControllerConnection:
                 ) from None
 
     def end(self) -> None:
-        """Kill the controller for good."""
         with contextlib.suppress(Exception):
             if self.ray.is_initialized():
                 self.ray.kill(self._actor, no_restart=True)

@@ -81,7 +81,6 @@ class Task:
 
     @property
     def seen(self) -> TaskSnapshot:
-        """The current snapshot."""
         seen: TaskSnapshot = self._session.ask("see", self.id)
         return seen
 

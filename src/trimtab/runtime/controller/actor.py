@@ -183,7 +183,6 @@ class Controller:
 
     @rpc_method
     async def leave(self, client: str) -> None:
-        """End a client's lease, its tasks and its pools."""
         (await self._ready_loop()).end_tasks_of(client)
 
     @rpc_method
@@ -236,7 +235,6 @@ class Controller:
 
     @rpc_method
     async def explain(self, task: str) -> TaskExplanation:
-        """The state of a task, and the reason for it."""
         loop = await self._ready_loop()
         self._known_task(task)
         return loop.machine.explain(task, loop.now())
@@ -275,7 +273,6 @@ class Controller:
 
     @rpc_method
     async def see(self, task: str) -> TaskSnapshot:
-        """The state of a task, with handles of its workers."""
         await self._ready_loop()
         return self._snapshot(task)
 

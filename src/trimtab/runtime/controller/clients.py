@@ -79,7 +79,6 @@ class ClientLeases:
         return len(self._leases)
 
     def touch(self, client: str) -> None:
-        """Record a call of a client, creating its lease if needed."""
         self._leases.setdefault(client, _Lease(0.0)).heard_at = self._clock()
 
     def renew(self, client: str, lease_s: float, process: ClientProcess | None) -> bool:
@@ -93,7 +92,6 @@ class ClientLeases:
         self._leases.pop(client, None)
 
     def silent(self) -> dict[str, ClientProcess | None]:
-        """Silent clients, with their processes if known."""
         return {client: lease.process for client, lease in self._leases.items() if self._is_silent(lease)}
 
     def is_dead(self, client: str, alive: bool | None) -> bool:
@@ -159,7 +157,6 @@ class ClientRegistry:
         self._notices.pop((kind, id), None)
 
     def notices(self, kind: str) -> list[ClientNotice]:
-        """Notices of a kind, sorted by id."""
         return [self._notices[key] for key in sorted(self._notices) if key[0] == kind]
 
     def forget(self, client: str) -> None:
@@ -206,7 +203,6 @@ class ClientRegistry:
     # ---- changes
 
     def notify(self) -> None:
-        """Wake all waiters."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)

@@ -328,7 +328,6 @@ class ControllerLoop:
                 self.blobs.make_folders()
 
     def desired_workers(self) -> int:
-        """Number of worker nodes that could be used now."""
         busy = {node for group in self.machine.groups.values() for node in group.nodes}
         return desired_workers(self.node_monitor.views(), busy, self.client_registry.wanted)
 
@@ -344,7 +343,6 @@ class ControllerLoop:
                     self.end_tasks_of(client)
 
     def end_tasks_of(self, client: str) -> None:
-        """End a client's lease, and its tasks and pools."""
         self.leases.end(client)
         self.client_registry.forget(client)
         for record in list(self.machine.tasks.values()):

@@ -158,7 +158,6 @@ class InstructionExecutor:
         return record is not None and len(members) == record.spec.processes
 
     def submitted(self, task: str, payload: TaskPayload) -> None:
-        """Cache the payload for the first start."""
         self._new_payloads[task] = payload
 
     def attach(self, task: str, members: Sequence[TaskWorker]) -> None:

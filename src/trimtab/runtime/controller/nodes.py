@@ -74,7 +74,6 @@ class NodeHoldings:
     amounts: Resources
 
     def outside(self, seen: NodeFigures) -> Resources:
-        """What others hold of the node."""
         return seen.facts.total.minus(seen.available).minus(self.amounts)
 
 
@@ -174,7 +173,6 @@ class NodeMonitor:
     # ---- polling ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Poll forever."""
         while True:
             await asyncio.sleep(self._poll_s)
             await self.step()

@@ -200,12 +200,10 @@ class ClientUpdate:
 
 
 def controller_name(name: str) -> str:
-    """Ray actor name of a controller."""
     return f"trimtab:{name}:controller"
 
 
 def controllers(ray: Any) -> list[str]:
-    """Names of all controllers on this Ray cluster."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"].split(":") for actor in actors if actor["namespace"] == NAMESPACE]
     return sorted(parts[1] for parts in names if len(parts) == 3 and parts[2] == "controller")

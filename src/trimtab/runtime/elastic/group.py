@@ -144,7 +144,6 @@ class ElasticGroup:
 
     @property
     def steps(self) -> int:
-        """Number of complete steps."""
         return self._controller.steps
 
     @property

@@ -146,7 +146,6 @@ IP = "TRIMTAB_NODE_IP"
 
 
 def _max_starts() -> int:
-    """One for every two cores."""
     return max(1, (os.cpu_count() or 2) // 2)
 
 
@@ -183,7 +182,6 @@ class NodeSupervisor:
         self.node: NodeRecord
 
     def run(self) -> None:
-        """Run until the node has ended."""
         signal.signal(signal.SIGTERM, self._request_stop)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -41,7 +41,6 @@ class GpuProcess:
 
 
 def gpu_names() -> list[str] | None:
-    """Models of the GPUs."""
     return _each(lambda nvml, device: str(nvml.nvmlDeviceGetName(device)), whole=False)
 
 

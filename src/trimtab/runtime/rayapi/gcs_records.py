@@ -423,7 +423,6 @@ def _task_waiting(
 
 
 def job(record: Any) -> RayJob:
-    """A Ray job."""
     return RayJob(record.job_id.hex(), record.entrypoint, record.driver_pid, record.driver_ip_address, record.is_dead)
 
 

@@ -165,11 +165,9 @@ class NodeAgent:
         return cancel, saved, state or None, "; ".join(note for note in notes if note)
 
     async def saved_states(self) -> list[str]:
-        """Names of saved states that no controller has acknowledged."""
         return sorted({*(path.name for path in self._directory.glob("*.state")), *self._unwritten_states})
 
     async def saved_state(self, name: str) -> bytes | None:
-        """A saved state, by name."""
         if name in self._unwritten_states:
             return self._unwritten_states[name]
         try:
@@ -201,7 +199,6 @@ class NodeAgent:
         return False
 
     async def begin(self, pid: int, start: float, timeout_s: float) -> None:
-        """Let the entry method run: all members are constructed."""
         await self._request(pid, start, timeout_s, {"do": "begin"})
 
     async def outcome(self, pid: int, start: float) -> tuple[bytes | None, str | None, str] | None:
@@ -511,7 +508,6 @@ class NodeAgents:
         return alive
 
     async def close(self) -> None:
-        """End all agents, and their run directories."""
         await asyncio.gather(*(self.leave(node) for node in self.nodes))
 
     async def _request(self, node: str, method: str, *arguments: Any) -> Any:

@@ -116,7 +116,6 @@ class TaskWorkerManager:
         self._warm_pool.set_targets(targets)
 
     def warm_counts(self) -> dict[str, dict[str, int]]:
-        """Number of ready and starting warm workers, by node."""
         return self._warm_pool.counts()
 
     # ---- placement groups
@@ -278,7 +277,6 @@ class TaskWorkerManager:
         return state
 
     async def drop_saved_state(self, node: str, name: str) -> None:
-        """Delete a saved state on its node."""
         with contextlib.suppress(UnreachableError):
             await self.agents.request(node, "drop", name, timeout_s=_ANSWER_S)
 
@@ -309,13 +307,11 @@ class TaskWorkerManager:
         return self._handles[member.key]
 
     def known_handle(self, member: TaskWorker) -> Any:
-        """The handle, if it is cached."""
         return self._handles.get(member.key)
 
     # ---- recovery and shutdown
 
     async def existing(self) -> list[TaskWorker]:
-        """All alive workers, on all nodes."""
         return list(await self.identities())
 
     async def identities(self) -> dict[TaskWorker, WorkerIdentity]:

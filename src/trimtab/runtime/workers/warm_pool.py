@@ -84,7 +84,6 @@ class WarmPool:
             self._start_missing(node)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Number of ready and starting workers, by node."""
         return {
             node: {"ready": len(self._ready.get(node, ())), "starting": len(self._starting.get(node, ()))}
             for node in self._agents.nodes

@@ -107,7 +107,6 @@ def user_trace(fault: BaseException) -> str:
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
-    """Encode a message of the control socket."""
     text = json.dumps(head).encode()
     return FRAME.pack(len(text), len(body)) + text + body
 
@@ -220,7 +219,6 @@ class HostedObject:
         return restored
 
     def call_hook(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call `park()`, `unpark()` or another named method."""
         method = getattr(self.object, request["do"], None)
         return self._call_hook(method) if callable(method) else {"word": "not called"}
 
@@ -332,7 +330,6 @@ class WorkerProcess:
         self._control.write_record()
 
     def ready(self) -> dict[str, Any]:
-        """Facts of this process, once it is warm."""
         phase = self._hosted.phase
         return {**self._control.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
@@ -393,7 +390,6 @@ def set_environment(spec: WorkerStartSpec) -> None:
 
 
 def add_paths(paths: Collection[str]) -> None:
-    """Append module search paths."""
     sys.path.extend(path for path in paths if path not in sys.path)
 
 
