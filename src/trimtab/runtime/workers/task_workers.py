@@ -169,37 +169,26 @@ class TaskWorkerManager:
             for rank in range(len(places))
         ]
         try:
+            members_to_start = zip(specs, places, bundles, strict=True)
             if payload.plain is None:
                 kind = worker_kind(preload, payload.runtime_env, payload.sys_path)
                 capture = bool(payload.ray_options.get(_CAPTURE, True))
-                works = [
-                    self._bind_host(spec, place, bundle, kind, capture, taken)
-                    for spec, place, bundle in zip(specs, places, bundles, strict=True)
-                ]
+                works = [self._bind_host(*member, kind, capture, taken) for member in members_to_start]
             else:
-                works = [
-                    self._create_actor(spec, place, bundle, payload, deadline, taken)
-                    for spec, place, bundle in zip(specs, places, bundles, strict=True)
-                ]
+                works = [self._create_actor(*member, payload, deadline, taken) for member in members_to_start]
             hows = await asyncio.wait_for(_gather_or_cancel(works), timeout_s)
             members = sorted(taken, key=lambda member: member.rank)
             await self._begin(members, payload)
             for member in members:
                 if member.key not in self._live:
                     raise TaskStartError(f"process {member.pid} died while the others were starting", fatal=False)
-        except asyncio.TimeoutError:
-            await self._end(taken)
-            raise TaskStartError(
-                f"it was not constructed within {timeout_s:.3g} s", fatal=False, timed_out=True
-            ) from None
-        except (UnreachableError, PlacementGroupError) as fault:
-            await self._end(taken)
-            raise TaskStartError(str(fault), fatal=False) from None
-        except WorkerSetupError as fault:
-            await self._end(taken)
-            raise TaskStartError(str(fault), fatal=True) from None
-        except BaseException:
+        except BaseException as fault:
             await asyncio.shield(self._end(taken))
+            if isinstance(fault, asyncio.TimeoutError):
+                late = f"it was not constructed within {timeout_s:.3g} s"
+                raise TaskStartError(late, fatal=False, timed_out=True) from None
+            if isinstance(fault, (UnreachableError, PlacementGroupError, WorkerSetupError)):
+                raise TaskStartError(str(fault), fatal=isinstance(fault, WorkerSetupError)) from None
             raise
         self._settled.update(member.key for member in members)
         return members, "; ".join(sorted(set(hows)))

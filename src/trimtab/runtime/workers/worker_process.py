@@ -443,7 +443,11 @@ def create_actor(
     deadline = time.monotonic() + timeout_s
     directory = make_run_dir(controller, node)
     record = directory / f"creating-{uuid.uuid4().hex[:8]}.json"
-    write_file(record, json.dumps(_creating_record(spec, name, namespace, node)).encode())
+    creating = {
+        "kind": "creating", "actor": name, "namespace": namespace, "node": node, "identity": vars(spec.identity),
+        "creator": [os.getpid(), born(os.getpid())],
+    }  # fmt: skip
+    write_file(record, json.dumps(creating).encode())
     actor = None
     try:
         set_environment(spec)
@@ -567,10 +571,3 @@ def _death_reason(fault: Any) -> tuple[str, bool, str]:
     frames = [index for index, line in enumerate(lines) if line.startswith("  File ")]
     raised = [line for line in lines[frames[-1] if frames else 1 :] if line.strip() and not line.startswith(" ")]
     return f"its constructor raised: {raised[0].strip() if raised else lines[-1].strip()}", True, "\n".join(lines[1:])
-
-
-def _creating_record(spec: WorkerStartSpec, name: str, namespace: str, node: str) -> dict[str, Any]:
-    return {
-        "kind": "creating", "actor": name, "namespace": namespace, "node": node, "identity": vars(spec.identity),
-        "creator": [os.getpid(), born(os.getpid())],
-    }  # fmt: skip
