@@ -29,8 +29,7 @@ from trimtab.runtime.client.task import TaskCancelledError, TaskFailedError, Tas
 from trimtab.runtime.controller.controller_loop import COMPACT_EVERY
 from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.store.journal import VERSION, Journal, read_journal
-from trimtab.runtime.workers.node_agent import NodeAgent
-from trimtab.runtime.workers.node_agent_client import node_agent_name
+from trimtab.runtime.workers.node_agent import NodeAgent, node_agent_name
 from waiting import until
 
 CPU = {"cpu": 1}

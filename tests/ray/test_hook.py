@@ -20,8 +20,7 @@ import pytest
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.client.session import connect
 from trimtab.runtime.hook import server as hook
-from trimtab.runtime.hook.calls import NodeHookCalls
-from trimtab.runtime.hook.server import NodeHookServer, WantedNodes
+from trimtab.runtime.hook.server import NodeHookCalls, NodeHookServer, WantedNodes
 from trimtab.runtime.http import tokens
 from trimtab.runtime.http.listening import listening
 from trimtab.runtime.rayapi import draining

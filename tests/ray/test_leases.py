@@ -16,7 +16,7 @@ import pytest
 from trimtab.core.errors import InputError
 from trimtab.runtime.client.connection import ControllerConnection
 from trimtab.runtime.client.session import Session, connect
-from trimtab.runtime.controller.leases import LEASE_S, ClientLeases, ClientProcess, is_alive_here, this_process
+from trimtab.runtime.controller.clients import LEASE_S, ClientLeases, ClientProcess, is_alive_here, this_process
 from trimtab.runtime.procs.processes import born
 from trimtab.runtime.rayapi.connect import RayConnection, connected
 

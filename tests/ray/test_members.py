@@ -30,13 +30,12 @@ from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement, PlacementStrategy
+from trimtab.runtime.controller.rpc import ParkError, TaskPayload, TaskStartError, TaskWorker, WorkerDiedError
 from trimtab.runtime.procs.processes import born
 from trimtab.runtime.workers import task_workers as door
-from trimtab.runtime.workers import warm_pool as warm
 from trimtab.runtime.workers.environments import WarmWorkerKind
 from trimtab.runtime.workers.node_agent import NodeAgent
 from trimtab.runtime.workers.placement_groups import PlacementGroupError
-from trimtab.runtime.workers.task_types import ParkError, TaskPayload, TaskStartError, TaskWorker, WorkerDiedError
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from trimtab.runtime.workers.worker_process import run_dir
 from waiting import until_async
@@ -665,7 +664,7 @@ def test_a_death_is_reported_once_and_a_warm_host_that_dies_is_replaced() -> Non
 def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
     async def story(world: World) -> None:
         dies, stays = await world.start(Worker, task="dies"), await world.start(Worker, task="stays")
-        agent = world.members._agents.facts[world.node]["pid"]
+        agent = world.members.agents.facts[world.node]["pid"]
         os.kill(agent, signal.SIGKILL)
         os.kill(dies.pid, signal.SIGKILL)
         await until_async(lambda: [member for member, _ in world.deaths] == [dies])
@@ -679,7 +678,7 @@ def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
 def test_a_warden_that_hangs_is_replaced_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
         member = await world.start(Worker)
-        hangs = world.members._agents.facts[world.node]["pid"]
+        hangs = world.members.agents.facts[world.node]["pid"]
         os.kill(hangs, signal.SIGSTOP)
         monkeypatch.setattr(door, "_END_S", 5.0)
         assert "did not answer" in (await world.members.stop(member, 0.0, False, 0.0, None)).note
@@ -690,13 +689,13 @@ def test_a_warden_that_hangs_is_replaced_when_it_is_needed(monkeypatch: pytest.M
 
 
 def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_long(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def story(world: World) -> None:
-        monkeypatch.setattr(warm, "_START_WAIT_S", 0.0)
+        world.members._warm_pool._start_s = 0.0
         taking = asyncio.ensure_future(world.members._warm_pool.take(world.node, WarmWorkerKind()))
         await until_async(lambda: "did not start: TimeoutError" in caplog.text)
-        monkeypatch.setattr(warm, "_START_WAIT_S", WAIT_S)
+        world.members._warm_pool._start_s = WAIT_S
         host, was_ready = await asyncio.wait_for(taking, WAIT_S)
         assert alive(host.pid)
         assert not was_ready
@@ -708,7 +707,7 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
 
 def test_deaths_are_heard_of_after_an_answer_of_the_node_s_agent_that_makes_no_sense() -> None:
     async def story(world: World) -> None:
-        agents, asked = world.members._agents, []
+        agents, asked = world.members.agents, []
         ask = agents.request
 
         async def odd(node: str, method: str, *arguments: Any, timeout_s: float) -> Any:

@@ -20,8 +20,8 @@ from ray.cluster_utils import Cluster
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement, PlacementStrategy
+from trimtab.runtime.controller.rpc import TaskPayload, TaskStartError, TaskWorker
 from trimtab.runtime.workers.placement_groups import PlacementGroupError
-from trimtab.runtime.workers.task_types import TaskPayload, TaskStartError, TaskWorker
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from waiting import until_async
 

@@ -39,9 +39,8 @@ from trimtab.machines.pool.events import (
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
-from trimtab.runtime.controller.metrics import BUCKETS_MS, METRICS, MetricSpec, PoolMetrics
-from trimtab.runtime.controller.node_metrics import METRICS as FLEET_METRICS
-from trimtab.runtime.controller.node_metrics import desired_workers
+from trimtab.runtime.controller.metrics import BUCKETS_MS, METRICS, MetricSpec, PoolMetrics, desired_workers
+from trimtab.runtime.controller.metrics import NODE_METRICS as FLEET_METRICS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "ops" / "grafana" / "trimtab-pools.json"

@@ -21,7 +21,7 @@ from trimtab.render.text import pool as pool_text
 from trimtab.render.text.formatting import span
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.metrics import METRICS
-from trimtab.runtime.controller.node_metrics import METRICS as FLEET_METRICS
+from trimtab.runtime.controller.metrics import NODE_METRICS as FLEET_METRICS
 from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.rayapi.nodes import RayNode
 

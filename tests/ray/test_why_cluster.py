@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from trimtab.cli.why import why
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format
-from trimtab.runtime.procs.non_ray_gpu_users import FILE_VARIABLE
+from trimtab.runtime.procs.gpus import FILE_VARIABLE
 from trimtab.runtime.rayapi.gcs_snapshot import GcsReader, find
 from waiting import until
 

@@ -76,7 +76,7 @@ def start(
         trimtab cluster start 7 --detach --port 6400 --dashboard-port 8300
     """
     from trimtab.render.text import cluster as cluster_text
-    from trimtab.runtime.localcluster import allocation, command
+    from trimtab.runtime.localcluster import allocation, node_supervisor
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeSizes
     from trimtab.runtime.procs import gpus, processes
@@ -94,7 +94,7 @@ def start(
         address=f"{ip}:{port}",
         head_here=True,
         temp_dir=str(ledger.place / str(port)),
-        sizes=command.with_shares(sizes, max(nodes_here, workers + 1)),
+        sizes=node_supervisor.with_shares(sizes, max(nodes_here, workers + 1)),
         fake_gpus=fake_gpus,
         ports_from=ports_from,
         worker_ports_from=worker_ports_from,
@@ -149,7 +149,7 @@ def add(
         trimtab cluster add --address 10.0.0.1:6379
     """
     from trimtab.render.text import cluster as cluster_text
-    from trimtab.runtime.localcluster import allocation, command
+    from trimtab.runtime.localcluster import allocation, node_supervisor
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.procs import gpus
     from trimtab.runtime.procs.interrupts import signals_interrupt
@@ -157,7 +157,7 @@ def add(
     ledger, cluster = _selected(address)
     there = gpus.local_gpus(cluster.fake_gpus if cluster.head_here else fake_gpus)
     sizes = _sizes(cluster.sizes, gpus_per_node, cpus_per_node, memory, object_store)
-    sizes = command.with_shares(sizes, len(there.ids) // max(1, sizes.gpus))
+    sizes = node_supervisor.with_shares(sizes, len(there.ids) // max(1, sizes.gpus))
     if not cluster.head_here:
         cluster = dataclasses.replace(
             cluster,

@@ -393,7 +393,7 @@ def hook(
 def _import_hook() -> tuple[Any, Any]:
     try:
         from trimtab.runtime.hook import server as server_module
-        from trimtab.runtime.hook.calls import NodeHookCalls
+        from trimtab.runtime.hook.server import NodeHookCalls
     except ImportError as fault:
         raise not_installed("the hook", fault) from None
     return server_module, NodeHookCalls

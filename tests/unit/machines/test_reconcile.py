@@ -25,9 +25,9 @@ from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedEnd, PoolReconciler, expected, key_of
 from trimtab.model.pool import PoolSpec, TaskSpec, TaskState
 from trimtab.runtime.controller.executor import InstructionExecutor
+from trimtab.runtime.controller.rpc import EntryOutcome, TaskPayload, TaskWorker, WorkerStopResult, write_payload
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.store.blobs import BlobStore
-from trimtab.runtime.workers.task_types import EntryOutcome, TaskPayload, TaskWorker, WorkerStopResult, write_payload
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 CPU = Resources.of(cpu=1)

@@ -35,8 +35,7 @@ from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay
 from trimtab.replay.pool.figures import figures
 from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
 from trimtab.replay.pool.workload import TaskGenerator, workload
-from trimtab.runtime.store.compact import compact
-from trimtab.runtime.store.journal import NODE_EVENTS, Journal, read_journal
+from trimtab.runtime.store.journal import NODE_EVENTS, Journal, compact, read_journal
 
 BUSY = TaskGenerator(50, 40.0, Distribution(1_500.0, 1.0), ((1, 0.7), (2, 0.2), (8, 0.08), (16, 0.02)))
 NODES = ("n0", "n1", "n2")

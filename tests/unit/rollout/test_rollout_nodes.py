@@ -25,12 +25,11 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import TaskState
-from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
+from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, TaskWorker
 from trimtab.runtime.procs.processes import descendants
 from trimtab.runtime.rollout.launch import slot_task
 from trimtab.runtime.rollout.launch.launcher import EngineCommand
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
-from trimtab.runtime.workers.task_types import TaskWorker
 from waiting import until_async
 
 GPU = {"gpu": 1.0}

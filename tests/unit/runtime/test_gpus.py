@@ -13,6 +13,7 @@ import pytest
 from trimtab.runtime.procs import gpus
 from trimtab.runtime.procs.gpus import (
     GpuProcess,
+    find_non_ray_gpu_users,
     gpu_names,
     gpu_processes,
     gpu_utilization,
@@ -20,7 +21,6 @@ from trimtab.runtime.procs.gpus import (
     pids_by_gpu,
     used_bytes,
 )  # fmt: skip
-from trimtab.runtime.procs.non_ray_gpu_users import find_non_ray_gpu_users
 
 GIB = 2**30
 QUESTIONS: tuple[Callable[[], Any], ...] = (gpu_names, gpu_utilization, gpu_processes, lambda: used_bytes([0]))

@@ -183,7 +183,7 @@ def test_compacting_gives_the_state_that_replaying_gives_and_the_writer_goes_on(
     last = CancelRequested("täsk 1")
     journal.append(200.0, last)
     live.handle(last, 200.0)
-    compact = [sys.executable, "-m", "trimtab.runtime.store.compact", str(tmp_path), str(before)]
+    compact = [sys.executable, "-m", "trimtab.runtime.store.journal", str(tmp_path), str(before)]
     subprocess.run(compact, check=True, timeout=60)
     journal.close()
     assert not segment(tmp_path).exists()

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from trimtab.machines.nodes.events import HeartbeatReceived, NodeEvent
-from trimtab.runtime.controller.client_registry import ClientRegistry
+from trimtab.runtime.controller.clients import ClientRegistry
 from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats, serve_heartbeats
 from trimtab.runtime.procs.background import Background
 

@@ -20,7 +20,7 @@ from trimtab.formats import sections
 from trimtab.formats.sections import Section, Switch, Within
 from trimtab.formats.yaml_text import Source
 from trimtab.model.pool import Aggressiveness, PreemptionPolicy, rules_of
-from trimtab.runtime.client.packing import class_of
+from trimtab.runtime.client.task import class_of
 
 MB = 2**20
 

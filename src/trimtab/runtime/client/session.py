@@ -33,15 +33,13 @@ from trimtab.model.pool import (
     rules_of,
     strategy_of,
 )
-from trimtab.runtime.client.connection import ControllerConnection
-from trimtab.runtime.client.packing import class_of, own_paths, packed, pickled_handlers
-from trimtab.runtime.client.task import Task
-from trimtab.runtime.controller.leases import LEASE_S, this_process
-from trimtab.runtime.controller.rpc import TaskSnapshot
+from trimtab.runtime.client.connection import ANSWER_S, ControllerConnection
+from trimtab.runtime.client.task import Task, class_of, own_paths, packed, pickled_handlers
+from trimtab.runtime.controller.clients import LEASE_S, this_process
+from trimtab.runtime.controller.rpc import ControllerSettings, TaskSnapshot, write_payload
 from trimtab.runtime.procs.background import Background, RestartPolicy
 from trimtab.runtime.rayapi.connect import RayConnection
 from trimtab.runtime.workers import environments
-from trimtab.runtime.workers.task_types import write_payload
 
 log = logging.getLogger("trimtab")
 
@@ -61,7 +59,8 @@ def connect(
     metrics_port: int | None = None,
     timeout: float = 120.0,
     lease_s: float = LEASE_S,
-    reconcile_s: float | None = None,
+    answer_s: float = ANSWER_S,
+    **settings: float,
 ) -> Session:
     """Connect to the controller `name` of a Ray cluster, and create it if there is none.
 
@@ -71,17 +70,26 @@ def connect(
     (default: in Ray's session directory, for the lifetime of the cluster). With `state_dir`, a directory that every
     node mounts, tasks save their state there themselves. `metrics_port` is for the exporter of a local Ray. `lease_s`:
     what was submitted with `ends_with_me` ends after so long without a sign of this process, unless its node sees that
-    it is alive; at once if its node sees that it is dead. `reconcile_s` is the period in which a new controller
-    searches for lost instructions (30).
+    it is alive; at once if its node sees that it is dead. `answer_s` is how long the controller may take to answer.
+    Further settings, of a new controller, are fields of `ControllerSettings`: reconcile_s, poll_nodes_s,
+    worker_start_s.
     """
-    if reconcile_s is not None and not reconcile_s > 0:
-        raise InputError(f"reconcile_s must be more than 0, not {reconcile_s:g}")
+    check_known(settings, ControllerSettings.__dataclass_fields__, what="{} is no setting of a controller")
+    if not answer_s > 0:
+        raise InputError(f"answer_s must be more than 0, not {answer_s:g}")
+    controller_settings = ControllerSettings(**settings)
     if not lease_s > 0:
         raise InputError(f"lease_s must be more than 0, not {lease_s:g}", hint=f"the default is {LEASE_S:g} seconds")
     connection = RayConnection(address, cpus=cpus, metrics_port=metrics_port)
     try:
         controller = ControllerConnection(
-            connection.ray, name, journal_dir, state_dir, timeout, reconcile_s=reconcile_s
+            connection.ray,
+            name,
+            journal_dir,
+            state_dir,
+            timeout,
+            settings=controller_settings,
+            answer_s=answer_s,
         )
         return Session(connection, controller, lease_s)
     except BaseException:
@@ -374,7 +382,12 @@ class Pool:
             runtime_env=environments.of_this_process(session._ray),
             where=f"task {id}",
         )
-        session.ask("submit", spec, write_payload(payload, uuid.uuid4().hex), timeout_s=SUBMIT_S)
+        session.ask(
+            "submit",
+            spec,
+            write_payload(payload, uuid.uuid4().hex),
+            timeout_s=max(SUBMIT_S, session._controller.answer_s),
+        )
         if ends_with_me:
             session._keep_lease()
         return Task(session, id)

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,13 @@ from trimtab.core.codec import encode
 from trimtab.core.errors import InputError, UnreachableError, meant
 from trimtab.core.reasons import StoryEntry
 from trimtab.machines.pool.events import CancelRequested, PolicySet, PoolEnsured, PoolEvent, TaskSubmitted
-from trimtab.machines.pool.records import PoolTask
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import ENDED, PoolSpec, PreemptionPolicy, TaskExplanation, TaskSpec, TaskState
-from trimtab.runtime.controller.controller_loop import RECONCILE_S, USER_EVENTS, ControllerLoop, log_failure
-from trimtab.runtime.controller.leases import LEASE_S, ClientProcess
-from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, rpc_method
+from trimtab.runtime.controller.clients import LEASE_S, ClientProcess
+from trimtab.runtime.controller.controller_loop import USER_EVENTS, ControllerLoop, log_failure
+from trimtab.runtime.controller.rpc import ClientUpdate, ControllerSettings, TaskSnapshot, read_payload, rpc_method
 from trimtab.runtime.rayapi.private import session_dir
 from trimtab.runtime.store.blobs import NO_ROOM_HINT, header_of
-from trimtab.runtime.workers.task_types import read_payload
 
 START_RETRY_S = 5.0  # after a failed start
 _LARGE = 2**20  # bytes; larger payloads are written in a thread
@@ -38,12 +37,12 @@ class Controller:
     """The controller actor. Clients read the result of an RPC with `rpc.value_of`."""
 
     def __init__(
-        self, name: str, journal_dir: str | None, state_dir: str | None, reconcile_s: float = RECONCILE_S
+        self, name: str, journal_dir: str | None, state_dir: str | None, settings: Mapping[str, float] | None = None
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._name = name
-        self._settings = (journal_dir, state_dir)
-        self._reconcile_s = reconcile_s
+        self._directories = (journal_dir, state_dir)
+        self._settings = ControllerSettings(**(settings or {}))
         self._loop: ControllerLoop
         self._started = False
         self._closing = False
@@ -70,9 +69,9 @@ class Controller:
     async def _start(self) -> None:
         import ray
 
-        journal_dir, state_dir = self._settings
+        journal_dir, state_dir = self._directories
         directory = Path(journal_dir) if journal_dir else session_dir(ray) / "trimtab" / self._name
-        self._loop = ControllerLoop(self._name, directory, state_dir, ray, self._reconcile_s)
+        self._loop = ControllerLoop(self._name, directory, state_dir, ray, self._settings)
         await self._loop.start()
         self._started = True
 
@@ -90,11 +89,11 @@ class Controller:
     async def ready(self, journal_dir: str | None = None, state_dir: str | None = None) -> dict[str, Any]:
         """Wait until the controller has started. After a failed start, retry it with these settings."""
         if self._starting.done() and not self._started:
-            self._settings = (journal_dir or self._settings[0], state_dir or self._settings[1])
+            self._directories = (journal_dir or self._directories[0], state_dir or self._directories[1])
         loop = await self._ready_loop(again=True)
         for word, wanted, has in (
             ("journal_dir", journal_dir, str(loop.directory)),
-            ("state_dir", state_dir, self._settings[1]),
+            ("state_dir", state_dir, self._directories[1]),
         ):
             if wanted is not None and (has is None or Path(wanted) != Path(has)):
                 raise InputError(
@@ -125,15 +124,25 @@ class Controller:
     @rpc_method
     async def set_policy(self, policy: PreemptionPolicy) -> list[str]:
         """Set the preemption policy; returns warnings."""
-        (await self._ready_loop()).handle(PolicySet(policy))
-        return self._unmatched_rules(policy)
+        loop = await self._ready_loop()
+        loop.handle(PolicySet(policy))
+        owners = (*loop.machine.tasks.values(), *loop.machine.pools.values())
+        labels = {key for owner in owners for key, _ in owner.spec.labels}
+        return [
+            f"no task or pool has the label {label} yet, which a rule names"
+            for label, _ in policy.label_rules
+            if label not in labels
+        ]
 
     @rpc_method
     async def submit(self, spec: TaskSpec, payload: bytes) -> TaskSnapshot:
         """Submit a task. Idempotent: a submission that is sent again (its answer was lost) is accepted once."""
         loop = await self._ready_loop()
-        if spec.id in loop.machine.tasks and self._token_of(spec.id) == header_of(payload)["token"]:
-            return self._snapshot(spec.id)
+        header = header_of(payload)
+        if spec.id in loop.machine.tasks:
+            stored = loop.blobs.header("payloads", spec.id)
+            if stored is not None and stored["token"] == header["token"]:
+                return self._snapshot(spec.id)
         self._check_journal(loop)
         handlers = loop.blobs.get("handlers", spec.pool)
         if handlers is not None:
@@ -156,7 +165,7 @@ class Controller:
             loop.executor.submitted(spec.id, read_payload(payload, handlers))
         if spec.client:
             loop.leases.touch(spec.client)
-        await loop.environments.submitted(spec.id, header_of(payload)["runtime_env"])
+        await loop.environments.submitted(spec.id, header["runtime_env"])
         return self._snapshot(spec.id)
 
     @rpc_method
@@ -174,7 +183,6 @@ class Controller:
 
     @rpc_method
     async def leave(self, client: str) -> None:
-        """End a client's lease, its tasks and its pools."""
         (await self._ready_loop()).end_tasks_of(client)
 
     @rpc_method
@@ -227,7 +235,6 @@ class Controller:
 
     @rpc_method
     async def explain(self, task: str) -> TaskExplanation:
-        """The state of a task, and the reason for it."""
         loop = await self._ready_loop()
         self._known_task(task)
         return loop.machine.explain(task, loop.now())
@@ -253,7 +260,11 @@ class Controller:
         deadline = time.monotonic() + timeout_s
         while True:
             known = loop.machine.tasks
-            changed = [id for id, before in tasks.items() if id in known and _version(known[id]) != tuple(before)]
+            changed = [
+                id
+                for id, before in tasks.items()
+                if id in known and (known[id].state, known[id].attempt) != tuple(before)
+            ]
             machine, left_s = loop.node_monitor.machine, deadline - time.monotonic()
             if changed or machine.version != version or left_s <= 0 or loop.closing:
                 seen = tuple(self._snapshot(id) for id in changed)
@@ -262,7 +273,6 @@ class Controller:
 
     @rpc_method
     async def see(self, task: str) -> TaskSnapshot:
-        """The state of a task, with handles of its workers."""
         await self._ready_loop()
         return self._snapshot(task)
 
@@ -282,19 +292,17 @@ class Controller:
         return loop.machine.pools[name].spec
 
     @rpc_method
-    async def wait(self, task: str, states: Collection[TaskState], timeout_s: float) -> TaskSnapshot:
+    async def wait(
+        self, task: str, states: Collection[TaskState], timeout_s: float, with_result: bool = False
+    ) -> TaskSnapshot:
         """Wait until the task is in one of these states, has ended, or the timeout has passed."""
         loop = await self._ready_loop()
         self._known_task(task)
         await loop.wait(task, frozenset(states).union(ENDED), timeout_s)
-        return self._snapshot(task)
-
-    @rpc_method
-    async def result(self, task: str) -> bytes | None:
-        """The packed result of an ended task; None if there is none."""
-        loop = await self._ready_loop()
-        self._known_task(task)
-        return await asyncio.to_thread(loop.blobs.get, "results", task)
+        seen = self._snapshot(task)
+        if with_result and seen.state in ENDED:
+            return replace(seen, result=await asyncio.to_thread(loop.blobs.get, "results", task))
+        return seen
 
     @rpc_method
     async def would_evict(self, spec: TaskSpec) -> Any:
@@ -307,9 +315,6 @@ class Controller:
         """The state of the controller, as plain data."""
         loop = await self._ready_loop()
         machine, journal = loop.machine, loop.journal
-        states: dict[str, int] = {}
-        for record in machine.tasks.values():
-            states[record.state.value] = states.get(record.state.value, 0) + 1
         return {
             "controller": self._name,
             "pid": os.getpid(),
@@ -330,7 +335,7 @@ class Controller:
             "ray": loop.node_monitor.fault,
             "pools": {name: encode(machine.pool_view(name)) for name in machine.pools},
             "totals": encode(machine.totals()),
-            "tasks": states,
+            "tasks": dict(Counter(record.state.value for record in machine.tasks.values())),
             "warm_hosts": loop.workers.warm_counts(),
             "clients": len(loop.leases),
             "silent_clients": loop.leases.status(),
@@ -377,21 +382,3 @@ class Controller:
         """Refuse new tasks while the journal cannot be written."""
         if not loop.journal.catch_up():
             raise UnreachableError(str(loop.journal.fault), hint=NO_ROOM_HINT)
-
-    def _token_of(self, task: str) -> str | None:
-        header = self._loop.blobs.header("payloads", task)
-        return None if header is None else str(header["token"])
-
-    def _unmatched_rules(self, policy: PreemptionPolicy) -> list[str]:
-        machine = self._loop.machine
-        labels = {key for task in machine.tasks.values() for key, _ in task.spec.labels}
-        labels |= {key for pool in machine.pools.values() for key, _ in pool.spec.labels}
-        return [
-            f"no task or pool has the label {label} yet, which a rule names"
-            for label, _ in policy.label_rules
-            if label not in labels
-        ]
-
-
-def _version(task: PoolTask) -> tuple[TaskState, int]:
-    return task.state, task.attempt

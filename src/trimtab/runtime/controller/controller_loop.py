@@ -29,16 +29,14 @@ from trimtab.machines.pool.reconcile import PoolReconciler, expected
 from trimtab.machines.pool.records import PgState
 from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.controller import nodes, recovery
-from trimtab.runtime.controller.client_registry import ClientRegistry
+from trimtab.runtime.controller.clients import ClientLeases, ClientRegistry
 from trimtab.runtime.controller.executor import InstructionExecutor
-from trimtab.runtime.controller.leases import ClientLeases
-from trimtab.runtime.controller.metrics import PoolMetrics
-from trimtab.runtime.controller.node_metrics import NodeMetrics, desired_workers
+from trimtab.runtime.controller.metrics import NodeMetrics, PoolMetrics, desired_workers
+from trimtab.runtime.controller.rpc import ControllerSettings
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.store.blobs import BlobStore, StagedBlob
 from trimtab.runtime.store.journal import Journal, JournalVersionError
 from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
-from trimtab.runtime.workers.task_types import TaskWorker
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
@@ -46,7 +44,6 @@ log = logging.getLogger("trimtab.controller")
 COMPACT_EVERY = 20_000  # events
 HOUSEKEEPING_S = 1.0
 GROUP_CHECK_S = 5.0
-RECONCILE_S = 30.0  # period of the search for lost instructions
 LOCK_WAIT_S = 5.0  # for a controller that has just died to release its journal
 MIN_TICK_S = 0.01
 TICK_RETRY_S = 1.0  # after an event on which the machine failed
@@ -76,10 +73,10 @@ class ControllerLoop:
     """The pool machine, its journal, and the parts that execute its instructions."""
 
     def __init__(
-        self, name: str, directory: Path, state_dir: str | None, ray: Any, reconcile_s: float = RECONCILE_S
+        self, name: str, directory: Path, state_dir: str | None, ray: Any, settings: ControllerSettings | None = None
     ) -> None:
         self._name = name
-        self._reconcile_s = reconcile_s
+        self._settings = settings or ControllerSettings()
         self.redone = 0  # lost instructions that were executed again
         self._ray = ray
         self._state_dir = state_dir
@@ -141,7 +138,13 @@ class ControllerLoop:
     async def _attach(self, is_fresh: bool) -> None:
         self.pool_metrics = PoolMetrics(self._name, self.machine)
         self.node_metrics = NodeMetrics(self._name)
-        self.workers = TaskWorkerManager(self._name, self._state_dir, self._on_death, self.background)
+        self.workers = TaskWorkerManager(
+            self._name,
+            self._state_dir,
+            lambda member, why: self.executor.on_death(member, why),
+            self.background,
+            self._settings.worker_start_s,
+        )
         self.executor = InstructionExecutor(self, self.workers, self.blobs, workers_save=self._state_dir is not None)
         self.node_monitor = nodes.NodeMonitor(
             self,
@@ -150,6 +153,7 @@ class ControllerLoop:
             self.directory / "nodes",
             self.executor.node_lost,
             self.client_registry.notify,
+            self._settings.poll_nodes_s,
         )
         if self.node_monitor.set_aside:
             self.faults.append(self.node_monitor.set_aside)
@@ -176,9 +180,6 @@ class ControllerLoop:
         ):
             self._loops.append(self.background.start(name, work, policy=NEVER_GIVE_UP))
         self._wake_soon()
-
-    def _on_death(self, member: TaskWorker, why: str) -> None:
-        self.executor.on_death(member, why)
 
     async def _join_node(self, node: str) -> None:
         try:
@@ -276,13 +277,10 @@ class ControllerLoop:
                 targets[node][self.environments.kind(self.machine.pools[pool].spec)] += count
         if targets != self._warm_targets:
             self._warm_targets = targets
-            self.background.once("set warm targets", self.workers.warm(targets), on_failed=self._reset_warm_targets)
+            self.background.once("set warm targets", self.workers.warm(targets), on_failed=lambda *_: targets.clear())
 
     def _unfinished(self) -> list[str]:
         return [task.id for task in self.machine.tasks.values() if task.state not in ENDED]
-
-    def _reset_warm_targets(self, *_: object) -> None:
-        self._warm_targets = {}
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -298,31 +296,30 @@ class ControllerLoop:
         if self._compactor is not None:
             return  # the next event tries again
         segment = self.journal.rotate()
-        command = [sys.executable, "-m", "trimtab.runtime.store.compact", str(self.directory), str(segment)]
+        command = [sys.executable, "-m", "trimtab.runtime.store.journal", str(self.directory), str(segment)]
         self._compactor = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self.executor.forget(self.machine.tasks)
         asyncio.get_running_loop().run_in_executor(
             None, self.blobs.keep_only, set(self.machine.tasks), time.time()
         ).add_done_callback(log_failure)
 
-    def _check_compactor(self) -> None:
-        if self._compactor is not None and (status := self._compactor.poll()) is not None:
-            self._compactor = None
-            if status:
-                self.faults.append(f"the journal in {self.directory} could not be compacted and is unchanged")
-
     # ---- loops ----------------------------------------------------------------------------------------------
 
     async def _housekeep(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self._check_compactor()
+            if self._compactor is not None and (status := self._compactor.poll()) is not None:
+                self._compactor = None
+                if status:
+                    self.faults.append(f"the journal in {self.directory} could not be compacted and is unchanged")
             self.journal.catch_up()
             await self.executor.states.retry_writes()
             await self.pool_metrics.sample(self.workers.warm_counts())
             views = self.node_monitor.views(gone=True)
             self.node_metrics.sample(views, self.desired_workers(), self.client_registry)
-            self._log_journal_fault()
+            if self.journal.fault != self._logged_fault:
+                self._logged_fault = self.journal.fault
+                log.error(self._logged_fault or "the journal can be written again")
             pools = [pool.spec for pool in self.machine.pools.values() if not pool.dropped]
             await self.environments.renew(self._unfinished(), pools)
             if self.journal.vanished:
@@ -331,28 +328,21 @@ class ControllerLoop:
                 self.blobs.make_folders()
 
     def desired_workers(self) -> int:
-        """Number of worker nodes that could be used now."""
         busy = {node for group in self.machine.groups.values() for node in group.nodes}
         return desired_workers(self.node_monitor.views(), busy, self.client_registry.wanted)
-
-    def _log_journal_fault(self) -> None:
-        if self.journal.fault != self._logged_fault:
-            self._logged_fault = self.journal.fault
-            log.error(self._logged_fault or "the journal can be written again")
 
     async def _watch_leases(self) -> None:
         """End the tasks and pools of dead clients."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             silent = self.leases.silent()
-            alive = await asyncio.gather(*(self.workers.process_alive(process) for process in silent.values()))
+            alive = await asyncio.gather(*(self.workers.agents.process_alive(process) for process in silent.values()))
             for client, found in zip(silent, alive, strict=True):
                 if self.leases.is_dead(client, found):
                     log.warning("client %s is gone", client)
                     self.end_tasks_of(client)
 
     def end_tasks_of(self, client: str) -> None:
-        """End a client's lease, and its tasks and pools."""
         self.leases.end(client)
         self.client_registry.forget(client)
         for record in list(self.machine.tasks.values()):
@@ -366,7 +356,7 @@ class ControllerLoop:
         """Periodically execute again the instructions that the machine waits for and nothing executes."""
         reconciler = PoolReconciler()
         while True:
-            await asyncio.sleep(self._reconcile_s)
+            await asyncio.sleep(self._settings.reconcile_s)
             for instruction in reconciler.lost(expected(self.machine), self.executor.in_progress()):
                 self.redone += 1
                 log.error("nothing executes %s: executing it again", instruction)
@@ -397,7 +387,9 @@ class ControllerLoop:
         if destroy:
             for pool in list(self.machine.pools):
                 self.feed(PoolDropped(pool))
-            await self._all_ended(timeout_s)
+            deadline = time.monotonic() + timeout_s
+            while self._unfinished() and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
         self.closing = True
         for task in self._loops:
             task.cancel()
@@ -414,13 +406,6 @@ class ControllerLoop:
         self.journal.close()
         self._wake()
         self.background.stop()
-
-    async def _all_ended(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if all(task.state in ENDED for task in self.machine.tasks.values()):
-                return
-            await asyncio.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -3,47 +3,29 @@
 Every instruction ends in the event that `trimtab.machines.pool.events` names beside it, also after a failure, a timeout
 or a bug in here. Makes no scheduling decision. Runs on the controller's event loop; `TaskWorkerManager` creates and
 ends processes and placement groups.
+
+States that workers save are stored beside the journal, loaded for a start, and collected after a crash. A state is kept
+by its node until it is on the controller's disk. If the disk refuses it, it is also kept in memory, and the write is
+retried: a saved state must never be dropped while its task may start again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import UnreachableError
-from trimtab.machines.pool.events import (
-    CreatePlacementGroup,
-    ParkTask,
-    PlacementGroupFailed,
-    PlacementGroupReady,
-    PlacementGroupRemoved,
-    PoolEvent,
-    PoolInstruction,
-    RemovePlacementGroup,
-    StartTask,
-    StopTask,
-    TaskDied,
-    TaskEnded,
-    TaskParked,
-    TaskStarted,
-    TaskStartFailed,
-    TaskStopped,
-    TaskUnparked,
-    UnparkTask,
-)
+from trimtab.machines.pool import events
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedEnd, AwaitedKey, key_of
-from trimtab.machines.pool.records import PoolTask
-from trimtab.model.pool import PoolSpec
-from trimtab.runtime.controller.saved_states import SavedStates
-from trimtab.runtime.procs.background import describe
-from trimtab.runtime.store.blobs import BlobStore, pack
-from trimtab.runtime.workers.placement_groups import PlacementGroupError
-from trimtab.runtime.workers.task_types import (
+from trimtab.model.pool import ENDED
+from trimtab.runtime.controller.rpc import (
     EntryOutcome,
     ParkError,
     TaskPayload,
@@ -52,7 +34,12 @@ from trimtab.runtime.workers.task_types import (
     WorkerDiedError,
     WorkerStopResult,
     read_payload,
+    saved_state_name,
 )
+from trimtab.runtime.procs.background import describe
+from trimtab.runtime.store.blobs import BlobStore, file_name, pack, read_state_name
+from trimtab.runtime.workers.environments import RuntimeEnvironments
+from trimtab.runtime.workers.placement_groups import PlacementGroupError
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
@@ -64,12 +51,13 @@ _WORST = ("timed out", "raised", "returned", "not called")
 _LARGE = 2**20  # bytes; larger files are read and written in a thread
 
 
-class ExecutorContext(Protocol):
-    """What the executor needs of the controller."""
+class ControllerContext(Protocol):
+    """What the controller's parts need of it."""
 
     machine: PoolMachine
+    environments: RuntimeEnvironments
 
-    def feed(self, event: PoolEvent) -> None:
+    def feed(self, event: events.PoolEvent) -> None:
         """Handle an event; never raises."""
 
     def now(self) -> float: ...
@@ -84,7 +72,7 @@ class InstructionExecutor:
     """Instructions in progress, and the workers of running tasks."""
 
     def __init__(
-        self, context: ExecutorContext, workers: TaskWorkerManager, blobs: BlobStore, *, workers_save: bool
+        self, context: ControllerContext, workers: TaskWorkerManager, blobs: BlobStore, *, workers_save: bool
     ) -> None:
         self._context = context
         self._workers = workers
@@ -106,28 +94,24 @@ class InstructionExecutor:
 
     # ---- instructions ---------------------------------------------------------------------------------------
 
-    def begin(self, instruction: PoolInstruction) -> None:
+    def begin(self, instruction: events.PoolInstruction) -> None:
         """Execute an instruction concurrently."""
         key = key_of(instruction)
-        if isinstance(instruction, CreatePlacementGroup):
+        if isinstance(instruction, events.CreatePlacementGroup):
             self._pools[instruction.group] = instruction.pool
             self._creating[instruction.group] = self._spawn(key, self._create_group(instruction))
-        elif isinstance(instruction, RemovePlacementGroup):
+        elif isinstance(instruction, events.RemovePlacementGroup):
             if instruction.group not in self._removing:  # it is retried until it succeeds
                 self._removing.add(instruction.group)
                 self._spawn(key, self._remove_group(instruction))
-        elif isinstance(instruction, StartTask):
+        elif isinstance(instruction, events.StartTask):
             self._starting[instruction.task] = self._spawn(key, self._start(instruction))
-        elif isinstance(instruction, StopTask):
+        elif isinstance(instruction, events.StopTask):
             if instruction.task not in self._stopping:
                 self._stopping.add(instruction.task)
                 self._spawn(key, self._stop(instruction))
-        elif isinstance(instruction, ParkTask):
-            parked = TaskParked(instruction.task, instruction.attempt)
-            self._spawn(key, self._park_or_unpark(instruction, self._workers.park, parked))
         else:
-            unparked = TaskUnparked(instruction.task, instruction.attempt)
-            self._spawn(key, self._park_or_unpark(instruction, self._workers.unpark, unparked))
+            self._spawn(key, self._park_or_unpark(instruction))
 
     def in_progress(self) -> set[AwaitedKey]:
         """Keys of instructions in progress, and of tasks whose end is watched."""
@@ -138,27 +122,29 @@ class InstructionExecutor:
         }
         return watched.union(self._in_progress)
 
-    def retry(self, instruction: PoolInstruction | AwaitedEnd) -> None:
+    def retry(self, instruction: events.PoolInstruction | AwaitedEnd) -> None:
         """Execute a lost instruction again. A start without all its workers has failed; such a running task has
         died.
         """
-        if isinstance(instruction, (AwaitedEnd, StartTask)):
+        if isinstance(instruction, (AwaitedEnd, events.StartTask)):
             members = [
                 member for member in self.running.get(instruction.task, ()) if member.attempt == instruction.attempt
             ]
             if self._is_complete(instruction.task, members):
-                if isinstance(instruction, StartTask):
+                if isinstance(instruction, events.StartTask):
                     self.resume(instruction, members)
                 else:
                     self.watch_outcome(instruction.task, instruction.attempt)
-            elif isinstance(instruction, StartTask):
+            elif isinstance(instruction, events.StartTask):
                 self._report_start_failed(instruction, TaskStartError("its start was lost", fatal=False))
             else:
-                self._context.feed(TaskDied(instruction.task, instruction.attempt, "its process is not known any more"))
+                self._context.feed(
+                    events.TaskDied(instruction.task, instruction.attempt, "its process is not known any more")
+                )
             return
-        if isinstance(instruction, StopTask):
+        if isinstance(instruction, events.StopTask):
             self._stopping.discard(instruction.task)
-        elif isinstance(instruction, RemovePlacementGroup):
+        elif isinstance(instruction, events.RemovePlacementGroup):
             self._removing.discard(instruction.group)
         self.begin(instruction)
 
@@ -172,7 +158,6 @@ class InstructionExecutor:
         return record is not None and len(members) == record.spec.processes
 
     def submitted(self, task: str, payload: TaskPayload) -> None:
-        """Cache the payload for the first start."""
         self._new_payloads[task] = payload
 
     def attach(self, task: str, members: Sequence[TaskWorker]) -> None:
@@ -188,7 +173,7 @@ class InstructionExecutor:
                 ("Outcome", task, attempt), self._await_outcomes(task, attempt, list(self.running[task]))
             )
 
-    def resume(self, instruction: StartTask, members: Sequence[TaskWorker]) -> None:
+    def resume(self, instruction: events.StartTask, members: Sequence[TaskWorker]) -> None:
         """Continue a start of before a controller restart: all its workers exist."""
         self._starting[instruction.task] = self._spawn(key_of(instruction), self._resume(instruction, members))
 
@@ -200,7 +185,7 @@ class InstructionExecutor:
         if member.task in self._starting:
             self._died_starting[key] = why
         elif any(other.attempt == member.attempt for other in self.running.get(member.task, ())):
-            self._context.feed(TaskDied(*key, why))
+            self._context.feed(events.TaskDied(*key, why))
 
     def node_lost(self, node: str) -> None:
         """Forget the workers on a lost node; the machine knows of the node."""
@@ -236,7 +221,7 @@ class InstructionExecutor:
 
     # ---- placement groups -----------------------------------------------------------------------------------
 
-    async def _create_group(self, create: CreatePlacementGroup) -> None:
+    async def _create_group(self, create: events.CreatePlacementGroup) -> None:
         why = None
         try:
             limit_s = max(0.0, create.deadline - self._context.now()) + SLACK_S
@@ -250,15 +235,15 @@ class InstructionExecutor:
             why = describe(fault)
         self._creating.pop(create.group, None)
         if why is None:
-            self._context.feed(PlacementGroupReady(create.group))
+            self._context.feed(events.PlacementGroupReady(create.group))
             return
         try:
             await asyncio.wait_for(self._context.refresh_nodes(set(create.nodes), create.group), SLACK_S)
         except Exception:
             log.exception("nodes could not be read again")
-        self._context.feed(PlacementGroupFailed(create.group, why))
+        self._context.feed(events.PlacementGroupFailed(create.group, why))
 
-    async def _remove_group(self, remove: RemovePlacementGroup) -> None:
+    async def _remove_group(self, remove: events.RemovePlacementGroup) -> None:
         creating = self._creating.pop(remove.group, None)
         if creating is not None:  # its creation timed out
             creating.cancel()
@@ -266,12 +251,11 @@ class InstructionExecutor:
         group = self._context.machine.groups.get(remove.group)
         pool = self._pools.get(remove.group) or (group.pool if group else "")
         await self._until_done(
-            lambda: self._workers.remove_group(remove.group, pool),
-            f"group {remove.group} could not be removed",
+            lambda: self._workers.remove_group(remove.group, pool), f"group {remove.group} could not be removed"
         )
         self._pools.pop(remove.group, None)
         self._removing.discard(remove.group)
-        self._context.feed(PlacementGroupRemoved(remove.group))
+        self._context.feed(events.PlacementGroupRemoved(remove.group))
 
     async def _until_done(self, action: Callable[[], Awaitable[Any]], failure: str) -> Any:
         """Retry until it succeeds: what Ray still holds must not count as free."""
@@ -286,7 +270,7 @@ class InstructionExecutor:
 
     # ---- starting -------------------------------------------------------------------------------------------
 
-    async def _start(self, start: StartTask) -> None:
+    async def _start(self, start: events.StartTask) -> None:
         key = (start.task, start.attempt)
         try:
             members, how = await self._start_workers(start)
@@ -307,7 +291,7 @@ class InstructionExecutor:
         else:
             self._report_started(start, members, how)
 
-    async def _resume(self, start: StartTask, members: Sequence[TaskWorker]) -> None:
+    async def _resume(self, start: events.StartTask, members: Sequence[TaskWorker]) -> None:
         limit_s = max(1.0, start.deadline - self._context.now())
         self.attach(start.task, members)  # so that a stop finds them
         try:
@@ -318,7 +302,7 @@ class InstructionExecutor:
         if all(ready):
             self._report_started(start, members, "found running after a controller restart")
             return
-        stopping = StopTask(
+        stopping = events.StopTask(
             start.task, start.attempt, self._context.machine.tasks[start.task].reason, cancel_grace_s=0.0
         )
         await asyncio.gather(*(self._stop_member(member, stopping) for member in members))
@@ -326,33 +310,36 @@ class InstructionExecutor:
         self._died_starting.pop((start.task, start.attempt), None)
         await self._start(start)
 
-    def _report_started(self, start: StartTask, members: Sequence[TaskWorker], how: str) -> None:
+    def _report_started(self, start: events.StartTask, members: Sequence[TaskWorker], how: str) -> None:
         key = (start.task, start.attempt)
         self._starting.pop(start.task, None)
         self.attach(start.task, members)
-        self._context.feed(TaskStarted(*key, how))
+        self._context.feed(events.TaskStarted(*key, how))
         self.watch_outcome(*key)
         self._new_payloads.pop(start.task, None)
         if key in self._died_starting:
-            self._context.feed(TaskDied(*key, self._died_starting.pop(key)))
+            self._context.feed(events.TaskDied(*key, self._died_starting.pop(key)))
 
-    def _report_start_failed(self, start: StartTask, fault: TaskStartError) -> None:
+    def _report_start_failed(self, start: events.StartTask, fault: TaskStartError) -> None:
         self._starting.pop(start.task, None)
         self._died_starting.pop((start.task, start.attempt), None)
         why, record = fault.why, self._context.machine.tasks.get(start.task)
         if fault.timed_out and record is not None:  # the configured time, not the remainder here
             why = f"it was not constructed within {record.spec.start_timeout_s:g} s"
-        self._context.feed(TaskStartFailed(start.task, start.attempt, why, fault.fatal, fault.timed_out))
+        self._context.feed(events.TaskStartFailed(start.task, start.attempt, why, fault.fatal, fault.timed_out))
 
-    async def _start_workers(self, start: StartTask) -> tuple[list[TaskWorker], str]:
+    async def _start_workers(self, start: events.StartTask) -> tuple[list[TaskWorker], str]:
         record = self._context.machine.tasks[start.task]
         pool = self._context.machine.pools[record.spec.pool].spec
-        payload = self._new_payloads.get(start.task) or await asyncio.to_thread(self._payload, start.task)
+        payload = self._new_payloads.get(start.task) or await asyncio.to_thread(self._payload, start.task, pool.name)
         if payload is None:
             raise TaskStartError("the file with its class is gone from the journal's directory", fatal=True)
         processes = record.spec.processes
         state = await self.states.load(start, processes) if start.restore else None
         limit_s = max(0.0, start.deadline - self._context.now())
+        group = self._context.machine.groups[record.places[0].group]
+        # What a worker stores about its task, for recovery without a journal.
+        facts = {"spec": encode(record.spec), "pool": encode(pool), "reserved": group.spec_index}
         starting = self._workers.start(
             start.task,
             start.attempt,
@@ -364,23 +351,13 @@ class InstructionExecutor:
             limit_s,
             preload=pool.preload,
             wide=len(start.places) > 1,
-            facts=self._facts(record, pool),
+            facts=json.dumps(facts),
         )
         return await asyncio.wait_for(starting, limit_s + SLACK_S)
 
-    def _facts(self, record: PoolTask, pool: PoolSpec) -> str:
-        """What a worker stores about its task, for recovery without a journal."""
-        group = self._context.machine.groups[record.places[0].group]
-        facts = {"spec": encode(record.spec), "pool": encode(pool), "reserved": group.spec_index}
-        return json.dumps(facts)
-
-    def _payload(self, task: str) -> TaskPayload | None:
+    def _payload(self, task: str, pool: str) -> TaskPayload | None:
         data = self._blobs.get("payloads", task)
-        if data is None:
-            return None
-        record = self._context.machine.tasks.get(task)
-        handlers = self._blobs.get("handlers", record.spec.pool) if record else None
-        return read_payload(data, handlers)
+        return None if data is None else read_payload(data, self._blobs.get("handlers", pool))
 
     # ---- outcomes -------------------------------------------------------------------------------------------
 
@@ -408,7 +385,7 @@ class InstructionExecutor:
         error = next(
             (outcome.error for _, outcome in sorted(outcomes.items()) if outcome.error is not None), not_stored
         )
-        self._context.feed(TaskEnded(task, attempt, error))
+        self._context.feed(events.TaskEnded(task, attempt, error))
 
     async def _store_result(self, task: str, outcomes: dict[int, EntryOutcome]) -> str | None:
         """Store the result; returns why it could not be stored."""
@@ -445,7 +422,7 @@ class InstructionExecutor:
 
     # ---- stopping -------------------------------------------------------------------------------------------
 
-    async def _stop(self, stop: StopTask) -> None:
+    async def _stop(self, stop: events.StopTask) -> None:
         starting = self._starting.pop(stop.task, None)
         if starting is not None:
             starting.cancel()
@@ -460,9 +437,9 @@ class InstructionExecutor:
         self.running.pop(stop.task, None)
         self._stopping.discard(stop.task)
         notes += [outcome.note for outcome in outcomes if outcome.note]
-        self._context.feed(TaskStopped(stop.task, stop.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
+        self._context.feed(events.TaskStopped(stop.task, stop.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
 
-    async def _stop_member(self, member: TaskWorker, stop: StopTask) -> WorkerStopResult:
+    async def _stop_member(self, member: TaskWorker, stop: events.StopTask) -> WorkerStopResult:
         path = self.states.shared_path(member) if stop.checkpoint_timeout_s else None
         limit_s = stop.cancel_grace_s + stop.checkpoint_timeout_s + STOP_SLACK_S
         cancel_grace_s, checkpoint_timeout_s, tries = stop.cancel_grace_s, stop.checkpoint_timeout_s, 0
@@ -482,19 +459,137 @@ class InstructionExecutor:
 
     # ---- parking --------------------------------------------------------------------------------------------
 
-    async def _park_or_unpark(
-        self,
-        instruction: ParkTask | UnparkTask,
-        action: Callable[[TaskWorker, float], Awaitable[None]],
-        done: TaskParked | TaskUnparked,
-    ) -> None:
+    async def _park_or_unpark(self, instruction: events.ParkTask | events.UnparkTask) -> None:
+        parks = isinstance(instruction, events.ParkTask)
+        action = self._workers.park if parks else self._workers.unpark
         limit_s = max(0.0, instruction.deadline - self._context.now())
         members = list(self.running.get(instruction.task, ()))
         try:
             await asyncio.wait_for(asyncio.gather(*(action(member, limit_s) for member in members)), limit_s + SLACK_S)
         except ParkError as fault:
-            self._context.feed(TaskDied(instruction.task, instruction.attempt, str(fault)))
+            self._context.feed(events.TaskDied(instruction.task, instruction.attempt, str(fault)))
         except Exception as fault:
-            self._context.feed(TaskDied(instruction.task, instruction.attempt, describe(fault)))
+            self._context.feed(events.TaskDied(instruction.task, instruction.attempt, describe(fault)))
         else:
-            self._context.feed(done)
+            self._context.feed(
+                (events.TaskParked if parks else events.TaskUnparked)(instruction.task, instruction.attempt)
+            )
+
+
+READ_S = 60.0  # to read a state from its node
+
+
+@dataclass(frozen=True)
+class SavedMemberState:
+    """The state that a worker saved, and the node that keeps it until it is on the controller's disk."""
+
+    node: str
+    saved_as: str
+    state: bytes
+
+
+class SavedStates:
+    """The saved states of tasks. `workers_save`: workers write into a directory that every node mounts."""
+
+    def __init__(
+        self,
+        context: ControllerContext,
+        workers: TaskWorkerManager,
+        blobs: BlobStore,
+        spawn: Callable[[AwaitedKey, Coroutine[Any, Any, None]], object],
+        *,
+        workers_save: bool,
+    ) -> None:
+        self._context = context
+        self._workers = workers
+        self._blobs = blobs
+        self._spawn = spawn
+        self._workers_save = workers_save
+        self.unwritten: dict[str, tuple[int, dict[int, SavedMemberState]]] = {}  # by task: attempt, states
+
+    async def load(self, start: events.StartTask, processes: int) -> dict[int, bytes | str]:
+        """The newest saved state by rank: bytes, or a file path; TaskStartError if it is gone."""
+        await self.retry_writes()
+        if start.task in self.unwritten:
+            attempt, states = self.unwritten[start.task]
+            ranks = {rank: self._blobs.state_path(start.task, attempt, rank) for rank in range(processes)}
+            return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
+        paths = await asyncio.to_thread(self._blobs.latest_state, start.task, processes)
+        if paths is None:
+            raise TaskStartError("the state it saved is gone", fatal=True)
+        if self._workers_save:
+            return {rank: str(path) for rank, path in enumerate(paths)}
+        return dict(enumerate(await asyncio.gather(*(asyncio.to_thread(path.read_bytes) for path in paths))))
+
+    def shared_path(self, member: TaskWorker) -> str | None:
+        """Where a worker writes its state itself; None if it must be sent to the controller."""
+        path = self._blobs.state_path(member.task, member.attempt, member.rank)
+        return str(path) if self._workers_save else None
+
+    async def store(
+        self, stop: events.StopTask, members: Sequence[TaskWorker], outcomes: Sequence[WorkerStopResult]
+    ) -> tuple[bool, list[str]]:
+        """Store what the workers of a stopped task saved; whether all of it is saved, and notes."""
+        record = self._context.machine.tasks.get(stop.task)
+        if not stop.checkpoint_timeout_s or record is None:
+            return False, []
+        states = {
+            member.rank: SavedMemberState(member.node, saved_state_name(member), outcome.state)
+            for member, outcome in zip(members, outcomes, strict=True)
+            if outcome.saved and outcome.state is not None
+        }
+        why = await self._write(stop.task, stop.attempt, states)
+        # Files decide, not answers: a stop that a controller crash interrupted may have written them.
+        unwritten = self.unwritten.get(stop.task, (0, {}))[1]
+        paths = [self._blobs.state_path(stop.task, stop.attempt, rank) for rank in range(record.spec.processes)]
+        saved = all(rank in unwritten or path.exists() for rank, path in enumerate(paths))
+        if saved and why is None:
+            await asyncio.to_thread(self._blobs.drop_old_states, stop.task, stop.attempt)
+        return saved, [why] if why else []
+
+    async def _write(self, task: str, attempt: int, states: dict[int, SavedMemberState]) -> str | None:
+        """Write states to disk, then delete them on their nodes. If the disk refuses, keep them and return why."""
+        try:
+            for rank, sent in states.items():
+                await asyncio.to_thread(self._blobs.put_state, task, attempt, rank, sent.state)
+        except OSError as fault:
+            self.unwritten[task] = (attempt, states)
+            folder = self._blobs.state_path(task, attempt, 0).parent
+            why = f"its state is kept in memory and not in {folder} ({fault.strerror}): make room there"
+            log.error("task %s: %s", task, why)
+            return why
+        if task in self.unwritten and self.unwritten[task][0] <= attempt:
+            del self.unwritten[task]
+        for sent in states.values():
+            self._spawn(
+                ("drop state", sent.saved_as, attempt), self._workers.drop_saved_state(sent.node, sent.saved_as)
+            )
+        return None
+
+    async def retry_writes(self) -> None:
+        """Retry the writes that the disk refused."""
+        for task, (attempt, states) in list(self.unwritten.items()):
+            record = self._context.machine.tasks.get(task)
+            if record is None or record.state in ENDED:
+                del self.unwritten[task]
+                for sent in states.values():
+                    await self._workers.drop_saved_state(sent.node, sent.saved_as)
+            elif await self._write(task, attempt, states) is None:
+                log.info("the state of task %s is on the disk now", task)
+
+    async def collect(self) -> None:
+        """After a restart: collect the states that were saved for the previous controller."""
+        tasks = {file_name(task.id): task for task in self._context.machine.tasks.values() if task.state not in ENDED}
+        for name, node in (await self._workers.saved_states()).items():
+            found = read_state_name(name.partition("~")[2])
+            record = tasks.get(found[0]) if found else None
+            if found is None or record is None:
+                await self._workers.drop_saved_state(node, name)
+                continue
+            state = None
+            with contextlib.suppress(UnreachableError):  # the node is lost
+                state = await self._workers.saved_state(node, name, READ_S)
+            if state is not None:
+                _, attempt, rank = found
+                others = self.unwritten.get(record.id, (0, {}))[1]
+                await self._write(record.id, attempt, {**others, rank: SavedMemberState(node, name, state)})

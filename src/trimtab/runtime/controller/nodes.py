@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.reasons import Reason, ReasonCode
@@ -23,11 +23,11 @@ from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.nodes import events as events
 from trimtab.machines.nodes.machine import NodeMachine
 from trimtab.machines.nodes.state import TrackedNode, evict_after_s
-from trimtab.machines.pool.events import NodeCordoned, NodeDrained, NodeJoined, NodeLost, PoolEvent
-from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.events import NodeCordoned, NodeDrained, NodeJoined, NodeLost
 from trimtab.machines.pool.records import PgState
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import PreemptionPolicy
+from trimtab.runtime.controller.executor import ControllerContext
 from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rayapi import draining
@@ -35,12 +35,11 @@ from trimtab.runtime.rayapi.gcs_records import among, amounts
 from trimtab.runtime.rayapi.nodes import ray_nodes
 from trimtab.runtime.rayapi.private import own_free_resources
 from trimtab.runtime.store.journal import NODE_EVENTS, DamagedError, Journal
-from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
+from trimtab.runtime.workers.environments import WarmWorkerKind
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
 
-POLL_S = 0.3
 ANSWER_S = 30.0
 SNAPSHOT_EVERY = 5_000  # events
 MIN_TICK_S = 0.01
@@ -75,23 +74,10 @@ class NodeHoldings:
     amounts: Resources
 
     def outside(self, seen: NodeFigures) -> Resources:
-        """What others hold of the node."""
         return seen.facts.total.minus(seen.available).minus(self.amounts)
 
 
 _NOTHING_HELD = NodeHoldings((), NOTHING)
-
-
-class NodeMonitorContext(Protocol):
-    """What the monitor needs of the controller."""
-
-    machine: PoolMachine
-    environments: RuntimeEnvironments
-
-    def feed(self, event: PoolEvent) -> None:
-        """Handle an event; never raises."""
-
-    def now(self) -> float: ...
 
 
 class NodeMonitor:
@@ -99,12 +85,13 @@ class NodeMonitor:
 
     def __init__(
         self,
-        context: NodeMonitorContext,
+        context: ControllerContext,
         workers: TaskWorkerManager,
         ray: Any,
         directory: Path,
         on_lost: Callable[[str], None],
         on_change: Callable[[], None],
+        poll_s: float,
     ) -> None:
         self._context = context
         self._workers = workers
@@ -112,9 +99,10 @@ class NodeMonitor:
         self._ray = ray
         self._on_lost = on_lost
         self._on_change = on_change
+        self._poll_s = poll_s
         self.journal, self.machine, self.set_aside = _open_journal(directory, workers.background)
         self._heartbeats = NodeHeartbeats(
-            self._on_heartbeat, workers.heartbeat_address, self.machine.policy.suspect_s, workers.background
+            self._on_heartbeat, workers.agents.heartbeat_address, self.machine.policy.suspect_s, workers.background
         )
         self.known: dict[str, NodeJoined] = {}
         self._raylets: dict[str, AgentAddress] = {}
@@ -185,9 +173,8 @@ class NodeMonitor:
     # ---- polling ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Poll forever."""
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
             await self.step()
 
     async def step(self, *, wait: bool = False) -> None:
@@ -207,9 +194,11 @@ class NodeMonitor:
         for node, figures in alive.items():
             self._raylets[node] = figures.raylet
             self._report_node(figures, held.get(node, _NOTHING_HELD))
-        for node, deadline in seen.draining.items():
+        ahead_s = self._context.now() - time.time()
+        for node, epoch in seen.draining.items():
             if node in alive:
-                self._feed(events.DrainRequested(node, self._from_epoch(deadline), "drained through Ray", by_ray=True))
+                deadline = None if epoch is None else epoch + ahead_s
+                self._feed(events.DrainRequested(node, deadline, "drained through Ray", by_ray=True))
         self._release_empty(held)
         self._align_machines()
         if wait and self._joining:
@@ -283,9 +272,6 @@ class NodeMonitor:
         if figures.node in self.known and figures.node not in self._released and record is not None and record.there:
             self._heartbeats.open(figures.node, figures.raylet)
 
-    def _from_epoch(self, at: float | None) -> float | None:
-        return None if at is None else self._context.now() + (at - time.time())
-
     # ---- instructions of the node machine ---------------------------------------------------------------------
 
     def _execute(self, instruction: events.NodeInstruction) -> None:
@@ -328,7 +314,7 @@ class NodeMonitor:
                 await self._workers.node_joined(node, self._expected())
         except Exception as fault:
             log.warning("node %s is not used yet: %s", node[:12], fault)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
             known = self.machine.nodes.get(node)
             if known is not None and known.there:
                 self._joining[node] = self._background.once(f"join node {node[:12]}", self._join(node))

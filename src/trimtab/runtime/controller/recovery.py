@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode
@@ -21,8 +21,6 @@ from trimtab.core.errors import TrimtabError
 from trimtab.machines.pool.events import (
     CreatePlacementGroup,
     PlacementGroupLost,
-    PoolEvent,
-    PoolInstruction,
     RecoveredTask,
     StartTask,
     StateRecovered,
@@ -31,13 +29,12 @@ from trimtab.machines.pool.events import (
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.records import PgState, PoolTask
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, TaskSpec, TaskState
-from trimtab.runtime.controller.executor import InstructionExecutor
+from trimtab.runtime.controller.executor import ControllerContext, InstructionExecutor
 from trimtab.runtime.controller.nodes import NodeMonitor
-from trimtab.runtime.controller.rpc import controller_name
+from trimtab.runtime.controller.rpc import TaskWorker, controller_name
 from trimtab.runtime.rayapi.connect import NAMESPACE
 from trimtab.runtime.store.journal import JournalVersionError
 from trimtab.runtime.workers.placement_groups import FoundPlacementGroup
-from trimtab.runtime.workers.task_types import TaskWorker
 from trimtab.runtime.workers.task_workers import TaskWorkerManager
 from trimtab.runtime.workers.worker_process import WorkerIdentity
 
@@ -102,16 +99,7 @@ def _kill_actors(ray: Any, names: Collection[str]) -> None:
             ray.kill(ray.get_actor(name, NAMESPACE))
 
 
-class RecoveryContext(Protocol):
-    """What recovery needs of the controller."""
-
-    machine: PoolMachine
-
-    def feed(self, event: PoolEvent) -> None:
-        """Handle an event; never raises."""
-
-
-async def recover_without_journal(context: RecoveryContext, workers: TaskWorkerManager) -> str | None:
+async def recover_without_journal(context: ControllerContext, workers: TaskWorkerManager) -> str | None:
     """Adopt complete running tasks when the journal is empty; a sentence if anything was alive.
 
     The rest is ended by `reconcile`. The preemption policy is lost: only the journal has it.
@@ -150,11 +138,12 @@ async def recover_without_journal(context: RecoveryContext, workers: TaskWorkerM
 
 
 async def reconcile(
-    context: RecoveryContext, workers: TaskWorkerManager, executor: InstructionExecutor, node_monitor: NodeMonitor
+    context: ControllerContext, workers: TaskWorkerManager, executor: InstructionExecutor, node_monitor: NodeMonitor
 ) -> None:
     """Reconcile the machine, as the journal left it, with what is alive."""
     before = context.machine.outstanding()
-    seen, groups = await _find_running(workers)
+    seen = await asyncio.wait_for(workers.existing(), ANSWER_S)
+    groups = await asyncio.wait_for(workers.groups(), ANSWER_S)
     starts = {(start.task, start.attempt): start for start in before if isinstance(start, StartTask)}
     kept, resumed = _attach_running(context.machine, executor, seen, starts)
     await asyncio.wait_for(workers.sweep(kept), ANSWER_S)
@@ -166,7 +155,10 @@ async def reconcile(
     await node_monitor.step(wait=True)
     _report_lost_groups(context, groups)
     _report_dead_tasks(context, executor)
-    _resume_instructions(context.machine, executor, before, resumed)
+    wanted = context.machine.outstanding()
+    for instruction in before:
+        if instruction in wanted and instruction not in resumed:
+            executor.begin(instruction)
 
 
 def _attach_running(
@@ -203,7 +195,7 @@ def _is_complete(record: PoolTask, found: Collection[TaskWorker]) -> bool:
     return {member.rank for member in found} == set(range(record.spec.processes))
 
 
-def _report_lost_groups(context: RecoveryContext, seen: dict[str, FoundPlacementGroup]) -> None:
+def _report_lost_groups(context: ControllerContext, seen: dict[str, FoundPlacementGroup]) -> None:
     for group in list(context.machine.groups.values()):
         if group.state is not PgState.ready:
             continue
@@ -214,29 +206,12 @@ def _report_lost_groups(context: RecoveryContext, seen: dict[str, FoundPlacement
             context.feed(PlacementGroupLost(group.id, "its bundles are not on their nodes any more"))
 
 
-def _report_dead_tasks(context: RecoveryContext, executor: InstructionExecutor) -> None:
+def _report_dead_tasks(context: ControllerContext, executor: InstructionExecutor) -> None:
     for record in list(context.machine.tasks.values()):
         if record.state in (TaskState.running, TaskState.parked) and not _is_complete(
             record, executor.running.get(record.id, ())
         ):
             context.feed(TaskDied(record.id, record.attempt, "its process ended while the controller was away"))
-
-
-def _resume_instructions(
-    machine: PoolMachine,
-    executor: InstructionExecutor,
-    before: Sequence[PoolInstruction],
-    resumed: Collection[PoolInstruction],
-) -> None:
-    """Begin the instructions that were in progress and are still outstanding."""
-    wanted = machine.outstanding()
-    for instruction in before:
-        if instruction in wanted and instruction not in resumed:
-            executor.begin(instruction)
-
-
-async def _find_running(workers: TaskWorkerManager) -> tuple[list[TaskWorker], dict[str, FoundPlacementGroup]]:
-    return await asyncio.wait_for(workers.existing(), ANSWER_S), await asyncio.wait_for(workers.groups(), ANSWER_S)
 
 
 async def _remove(workers: TaskWorkerManager, groups: Collection[FoundPlacementGroup]) -> None:

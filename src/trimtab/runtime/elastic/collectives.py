@@ -19,7 +19,8 @@ from typing import Any
 from trimtab.machines.elastic.events import EnterWorld, RunStep
 from trimtab.model.nodes import World
 from trimtab.runtime.elastic.member import MemberFacts, MemberMethods, MemberWorld, PartLostError, StepHalf
-from trimtab.runtime.elastic.member_client import (
+from trimtab.runtime.elastic.member_tasks import (
+    KeptState,
     MemberClient,
     MemberError,
     MemberGoneError,
@@ -31,14 +32,6 @@ FOLLOW_S = 0.2  # after a loss in the second half, until the others stop waiting
 ANSWER_S = 30.0
 
 ReleaseMember = Callable[[MemberClient], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class KeptState:
-    """A state kept in this process, since no other member has it: its step, and a reference to it."""
-
-    step: int
-    state: Any
 
 
 class StateLostError(Exception):

@@ -20,8 +20,8 @@ from typing import Any
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import ElasticSpec, World
-from trimtab.runtime.client.packing import class_of
 from trimtab.runtime.client.session import Pool, Session, connect
+from trimtab.runtime.client.task import class_of
 from trimtab.runtime.controller.rpc import controller_name
 from trimtab.runtime.elastic.group_controller import GroupController, GroupError, GroupGaveUpError, StepFailedError
 from trimtab.runtime.elastic.member import MemberWorld, find_member_methods
@@ -144,7 +144,6 @@ class ElasticGroup:
 
     @property
     def steps(self) -> int:
-        """Number of complete steps."""
         return self._controller.steps
 
     @property

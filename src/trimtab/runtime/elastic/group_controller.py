@@ -24,11 +24,10 @@ from trimtab.machines.elastic import events as e
 from trimtab.machines.elastic.machine import ElasticMachine
 from trimtab.model.nodes import ElasticSpec, NodeState, NodeView, World
 from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
-from trimtab.runtime.client.updates import ControllerListener, KnownTasks
+from trimtab.runtime.client.connection import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, value_of
 from trimtab.runtime.elastic.collectives import StateLostError, StepOutcome, StepRun, WorldSetup
-from trimtab.runtime.elastic.member_client import LOSSES, MemberClient
-from trimtab.runtime.elastic.member_tasks import ANSWER_S, MemberTasks
+from trimtab.runtime.elastic.member_tasks import ANSWER_S, LOSSES, MemberClient, MemberTasks
 from trimtab.runtime.elastic.view import GroupLogEntry, GroupStats, StepResult
 from trimtab.runtime.procs.background import Background, RestartPolicy
 

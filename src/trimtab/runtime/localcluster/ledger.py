@@ -152,7 +152,6 @@ class LedgerState:
         }
 
     def ports_given(self) -> set[int]:
-        """Ports of the nodes of all clusters."""
         return {
             port for cluster in self.clusters.values() for node in cluster.allocated_nodes for port in node.ports.fixed
         }

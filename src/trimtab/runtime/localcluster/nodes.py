@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.localcluster.command import environment, temp_dir
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
-from trimtab.runtime.localcluster.node_supervisor import GRACE_S, IP, start_error
+from trimtab.runtime.localcluster.node_supervisor import GRACE_S, IP, environment, start_error, temp_dir
 from trimtab.runtime.procs.processes import ProcessIdentity, gone, kill_family, send
 from trimtab.runtime.rayapi import auth
 from trimtab.runtime.rayapi.connect import listens

@@ -32,12 +32,7 @@ class RayConnection:
     """
 
     def __init__(
-        self,
-        address: str | None,
-        *,
-        cpus: int | None = None,
-        metrics_port: int | None = None,
-        start: bool = True,
+        self, address: str | None, *, cpus: int | None = None, metrics_port: int | None = None, start: bool = True
     ) -> None:
         self.ray = import_ray()
         self.embedded = False
@@ -154,8 +149,7 @@ def answers(address: str) -> None:
         raise InputError(f"{address} is no address of a Ray cluster", hint="host:6379, ray://host:10001 or auto")
     if why := _refusal(address):
         raise UnreachableError(
-            f"nothing answers at {address}: {why}",
-            hint="`ray status` on the cluster's head node shows whether it runs",
+            f"nothing answers at {address}: {why}", hint="`ray status` on the cluster's head node shows whether it runs"
         )
 
 

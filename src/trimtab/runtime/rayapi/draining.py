@@ -34,12 +34,7 @@ class HeadNodeError(InputError):
     """The head node cannot be drained: the cluster ends with it."""
 
 
-def drain(
-    ray: Any,
-    node_id: str,
-    deadline_s: float | None,
-    cause: str,
-) -> None:
+def drain(ray: Any, node_id: str, deadline_s: float | None, cause: str) -> None:
     """Drain a node that will be removed `deadline_s` from now (None: when it is idle).
 
     A second drain replaces the deadline. InputError for an unknown node, the head or a past deadline; InfeasibleError
@@ -48,13 +43,7 @@ def drain(
     drain_node(_own_gcs(ray), ray_nodes(ray), node_id, deadline_s, cause)
 
 
-def drain_node(
-    gcs: Any,
-    nodes: Iterable[RayNode],
-    node_id: str,
-    deadline_s: float | None,
-    cause: str,
-) -> None:
+def drain_node(gcs: Any, nodes: Iterable[RayNode], node_id: str, deadline_s: float | None, cause: str) -> None:
     """`drain` by a GCS client and the nodes of its cluster."""
     checked_deadline(deadline_s)
     match(nodes, node_id)
@@ -113,6 +102,5 @@ def _ask(method: Callable[..., Any], *arguments: Any) -> Any:
         return method(*arguments, timeout=ANSWER_S)
     except Exception as fault:
         raise UnreachableError(
-            f"Ray does not answer: {first_line(fault)}",
-            hint="`ray status` shows whether it runs",
+            f"Ray does not answer: {first_line(fault)}", hint="`ray status` shows whether it runs"
         ) from None

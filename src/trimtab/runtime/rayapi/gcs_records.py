@@ -41,15 +41,15 @@ RUNNING, BLOCKED = (5, 8, 9, 10), (9, 10)  # task states: running; blocked in ra
 
 def amounts(ray_amounts: Mapping[str, float]) -> Resources:
     """Ray resources by trimtab names, without those of placement groups."""
-    return _resources({_our_name(name): value for name, value in ray_amounts.items() if not _hidden(name)})
+
+    def hidden(name: str) -> bool:
+        return name in ("object_store_memory", HEAD) or IN_GROUP.match(name) is not None
+
+    return _resources({_our_name(name): value for name, value in ray_amounts.items() if not hidden(name)})
 
 
 def _our_name(name: str) -> str:
     return f"{name} (custom)" if name in OUR_NAMES.values() else OUR_NAMES.get(name, name)
-
-
-def _hidden(name: str) -> bool:
-    return name in ("object_store_memory", HEAD) or IN_GROUP.match(name) is not None
 
 
 def _resources(plain: Mapping[str, float]) -> Resources:
@@ -243,9 +243,7 @@ def actors_waiting(
     left = Counter(requests)
     marked = []
     for actor in sorted(waiting, key=lambda actor: -(actor.since or now)):  # the oldest leave the queue first
-        shape = DemandShape(
-            ResourceNeeds(actor.requests[0].amounts, actor.group, actor.bundle), actor.requests[0].labels
-        )
+        shape = _shape(actor)
         queued = left[shape] > 0 or len(requests) >= MAX_SHAPES or actor.stage is not PendingStage.resources
         if actor.stage is PendingStage.resources:
             left[shape] -= 1
@@ -298,6 +296,11 @@ class DemandShape:
 
     needs: ResourceNeeds
     labels: tuple[LabelSelectors, ...] = ()
+
+
+def _shape(workload: PendingWorkload) -> DemandShape:
+    request = workload.requests[0]
+    return DemandShape(ResourceNeeds(request.amounts, workload.group, workload.bundle), request.labels)
 
 
 def requests_by_shape(demands: Iterable[Any]) -> Counter[DemandShape]:
@@ -375,12 +378,7 @@ def tasks_waiting(
     left = Counter(requests)
     for workload in others:
         if workload.kind is WorkloadKind.actor and workload.stage is PendingStage.resources and workload.queued:
-            left[
-                DemandShape(
-                    ResourceNeeds(workload.requests[0].amounts, workload.group, workload.bundle),
-                    workload.requests[0].labels,
-                )
-            ] -= 1
+            left[_shape(workload)] -= 1
     alike: dict[tuple[DemandShape, str, str], list[RayTaskRecord]] = {}
     for task in tasks:
         if task.waits:
@@ -423,7 +421,6 @@ def _task_waiting(
 
 
 def job(record: Any) -> RayJob:
-    """A Ray job."""
     return RayJob(record.job_id.hex(), record.entrypoint, record.driver_pid, record.driver_ip_address, record.is_dead)
 
 

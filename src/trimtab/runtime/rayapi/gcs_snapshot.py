@@ -29,7 +29,7 @@ from trimtab.machines.diagnose.snapshot import (
     named,
 )
 from trimtab.runtime.procs.background import first_line
-from trimtab.runtime.procs.non_ray_gpu_users import find_non_ray_gpu_users
+from trimtab.runtime.procs.gpus import find_non_ray_gpu_users
 from trimtab.runtime.procs.processes import exists
 from trimtab.runtime.rayapi import auth, private
 from trimtab.runtime.rayapi.connect import answers, import_ray, running_here

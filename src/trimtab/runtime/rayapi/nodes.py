@@ -58,7 +58,6 @@ class RayNode:
 
     @property
     def given_name(self) -> str:
-        """Its name, if it was given one."""
         return "" if self.name == self.address else self.name
 
     @property
@@ -71,12 +70,10 @@ class RayNode:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Accelerator types among its resources."""
         return tuple(sorted(name.removeprefix(_KIND) for name in self.resources if name.startswith(_KIND)))
 
     @property
     def kind_label(self) -> str:
-        """Accelerator type by its label."""
         return dict(self.labels).get(_KIND_LABEL, "")
 
     @property

@@ -30,9 +30,9 @@ from trimtab.model.plan import Plan
 from trimtab.model.pool import ENDED, TaskState
 from trimtab.model.workflow import ANY_KIND, Cluster, Node
 from trimtab.plan.placement.order import PlanAction
+from trimtab.runtime.client.connection import ControllerListener, KnownTasks
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task, TaskError, TaskTimeoutError
-from trimtab.runtime.client.updates import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
 from trimtab.runtime.run.component import ComponentError, error_text, find_class

@@ -34,7 +34,6 @@ class BlobStore:
         self.make_folders()
 
     def make_folders(self) -> None:
-        """Create missing folders."""
         for folder in self._folders.values():
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -165,13 +164,11 @@ def pack(header: dict[str, Any], parts: Sequence[bytes | None]) -> bytes:
 
 
 def header_of(data: bytes) -> dict[str, Any]:
-    """Header of packed data."""
     header: dict[str, Any] = json.loads(data[: data.index(b"\n")])
     return header
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes | None]]:
-    """Inverse of `pack`."""
     text, _, rest = data.partition(b"\n")
     header = json.loads(text)
     parts: list[bytes | None] = []

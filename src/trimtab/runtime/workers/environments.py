@@ -38,7 +38,6 @@ def worker_kind(preload: Sequence[str], runtime_env: str, paths: Sequence[str]) 
 
 
 def of_this_process(ray: Any) -> str:
-    """Runtime environment of this driver or worker, as JSON."""
     return text_of(json.loads(ray.get_runtime_context().get_runtime_env_string() or "{}"))
 
 
@@ -78,7 +77,6 @@ class RuntimeEnvironments:
         self._pinned: dict[str, float] = {}  # URI -> when
 
     async def set_pool(self, pool: str, runtime_env: str, paths: Sequence[str]) -> None:
-        """Set the environment of a pool's warm workers."""
         self._blobs.put("environments", pool, json.dumps({"runtime_env": runtime_env, "paths": list(paths)}).encode())
         self._pools[pool] = WarmWorkerKind((), runtime_env, tuple(paths))
         await self._pin(packages(runtime_env))

@@ -79,7 +79,6 @@ class PlacementGroups:
             await asyncio.sleep(0.005)
 
     async def existing(self) -> dict[str, FoundPlacementGroup]:
-        """Existing groups of this controller."""
         return await asyncio.to_thread(self._existing)
 
     async def strategy(self, place: BundlePlacement, pool: str, capture: bool) -> Any:

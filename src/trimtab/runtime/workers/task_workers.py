@@ -19,21 +19,8 @@ from trimtab.core.errors import UnreachableError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
-from trimtab.runtime.controller.leases import ClientProcess
-from trimtab.runtime.procs.background import Background, first_line
-from trimtab.runtime.rayapi.connect import NAMESPACE
-from trimtab.runtime.rayapi.nodes import live_nodes
-from trimtab.runtime.workers import actor_worker
-from trimtab.runtime.workers.environments import WarmWorkerKind, worker_kind
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S
-from trimtab.runtime.workers.node_agent_client import NodeAgents
-from trimtab.runtime.workers.placement_groups import (
-    FoundPlacementGroup,
-    PlacementGroupError,
-    PlacementGroups,
-    ray_resources,
-)
-from trimtab.runtime.workers.task_types import (
+from trimtab.runtime.controller.rpc import (
+    ControllerSettings,
     EntryOutcome,
     ParkError,
     ProcessKey,
@@ -45,8 +32,19 @@ from trimtab.runtime.workers.task_types import (
     check_controller_name,
     saved_state_name,
 )
+from trimtab.runtime.procs.background import Background, first_line
+from trimtab.runtime.rayapi.connect import NAMESPACE
+from trimtab.runtime.rayapi.nodes import live_nodes
+from trimtab.runtime.workers.environments import WarmWorkerKind, worker_kind
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NodeAgents
+from trimtab.runtime.workers.placement_groups import (
+    FoundPlacementGroup,
+    PlacementGroupError,
+    PlacementGroups,
+    ray_resources,
+)
 from trimtab.runtime.workers.warm_pool import WarmPool, WarmWorker, WorkerSetupError
-from trimtab.runtime.workers.worker_process import WorkerIdentity, WorkerStartSpec
+from trimtab.runtime.workers.worker_process import WorkerIdentity, WorkerStartSpec, actor_options, end_named
 
 _ANSWER_S = 15.0  # for the answer of a node agent, beyond its own waiting
 _END_S = EXIT_WAIT_S + _ANSWER_S
@@ -62,15 +60,16 @@ class TaskWorkerManager:
         state_dir: str | None,
         on_death: Callable[[TaskWorker, str], None],
         background: Background | None = None,
+        worker_start_s: float = ControllerSettings.worker_start_s,
     ) -> None:
         check_controller_name(controller)
         self.state_dir = state_dir
         self._controller = controller
         self._on_death = on_death
         self.background = background or Background()
-        self._agents = NodeAgents(controller, self._died, self.background)
-        self._warm_pool = WarmPool(controller, self._agents, self.background)
-        self._placement_groups = PlacementGroups(controller, self._agents.all_gpus)
+        self.agents = NodeAgents(controller, self._died, self.background)
+        self._warm_pool = WarmPool(controller, self.agents, self.background, worker_start_s)
+        self._placement_groups = PlacementGroups(controller, self.agents.all_gpus)
         self._lost: set[str] = set()  # lost nodes, though Ray may still list them
         self._live: dict[ProcessKey, TaskWorker] = {}  # bound to a task; not dead, not being stopped
         self._settled: set[ProcessKey] = set()  # of those: completely started, so that a death is reported
@@ -85,36 +84,29 @@ class TaskWorkerManager:
         `expected` warm workers are started meanwhile, by kind.
         """
         self._lost.discard(node)
-        joining = asyncio.ensure_future(self._agents.join(node))
+        joining = asyncio.ensure_future(self.agents.join(node))
         await asyncio.sleep(0)  # the agents know the node from here on
         self._warm_pool.expect(node, expected or {})
         if await joining:
-            await self._warm_pool.adopt(node, await self._agents.request(node, "records", timeout_s=_ANSWER_S))
+            await self._warm_pool.adopt(node, await self.agents.request(node, "records", timeout_s=_ANSWER_S))
 
     async def node_returned(self, node: str) -> None:
         """Create the node's agent again, and end all processes that were given up with the node."""
         self._lost.discard(node)
-        await self._agents.join(node)
+        await self.agents.join(node)
         await self._clear(node)
 
     async def node_left(self, node: str) -> None:
         """End all processes of this controller on a node without tasks, so that Ray can remove it."""
         self._warm_pool.lost(node)
         await self._clear(node)
-        await self._agents.leave(node)
+        await self.agents.leave(node)
         self._lost.add(node)
-
-    async def heartbeat_address(self, node: str) -> tuple[str, int] | None:
-        return await self._agents.heartbeat_address(node)
-
-    async def process_alive(self, process: ClientProcess | None) -> bool | None:
-        """Whether a client's process is alive; None if unknown."""
-        return await self._agents.process_alive(process)
 
     async def node_lost(self, node: str) -> None:
         """Forget the node and its processes; their deaths are not reported."""
         self._lost.add(node)
-        self._agents.lost(node)
+        self.agents.lost(node)
         self._warm_pool.lost(node)
         for key in [key for key in self._live if key[0] == node]:
             self._forget(key)
@@ -124,7 +116,6 @@ class TaskWorkerManager:
         self._warm_pool.set_targets(targets)
 
     def warm_counts(self) -> dict[str, dict[str, int]]:
-        """Number of ready and starting warm workers, by node."""
         return self._warm_pool.counts()
 
     # ---- placement groups
@@ -178,37 +169,26 @@ class TaskWorkerManager:
             for rank in range(len(places))
         ]
         try:
+            members_to_start = zip(specs, places, bundles, strict=True)
             if payload.plain is None:
                 kind = worker_kind(preload, payload.runtime_env, payload.sys_path)
                 capture = bool(payload.ray_options.get(_CAPTURE, True))
-                works = [
-                    self._bind_host(spec, place, bundle, kind, capture, taken)
-                    for spec, place, bundle in zip(specs, places, bundles, strict=True)
-                ]
+                works = [self._bind_host(*member, kind, capture, taken) for member in members_to_start]
             else:
-                works = [
-                    self._create_actor(spec, place, bundle, payload, deadline, taken)
-                    for spec, place, bundle in zip(specs, places, bundles, strict=True)
-                ]
+                works = [self._create_actor(*member, payload, deadline, taken) for member in members_to_start]
             hows = await asyncio.wait_for(_gather_or_cancel(works), timeout_s)
             members = sorted(taken, key=lambda member: member.rank)
             await self._begin(members, payload)
             for member in members:
                 if member.key not in self._live:
                     raise TaskStartError(f"process {member.pid} died while the others were starting", fatal=False)
-        except asyncio.TimeoutError:
-            await self._end(taken)
-            raise TaskStartError(
-                f"it was not constructed within {timeout_s:.3g} s", fatal=False, timed_out=True
-            ) from None
-        except (UnreachableError, PlacementGroupError) as fault:
-            await self._end(taken)
-            raise TaskStartError(str(fault), fatal=False) from None
-        except WorkerSetupError as fault:
-            await self._end(taken)
-            raise TaskStartError(str(fault), fatal=True) from None
-        except BaseException:
+        except BaseException as fault:
             await asyncio.shield(self._end(taken))
+            if isinstance(fault, asyncio.TimeoutError):
+                late = f"it was not constructed within {timeout_s:.3g} s"
+                raise TaskStartError(late, fatal=False, timed_out=True) from None
+            if isinstance(fault, (UnreachableError, PlacementGroupError, WorkerSetupError)):
+                raise TaskStartError(str(fault), fatal=isinstance(fault, WorkerSetupError)) from None
             raise
         self._settled.update(member.key for member in members)
         return members, "; ".join(sorted(set(hows)))
@@ -216,7 +196,7 @@ class TaskWorkerManager:
     async def ready(self, member: TaskWorker, timeout_s: float) -> bool:
         """Wait until an adopted worker is constructed; false on failure, death or timeout."""
         with contextlib.suppress(UnreachableError):
-            request = self._agents.request(
+            request = self.agents.request(
                 member.node, "ready", member.pid, member.born, timeout_s, timeout_s=timeout_s + _ANSWER_S
             )
             return bool(await request)
@@ -234,7 +214,7 @@ class TaskWorkerManager:
                     entry = self._entries[member.key] = handle.run_entry.options(name=f"{member.task}.entry").remote()
                 return EntryOutcome(*await entry)
             await self._begin_entry(member)
-            found = await self._agents.request(member.node, "outcome", member.pid, member.born, timeout_s=float("inf"))
+            found = await self.agents.request(member.node, "outcome", member.pid, member.born, timeout_s=float("inf"))
         except (RayError, UnreachableError, ValueError) as fault:
             raise WorkerDiedError(f"process {member.pid} of {member.task} is gone: {first_line(fault)}") from None
         if found is None:
@@ -256,16 +236,16 @@ class TaskWorkerManager:
         self._forget(member.key)
         keep_as = saved_state_name(member)
         try:
-            answer = await self._agents.request(
+            answer = await self.agents.request(
                 member.node, "stop", member.pid, member.born,
                 cancel_grace_s, notice, checkpoint_timeout_s, state_path, keep_as,
                 timeout_s=max(0.0, cancel_grace_s) + max(0.0, checkpoint_timeout_s) + _END_S,
             )  # fmt: skip
         except UnreachableError as fault:
-            if member.node not in self._agents.nodes:
+            if member.node not in self.agents.nodes:
                 return WorkerStopResult("not called", note=fault.what)
-            await self._agents.renew(member.node)  # it hangs
-            answer = await self._agents.request(
+            await self.agents.renew(member.node)  # it hangs
+            answer = await self.agents.request(
                 member.node, "stop", member.pid, member.born, 0.0, False, 0.0, None, keep_as, timeout_s=2 * _END_S
             )
             return replace(WorkerStopResult(*answer), note=fault.what)
@@ -275,20 +255,19 @@ class TaskWorkerManager:
     async def saved_states(self) -> dict[str, str]:
         """Saved states that no controller has acknowledged: by name, the node that keeps it."""
         kept: dict[str, str] = {}
-        for node in self._agents.nodes:
+        for node in self.agents.nodes:
             with contextlib.suppress(UnreachableError):
-                kept |= dict.fromkeys(await self._agents.request(node, "saved_states", timeout_s=_ANSWER_S), node)
+                kept |= dict.fromkeys(await self.agents.request(node, "saved_states", timeout_s=_ANSWER_S), node)
         return kept
 
     async def saved_state(self, node: str, name: str, timeout_s: float) -> bytes | None:
         """A saved state; UnreachableError if its node does not answer."""
-        state: bytes | None = await self._agents.request(node, "saved_state", name, timeout_s=timeout_s)
+        state: bytes | None = await self.agents.request(node, "saved_state", name, timeout_s=timeout_s)
         return state
 
     async def drop_saved_state(self, node: str, name: str) -> None:
-        """Delete a saved state on its node."""
         with contextlib.suppress(UnreachableError):
-            await self._agents.request(node, "drop", name, timeout_s=_ANSWER_S)
+            await self.agents.request(node, "drop", name, timeout_s=_ANSWER_S)
 
     async def park(self, member: TaskWorker, timeout_s: float) -> None:
         """Have it release its devices."""
@@ -301,7 +280,7 @@ class TaskWorkerManager:
     async def call_on_control_thread(self, member: TaskWorker, method: str, timeout_s: float) -> tuple[str, str]:
         """Call a method on the control thread: (returned|raised|timed out|not called, note)."""
         try:
-            word, note = await self._agents.request(
+            word, note = await self.agents.request(
                 member.node, "call_hook", member.pid, member.born, method, timeout_s, timeout_s=timeout_s + _ANSWER_S
             )
         except UnreachableError as fault:
@@ -317,20 +296,18 @@ class TaskWorkerManager:
         return self._handles[member.key]
 
     def known_handle(self, member: TaskWorker) -> Any:
-        """The handle, if it is cached."""
         return self._handles.get(member.key)
 
     # ---- recovery and shutdown
 
     async def existing(self) -> list[TaskWorker]:
-        """All alive workers, on all nodes."""
         return list(await self.identities())
 
     async def identities(self) -> dict[TaskWorker, WorkerIdentity]:
         """All alive workers, with their identities."""
         await self._join_all()
         found = {}
-        for node in self._agents.nodes:
+        for node in self.agents.nodes:
             for record in await self._records(node):
                 if record["kind"] != "creating" and record.get("identity"):
                     found[TaskWorker.from_record(record)] = WorkerIdentity(**record["identity"])
@@ -341,7 +318,7 @@ class TaskWorkerManager:
         await self._join_all()
         keys = {member.key for member in keep} | set(self._live)
         ends = []
-        for node in self._agents.nodes:
+        for node in self.agents.nodes:
             for record in await self._records(node):
                 if record["kind"] == "creating":
                     ends.append(self._end_created(node, record))
@@ -355,7 +332,7 @@ class TaskWorkerManager:
                 self._live[member.key] = member
                 self._settled.add(member.key)
                 with contextlib.suppress(UnreachableError):
-                    await self._agents.watch(member.node, member.pid, member.born)
+                    await self.agents.watch(member.node, member.pid, member.born)
         return len(ends)
 
     async def close(self) -> None:
@@ -364,10 +341,10 @@ class TaskWorkerManager:
         await self._warm_pool.close()
         self._live.clear()
         self._settled.clear()
-        await asyncio.gather(*(self._clear(node) for node in self._agents.nodes))
+        await asyncio.gather(*(self._clear(node) for node in self.agents.nodes))
         groups = await self.groups()
         await asyncio.gather(*(self.remove_group(pg.group, pg.pool) for pg in groups.values()))
-        await self._agents.close()
+        await self.agents.close()
         await asyncio.to_thread(_end_by_prefix, f"trimtab:{self._controller}:host:")
 
     # ---- the steps of a start
@@ -427,7 +404,7 @@ class TaskWorkerManager:
         cpus, gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
         leaves_room = "num_cpus" in user_options or "num_gpus" in user_options
         options = {
-            **actor_worker.actor_options(user_options, identity, payload.runtime_env, spec.mark),
+            **actor_options(user_options, identity, payload.runtime_env, spec.mark),
             "num_cpus": min(user_options.get("num_cpus", cpus), cpus),
             "num_gpus": min(user_options.get("num_gpus", gpus), gpus),
             "memory": amounts.pop("memory", None),
@@ -456,7 +433,7 @@ class TaskWorkerManager:
         member = TaskWorker.from_record({**facts, "identity": vars(identity)})
         taken.append(member)
         self._live[member.key] = member
-        await self._agents.watch(member.node, member.pid, member.born)
+        await self.agents.watch(member.node, member.pid, member.born)
         return f"a plain Ray actor: {payload.plain}"
 
     async def _begin(self, members: Sequence[TaskWorker], payload: TaskPayload) -> None:
@@ -471,7 +448,7 @@ class TaskWorkerManager:
                 await self._begin_entry(member)
 
     async def _begin_entry(self, member: TaskWorker) -> None:
-        await self._agents.request(member.node, "begin", member.pid, member.born, _ANSWER_S, timeout_s=2 * _ANSWER_S)
+        await self.agents.request(member.node, "begin", member.pid, member.born, _ANSWER_S, timeout_s=2 * _ANSWER_S)
 
     # ---- ends
 
@@ -485,7 +462,7 @@ class TaskWorkerManager:
             self._on_death(member, f"process {pid} on node {node[:12]} died")
 
     def _forget(self, key: ProcessKey) -> None:
-        self._agents.unwatch(*key)
+        self.agents.unwatch(*key)
         self._live.pop(key, None)
         self._settled.discard(key)
         self._handles.pop(key, None)
@@ -502,15 +479,15 @@ class TaskWorkerManager:
 
         async def end(node: str, mark: str) -> None:
             with contextlib.suppress(UnreachableError):
-                await self._agents.request(node, "end_marked", mark, timeout_s=_END_S)
+                await self.agents.request(node, "end_marked", mark, timeout_s=_END_S)
 
         wide = [member for member in members if member.wide]
-        others = [(node, member.mark) for member in wide for node in self._agents.nodes if node != member.node]
+        others = [(node, member.mark) for member in wide for node in self.agents.nodes if node != member.node]
         await asyncio.gather(*(end(*other) for other in others))
 
     async def _end_process(self, node: str, pid: int, born: float) -> None:
         with contextlib.suppress(UnreachableError):
-            await self._agents.request(node, "end", pid, born, timeout_s=_END_S)
+            await self.agents.request(node, "end", pid, born, timeout_s=_END_S)
 
     async def _clear(self, node: str) -> None:
         """End every process of this controller on a node."""
@@ -525,14 +502,14 @@ class TaskWorkerManager:
         import ray
 
         await self._end_process(node, *record["creator"])
-        ender = ray.remote(max_calls=1)(actor_worker.end_named).options(num_cpus=0)
+        ender = ray.remote(max_calls=1)(end_named).options(num_cpus=0)
         await ender.remote(record["actor"], record["namespace"])
         with contextlib.suppress(UnreachableError):
-            await self._agents.request(node, "drop", record["file"], timeout_s=_ANSWER_S)
+            await self.agents.request(node, "drop", record["file"], timeout_s=_ANSWER_S)
 
     async def _end_creator(self, creator: WarmWorker, failed: WorkerIdentity | None) -> None:
         """End the process that created an actor, and the actor itself if `failed` is its identity."""
-        self._agents.unwatch(creator.node, creator.pid, creator.born)
+        self.agents.unwatch(creator.node, creator.pid, creator.born)
         await self._end_process(creator.node, creator.pid, creator.born)
         for record in await self._records(creator.node) if failed else ():
             if record.get("identity") == vars(failed):
@@ -549,14 +526,14 @@ class TaskWorkerManager:
 
         nodes = await asyncio.to_thread(live_nodes, ray)
         alive = [node.node_id for node in nodes if node.node_id not in self._lost]
-        joins = [self._agents.join(node) for node in alive]
+        joins = [self.agents.join(node) for node in alive]
         for joined in await asyncio.gather(*joins, return_exceptions=True):
             if isinstance(joined, BaseException) and not isinstance(joined, UnreachableError):
                 raise joined  # an unreachable node is lost, or will be
 
     async def _records(self, node: str) -> list[dict[str, Any]]:
         try:
-            found: list[dict[str, Any]] = await self._agents.request(node, "records", timeout_s=_ANSWER_S)
+            found: list[dict[str, Any]] = await self.agents.request(node, "records", timeout_s=_ANSWER_S)
         except UnreachableError:
             return []
         return found

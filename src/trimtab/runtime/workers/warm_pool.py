@@ -20,11 +20,9 @@ from trimtab.core.errors import UnreachableError
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rayapi.connect import NAMESPACE
 from trimtab.runtime.workers.environments import WarmWorkerKind
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S
-from trimtab.runtime.workers.node_agent_client import NodeAgents
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NodeAgents
 from trimtab.runtime.workers.worker_process import WorkerProcess
 
-_START_WAIT_S = 300.0  # preloading modules can take minutes on slow disks
 _REFILL_AFTER_S = 0.2  # the task that took a worker starts first
 _MAX_BACKOFF_S = 30.0
 
@@ -50,10 +48,11 @@ class WarmWorker:
 class WarmPool:
     """The warm workers of a controller."""
 
-    def __init__(self, controller: str, agents: NodeAgents, background: Background) -> None:
+    def __init__(self, controller: str, agents: NodeAgents, background: Background, start_s: float) -> None:
         self._controller = controller
         self._agents = agents
         self._background = background
+        self._start_s = start_s
         self._targets: dict[str, dict[WarmWorkerKind, int]] = {}
         self._ready: dict[str, list[WarmWorker]] = {}
         self._starting: dict[str, dict[str, WarmWorkerKind]] = {}  # by node and actor name
@@ -85,7 +84,6 @@ class WarmPool:
             self._start_missing(node)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Number of ready and starting workers, by node."""
         return {
             node: {"ready": len(self._ready.get(node, ())), "starting": len(self._starting.get(node, ()))}
             for node in self._agents.nodes
@@ -219,7 +217,7 @@ class WarmPool:
         creating = asyncio.ensure_future(asyncio.to_thread(host.remote, self._controller, node, name, NAMESPACE, kind))
         try:
             handle = await asyncio.shield(creating)
-            facts = await asyncio.wait_for(_answer(handle.ready.remote()), _START_WAIT_S)
+            facts = await asyncio.wait_for(_answer(handle.ready.remote()), self._start_s)
             await self._agents.watch(node, facts["pid"], facts["born"])
         except BaseException:
             with contextlib.suppress(Exception):

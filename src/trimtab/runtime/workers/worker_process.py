@@ -1,10 +1,14 @@
-"""The worker process: a warm process that becomes a task's actor, with a control socket.
+"""The worker process: a warm process that becomes a task's actor, with a control socket; or a plain Ray actor.
 
 User code runs on the main thread, through Ray calls. Control requests (cancel, save, park ...) arrive on a unix socket
 and run on their own threads, so that they get through while the main thread is busy. A record file beside the socket
 identifies the task in the process, also when it no longer answers. No user object may be unpickled before the devices
 are set. A process serves one task once. `TaskWorkerManager` starts and binds it; the node agent uses the control
 socket.
+
+For a task that a warm worker cannot serve, a warm worker on the task's node unpickles the user's class, creates a plain
+Ray actor with the same control socket, and is discarded. So an actor is cancelled, saved and ended like any worker, and
+the controller never loads user code.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import stat
 import struct
 import sys
 import threading
+import time
 import traceback
+import uuid
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -33,7 +39,7 @@ from trimtab.runtime.procs.processes import born, pid_namespace
 from trimtab.runtime.rayapi import slot_view
 from trimtab.runtime.rayapi.slot_view import BundleSlot
 from trimtab.runtime.store.files import write_file
-from trimtab.runtime.workers.environments import MARK, WarmWorkerKind
+from trimtab.runtime.workers.environments import MARK, WarmWorkerKind, overridden
 
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the body
 
@@ -101,7 +107,6 @@ def user_trace(fault: BaseException) -> str:
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
-    """Encode a message of the control socket."""
     text = json.dumps(head).encode()
     return FRAME.pack(len(text), len(body)) + text + body
 
@@ -214,7 +219,6 @@ class HostedObject:
         return restored
 
     def call_hook(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call `park()`, `unpark()` or another named method."""
         method = getattr(self.object, request["do"], None)
         return self._call_hook(method) if callable(method) else {"word": "not called"}
 
@@ -326,7 +330,6 @@ class WorkerProcess:
         self._control.write_record()
 
     def ready(self) -> dict[str, Any]:
-        """Facts of this process, once it is warm."""
         phase = self._hosted.phase
         return {**self._control.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
@@ -356,13 +359,11 @@ class WorkerProcess:
         return None
 
     def create_actor(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool, str]:
-        """Create a plain actor instead of becoming a member; see `actor_worker.create_actor`."""
-        from trimtab.runtime.workers import actor_worker
-
+        """Create a plain actor instead of becoming a member; see `create_actor`."""
         self._hosted.phase = "creating"
         self._control.write_record()
         drop_paths(set(self._kind.paths))
-        return actor_worker.create_actor(*arguments)
+        return create_actor(*arguments)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._hosted.object, method)(*args, **kwargs)
@@ -389,7 +390,6 @@ def set_environment(spec: WorkerStartSpec) -> None:
 
 
 def add_paths(paths: Collection[str]) -> None:
-    """Append module search paths."""
     sys.path.extend(path for path in paths if path not in sys.path)
 
 
@@ -410,3 +410,164 @@ def identity_variables(identity: WorkerIdentity) -> dict[str, str]:
         "TRIMTAB_WORLD_SIZE": str(identity.world),
         "TRIMTAB_ATTEMPT": str(identity.attempt),
     }
+
+
+_NAME_WAIT_S = 10.0  # for a dying actor to release its name
+_OWN_OPTIONS = (  # set by the slot and the pool
+    "num_cpus", "num_gpus", "memory", "resources", "lifetime", "max_restarts", "name", "namespace", "get_if_exists",
+    "scheduling_strategy", "placement_group", "placement_group_bundle_index", "placement_group_capture_child_tasks",
+)  # fmt: skip
+
+_hosted_objects: dict[int, HostedObject] = {}  # by id of the actor object; one per actor process
+
+
+def actor_options(options: dict[str, Any], identity: WorkerIdentity, runtime_env: str, mark: str) -> dict[str, Any]:
+    """The user's options that Ray handles, and the worker identity as environment variables."""
+    user_options = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
+    own_env = {"env_vars": {**identity_variables(identity), MARK: mark}}
+    return {**user_options, "runtime_env": overridden(runtime_env, own_env)}
+
+
+def create_actor(
+    controller: str,
+    node: str,
+    spec: WorkerStartSpec,
+    name: str,
+    namespace: str,
+    options: dict[str, Any],
+    timeout_s: float,
+) -> tuple[dict[str, Any] | None, str, bool, str]:
+    """Runs in a warm worker: create the actor. Returns (facts or None, error, fatal, traceback)."""
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    directory = make_run_dir(controller, node)
+    record = directory / f"creating-{uuid.uuid4().hex[:8]}.json"
+    creating = {
+        "kind": "creating", "actor": name, "namespace": namespace, "node": node, "identity": vars(spec.identity),
+        "creator": [os.getpid(), born(os.getpid())],
+    }  # fmt: skip
+    write_file(record, json.dumps(creating).encode())
+    actor = None
+    try:
+        set_environment(spec)
+        try:
+            class_, args, kwargs = pickle.loads(spec.actor)
+        except BaseException as fault:
+            return None, f"its class could not be unpickled: {describe(fault)}", True, user_trace(fault)
+        class_ = class_ if hasattr(class_, "options") else ray.remote(class_)
+        try:
+            actor = _create_named(class_.options(name=name, namespace=namespace, **options), args, kwargs, deadline)
+        except Exception as fault:
+            return None, f"Ray refused the actor: {describe(fault)}", True, user_trace(fault)
+        serve = actor.__ray_call__.options(name=f"{spec.identity.task}.start").remote(
+            serve_in_actor, controller, node, spec, name, namespace
+        )
+        try:
+            facts, fault_text, trace = ray.get(serve, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            return None, f"it was not constructed within {timeout_s:.3g} s", False, ""
+        except ray.exceptions.RayActorError as fault:
+            return None, *_death_reason(fault)
+        fault_text = fault_text or _restore_async(directory, facts, spec, deadline)
+        if fault_text:
+            return None, fault_text, True, trace
+        if spec.entry is not None:
+            actor.__ray_call__.options(name=f"{spec.identity.task}.{spec.entry}").remote(run_entry_in_actor)
+            while not _request(directory, facts, {"do": "probe"}, deadline)["entered"]:  # before this process is ended
+                time.sleep(0.002)
+        actor = None
+        return facts, "", False, ""
+    finally:
+        if actor is not None:
+            _end(actor)
+        record.unlink(missing_ok=True)
+
+
+def serve_in_actor(
+    actor: Any, controller: str, node: str, spec: WorkerStartSpec, name: str, namespace: str
+) -> tuple[dict[str, Any], str | None, str]:
+    """Runs in the actor: open its control socket and restore its state. Returns (facts, error, traceback)."""
+    hosted = HostedObject()
+    hosted.identity, hosted.spec, hosted.object = spec.identity, spec, actor
+    with contextlib.suppress(RuntimeError):
+        hosted.loop = asyncio.get_running_loop()
+    _hosted_objects[id(actor)] = hosted
+    hosted.phase = "constructing"
+    control = ControlServer(make_run_dir(controller, node), "actor", name, namespace, node, hosted)
+    try:
+        if hosted.loop is None or spec.state is None:
+            hosted.restore()
+            hosted.phase = "ready"
+    except BaseException as fault:
+        return control.facts, f"its state could not be restored: {describe(fault)}", user_trace(fault)
+    return {**control.facts, "loop": hosted.loop is not None}, None, ""
+
+
+def run_entry_in_actor(actor: Any) -> None:
+    """Runs in the actor: call the entry method once all members are constructed; in a thread if the actor is async."""
+    hosted = _hosted_objects[id(actor)]
+    hosted.entered = True
+
+    def run() -> None:
+        hosted.begun.wait()
+        hosted.run_entry()
+
+    if hosted.loop is None:
+        run()
+    else:
+        threading.Thread(target=run, name="trimtab-entry", daemon=True).start()
+
+
+def end_named(name: str, namespace: str) -> None:
+    """Runs as a Ray task: end an actor by name that was never bound."""
+    import ray
+
+    with contextlib.suppress(ValueError):
+        _end(ray.get_actor(name, namespace))
+
+
+def _restore_async(where: Path, facts: dict[str, Any], spec: WorkerStartSpec, deadline: float) -> str | None:
+    """Restore the state of an async actor, which cannot do so within a call."""
+    if spec.state is None or not facts["loop"]:
+        return None
+    answer = _request(where, facts, {"do": "restore"}, deadline)
+    return None if answer["word"] == "returned" else f"its state could not be restored: {answer.get('note', '')}"
+
+
+def _request(where: Path, facts: dict[str, Any], request: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Send a request to the actor's control socket."""
+    with socket.socket(socket.AF_UNIX) as control:
+        control.settimeout(max(0.001, deadline - time.monotonic()))
+        control.connect(str(where / f"{facts['pid']}.sock"))
+        control.sendall(frame(request))
+        return read_frame(control.makefile("rb"))[0]
+
+
+def _create_named(class_: Any, args: Any, kwargs: Any, deadline: float) -> Any:
+    """Create the actor; retries while a dying actor holds its name."""
+    until = min(deadline, time.monotonic() + _NAME_WAIT_S)
+    while time.monotonic() < until:
+        with contextlib.suppress(ValueError):
+            return class_.remote(*args, **kwargs)
+        time.sleep(0.05)
+    return class_.remote(*args, **kwargs)
+
+
+def _end(actor: Any) -> None:
+    """Kill an actor and wait until Ray reports it dead."""
+    import ray
+
+    ray.kill(actor)
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(actor.__ray_ready__.remote(), timeout=10.0)
+
+
+def _death_reason(fault: Any) -> tuple[str, bool, str]:
+    """Why an actor failed to start, whether that is fatal, and its traceback."""
+    lines = str(fault).strip().splitlines()
+    if "creation task" not in lines[0]:
+        return f"its process died while it was constructed: {lines[0]}", False, ""
+    frames = [index for index, line in enumerate(lines) if line.startswith("  File ")]
+    raised = [line for line in lines[frames[-1] if frames else 1 :] if line.strip() and not line.startswith(" ")]
+    return f"its constructor raised: {raised[0].strip() if raised else lines[-1].strip()}", True, "\n".join(lines[1:])

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from trimtab.runtime.http.tokens import without_tokens
 from trimtab.runtime.procs.ports import is_free, listening_sockets, sockets_of
-from trimtab.runtime.procs.processes import ProcessIdentity, born, descendants, exited, gone, send, table
-from trimtab.runtime.procs.supervision import NOT_FOUND
+from trimtab.runtime.procs.processes import NOT_FOUND, ProcessIdentity, born, descendants, exited, gone, send, table
 from trimtab.runtime.rollout.launch.launcher import EngineProcessState
 
 GUARD = "trimtab.runtime.rollout.launch.process_guard"

@@ -14,8 +14,7 @@ import sys
 import time
 from typing import NoReturn
 
-from trimtab.runtime.procs.processes import descendants, send
-from trimtab.runtime.procs.supervision import adopt_orphans, reap, start_child
+from trimtab.runtime.procs.processes import adopt_orphans, descendants, reap, send, start_child
 
 PARENT_CHECK_S = 0.25  # between checks of the parent
 CLEAR_S = 10.0  # for killed processes to disappear

@@ -31,11 +31,11 @@ from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
+from trimtab.runtime.client.connection import ControllerListener, KnownTasks
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
-from trimtab.runtime.client.updates import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
-from trimtab.runtime.elastic.member_client import LOSSES, MemberClient, MemberError
+from trimtab.runtime.elastic.member_tasks import LOSSES, MemberClient, MemberError
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, describe
