@@ -126,8 +126,8 @@ class Controller:
         """Set the preemption policy; returns warnings."""
         loop = await self._ready_loop()
         loop.handle(PolicySet(policy))
-        owners = (*loop.machine.tasks.values(), *loop.machine.pools.values())
-        labels = {key for owner in owners for key, _ in owner.spec.labels}
+        labels = {key for task in loop.machine.tasks.values() for key, _ in task.spec.labels}
+        labels |= {key for pool in loop.machine.pools.values() for key, _ in pool.spec.labels}
         return [
             f"no task or pool has the label {label} yet, which a rule names"
             for label, _ in policy.label_rules
