@@ -488,15 +488,11 @@ def _request_id(name: str) -> str:
 def _rules(config: ElasticConfig, calls: WorkerGroupCalls) -> RolloutRules:
     """The machine's rules for these settings."""
     call_s = calls.timeout_s + 1.0  # the machine's deadline comes after the call's own
-    return RolloutRules(
-        min_workers=config.min_workers,
-        max_workers=config.max_workers,
-        capacity=config.requests_per_worker_capacity,
+    return RolloutRules.of(
+        config,
         version=VERSION,
         classes=(RequestClass(queue_limit=MAX_QUEUED),),
         ownership=Ownership(abort=Owner.trimtab if calls.can_abort else Owner.trainer),
-        monitor_s=config.monitoring_interval,
-        drain_s=config.drain_timeout,
         abort_s=call_s,
         stall_s=NEVER_S,
         wake_s=call_s,

@@ -11,12 +11,12 @@ action, drain and abort has a deadline and an outcome).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.machine import on
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.records import OngoingAction, RolloutWorker, counted, known_worker
+from trimtab.machines.rollout.refit import RefitCoordinator
 from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.model.rollout import Owner, WorkerState, WorkerVerb
@@ -42,14 +42,11 @@ class WorkerTransitions:
     def __init__(self, state: RolloutState, requests: RequestTransitions) -> None:
         self.state = state
         self.requests = requests
-        # Callbacks into the refit coordinator, set by the machine.
-        self.on_worker_changed: Callable[[RolloutWorker], None] = lambda worker: None
-        self.on_confirmed: Callable[[RolloutWorker, int], None] = lambda worker, version: None
-        self.on_refit_failed: Callable[[RolloutWorker, str], None] = lambda worker, why: None
-        self.in_refit: Callable[[RolloutWorker], bool] = lambda worker: False
+        self.refits = RefitCoordinator(state, requests, self)
 
     # ---- joining and leaving ----------------------------------------------------------------------------------------
 
+    @on(e.WorkerAdded)
     def added(self, event: e.WorkerAdded) -> None:
         """Add a worker. Idempotent."""
         state, spec = self.state, event.spec
@@ -58,16 +55,17 @@ class WorkerTransitions:
             if known.spec != spec or known.leaving:
                 raise InputError(f"there is a worker {spec.id} already", hint="remove it first, or use another name")
             return
-        state.counters.joins += 1
+        state.joins += 1
         reason = Reason(ReasonCode.joined, "it was added" + ("" if event.up else "; its engine is not started"))
-        worker = RolloutWorker(spec, S.inactive, reason, state.now, state.counters.joins, last_response_at=state.now)
+        worker = RolloutWorker(spec, S.inactive, reason, state.now, state.joins, last_response_at=state.now)
         state.workers[spec.id] = worker
         state.set_worker_state(worker, S.inactive, reason)
         if event.up:
             self.process_started(worker, event.version, "it was added with its engine running")
-        if state.counters.next_evaluation is None:
+        if state.next_evaluation is None:
             state.evaluate_soon()
 
+    @on(e.WorkerRemoved)
     def removed(self, event: e.WorkerRemoved) -> None:
         worker = known_worker(self.state.workers, event.worker)
         if worker.leaving:
@@ -76,15 +74,17 @@ class WorkerTransitions:
         reason = Reason(ReasonCode.by_hand, event.why or "it was removed")
         self._route_off(worker, reason, event.deadline_s)
 
+    @on(e.WorkerReclaimed)
     def reclaimed(self, event: e.WorkerReclaimed) -> None:
         state = self.state
         worker = known_worker(state.workers, event.worker)
         if worker.reclaimed:
             return
-        if worker.state is S.active and not event.forced and state.count(S.active) <= state.counters.min_workers:
+        active = sum(1 for _ in state.workers_in(S.active))
+        if worker.state is S.active and not event.forced and active <= state.min_workers:
             raise InfeasibleError(
-                f"worker {worker.id} cannot be lent out: {counted(state.count(S.active), 'worker')} serve, "
-                f"and at least {state.counters.min_workers} must",
+                f"worker {worker.id} cannot be lent out: {counted(active, 'worker')} serve, "
+                f"and at least {state.min_workers} must",
                 hint="wake or add another worker first",
             )
         worker.reclaimed = True
@@ -93,6 +93,7 @@ class WorkerTransitions:
         self._route_off(worker, Reason(ReasonCode.taken, event.why), drain_s)
         state.evaluate_soon()  # a replacement may be needed
 
+    @on(e.WorkerReturned)
     def returned(self, event: e.WorkerReturned) -> None:
         """The worker may be used again; earlier failures are forgotten."""
         worker = known_worker(self.state.workers, event.worker)
@@ -140,7 +141,7 @@ class WorkerTransitions:
             return False
         if worker.paused:
             return False
-        if self.in_refit(worker):
+        if self.state.in_refit(worker):
             self.transition(
                 worker, S.stale, Reason(ReasonCode.refitting, f"{reason.sentence}; it waits for the refit's end")
             )
@@ -166,9 +167,14 @@ class WorkerTransitions:
 
     def settle(self, worker: RolloutWorker) -> None:
         """Continue with what waited for requests there to end."""
-        if worker.state is S.draining and worker.action is None and self._empty(worker) and not self.in_refit(worker):
+        if (
+            worker.state is S.draining
+            and worker.action is None
+            and self._empty(worker)
+            and not self.state.in_refit(worker)
+        ):
             self.deactivate(worker)
-        self.on_worker_changed(worker)
+        self.refits.update_quiesced(worker)
 
     def _empty(self, worker: RolloutWorker) -> bool:
         """Whether nothing runs there, of any client. Stale figures prove nothing until the drain has expired."""
@@ -184,7 +190,7 @@ class WorkerTransitions:
         if worker.action is not None or worker.state in (S.starting, S.active):
             return
         if worker.state is S.draining and worker.drain_started_at is not None and not worker.held:
-            state.counters.drain_s.add(state.now - worker.drain_started_at)
+            state.drain_s.add(state.now - worker.drain_started_at)
             worker.drain_started_at = None
         # An attached engine is left as it is when its worker is removed.
         ours = state.rules.ownership.sleep is Owner.trimtab and (spec.startable or not worker.leaving)
@@ -207,7 +213,7 @@ class WorkerTransitions:
         state = self.state
         self.requests.lose_all(worker, "it was removed", process_gone=True)
         self.requests.drop_zombies(worker)
-        state.router.close(worker.id)
+        state.lanes.pop(worker.id, None)
         del state.workers[worker.id]
 
     # ---- waking and starting ----------------------------------------------------------------------------------------
@@ -399,11 +405,8 @@ class WorkerTransitions:
         assert not worker.was_lost, worker.id
         if worker.action is not None and worker.action.verb is WorkerVerb.refit:
             worker.action = None
-        self.state.counters.served_version = worker.version
+        self.state.served_version = worker.version
         self.transition(worker, S.active, reason)
-
-    def to_stale(self, worker: RolloutWorker, reason: Reason) -> None:
-        self.transition(worker, S.stale, reason)
 
     def transition(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
         """Change state along an existing edge. Its lane opens and closes with it."""
