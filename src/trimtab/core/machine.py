@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import InfeasibleError, InputError
@@ -49,7 +49,7 @@ def earliest(*dues: float | None) -> float | None:
 class Machine(Generic[State, Event, Instruction]):
     """A machine around a state that the codec can write and read. `out` is shared with its parts."""
 
-    EVENTS: ClassVar[Any]  # union of its event types
+    EVENTS: ClassVar[type]  # the class of its event types
 
     def __init__(self, state: State, clock: MachineClock, out: list[Instruction], *parts: object) -> None:
         """`clock` is the part of the state that holds `now`."""
@@ -57,7 +57,7 @@ class Machine(Generic[State, Event, Instruction]):
         self._clock, self._out = clock, out
         found = [handler for part in (self, *parts) for handler in _handlers(part)]
         self._handlers: dict[type, Callable[[Any], None]] = dict(found)
-        if len(found) > len(self._handlers) or self._handlers.keys() != set(get_args(self.EVENTS)):
+        if len(found) > len(self._handlers) or self._handlers.keys() != set(self.EVENTS.__subclasses__()):
             raise TypeError(f"{type(self).__name__}: exactly one handler for each of its event types is needed")
 
     @property

@@ -112,9 +112,8 @@ class WorkerHealth:
         if worker.state is S.suspect and worker.unhealthy:
             return
         if worker.state is S.suspect and not current:
-            self.workers.transition(
-                worker, S.stale, Reason(ReasonCode.outdated, f"{why}; its weights are older than the trainer's")
-            )
+            reason = Reason(ReasonCode.outdated, f"{why}; its weights are older than the trainer's")
+            self.workers.transition(worker, S.stale, reason)
             self.workers.request_refit(worker)
         elif worker.state is S.suspect:
             self.workers.to_active(worker, Reason(ReasonCode.steady, why))
@@ -150,9 +149,8 @@ class WorkerHealth:
         state.evaluate_soon()
         self.refits.update_quiesced(worker)
         if stop and worker.spec.startable and worker.started:
-            self.workers.start_action(
-                worker, WorkerVerb.stop, Reason(reason.code, f"its old process must end: {reason.sentence}")
-            )
+            sentence = f"its old process must end: {reason.sentence}"
+            self.workers.start_action(worker, WorkerVerb.stop, Reason(reason.code, sentence))
         elif worker.leaving:
             self.workers.forget(worker)
 

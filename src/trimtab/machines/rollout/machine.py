@@ -143,11 +143,9 @@ class RolloutMachine(Machine[RolloutState, e.RolloutEvent, e.RolloutInstruction]
         return tuple(known.story)
 
     def membership(self) -> Membership:
-        """Members of the open refit; with none open, of the next one."""
         return self._refits.next_membership()
 
     def open_refit(self) -> dict[str, Any] | None:
-        """The open refit as plain data."""
         refit = self.state.refit
         return None if refit is None else {**encode(refit), "left_s": refit.deadline - self.state.now}
 

@@ -96,12 +96,10 @@ class RolloutWorker:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may be sent there."""
         return self.state is WorkerState.active and not self.paused and not self.paused_elsewhere
 
     @property
     def outstanding_tokens(self) -> int:
-        """Predicted."""
         return sum(attempt.cost for attempt in self.held.values())
 
     @property
@@ -234,7 +232,3 @@ def known_worker(workers: dict[str, RolloutWorker], name: str) -> RolloutWorker:
         hint = meant(name, workers, f"workers: {', '.join(sorted(workers)[:8]) or 'none'}")
         raise InputError(f"there is no worker {name}", hint=hint)
     return worker
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

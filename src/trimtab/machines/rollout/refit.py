@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from trimtab.core.errors import InputError
 from trimtab.core.machine import on
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import OngoingRefit, RolloutWorker, counted
+from trimtab.machines.rollout.records import OngoingRefit, RolloutWorker
 from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitMember, RefitWay, WorkerState, WorkerVerb
@@ -72,9 +72,8 @@ class RefitCoordinator:
         if state.refit is not None:
             if state.refit.version == event.version:
                 return
-            raise InputError(
-                f"a refit to version {state.refit.version} is open", hint="end it before beginning another"
-            )
+            hint = "end it before beginning another"
+            raise InputError(f"a refit to version {state.refit.version} is open", hint=hint)
         state.membership = replace(self.next_membership(), frozen=True)
         members = [state.workers[member.worker] for member in state.membership.members]
         deadline = state.now + rules.refit_s

@@ -9,15 +9,9 @@ from __future__ import annotations
 
 from trimtab.core.errors import InputError, meant
 from trimtab.core.machine import on
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import (
-    RolloutRequest,
-    RolloutWorker,
-    SentAttempt,
-    attempt_key,
-    counted,
-)
+from trimtab.machines.rollout.records import RolloutRequest, RolloutWorker, SentAttempt, attempt_key
 from trimtab.machines.rollout.routing import RoutingChoice
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.model.rollout import ANSWERED, End, Owner, RequestSpec, RequestState, WorkerState
@@ -109,11 +103,8 @@ class RequestTransitions:
         elif state.is_early(request):
             wanted = max(wish for wish in (spec.version, spec.at_least) if wish is not None)
             state.park(request)
-            state.set_request_state(
-                request,
-                RequestState.queued,
-                Reason(ReasonCode.version_awaited, f"it waits for version {wanted}, the trainer is at {version}"),
-            )
+            sentence = f"it waits for version {wanted}, the trainer is at {version}"
+            state.set_request_state(request, RequestState.queued, Reason(ReasonCode.version_awaited, sentence))
             state.touch("r", request.id)
         else:
             state.set_request_state(request, RequestState.queued, reason)
@@ -200,7 +191,6 @@ class RequestTransitions:
             self.state.set_request_state(request, RequestState.moving, reason)
 
     def abort_all(self, worker: RolloutWorker, reason: Reason) -> None:
-        """Move all running requests off the worker."""
         for sent in list(worker.held.values()):
             request = self.state.requests.get(sent.request)
             if request is not None and request.attempt == sent.attempt:
@@ -268,9 +258,6 @@ class RequestTransitions:
         else:
             self.requeue(request, f"it failed on {worker.id}: {why}")
 
-    def _moving_to_queued(self, request: RolloutRequest) -> None:
-        self.requeue(request)
-
     def requeue(self, request: RolloutRequest, why: str | None = None) -> None:
         """Continue on another worker. `why` None: as its move says."""
         spec, why = request.spec, request.reason.sentence if why is None else why
@@ -279,9 +266,8 @@ class RequestTransitions:
             self.done(request, End.length)
             return
         if request.tokens and (restart or not spec.resumable):
-            reason = Reason(
-                ReasonCode.restarted, f"{why}; it restarts from the prompt, {request.tokens} tokens are dropped"
-            )
+            sentence = f"{why}; it restarts from the prompt, {request.tokens} tokens are dropped"
+            reason = Reason(ReasonCode.restarted, sentence)
             request.tokens, request.spans = 0, []
         else:
             reason = Reason(ReasonCode.moved, f"{why}; it continues with its {request.tokens} tokens")
@@ -305,7 +291,6 @@ class RequestTransitions:
         self.answer(request, RequestState.failed, End.failed, reason)
 
     def _end_now(self, request: RolloutRequest, end_state: RequestState, end: End, reason: Reason) -> None:
-        """Answer it in any state, and abort its attempt."""
         if request.worker:
             self.abort(request, reason)
         self.answer(request, end_state, end, reason)
@@ -357,5 +342,4 @@ class RequestTransitions:
             self.state.touch("s", key)
 
     def may_abort(self) -> bool:
-        """Whether trimtab may abort requests on its own initiative."""
         return self.state.rules.ownership.abort is Owner.trimtab

@@ -134,7 +134,6 @@ class Router:
         self._place(lane)
 
     def changed(self, lane: WorkerLane) -> None:
-        """Its load or its capacity changed."""
         if lane.load != lane.placed or not lane.has_capacity:
             self._place(lane)
 

@@ -94,9 +94,10 @@ class Scaler:
     def scale_requested(self, event: e.ScaleRequested) -> None:
         state = self.state
         if not state.min_workers <= event.workers <= state.max_workers:
+            hint = f"the plan's range is {state.min_workers} to {state.max_workers}; change that first"
             raise InputError(
                 f"{event.workers} workers",
-                hint=f"the plan's range is {state.min_workers} to {state.max_workers}; change that first",
+                hint=hint,
             )
         state.manual_workers, state.manual_until = event.workers, event.until
         state.manual_why = event.why or "set by hand"

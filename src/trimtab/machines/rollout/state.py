@@ -106,7 +106,6 @@ class RolloutState:
     # ---- queries -------------------------------------------------------------------------------------------------
 
     def workers_in(self, *states: WorkerState) -> Iterator[RolloutWorker]:
-        """Workers in these states, in order of joining."""
         return (worker for worker in self.workers.values() if worker.state in states)
 
     def attempt(self, key: str) -> SentAttempt | None:
@@ -121,7 +120,6 @@ class RolloutState:
         return worker.state in (WorkerState.starting, WorkerState.stale, WorkerState.empty)
 
     def in_refit(self, worker: RolloutWorker) -> bool:
-        """Whether the open refit includes it, as its current process."""
         return self.refit is not None and self.is_member(worker)
 
     def is_member(self, worker: RolloutWorker) -> bool:
@@ -176,7 +174,6 @@ class RolloutState:
             self.timers.arm(timer)
 
     def evaluate_soon(self) -> None:
-        """Evaluate scaling at the next tick."""
         self.next_evaluation = self.now
         self.touch(*GLOBAL_TIMER)
 

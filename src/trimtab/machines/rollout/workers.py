@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.machine import on
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import OngoingAction, RolloutWorker, counted, known_worker
+from trimtab.machines.rollout.records import OngoingAction, RolloutWorker, known_worker
 from trimtab.machines.rollout.refit import RefitCoordinator
 from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.state import RolloutState
@@ -102,11 +102,8 @@ class WorkerTransitions:
         self.state.set_worker_state(worker, worker.state, Reason(ReasonCode.returned, "it may be used again"))
         self.request_refit(worker)
         if worker.state is S.lost and worker.started and worker.spec.startable and worker.action is None:
-            self.start_action(
-                worker,
-                WorkerVerb.stop,
-                Reason(ReasonCode.returned, "it may be used again; its old process is stopped first"),
-            )
+            reason = Reason(ReasonCode.returned, "it may be used again; its old process is stopped first")
+            self.start_action(worker, WorkerVerb.stop, reason)
 
     def _route_off(self, worker: RolloutWorker, reason: Reason, drain_s: float | None) -> None:
         if worker.state in (S.active, S.stale, S.empty, S.suspect):
@@ -142,9 +139,8 @@ class WorkerTransitions:
         if worker.paused:
             return False
         if self.state.in_refit(worker):
-            self.transition(
-                worker, S.stale, Reason(ReasonCode.refitting, f"{reason.sentence}; it waits for the refit's end")
-            )
+            sentence = f"{reason.sentence}; it waits for the refit's end"
+            self.transition(worker, S.stale, Reason(ReasonCode.refitting, sentence))
         elif worker.version is not None and worker.version == self.state.version:
             self.to_active(worker, reason)
         else:
@@ -156,9 +152,8 @@ class WorkerTransitions:
         worker.drain_expired = True
         waited = self.state.now - (worker.drain_started_at or 0.0)
         if self.requests.may_abort() or worker.paused:
-            self.requests.abort_all(
-                worker, Reason(ReasonCode.moved, f"{worker.id} drains, and its {waited:.3g} s are over")
-            )
+            reason = Reason(ReasonCode.moved, f"{worker.id} drains, and its {waited:.3g} s are over")
+            self.requests.abort_all(worker, reason)
         if worker.held and not self.requests.may_abort():
             left = f"{counted(len(worker.held), 'request')} after {waited:.3g} s, and trimtab may not abort them"
             self.warn(worker, Reason(ReasonCode.node_draining, f"it drains, with {left}"))
@@ -204,9 +199,8 @@ class WorkerTransitions:
         if worker.leaving:
             self.forget(worker)
         elif up:
-            self.transition(
-                worker, S.inactive, Reason(ReasonCode.asleep, f"{worker.reason.sentence}: it is routed off")
-            )
+            reason = Reason(ReasonCode.asleep, f"{worker.reason.sentence}: it is routed off")
+            self.transition(worker, S.inactive, reason)
 
     def forget(self, worker: RolloutWorker) -> None:
         """Remove it from the state."""
@@ -344,9 +338,8 @@ class WorkerTransitions:
             return
         if worker.failures >= rules.tries:
             worker.disabled = True
-            self.warn(
-                worker, Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried")
-            )
+            reason = Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried")
+            self.warn(worker, reason)
             return
         worker.retry_at = self.state.now + rules.back_off_s * 2 ** (worker.failures - 1)
         self.state.touch("w", worker.id)
@@ -361,18 +354,16 @@ class WorkerTransitions:
         waits = worker.state in (S.stale, S.empty) and state.will_serve(worker)
         if waits and worker.action is None and worker.retry_at is None:
             version = state.version
-            self.start_action(
-                worker, WorkerVerb.refit, Reason(ReasonCode.refitting, f"it needs version {version}"), version
-            )
+            reason = Reason(ReasonCode.refitting, f"it needs version {version}")
+            self.start_action(worker, WorkerVerb.refit, reason, version)
 
     def confirmed(self, worker: RolloutWorker, version: int) -> None:
         """It has the current weights: the only way back to ACTIVE from STALE and EMPTY."""
         worker.version, worker.was_lost, worker.failures = version, False, 0
         worker.disabled = False
         if worker.state is S.empty:
-            self.transition(
-                worker, S.stale, Reason(ReasonCode.current, f"it has version {version}, and does not serve yet")
-            )
+            reason = Reason(ReasonCode.current, f"it has version {version}, and does not serve yet")
+            self.transition(worker, S.stale, reason)
 
     def activate(self, worker: RolloutWorker) -> None:
         """Serve, after a resume where trimtab paused it."""
@@ -380,9 +371,8 @@ class WorkerTransitions:
             return
         if worker.paused:
             if worker.action is None:
-                self.start_action(
-                    worker, WorkerVerb.resume, Reason(ReasonCode.current, f"it has version {worker.version}")
-                )
+                reason = Reason(ReasonCode.current, f"it has version {worker.version}")
+                self.start_action(worker, WorkerVerb.resume, reason)
             return
         self.to_active(worker, Reason(ReasonCode.current, f"it has version {worker.version}, confirmed"))
 
