@@ -19,15 +19,8 @@ from trimtab.core.errors import InputError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.machines.rollout.policies import policy as scaling
-from trimtab.machines.rollout.policies.policy import (
-    Decision,
-    LoadSample,
-    PolicyMemory,
-    PolicyState,
-    SleepCosts,
-    Taker,
-    consult,
-)
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyMemory, PolicyState, SleepCosts, Taker
+from trimtab.machines.rollout.policies.policy import consult
 from trimtab.model.elastic_config import ElasticConfig
 
 DEFAULTS = ElasticConfig()

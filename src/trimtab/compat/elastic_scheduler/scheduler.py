@@ -24,7 +24,8 @@ from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, Unrea
 from trimtab.core.numbers import SHORTEST_S, Range
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
-from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState, ScalingPolicy, Taker, policy_of
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, ScalingPolicy, Taker
+from trimtab.machines.rollout.policies.policy import policy_of
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
     End,

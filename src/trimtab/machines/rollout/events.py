@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.core.reasons import Reason
-from trimtab.machines.rollout.policies.policy import Taker
+from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.rollout import (
     End,
     InFlight,

@@ -25,7 +25,7 @@ from trimtab.core.reasons import StoryEntry
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.attempts import AttemptEvents
 from trimtab.machines.rollout.health import WorkerHealth
-from trimtab.machines.rollout.policies import policy as scaling
+from trimtab.machines.rollout.policies.load import LoadSample
 from trimtab.machines.rollout.records import RolloutRequest, RolloutWorker, attempt_key, request_view, worker_view
 from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.scaler import Scaler
@@ -149,7 +149,7 @@ class RolloutMachine(Machine[RolloutState, e.RolloutEvent, e.RolloutInstruction]
         refit = self.state.refit
         return None if refit is None else {**encode(refit), "left_s": refit.deadline - self.state.now}
 
-    def sample(self, now: float | None = None) -> scaling.LoadSample:
+    def sample(self, now: float | None = None) -> LoadSample:
         """The load as a scaling policy sees it."""
         sample = self._scaler.sample()
         return sample if now is None else replace(sample, now=now)

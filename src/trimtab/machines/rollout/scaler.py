@@ -15,7 +15,7 @@ from trimtab.core.machine import on
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.policies import policy as scaling
-from trimtab.machines.rollout.policies.policy import LoadSample, PolicyState, SleepCosts
+from trimtab.machines.rollout.policies.load import LoadSample, PolicyState, SleepCosts
 from trimtab.machines.rollout.records import RolloutWorker
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.machines.rollout.workers import WorkerTransitions

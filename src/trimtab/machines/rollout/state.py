@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from trimtab.core.machine import Timers, earliest
 from trimtab.core.reasons import Reason, StoryEntry, add_story_entry
 from trimtab.machines.rollout.events import RolloutInstruction
-from trimtab.machines.rollout.policies.policy import Decision, PolicyMemory, Taker
+from trimtab.machines.rollout.policies.load import Decision, PolicyMemory, Taker
 from trimtab.machines.rollout.records import FadingMean, OngoingRefit, RolloutRequest, RolloutWorker, SentAttempt
 from trimtab.machines.rollout.routing import Router, WorkerLane
 from trimtab.model.rollout import Membership, RequestState, RolloutRules, ScaleStep, WorkerState

@@ -14,36 +14,11 @@ from dataclasses import replace
 
 from trimtab.core.errors import InputError, check_known
 from trimtab.core.reasons import Reason, ReasonCode, counted
-from trimtab.machines.rollout.policies.load import (
-    Decision,
-    LoadSample,
-    PolicyMemory,
-    PolicyState,
-    ScalingPolicy,
-    SleepCosts,
-    Taker,
-)
+from trimtab.machines.rollout.policies.load import Decision as Decision
+from trimtab.machines.rollout.policies.load import LoadSample, PolicyState, ScalingPolicy
 from trimtab.machines.rollout.policies.predictive import predictive
 from trimtab.machines.rollout.policies.threshold import threshold
 from trimtab.model.elastic_config import ElasticConfig
-
-__all__ = [
-    "Decision",
-    "LoadSample",
-    "PolicyMemory",
-    "PolicyState",
-    "ScalingPolicy",
-    "SleepCosts",
-    "Taker",
-    "begin",
-    "consult",
-    "policies",
-    "policy_of",
-    "predictive",
-    "register",
-    "static",
-    "threshold",
-]  # fmt: skip
 
 policies: dict[str, ScalingPolicy] = {}  # by the name that `ElasticConfig.policy` gives
 
