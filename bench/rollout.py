@@ -38,7 +38,7 @@ class Driver:
         self.asked = 0
         self.running: deque[tuple[str, int]] = deque()
         self.times: dict[str, list[int]] = defaultdict(list)
-        router = self.machine._state.router
+        router = self.machine.state.router
         self._choose, router.choose = router.choose, self._timed_choice
 
     def _timed_choice(self) -> Any:
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _scan(driver: Driver) -> list[int]:
-    lanes = list(driver.machine._state.router.lanes.values())
+    lanes = list(driver.machine.state.router.lanes.values())
     return [_timed(lambda: min(lanes, key=lambda lane: lane.load)) for _ in range(2_000)]
 
 

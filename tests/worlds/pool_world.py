@@ -47,7 +47,7 @@ from trimtab.model.pool import (
     rules_of,
 )
 
-KINDS = {kind.__name__: kind for kind in PoolEvent.__args__}
+KINDS = {kind.__name__: kind for kind in PoolEvent.__subclasses__()}
 BY_POLICY = (ReasonCode.priority, ReasonCode.label_rule, ReasonCode.cross_pool)
 WAITS = (
     ReasonCode.queued,

@@ -65,8 +65,8 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return lambda data: data
     if kind is float:
         return _float
-    if kind in (str, int, bool, type(None)):
-        return _exactly(kind)
+    if kind in (str, int, bool, None, type(None)):
+        return _exactly(kind or type(None))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):

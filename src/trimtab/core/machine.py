@@ -8,8 +8,9 @@ parts that it is made of. What must never happen: an event type without a handle
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import InfeasibleError, InputError
@@ -48,7 +49,7 @@ def earliest(*dues: float | None) -> float | None:
 class Machine(Generic[State, Event, Instruction]):
     """A machine around a state that the codec can write and read. `out` is shared with its parts."""
 
-    EVENTS: ClassVar[Any]  # union of its event types
+    EVENTS: ClassVar[type]  # the class of its event types
 
     def __init__(self, state: State, clock: MachineClock, out: list[Instruction], *parts: object) -> None:
         """`clock` is the part of the state that holds `now`."""
@@ -56,7 +57,7 @@ class Machine(Generic[State, Event, Instruction]):
         self._clock, self._out = clock, out
         found = [handler for part in (self, *parts) for handler in _handlers(part)]
         self._handlers: dict[type, Callable[[Any], None]] = dict(found)
-        if len(found) > len(self._handlers) or self._handlers.keys() != set(get_args(self.EVENTS)):
+        if len(found) > len(self._handlers) or self._handlers.keys() != set(self.EVENTS.__subclasses__()):
             raise TypeError(f"{type(self).__name__}: exactly one handler for each of its event types is needed")
 
     @property
@@ -103,17 +104,17 @@ def _handlers(part: object) -> Iterator[tuple[type, Callable[[Any], None]]]:
 class Timers(Generic[Key]):
     """A heap of deadlines. `due` says when a key is due; entries that it does not confirm any more are dropped.
 
-    Must be told with `arm` of every key whose deadline changed.
+    Must be told with `arm` of every key whose deadline came nearer; one that moved away is found when its entry is met.
     """
 
     def __init__(self, due: Callable[[Key], float | None]) -> None:
         self._due = due
         self._heap: list[tuple[float, Any]] = []
-        self._armed: dict[Key, float] = {}  # by key: its latest entry, so that none is added twice in a row
+        self._armed: dict[Key, float] = {}  # by key: its earliest entry
 
     def arm(self, key: Key) -> None:
-        due = self._due(key)
-        if due is not None and self._armed.get(key) != due:
+        due, armed = self._due(key), self._armed.get(key)
+        if due is not None and (armed is None or due < armed):
             self._push(due, key)
 
     def next(self) -> float | None:
@@ -122,10 +123,8 @@ class Timers(Generic[Key]):
             due = self._due(key)
             if due == at:
                 return at
-            latest = self._armed.get(key) == at
             self._pop()
-            if latest and due is not None:
-                self._push(due, key)
+            self.arm(key)
         return None
 
     def pop_due(self, now: float) -> Key | None:
@@ -135,8 +134,8 @@ class Timers(Generic[Key]):
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
         """Keys that nothing wakes when they are due; for `check`."""
-        known = set(self._heap)
-        return [key for key in keys if (due := self._due(key)) is not None and (due, key) not in known]
+        armed = self._armed
+        return [key for key in keys if (due := self._due(key)) is not None and armed.get(key, math.inf) > due]
 
     def _push(self, due: float, key: Key) -> None:
         self._armed[key] = due

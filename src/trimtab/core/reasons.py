@@ -6,7 +6,7 @@ A code for programs and a sentence for users, set where the decision is made and
 from __future__ import annotations
 
 import enum
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 
@@ -149,6 +149,16 @@ class StoryEntry:
     at: float
     state: str
     reason: Reason
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def some(words: Sequence[str], most: int = 4) -> str:
+    """The first words of a list, and how many more there are."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 STORY_KEPT = 100  # entries of a story

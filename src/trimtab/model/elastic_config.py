@@ -115,10 +115,7 @@ class ElasticConfig:
                 f"scale_down_cooldown {self.scale_down_cooldown:g} s is shorter than scale_up_cooldown "
                 f"{self.scale_up_cooldown:g} s: workers are given up faster than they can be had again",
             ),
-            (
-                self.min_stable_period == 0,
-                "min_stable_period 0 lets a single look at the load move workers",
-            ),
+            (self.min_stable_period == 0, "min_stable_period 0 lets a single look at the load move workers"),
             (
                 0 < self.min_stable_period < self.monitoring_interval,
                 f"monitoring_interval {self.monitoring_interval:g} s is longer than min_stable_period "
@@ -129,10 +126,7 @@ class ElasticConfig:
                 f"monitoring_interval {self.monitoring_interval:g} s is longer than scale_up_cooldown "
                 f"{self.scale_up_cooldown:g} s: the cooldown is over before the next look",
             ),
-            (
-                self.drain_timeout == 0,
-                "drain_timeout 0 interrupts every request of a worker that is given up",
-            ),
+            (self.drain_timeout == 0, "drain_timeout 0 interrupts every request of a worker that is given up"),
             (
                 0 < self.scale_down_cooldown < self.drain_timeout,
                 f"drain_timeout {self.drain_timeout:g} s is longer than scale_down_cooldown "

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from trimtab.core.errors import InputError
 from trimtab.core.numbers import COUNT, LONGEST_S, MAX_COUNT, SHORTEST_S, Ranges, check_fields, is_number
 from trimtab.core.reasons import Reason
+from trimtab.model.elastic_config import MAX_WORKERS, ElasticConfig
 
 DEFAULT_CLASS = "default"
-MAX_WORKERS = 1_000_000
 MAX_TRIES = 100  # of retries whose delay doubles
 
 
@@ -244,6 +244,20 @@ class RolloutRules:
             raise InputError(f"request classes: {', '.join(names) or 'none'}", hint="at least one, each name once")
         if self.lost_s < self.suspect_s:
             raise InputError(f"lost_s {self.lost_s:g} is under suspect_s {self.suspect_s:g}")
+
+    @classmethod
+    def of(cls, elastic: ElasticConfig, **others: Any) -> RolloutRules:
+        """The rules that the settings of elastic rollout state, and others."""
+        return cls(**{rule: getattr(elastic, name) for rule, name in ELASTIC_RULES.items()} | others)
+
+
+ELASTIC_RULES = {
+    "min_workers": "min_workers",
+    "max_workers": "max_workers",
+    "capacity": "requests_per_worker_capacity",
+    "monitor_s": "monitoring_interval",
+    "drain_s": "drain_timeout",
+}  # rules that `ElasticConfig` states, and their names there
 
 
 def resume_bounds(given: object) -> tuple[float | None, float | None]:

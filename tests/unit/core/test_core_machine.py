@@ -15,13 +15,17 @@ from trimtab.core.machine import Machine, Timers, earliest, on
 from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, record
 
 
+class TallyEvent:
+    pass
+
+
 @dataclass(frozen=True)
-class Added:
+class Added(TallyEvent):
     count: int
 
 
 @dataclass(frozen=True)
-class Ticked:
+class Ticked(TallyEvent):
     pass
 
 
@@ -47,8 +51,8 @@ class Adder:
         self._out.append(f"{event.count} at {self._state.now:g}")
 
 
-class TallyMachine(Machine[Tally, Added | Ticked, str]):
-    EVENTS = Added | Ticked
+class TallyMachine(Machine[Tally, TallyEvent, str]):
+    EVENTS = TallyEvent
 
     def __init__(self, state: Tally) -> None:
         out: list[str] = []
@@ -97,8 +101,23 @@ def test_a_refused_event_changes_nothing_not_even_the_clock(count: int) -> None:
 
 
 def test_each_event_type_has_exactly_one_handler() -> None:
-    class Deaf(TallyMachine):
-        EVENTS = Added | Ticked | StoryEntry
+    class SpokenEvent:
+        pass
+
+    class Called(SpokenEvent):
+        pass
+
+    class Whispered(SpokenEvent):
+        pass
+
+    class Deaf(Machine[Tally, SpokenEvent, str]):
+        EVENTS = SpokenEvent
+
+        def __init__(self, state: Tally) -> None:
+            super().__init__(state, state, [])
+
+        @on(Called)
+        def _on_called(self, event: Called) -> None: ...
 
     class Torn(TallyMachine):
         @on(Added)

@@ -14,8 +14,7 @@ from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.formats.rollout.job_section import RolloutSettings
 from trimtab.formats.rollout.schema import AttachedEngine, StartedEngines
 from trimtab.machines.rollout.policies import policy as scaling
-from trimtab.machines.rollout.policies.load import LoadSample
-from trimtab.machines.rollout.policies.policy import SleepCosts
+from trimtab.machines.rollout.policies.load import LoadSample, SleepCosts
 from trimtab.model.rollout import Owner
 from trimtab.runtime.gateway.settings import GatewaySettings
 

@@ -794,7 +794,7 @@ def test_tokens_count_not_requests() -> None:
 
 
 def test_the_length_of_answers_is_learnt_by_class_and_prompt_length() -> None:
-    predictor = LengthPredictor()
+    predictor = LengthPredictor({})
     short, long = RequestSpec("a", 10, 1_000, class_="x"), RequestSpec("b", 900, 1_000, class_="x")
     assert predictor.remaining(short, 0) == 1_000
     for _ in range(5):

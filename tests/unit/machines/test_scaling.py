@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.machines.rollout.policies import policy as scaling
-from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState, SleepCosts, Taker, consult
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyMemory, PolicyState, SleepCosts, Taker
+from trimtab.machines.rollout.policies.policy import consult
 from trimtab.model.elastic_config import ElasticConfig
 
 DEFAULTS = ElasticConfig()
@@ -702,5 +704,6 @@ def test_a_state_that_was_put_away_and_taken_up_again_decides_the_same(
     one, other = Fleet(config, active), Fleet(config, active)
     for turn, (load, fresh) in enumerate(story):
         if turn == cut:
-            other.state = scaling.load(json.loads(json.dumps(scaling.dump(other.state), allow_nan=False)), config)
+            plain = json.loads(json.dumps(encode(other.state.memory), allow_nan=False))
+            other.state = PolicyState(config, decode(PolicyMemory, plain))
         assert one.look(*load, fresh=fresh) == other.look(*load, fresh=fresh)

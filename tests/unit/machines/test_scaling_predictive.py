@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_scenes import QUICK, Scene, play
+from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import ReasonCode
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies import predictive, stream
-from trimtab.machines.rollout.policies.load import LoadSample, SleepCosts, Taker
+from trimtab.machines.rollout.policies.load import LoadSample, PolicyMemory, PolicyState, SleepCosts, Taker
 from trimtab.machines.rollout.policies.stream import StreamMemory
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.rollout import SamplingParams, WorkerState
@@ -225,14 +226,14 @@ def test_whatever_is_seen_it_decides_within_the_limits_and_the_same_after_a_snap
     one, other = Looks(costs=costs), Looks(costs=costs)
     for turn, (load, idle, after_s, fresh, queued) in enumerate(story):
         if turn == cut:
-            plain = json.loads(json.dumps(scaling.dump(other.state), allow_nan=False))
-            other.state = scaling.load(plain, CONFIG)
+            plain = json.loads(json.dumps(encode(other.state.memory), allow_nan=False))
+            other.state = PolicyState(CONFIG, decode(PolicyMemory, plain))
         now = {"idle": min(idle, one.active), "after_s": after_s, "fresh": fresh, "queued": load // 3 if queued else 0}
         before = one.active
         assert one.look(load, **now) == other.look(load, **now)
         assert 1 <= one.active <= 4
         assert fresh or one.active == before
-        assert len(json.dumps(scaling.dump(one.state))) < 20_000
+        assert len(json.dumps(encode(one.state.memory))) < 20_000
 
 
 def test_policies_are_known_by_name_and_cost_aware_is_not_among_them() -> None:

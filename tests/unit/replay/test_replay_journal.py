@@ -22,7 +22,7 @@ from trimtab.core.codec import decode
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
-from trimtab.machines.pool import instructions as orders
+from trimtab.machines.pool.explain import instruction_text
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.churn import Churn
@@ -92,7 +92,7 @@ class Play:
 
 
 def record_of(heard: Heard, *, marked: bool = True) -> JournalRecord:
-    told = [tuple(orders.lines(out)) if marked else None for _, _, out in heard]
+    told = [tuple(map(instruction_text, out)) if marked else None for _, _, out in heard]
     return read_record(None, [(now, event) for now, event, _ in heard], told, 0.0)
 
 
@@ -112,7 +112,7 @@ def simulated(seed: int, *, saves: bool = True, clock: float = 0.0) -> tuple[Hea
 def write(directory: Path, heard: Heard, *, marked: bool = True) -> Path:
     journal = Journal(directory)
     for now, event, out in heard:
-        journal.append(now, event, orders.lines(out) if marked else None)
+        journal.append(now, event, [*map(instruction_text, out)] if marked else None)
     journal.close()
     return directory
 

@@ -16,7 +16,7 @@ from trimtab.machines.pool import feasibility as room
 from trimtab.machines.pool.capacity import ClusterCapacity
 from trimtab.machines.pool.feasibility import Assignment
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.queueing_hints import HintLog
+from trimtab.machines.pool.queue import HintLog
 from trimtab.machines.pool.records import PoolRecord, PoolTask
 from trimtab.machines.pool.state import PoolState
 from trimtab.model.pool import BundlePlacement, PlacementStrategy, PoolSpec

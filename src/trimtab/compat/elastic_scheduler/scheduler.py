@@ -15,22 +15,17 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
-from trimtab.compat.elastic_scheduler.answers import Placement, RequestCompletion
-from trimtab.compat.elastic_scheduler.worker_group import (
-    NotIdleError,
-    WorkerGroupCalls,
-    WorkerId,
-    WorkerStatus,
-)
-from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, meant
+from trimtab.compat.elastic_scheduler.worker_group import NotIdleError, WorkerGroupCalls, WorkerId, WorkerStatus
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError, meant
 from trimtab.core.numbers import SHORTEST_S, Range
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
-from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState, ScalingPolicy, Taker, policy_of
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, ScalingPolicy, Taker
+from trimtab.machines.rollout.policies.policy import policy_of
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
     End,
@@ -64,6 +59,48 @@ COMPLETED_KEPT = 1_000
 HOLD = "wake_up_all_workers"
 STOPPED = "stop"
 VERSION = 0  # weights are between trainer and group; to the machine they never change
+
+
+class Placement:
+    """The worker of a request: await it, or read `worker`, which is None while the request waits."""
+
+    def __init__(self, request: str) -> None:
+        self.request = request
+        self.worker: WorkerId | None = None
+        self.error: TrimtabError | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def __await__(self) -> Generator[Any, None, WorkerId]:
+        while self.worker is None and self.error is None:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            yield from future
+        if self.error is not None:
+            raise self.error
+        assert self.worker is not None
+        return self.worker
+
+    def settle(self, worker: WorkerId | None, error: TrimtabError | None = None) -> None:
+        """Set the worker or the error, and wake those that await it."""
+        self.worker, self.error = worker, error
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+class RequestCompletion:
+    """Whether the request was open. Known at once; may be awaited too."""
+
+    def __init__(self, was_open: bool) -> None:
+        self.was_open = was_open
+
+    def __bool__(self) -> bool:
+        return self.was_open
+
+    def __await__(self) -> Generator[Any, None, bool]:
+        yield from ()
+        return self.was_open
 
 
 class ElasticScheduler:
@@ -130,7 +167,6 @@ class ElasticScheduler:
 
     @property
     def is_running(self) -> bool:
-        """Whether the load is monitored."""
         return not self._core.closing
 
     async def start(self) -> None:
@@ -488,15 +524,11 @@ def _request_id(name: str) -> str:
 def _rules(config: ElasticConfig, calls: WorkerGroupCalls) -> RolloutRules:
     """The machine's rules for these settings."""
     call_s = calls.timeout_s + 1.0  # the machine's deadline comes after the call's own
-    return RolloutRules(
-        min_workers=config.min_workers,
-        max_workers=config.max_workers,
-        capacity=config.requests_per_worker_capacity,
+    return RolloutRules.of(
+        config,
         version=VERSION,
         classes=(RequestClass(queue_limit=MAX_QUEUED),),
         ownership=Ownership(abort=Owner.trimtab if calls.can_abort else Owner.trainer),
-        monitor_s=config.monitoring_interval,
-        drain_s=config.drain_timeout,
         abort_s=call_s,
         stall_s=NEVER_S,
         wake_s=call_s,

@@ -142,13 +142,7 @@ def _rules(section: RolloutSection, elastic: ElasticConfig | None) -> RolloutRul
         "classes": tuple({DEFAULT_CLASS: RequestClass(), **classes}.values()),
         "ownership": Ownership(**section.ownership),
     }
-    if elastic is not None:
-        values |= {
-            "min_workers": elastic.min_workers, "max_workers": elastic.max_workers,
-            "capacity": elastic.requests_per_worker_capacity, "monitor_s": elastic.monitoring_interval,
-            "drain_s": elastic.drain_timeout,
-        }  # fmt: skip
-    else:
+    if elastic is None:
         values |= {
             "min_workers": 1,
             "max_workers": MAX_ENGINES,
@@ -159,4 +153,4 @@ def _rules(section: RolloutSection, elastic: ElasticConfig | None) -> RolloutRul
         if key not in section.rules:
             own = [getattr(item, key) + ACTION_MARGIN_S for item in section.engines if isinstance(item, StartedEngines)]
             values[key] = max([getattr(RolloutRules, key), *own])
-    return RolloutRules(**values)
+    return RolloutRules(**values) if elastic is None else RolloutRules.of(elastic, **values)

@@ -32,7 +32,7 @@ from trimtab.formats.sections import (
     checked_by,
     refused,
 )
-from trimtab.model.rollout import Ownership, RequestClass, RolloutRules, resume_bounds
+from trimtab.model.rollout import ELASTIC_RULES, Ownership, RequestClass, RolloutRules, resume_bounds
 
 MAX_ENGINES = 4_096
 DEFAULT_PORT = 8268
@@ -40,11 +40,7 @@ DEFAULT_PORT = 8268
 STATED_ELSEWHERE: Elsewhere = {
     key: ("is no key of rules", f"use {place}")
     for key, place in {
-        "min_workers": "elastic_config.min_workers",
-        "max_workers": "elastic_config.max_workers",
-        "capacity": "elastic_config.requests_per_worker_capacity",
-        "monitor_s": "elastic_config.monitoring_interval",
-        "drain_s": "elastic_config.drain_timeout",
+        **{rule: f"elastic_config.{name}" for rule, name in ELASTIC_RULES.items()},
         "version": "rollout.version",
         "classes": "rollout.classes",
         "ownership": "rollout.ownership",

@@ -106,10 +106,8 @@ class Diagnosis:
 
     @property
     def waits(self) -> int:
-        """Number of workloads that wait."""
         return sum(finding.count for finding in self.findings)
 
     @property
     def never(self) -> int:
-        """Number of workloads that cannot start."""
         return sum(finding.count for finding in self.findings if finding.never)

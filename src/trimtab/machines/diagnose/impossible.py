@@ -27,9 +27,8 @@ def impossible(workloads: PendingWorkloads, nodes: Sequence[NodeSnapshot]) -> Fi
     first = workloads[0]
     if not nodes:
         sentence = "no node can run workloads"
-        return Finding(
-            WaitCause.no_node, workloads, sentence, True, remedies=("start a node: `ray start --address=...`",)
-        )
+        remedies = ("start a node: `ray start --address=...`",)
+        return Finding(WaitCause.no_node, workloads, sentence, True, remedies=remedies)
     for number, request in enumerate(first.requests):
         if request.node is None:
             found = _alone(workloads, request, f"bundle {number}" if len(first.requests) > 1 else "it", nodes)

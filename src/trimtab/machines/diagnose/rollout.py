@@ -13,7 +13,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from trimtab.core.reasons import ReasonCode
+from trimtab.core.reasons import ReasonCode, counted, some
 from trimtab.machines.diagnose.rollout_findings import (
     Data,
     RolloutCheck,
@@ -22,15 +22,13 @@ from trimtab.machines.diagnose.rollout_findings import (
     Severity,
     StatusReader,
     reason_of,
-    requests_text,
-    some,
 )
-from trimtab.machines.diagnose.rollout_scaling import SCALING_CHECKS
 from trimtab.model.rollout import ReleaseSupport
 
 MOVED_SHARE = 0.05  # of answered requests: more moved ones are reported ...
 MIN_MOVED = 10  # ... from this count on
 AWAITED_S = 60.0  # wait for weights before it is reported
+UNTRUE_STEPS = 2  # consecutive steps without the expected effect
 OBEYS = "engines have no authentication: any client can stop them or replace their weights"
 
 
@@ -69,61 +67,42 @@ def none_serving(seen: StatusReader) -> Iterator[RolloutFinding]:
     if seen.of("active"):
         return
     if not seen.workers:
-        yield RolloutFinding(
-            RolloutIssue.none_serving,
-            Severity.stuck,
-            "there is no engine",
-            "name engines in the job file, or add one: POST /workers",
-        )
+        sentence = "there is no engine"
+        fix = "name engines in the job file, or add one: POST /workers"
+        yield RolloutFinding(RolloutIssue.none_serving, Severity.stuck, sentence, fix)
         return
     states = {state: len(seen.of(state)) for state in dict.fromkeys(worker["state"] for worker in seen.workers)}
     text = ", ".join(f"{count} {state}" for state, count in states.items())
     severity = Severity.note if set(states) == {"starting"} else Severity.stuck
+    sentence = f"no engine serves: {text}"
+    fix = "see the other findings for the cause of each"
     yield RolloutFinding(
-        RolloutIssue.none_serving,
-        severity,
-        f"no engine serves: {text}",
-        "see the other findings for the cause of each",
-        tuple(worker["name"] for worker in seen.workers),
+        RolloutIssue.none_serving, severity, sentence, fix, tuple(worker["name"] for worker in seen.workers)
     )
 
 
 def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Lost, wedged, faulty or disabled engines."""
     for worker in seen.of("lost", "suspect", "inactive"):
-        code, text = reason_of(worker)
+        name, (code, text) = worker["name"], reason_of(worker)
         if code == ReasonCode.restarts_used.value:
-            yield RolloutFinding(
-                RolloutIssue.given_up,
-                Severity.fault,
-                f"{worker['name']}: {text}",
-                f"fix the cause, then retry: `trimtab rollout resume {worker['name']}`",
-                (worker["name"],),
-            )
+            sentence = f"{name}: {text}"
+            fix = f"fix the cause, then retry: `trimtab rollout resume {name}`"
+            yield RolloutFinding(RolloutIssue.given_up, Severity.fault, sentence, fix, (name,))
         elif worker["state"] == "inactive":
             continue
         elif code == ReasonCode.hung.value:
-            yield RolloutFinding(
-                RolloutIssue.engine_wedged,
-                Severity.fault,
-                f"{worker['name']} does not answer, though its health check may pass: {text}",
-                "see its log; restart it if it does not recover",
-                (worker["name"],),
-            )
+            sentence = f"{name} does not answer, though its health check may pass: {text}"
+            fix = "see its log; restart it if it does not recover"
+            yield RolloutFinding(RolloutIssue.engine_wedged, Severity.fault, sentence, fix, (name,))
         elif worker["state"] == "lost":
             ours = worker.get("startable")
             fix = "it is restarted when needed" if ours else "restart it at the same address"
-            yield RolloutFinding(
-                RolloutIssue.engine_lost, Severity.fault, f"{worker['name']} is lost: {text}", fix, (worker["name"],)
-            )
+            yield RolloutFinding(RolloutIssue.engine_lost, Severity.fault, f"{name} is lost: {text}", fix, (name,))
         else:
-            yield RolloutFinding(
-                RolloutIssue.engine_faulty,
-                Severity.fault,
-                f"{worker['name']} is suspected: {text}",
-                "nothing new is sent there until it answers a probe; see its log",
-                (worker["name"],),
-            )
+            sentence = f"{name} is suspected: {text}"
+            fix = "nothing new is sent there until it answers a probe; see its log"
+            yield RolloutFinding(RolloutIssue.engine_faulty, Severity.fault, sentence, fix, (name,))
 
 
 def engines_never_reached(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -132,13 +111,9 @@ def engines_never_reached(seen: StatusReader) -> Iterator[RolloutFinding]:
     text = {warning.get("worker") or "": warning for warning in seen.status.get("warnings") or ()}
     for worker, warning in text.items():
         if worker not in known and warning.get("code") == ReasonCode.not_reached.value:
-            yield RolloutFinding(
-                RolloutIssue.engine_awaited,
-                Severity.fault,
-                f"{worker}: {warning['sentence']}",
-                "start it, or correct its address in the job file",
-                (worker,),
-            )
+            sentence = f"{worker}: {warning['sentence']}"
+            fix = "start it, or correct its address in the job file"
+            yield RolloutFinding(RolloutIssue.engine_awaited, Severity.fault, sentence, fix, (worker,))
 
 
 def engines_without_weights(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -150,13 +125,9 @@ def engines_without_weights(seen: StatusReader) -> Iterator[RolloutFinding]:
         there = seen.of(state)
         failed = [worker for worker in there if reason_of(worker)[0] == ReasonCode.refit_failed.value]
         for worker in failed:
-            yield RolloutFinding(
-                RolloutIssue.refit_failed,
-                Severity.fault,
-                f"{worker['name']}: {reason_of(worker)[1]}",
-                "refit it again; until then it does not serve, whatever it reports",
-                (worker["name"],),
-            )
+            name, sentence = worker["name"], f"{worker['name']}: {reason_of(worker)[1]}"
+            fix = "refit it again; until then it does not serve, whatever it reports"
+            yield RolloutFinding(RolloutIssue.refit_failed, Severity.fault, sentence, fix, (name,))
         waiting = [worker for worker in there if worker not in failed]
         if not waiting:
             continue
@@ -170,56 +141,36 @@ def engines_without_weights(seen: StatusReader) -> Iterator[RolloutFinding]:
                 issue, Severity.stuck, f"{sentence}; refits are owned by the trainer, and none is under way", fix, names
             )
         else:
-            yield RolloutFinding(
-                issue,
-                Severity.stuck,
-                f"{sentence}; refits are owned by trimtab, and none is under way",
-                "load the weights: refit.load(path), or start the engines with them",
-                names,
-            )
+            sentence = f"{sentence}; refits are owned by trimtab, and none is under way"
+            fix = "load the weights: refit.load(path), or start the engines with them"
+            yield RolloutFinding(issue, Severity.stuck, sentence, fix, names)
 
 
 def refits(seen: StatusReader) -> Iterator[RolloutFinding]:
     refit = seen.status.get("refit") or {}
     waiting = tuple(refit.get("waiting") or ())
     if waiting:
-        yield RolloutFinding(
-            RolloutIssue.refit_open,
-            Severity.note,
-            f"the refit to version {refit.get('version')} waits for {some(waiting)} to pause",
-            "its requests are being paused or aborted; if it lasts, check those engines",
-            waiting,
-        )
+        sentence = f"the refit to version {refit.get('version')} waits for {some(waiting)} to pause"
+        fix = "its requests are being paused or aborted; if it lasts, check those engines"
+        yield RolloutFinding(RolloutIssue.refit_open, Severity.note, sentence, fix, waiting)
 
 
 def external_actions(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that another client paused, put to sleep, or reclaimed."""
     for worker in seen.workers:
-        code, text = reason_of(worker)
+        name, (code, text) = worker["name"], reason_of(worker)
         if worker.get("paused_elsewhere"):
-            yield RolloutFinding(
-                RolloutIssue.paused,
-                Severity.note,
-                f"{worker['name']} was paused by another client: nothing is sent there",
-                "that client must resume it; a trainer pauses engines during a weight update",
-                (worker["name"],),
-            )
+            sentence = f"{name} was paused by another client: nothing is sent there"
+            fix = "that client must resume it; a trainer pauses engines during a weight update"
+            yield RolloutFinding(RolloutIssue.paused, Severity.note, sentence, fix, (name,))
         elif worker.get("taken"):
-            yield RolloutFinding(
-                RolloutIssue.drained,
-                Severity.note,
-                f"{worker['name']} is lent out ({text})",
-                f"`trimtab rollout resume {worker['name']}` lets it serve again; a pool returns it by itself",
-                (worker["name"],),
-            )
+            sentence = f"{name} is lent out ({text})"
+            fix = f"`trimtab rollout resume {name}` lets it serve again; a pool returns it by itself"
+            yield RolloutFinding(RolloutIssue.drained, Severity.note, sentence, fix, (name,))
         elif worker["state"] == "inactive" and worker.get("asleep") and seen.owner("sleep") == "trainer":
-            yield RolloutFinding(
-                RolloutIssue.asleep,
-                Severity.note,
-                f"{worker['name']} sleeps, and the trainer owns its wake ({code}: {text})",
-                "the trainer wakes it, or ownership.sleep: trimtab",
-                (worker["name"],),
-            )
+            sentence = f"{name} sleeps, and the trainer owns its wake ({code}: {text})"
+            fix = "the trainer wakes it, or ownership.sleep: trimtab"
+            yield RolloutFinding(RolloutIssue.asleep, Severity.note, sentence, fix, (name,))
 
 
 def releases(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -231,40 +182,28 @@ def releases(seen: StatusReader) -> Iterator[RolloutFinding]:
     ]
     for note in dict.fromkeys(worker.get("note") or worker["release"] for worker in unknown):
         names = tuple(worker["name"] for worker in unknown if (worker.get("note") or worker["release"]) == note)
-        yield RolloutFinding(
-            RolloutIssue.release_unknown,
-            Severity.note,
-            f"{some(names)}: {note}",
-            "watch the first drain, sleep and refit; llama.cpp from a wheel reports no release",
-            names,
-        )
+        sentence = f"{some(names)}: {note}"
+        fix = "watch the first drain, sleep and refit; llama.cpp from a wheel reports no release"
+        yield RolloutFinding(RolloutIssue.release_unknown, Severity.note, sentence, fix, names)
 
 
 def exposed(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Engines that are reachable from other machines."""
     near = []
     for worker in seen.workers:
-        host = _host(worker.get("url") or "")
+        name, host = worker["name"], _host(worker.get("url") or "")
         if host is None or host.is_loopback:
             continue
         if host.is_global or host.is_unspecified:
-            yield RolloutFinding(
-                RolloutIssue.exposed,
-                Severity.stuck,
-                f"{worker['name']} is at {host}, which is no private address; {OBEYS}",
-                "give it a loopback or private address",
-                (worker["name"],),
-            )
+            sentence = f"{name} is at {host}, which is no private address; {OBEYS}"
+            fix = "give it a loopback or private address"
+            yield RolloutFinding(RolloutIssue.exposed, Severity.stuck, sentence, fix, (name,))
         else:
-            near.append(worker["name"])
+            near.append(name)
     if near:
-        yield RolloutFinding(
-            RolloutIssue.exposed,
-            Severity.note,
-            f"{some(near)} can be reached by every machine of their network; {OBEYS}",
-            "nothing, if all machines in it are trusted",
-            tuple(near),
-        )
+        sentence = f"{some(near)} can be reached by every machine of their network; {OBEYS}"
+        fix = "nothing, if all machines in it are trusted"
+        yield RolloutFinding(RolloutIssue.exposed, Severity.note, sentence, fix, tuple(near))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -277,14 +216,169 @@ def memory(seen: StatusReader) -> Iterator[RolloutFinding]:
         if not text:
             continue
         held = "; ".join(f"GPU {gpu}: process {some([str(pid) for pid in pids])}" for gpu, pids in seen.holders.items())
-        yield RolloutFinding(
-            RolloutIssue.memory_kept,
-            Severity.fault,
-            text + (f"; GPU processes here: {held}" if held else ""),
+        sentence = text + (f"; GPU processes here: {held}" if held else "")
+        fix = (
             "start the engine with its memory saver (vLLM --enable-sleep-mode, SGLang --enable-memory-saver), and "
-            "check whether another process holds the rest",
-            (worker["name"],),
+            "check whether another process holds the rest"
         )
+        yield RolloutFinding(RolloutIssue.memory_kept, Severity.fault, sentence, fix, (worker["name"],))
+
+
+# ---- scaling -------------------------------------------------------------------------------------------------------
+
+NOT_DOWN: dict[str, tuple[RolloutIssue, Severity, str]] = {
+    ReasonCode.load_fits.value: (
+        RolloutIssue.load_does_not_fit,
+        Severity.note,
+        "nothing: one worker fewer would be above the middle of the thresholds; a higher "
+        "requests_per_worker_capacity, if the engines can take it, lets one go",
+    ),
+    ReasonCode.no_taker.value: (
+        RolloutIssue.no_taker,
+        Severity.note,
+        "set a taker that can use a worker for longer than sleep and wake take, or scale_down_requires_demand: false",
+    ),
+    ReasonCode.switched_off.value: (
+        RolloutIssue.switched_off,
+        Severity.note,
+        "enable_elastic: true, if that is not meant",
+    ),
+    ReasonCode.load_unknown.value: (
+        RolloutIssue.load_unknown,
+        Severity.stuck,
+        "an engine's figures are stale or missing: check that its metrics answer (SGLang --enable-metrics)",
+    ),
+    ReasonCode.policy_fault.value: (
+        RolloutIssue.policy_fault,
+        Severity.stuck,
+        "fix the policy: nothing is scaled until then",
+    ),
+}
+
+
+def not_scaling_down(seen: StatusReader) -> Iterator[RolloutFinding]:
+    """The load is low, and the workers stay."""
+    if not seen.low:
+        return
+    spare = (
+        f"load {seen.metrics['load_ratio']:.2f} is below {seen.elastic['scale_down_threshold']:g}, {seen.serving} serve"
+    )
+    scaled = seen.by_hand
+    if scaled is not None:
+        until = f" for {scaled['left_s']:.0f} s more" if scaled.get("left_s") is not None else " until released"
+        sentence = (
+            f"{spare}: {scaled['workers']} workers were set by hand{until} ({scaled.get('why') or 'no reason given'})"
+        )
+        fix = "`trimtab rollout scale --release` gives the number back to the policy"
+        yield RolloutFinding(RolloutIssue.set_by_hand, Severity.note, sentence, fix)
+        return
+    if seen.refits:
+        sentence = f"{spare}: a refit is under way, and no worker leaves during it"
+        yield RolloutFinding(RolloutIssue.refit_holds, Severity.note, sentence, "it continues after the refit")
+        return
+    holds, max_held = seen.holds, max(seen.holds.values(), default=0)
+    if max_held >= seen.serving:
+        sentence = f"{spare}: {max_held} are held ready by {some(tuple(holds))}"
+        fix = "release the hold (a validation that has ended?)"
+        yield RolloutFinding(RolloutIssue.held, Severity.note, sentence, fix, tuple(holds))
+        return
+    least = seen.rules.min_workers
+    if seen.serving <= least:
+        sentence = f"{spare}: at least {least} must (min_workers, or the plan's range)"
+        fix = "a lower min_workers, if so many are not needed"
+        yield RolloutFinding(RolloutIssue.min_workers, Severity.note, sentence, fix)
+        return
+    yield from _by_decision(seen, spare)
+
+
+def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
+    policy = seen.elastic.get("policy")
+    if policy == "static":
+        sentence = f"{spare}: the policy is static, which never scales by load"
+        fix = "`elastic_config: {policy: threshold}` in the job file scales them"
+        yield RolloutFinding(RolloutIssue.policy_fixed, Severity.note, sentence, fix)
+        return
+    if seen.decision is None:
+        return
+    code, text = reason_of(seen.decision)
+    if code in NOT_DOWN:
+        issue, severity, fix = NOT_DOWN[code]
+        yield RolloutFinding(issue, severity, f"{spare}: {text}", fix)
+    elif code == ReasonCode.not_yet.value:
+        cooldown_s = float(seen.elastic.get("scale_down_cooldown", 0.0))
+        ago_s = min((step["ago_s"] for step in seen.steps if step.get("ago_s") is not None), default=None)
+        if ago_s is not None and ago_s < cooldown_s:
+            left = f"{cooldown_s - ago_s:.0f} s of scale_down_cooldown {cooldown_s:g} s are left"
+            yield RolloutFinding(
+                RolloutIssue.cooldown, Severity.note, f"{spare}: {left}", "wait, or a shorter scale_down_cooldown"
+            )
+        else:
+            sentence = f"{spare}: {text}"
+            fix = (
+                "wait; if it never is so for long enough, the load swings: a shorter min_stable_period, or a lower "
+                "scale_down_threshold"
+            )
+            yield RolloutFinding(RolloutIssue.not_stable, Severity.note, sentence, fix)
+
+
+def drains_that_do_not_end(seen: StatusReader) -> Iterator[RolloutFinding]:
+    """Draining for longer than a drain may take."""
+    limit_s = seen.rules.drain_s
+    for worker in seen.of("draining"):
+        if worker.get("since_s", 0.0) <= limit_s or (worker.get("deadline_s") or 0.0) > 0:
+            continue
+        running, outside = worker.get("running", 0), worker.get("outside") or 0
+        late = f"{worker['name']} has drained for {worker['since_s']:.0f} s, {limit_s:g} s were allowed"
+        if worker.get("doing"):
+            cause, fix = f"its {worker['doing']} is under way", "it has a deadline of its own"
+        elif running and seen.owner("abort") == "trainer":
+            cause = f"{counted(running, 'request')} run there, and only the trainer may abort them"
+            fix = "the trainer must abort them; with ownership.abort: trimtab they are moved"
+        elif outside:
+            cause = f"{counted(outside, 'request')} of other clients run there, by its own figures"
+            fix = "the other clients must end them: trimtab does not know them"
+        elif running:
+            cause, fix = (
+                f"{counted(running, 'request')} there do not end",
+                "see its log; it is marked lost if it stays unresponsive",
+            )
+        elif seen.refits:
+            cause, fix = "it is a member of the open refit", "it continues after the refit"
+        else:
+            cause, fix = "its own figures are stale, so it is not known to be idle", "check that its metrics answer"
+        yield RolloutFinding(RolloutIssue.drain_late, Severity.stuck, f"{late}: {cause}", fix, (worker["name"],))
+
+
+def not_scaling_up(seen: StatusReader) -> Iterator[RolloutFinding]:
+    """The load is high, and no worker is added."""
+    if not seen.high or seen.of("starting"):
+        return
+    most = seen.rules.max_workers
+    load = f"load {seen.metrics['load_ratio']:.2f}"
+    full = f"{load} is above {seen.elastic['scale_up_threshold']:g}, {seen.serving} serve"
+    if seen.serving >= most:
+        yield RolloutFinding(
+            RolloutIssue.all_in_use, Severity.stuck, f"{full}: at most {most} may", "a higher max_workers"
+        )
+    elif seen.serving >= seen.range.get("most", seen.serving + 1):
+        yield RolloutFinding(
+            RolloutIssue.all_in_use, Severity.stuck, f"{full}: no other engine is available", "add engines"
+        )
+
+
+def steps_that_did_not_come_true(seen: StatusReader) -> Iterator[RolloutFinding]:
+    """The last steps did not have the expected effect."""
+    judged = [step for step in seen.steps if step.get("came_true") is not None]
+    untrue = 0
+    for step in reversed(judged):
+        if step["came_true"]:
+            break
+        untrue += 1
+    if untrue >= UNTRUE_STEPS:
+        last = judged[-1]
+        sentence = f"the last {untrue} steps did not come true (expected: {last.get('expects') or 'nothing text'})"
+        fix = "the wanted workers did not come up, or did not help: check the engines that do not start"
+        yield RolloutFinding(RolloutIssue.steps_untrue, Severity.stuck, sentence, fix, tuple(last.get("changed") or ()))
 
 
 # ---- requests ------------------------------------------------------------------------------------------------------
@@ -296,22 +390,16 @@ def queues(seen: StatusReader) -> Iterator[RolloutFinding]:
     ]
     for queue in full:
         name, why = queue["class"], (queue.get("reason") or {}).get("sentence")
-        yield RolloutFinding(
-            RolloutIssue.queue_full,
-            Severity.stuck,
-            f"class {name}: {requests_text(queue['waiting'])} wait, the limit of the queue; more are refused"
-            + (f" (the oldest waits: {why})" if why else ""),
-            f"more engines, fewer requests at once, or a higher classes.{name}.queue_limit",
-            (name,),
+        sentence = (
+            f"class {name}: {counted(queue['waiting'], 'request')} wait, the limit of the queue; more are refused"
+            + (f" (the oldest waits: {why})" if why else "")
         )
+        fix = f"more engines, fewer requests at once, or a higher classes.{name}.queue_limit"
+        yield RolloutFinding(RolloutIssue.queue_full, Severity.stuck, sentence, fix, (name,))
     refused = (seen.status.get("counters") or {}).get("refused", 0)
     if refused and not full:
-        yield RolloutFinding(
-            RolloutIssue.queue_full,
-            Severity.note,
-            f"{requests_text(refused)} were refused since the start; there is room now",
-            "refused clients get a retry-after time",
-        )
+        sentence = f"{counted(refused, 'request')} were refused since the start; there is room now"
+        yield RolloutFinding(RolloutIssue.queue_full, Severity.note, sentence, "refused clients get a retry-after time")
 
 
 def requests_for_later(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -319,14 +407,12 @@ def requests_for_later(seen: StatusReader) -> Iterator[RolloutFinding]:
     for queue in seen.status.get("queue") or ():
         reason = queue.get("reason") or {}
         if reason.get("code") == ReasonCode.version_awaited.value and queue.get("oldest_s", 0.0) > AWAITED_S:
-            yield RolloutFinding(
-                RolloutIssue.weights_awaited,
-                Severity.stuck,
-                f"class {queue['class']}: {requests_text(queue['waiting'])} wait, "
-                f"the oldest for {queue['oldest_s']:.0f} s: {reason['sentence']}",
-                "the trainer refits the engines, or clients ask for a version that is served",
-                (queue["class"],),
+            sentence = (
+                f"class {queue['class']}: {counted(queue['waiting'], 'request')} wait, "
+                f"the oldest for {queue['oldest_s']:.0f} s: {reason['sentence']}"
             )
+            fix = "the trainer refits the engines, or clients ask for a version that is served"
+            yield RolloutFinding(RolloutIssue.weights_awaited, Severity.stuck, sentence, fix, (queue["class"],))
 
 
 def requests_that_moved(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -335,13 +421,12 @@ def requests_that_moved(seen: StatusReader) -> Iterator[RolloutFinding]:
     answered = sum(count for name, count in counters.items() if name.startswith("answered_"))
     moved = counters.get("moved", 0) + counters.get("restarted", 0)
     if moved >= MIN_MOVED and moved > MOVED_SHARE * answered:
-        yield RolloutFinding(
-            RolloutIssue.moved_often,
-            Severity.note,
-            f"{requests_text(moved)} were aborted and moved ({counters.get('restarted', 0)} from the prompt), "
-            f"of {answered} answered",
-            "a longer drain_timeout, if drains aborted them; if engines failed, see the faults",
+        sentence = (
+            f"{counted(moved, 'request')} were aborted and moved ({counters.get('restarted', 0)} from the prompt), "
+            f"of {answered} answered"
         )
+        fix = "a longer drain_timeout, if drains aborted them; if engines failed, see the faults"
+        yield RolloutFinding(RolloutIssue.moved_often, Severity.note, sentence, fix)
 
 
 def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -351,29 +436,20 @@ def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
     for (code, worker), text in alike.items():
         on = f" on {worker}" if worker else ""
         if code == ReasonCode.retries_used.value:
-            yield RolloutFinding(
-                RolloutIssue.retries_used,
-                Severity.fault,
-                f"{requests_text(len(text))} failed too often{on} and were given up: {text[-1]}",
-                "see that engine's log; `trimtab rollout status NAME` shows the history of a request",
-                (worker,) if worker else (),
-            )
+            sentence = f"{counted(len(text), 'request')} failed too often{on} and were given up: {text[-1]}"
+            fix = "see that engine's log; `trimtab rollout status NAME` shows the history of a request"
+            yield RolloutFinding(RolloutIssue.retries_used, Severity.fault, sentence, fix, (worker,) if worker else ())
         else:
+            sentence = f"{counted(len(text), 'request')} failed{on}: {code}: {text[-1]}"
+            fix = "`trimtab rollout status NAME` shows the history of a request"
             yield RolloutFinding(
-                RolloutIssue.requests_failed,
-                Severity.fault,
-                f"{requests_text(len(text))} failed{on}: {code}: {text[-1]}",
-                "`trimtab rollout status NAME` shows the history of a request",
-                (worker,) if worker else (),
+                RolloutIssue.requests_failed, Severity.fault, sentence, fix, (worker,) if worker else ()
             )
     count = (seen.status.get("counters") or {}).get("answered_failed", 0)
     if count and not alike:
-        yield RolloutFinding(
-            RolloutIssue.requests_failed,
-            Severity.fault,
-            f"{requests_text(count)} failed since the start",
-            "see the error of each answer, and the warnings of `trimtab rollout status`",
-        )
+        sentence = f"{counted(count, 'request')} failed since the start"
+        fix = "see the error of each answer, and the warnings of `trimtab rollout status`"
+        yield RolloutFinding(RolloutIssue.requests_failed, Severity.fault, sentence, fix)
 
 
 def settings(seen: StatusReader) -> Iterator[RolloutFinding]:
@@ -408,7 +484,10 @@ CHECKS: tuple[RolloutCheck, ...] = (
     releases,
     exposed,
     memory,
-    *SCALING_CHECKS,
+    not_scaling_down,
+    drains_that_do_not_end,
+    not_scaling_up,
+    steps_that_did_not_come_true,
     queues,
     requests_for_later,
     requests_that_moved,

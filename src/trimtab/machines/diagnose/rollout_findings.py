@@ -16,8 +16,6 @@ from trimtab.model.rollout import Owner, RolloutRules
 
 Data = Mapping[str, Any]
 
-NAMED = 4  # workers in one sentence
-
 
 class Severity(str, enum.Enum):
     """Severity of a finding."""
@@ -122,13 +120,11 @@ class StatusReader:
 
     @property
     def low(self) -> bool:
-        """Whether the load is below the scale-down threshold."""
         ratio, threshold = self.metrics.get("load_ratio"), self.elastic.get("scale_down_threshold")
         return ratio is not None and threshold is not None and ratio < threshold and self.serving > 1
 
     @property
     def high(self) -> bool:
-        """Whether the load is above the scale-up threshold."""
         ratio, threshold = self.metrics.get("load_ratio"), self.elastic.get("scale_up_threshold")
         return ratio is not None and threshold is not None and ratio > threshold
 
@@ -154,13 +150,3 @@ RolloutCheck = Callable[[StatusReader], Iterator[RolloutFinding]]
 def reason_of(worker: Data) -> tuple[str, str]:
     reason = worker.get("reason") or {}
     return str(reason.get("code", "")), str(reason.get("sentence", ""))
-
-
-def some(names: Sequence[str]) -> str:
-    if len(names) <= NAMED:
-        return ", ".join(names)
-    return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
-
-
-def requests_text(count: int) -> str:
-    return f"{count} request{'' if count == 1 else 's'}"

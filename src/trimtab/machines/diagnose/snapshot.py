@@ -215,7 +215,6 @@ class GcsSnapshot:
         return next((node for node in self.nodes if node.id == id), None)
 
     def node_name(self, id: str | None) -> str:
-        """Display name of a node, also of a dead one."""
         found = self.node(id)
         return found.name if found else (id or "")[:SHORT_ID] or "an unknown node"
 
@@ -245,5 +244,4 @@ def named(nodes: Iterable[NodeSnapshot]) -> tuple[NodeSnapshot, ...]:
 
 
 def total_requested(requests: Sequence[ResourceRequest]) -> Resources:
-    """Sum of the requests that are not placed yet."""
     return total([request.amounts for request in requests if request.node is None]) if requests else NOTHING

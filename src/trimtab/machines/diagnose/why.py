@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from trimtab.core.resources import NOTHING, Resources, amount_text, total
-from trimtab.machines.diagnose.blockers import Blocker, blockers_to_remove, holdings_of, rival
 from trimtab.machines.diagnose.findings import (
     UNDER_WAY,
     Diagnosis,
@@ -22,7 +21,17 @@ from trimtab.machines.diagnose.findings import (
     NoteKind,
     WaitCause,
 )
-from trimtab.machines.diagnose.fitting import FitResult, NodeSpace, place, room_for, size_of
+from trimtab.machines.diagnose.fitting import (
+    Blocker,
+    FitResult,
+    NodeSpace,
+    blockers_to_remove,
+    holdings_of,
+    place,
+    rival,
+    room_for,
+    size_of,
+)
 from trimtab.machines.diagnose.impossible import impossible
 from trimtab.machines.diagnose.snapshot import (
     GcsSnapshot,
@@ -167,9 +176,8 @@ def _in_group(snapshot: GcsSnapshot, workloads: PendingWorkloads) -> Finding:
     ]
     sentence = f"it asks {asked} in {name}, where {_some(parts)} {_is(parts)} taken by {names}"
     remedies = (f"{names} ends", "a group with more bundles")
-    return Finding(
-        WaitCause.group_full, workloads, sentence, False, asked, remedies=remedies, blockers=tuple(x.id for x in inside)
-    )
+    blockers = tuple(x.id for x in inside)
+    return Finding(WaitCause.group_full, workloads, sentence, False, asked, remedies=remedies, blockers=blockers)
 
 
 def _bundle(bundle: int | None) -> str:
@@ -260,9 +268,8 @@ def _drains(
     remedies = ["a node like it joins"]
     if can_stay:
         remedies.insert(0, "what runs on the other nodes ends")
-    return Finding(
-        WaitCause.draining, workloads, f"it {verb} on {names}; {rest}", not can_stay, remedies=tuple(remedies)
-    )
+    sentence = f"it {verb} on {names}; {rest}"
+    return Finding(WaitCause.draining, workloads, sentence, not can_stay, remedies=tuple(remedies))
 
 
 def _note_draining(snapshot: GcsSnapshot, found: Finding, going: list[NodeSnapshot]) -> Finding:

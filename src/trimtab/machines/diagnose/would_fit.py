@@ -7,6 +7,7 @@ GPUs of one model copy must be on one node; beyond that a group may lie on any n
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -152,14 +153,9 @@ def _fitting_count(
     before: Sequence[ResourceRequest], requests: Sequence[ResourceRequest], spaces: Sequence[NodeSpace]
 ) -> int:
     """How many of the requests fit after those before them; monotonic, so bisected."""
-    low, high = 0, len(requests)
-    if place([*before, *requests], spaces).nodes is not None:
-        return high
-    high -= 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if place([*before, *requests[:middle]], spaces).nodes is not None:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def lacks(count: int) -> bool:
+        return place([*before, *requests[:count]], spaces).nodes is None
+
+    counts = range(1, len(requests) + 1)
+    return bisect_left(counts, True, key=lacks) if lacks(len(requests)) else len(requests)

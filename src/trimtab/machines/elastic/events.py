@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from trimtab.core.reasons import Reason
 from trimtab.model.nodes import NodeView, World
 
+
+class ElasticEvent:
+    """An event of an elastic group."""
+
+
 # ---- events -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class NodesChanged:
+class NodesChanged(ElasticEvent):
     """All nodes that are up, in node order (the order of ranks)."""
 
     nodes: tuple[NodeView, ...]
@@ -24,7 +29,7 @@ class NodesChanged:
 
 
 @dataclass(frozen=True)
-class MemberPending:
+class MemberPending(ElasticEvent):
     """The member's task waits in its pool (or was evicted), and why."""
 
     member: str
@@ -32,7 +37,7 @@ class MemberPending:
 
 
 @dataclass(frozen=True)
-class MemberStarted:
+class MemberStarted(ElasticEvent):
     """The member is constructed on this node."""
 
     member: str
@@ -40,7 +45,7 @@ class MemberStarted:
 
 
 @dataclass(frozen=True)
-class MemberLost:
+class MemberLost(ElasticEvent):
     """The member's process died unexpectedly, or its task failed. `fatal`: a retry would fail the same way."""
 
     member: str
@@ -49,14 +54,14 @@ class MemberLost:
 
 
 @dataclass(frozen=True)
-class MemberLeft:
+class MemberLeft(ElasticEvent):
     """The member ended as instructed."""
 
     member: str
 
 
 @dataclass(frozen=True)
-class MemberPreempted:
+class MemberPreempted(ElasticEvent):
     """The pool needs the member's capacity: it has to leave within `within_s` (eviction with notice)."""
 
     member: str
@@ -65,7 +70,7 @@ class MemberPreempted:
 
 
 @dataclass(frozen=True)
-class HealthChecked:
+class HealthChecked(ElasticEvent):
     """A member's health check returned; `fault`: it raised or timed out."""
 
     member: str
@@ -73,7 +78,7 @@ class HealthChecked:
 
 
 @dataclass(frozen=True)
-class StepBoundary:
+class StepBoundary(ElasticEvent):
     """No step is running: the world may change. `step`: the number of completed steps.
 
     `wanted`: run the next step. False withdraws a requested step, started or not, that no member has committed (its
@@ -85,14 +90,14 @@ class StepBoundary:
 
 
 @dataclass(frozen=True)
-class WorldEntered:
+class WorldEntered(ElasticEvent):
     """Every member of the world of this epoch has entered it, and newcomers have their state."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
-class WorldFailed:
+class WorldFailed(ElasticEvent):
     """The world could not be entered: these members did not respond (the runtime ends them)."""
 
     epoch: int
@@ -101,14 +106,14 @@ class WorldFailed:
 
 
 @dataclass(frozen=True)
-class StepDone:
+class StepDone(ElasticEvent):
     """Every member of the world has committed the step."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class StepInterrupted:
+class StepInterrupted(ElasticEvent):
     """The step could not be completed. `hung`: members that timed out (the runtime ends them)."""
 
     step: int
@@ -117,39 +122,20 @@ class StepInterrupted:
 
 
 @dataclass(frozen=True)
-class ResizeRequested:
+class ResizeRequested(ElasticEvent):
     """A user requests this many members (None: withdraws the request)."""
 
     size: int | None
 
 
 @dataclass(frozen=True)
-class GroupClosed:
+class GroupClosed(ElasticEvent):
     """The group ends."""
 
 
 @dataclass(frozen=True)
-class ElasticTick:
+class ElasticTick(ElasticEvent):
     """Time has passed."""
-
-
-ElasticEvent = (
-    NodesChanged
-    | MemberPending
-    | MemberStarted
-    | MemberLost
-    | MemberLeft
-    | MemberPreempted
-    | HealthChecked
-    | StepBoundary
-    | WorldEntered
-    | WorldFailed
-    | StepDone
-    | StepInterrupted
-    | ResizeRequested
-    | GroupClosed
-    | ElasticTick
-)
 
 
 # ---- instructions -----------------------------------------------------------------------------------------------

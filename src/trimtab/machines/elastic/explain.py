@@ -38,10 +38,8 @@ def too_few_reason(group: ElasticState) -> Reason:
     if group.unreplaced and group.capped:
         return Reason(ReasonCode.cap, f"started again {len(group.restarts)} times: no more are tried for now")
     if group.unreplaced:
-        return Reason(
-            ReasonCode.back_off,
-            f"{group.unreplaced[0].member} is replaced in {group.not_before - group.now:.3g} s",
-        )
+        sentence = f"{group.unreplaced[0].member} is replaced in {group.not_before - group.now:.3g} s"
+        return Reason(ReasonCode.back_off, sentence)
     pending = [member for member in group.members.values() if member.state is MemberState.pending]
     if pending:
         return Reason(pending[0].reason.code, f"{pending[0].id} is on its way ({pending[0].reason})")

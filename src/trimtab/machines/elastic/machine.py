@@ -384,7 +384,6 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
 
     @property
     def wanted(self) -> int:
-        """Target number of members."""
         return self._members.wanted
 
     def story(self, name: str) -> tuple[StoryEntry, ...]:

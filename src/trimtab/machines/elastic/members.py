@@ -50,7 +50,6 @@ class GroupMembers:
         return max(self.spec.min_members, room if self.spec.max_members is None else min(self.spec.max_members, room))
 
     def _staying(self) -> list[ElasticMember]:
-        """Members that are up or pending, and are to stay."""
         return self.state.in_state(MemberState.pending, MemberState.ready, MemberState.working)
 
     def fill(self) -> None:

@@ -12,11 +12,16 @@ from trimtab.core.reasons import Reason
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.model.nodes import NodeChange, NodeFacts
 
+
+class NodeEvent:
+    """An event of the node machine."""
+
+
 # ---- events -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class NodeSeen:
+class NodeSeen(NodeEvent):
     """Ray lists the node as alive, or its resources changed."""
 
     node: str
@@ -25,7 +30,7 @@ class NodeSeen:
 
 
 @dataclass(frozen=True)
-class NodeGone:
+class NodeGone(NodeEvent):
     """Ray no longer lists the node. `expected`: it ended in order (a completed drain, `ray stop`)."""
 
     node: str
@@ -33,14 +38,14 @@ class NodeGone:
 
 
 @dataclass(frozen=True)
-class HeartbeatReceived:
+class HeartbeatReceived(NodeEvent):
     """A heartbeat on the node's connection, the first or after a silence."""
 
     node: str
 
 
 @dataclass(frozen=True)
-class HeartbeatMissed:
+class HeartbeatMissed(NodeEvent):
     """No heartbeat on the node's connection for `silent_s`."""
 
     node: str
@@ -48,7 +53,7 @@ class HeartbeatMissed:
 
 
 @dataclass(frozen=True)
-class ConnectionBroken:
+class ConnectionBroken(NodeEvent):
     """The connection broke and the node's raylet no longer listens: the node is dead."""
 
     node: str
@@ -56,7 +61,7 @@ class ConnectionBroken:
 
 
 @dataclass(frozen=True)
-class DrainRequested:
+class DrainRequested(NodeEvent):
     """The node will go at `deadline` (None: when it is empty). `by_ray`: announced by Ray, else by a user or hook."""
 
     node: str
@@ -66,27 +71,15 @@ class DrainRequested:
 
 
 @dataclass(frozen=True)
-class DrainCancelled:
+class DrainCancelled(NodeEvent):
     """The node stays."""
 
     node: str
 
 
 @dataclass(frozen=True)
-class NodeTick:
+class NodeTick(NodeEvent):
     """Time has passed."""
-
-
-NodeEvent = (
-    NodeSeen
-    | NodeGone
-    | HeartbeatReceived
-    | HeartbeatMissed
-    | ConnectionBroken
-    | DrainRequested
-    | DrainCancelled
-    | NodeTick
-)
 
 
 # ---- instructions -----------------------------------------------------------------------------------------------

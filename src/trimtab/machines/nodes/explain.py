@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.core.reasons import Reason
+from trimtab.core.reasons import Reason, some
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.machines.nodes.state import NodeShape, TrackedNode
 from trimtab.model.nodes import NodeFacts
@@ -14,13 +14,8 @@ def change_reason(joined: list[TrackedNode], draining: list[TrackedNode], lost: 
     """The code of the gravest change; all of them in the sentence."""
     changes = ((lost, "gone"), (draining, "draining"), (joined, "joined"))
     first = next(nodes[0] for nodes, _ in changes if nodes)
-    parts = [f"{word}: {_names(nodes)}" for nodes, word in changes if nodes]
+    parts = [f"{word}: {some([node.display_name for node in nodes], NAMED)}" for nodes, word in changes if nodes]
     return Reason(first.reason.code, f"{'; '.join(parts)} ({first.reason.sentence})")
-
-
-def _names(nodes: list[TrackedNode]) -> str:
-    more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
-    return ", ".join(node.display_name for node in nodes[:NAMED]) + more
 
 
 def departure_text(node: TrackedNode, why: str) -> str:

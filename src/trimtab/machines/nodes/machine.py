@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from trimtab.core.codec import decode
@@ -50,7 +51,7 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         state = NodesState(policy, 0.0, 0, 0, {}) if state is None else state
         super().__init__(state, state, [])
         state.policy = self.policy = policy
-        self.nodes = state.nodes
+        self.nodes: Mapping[str, TrackedNode] = state.nodes  # for drivers, to read
         # Derived from the state.
         self._kinds: Counter[NodeShape] = Counter()  # of nodes that are up; no zero counts
         self._timers = Timers[str](self._due)
@@ -71,7 +72,6 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
 
     @classmethod
     def load(cls, data: dict[str, Any], policy: NodePolicy | None = None) -> NodeMachine:
-        """A machine from a dump, with its policy or another."""
         state = decode(NodesState, {**data, "nodes": {node["id"]: node for node in data["nodes"]}})
         return cls(policy or state.policy, state)
 
@@ -177,9 +177,8 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         before = node.drain
         code = ReasonCode.drain_seen if event.by_ray else ReasonCode.drain_asked
         deadline = None if event.deadline is None else max(float(event.deadline), self.now)
-        drain = NodeDrain(
-            deadline, event.deadline, Reason(code, event.cause + duration_text("given", deadline, self.now))
-        )
+        reason = Reason(code, event.cause + duration_text("given", deadline, self.now))
+        drain = NodeDrain(deadline, event.deadline, reason)
         if before is None:
             node.drain = drain
             self._to_draining(node)
@@ -330,7 +329,7 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         self._to(node, NodeState.left, reason)
 
     def _gone_to_forgotten(self, node: TrackedNode) -> None:
-        del self.nodes[node.id]
+        del self.state.nodes[node.id]
         self._order.remove(node)
         self._changed(node)
         if node.place and self._by_name.get(node.place) == node.id:
@@ -353,7 +352,7 @@ class NodeMachine(Machine[NodesState, e.NodeEvent, e.NodeInstruction]):
         self._changed(node)
 
     def _remember(self, node: TrackedNode) -> None:
-        self.nodes[node.id] = node
+        self.state.nodes[node.id] = node
         insort(self._order, node, key=node_order)
         if node.place:
             self._by_name[node.place] = node.id

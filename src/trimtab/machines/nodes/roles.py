@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, InputError, meant
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode, counted, some
 from trimtab.model.plan import ComponentGroup, CurrentPlacement, FrameworkRules, PlacedComponent, Plan
 from trimtab.model.workflow import ANY_KIND, Cluster, Node, PlacementJob
 from trimtab.plan.placement.boxes import FoundPlan
@@ -21,6 +21,7 @@ from trimtab.plan.placement.planner import NOISE, best_plan
 from trimtab.plan.placement.search import search
 from trimtab.plan.placement.timeline import to_plan
 
+NAMED = 6  # in a sentence
 SAME_S = 1e-9  # relative: plans closer than this are equally fast
 
 
@@ -139,7 +140,7 @@ def without(cluster: Cluster, which: int | str) -> Cluster:
     else:
         names = [node.name for node in cluster.nodes]
         if which not in names:
-            hint = meant(which, names, f"its nodes: {_some(names)}; or say how many leave")
+            hint = meant(which, names, f"its nodes: {some(names, NAMED)}; or say how many leave")
             raise InputError(f"the job's cluster has no node {which}", hint=hint)
         left = tuple(node for node in cluster.nodes if node.name != which)
     if not any(node.gpus for node in left):
@@ -165,11 +166,13 @@ def as_planned(seen: Sequence[Node], planned: Cluster) -> tuple[Cluster, tuple[s
         elif node.gpus and not kind:
             unstated.add(node.name)
         elif node.gpus and kind not in kinds:
-            notes.append(f"{node.name} has {kind}, which the job file does not name ({_some(sorted(kinds))})")
+            notes.append(f"{node.name} has {kind}, which the job file does not name ({some(sorted(kinds), NAMED)})")
         like = next((known for known in planned.nodes if known.gpu == kind and known.gpus), None)
         nodes.append(replace(node, gpu=kind, gpu_memory_gb=like.gpu_memory_gb if like else node.gpu_memory_gb))
     if unstated:
-        notes.append(f"not said of which kind the GPUs are, and the job file has several: {_some(unstated)}")
+        notes.append(
+            f"not said of which kind the GPUs are, and the job file has several: {some(sorted(unstated), NAMED)}"
+        )
     return Cluster(tuple(nodes)), tuple(notes)
 
 
@@ -230,7 +233,6 @@ def _running(before: PlanningContext, noise: float) -> tuple[Plan | None, tuple[
 
 
 def _fits(plan: Plan, cluster: Cluster) -> bool:
-    """Whether the cluster has enough GPUs of each kind for the groups of a plan."""
     need = Counter[str]()
     for group in plan.groups:
         need[group.kind] += len(group.gpus)
@@ -293,21 +295,22 @@ def _why(
 ) -> Reason:
     name, gpus = now.name, len(now.gpus)
     if before is None or then is None:
-        return Reason(ReasonCode.grow, f"{name} can run now, on {_gpus(gpus) if gpus else 'CPUs'}")
+        return Reason(ReasonCode.grow, f"{name} can run now, on {counted(gpus, 'GPU') if gpus else 'CPUs'}")
     had = len(then.gpus)
     sharing = _sharing_text(name, was, becomes)
     takes = f"it takes {now.seconds:.1f} s there instead of {then.seconds:.1f} s"
     if gpus > had:
         cause = f"{_bottleneck_text(before, was)}; {takes}" if was is not None and was == _bottleneck(before) else takes
-        return Reason(ReasonCode.grow, f"{name} grows from {had} to {_gpus(gpus)}{sharing}: {cause}")
+        return Reason(ReasonCode.grow, f"{name} grows from {had} to {counted(gpus, 'GPU')}{sharing}: {cause}")
     if gpus < had:
         growing = [c.name for c in after.components if len(c.gpus) > len(before.placed(c.name).gpus)]
         cause = "an iteration is shortest with these shares"
         if growing:
             cause = f"{' and '.join(growing)} can use them better"
-        return Reason(ReasonCode.shrink, f"{name} shrinks from {had} to {_gpus(gpus)}{sharing}: {cause}; {takes}")
+        sentence = f"{name} shrinks from {had} to {counted(gpus, 'GPU')}{sharing}: {cause}; {takes}"
+        return Reason(ReasonCode.shrink, sentence)
     if sharing:
-        return Reason(ReasonCode.regroup, f"{name} keeps {_gpus(gpus)}{sharing}")
+        return Reason(ReasonCode.regroup, f"{name} keeps {counted(gpus, 'GPU')}{sharing}")
     return Reason(ReasonCode.stay, f"{name} stays as it is")
 
 
@@ -331,16 +334,11 @@ def _sharing_text(name: str, was: ComponentGroup | None, becomes: ComponentGroup
     return announced + (f", on {becomes.kind}" if was.kind != becomes.kind else "")
 
 
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'' if count == 1 else 's'}"
-
-
 def _group(plan: Plan | None, name: str) -> ComponentGroup | None:
     return next((group for group in plan.groups if name in group.components), None) if plan else None
 
 
 def _bottleneck(plan: Plan) -> ComponentGroup:
-    """The group that is busy longest."""
     return max(plan.groups, key=lambda group: _busy(plan, group))
 
 
@@ -349,12 +347,7 @@ def _busy(plan: Plan, group: ComponentGroup) -> float:
 
 
 def _verdict(
-    before: Plan | None,
-    after: Plan,
-    best: Plan,
-    changes: tuple[RoleChange, ...],
-    can_stay: bool,
-    noise: float,
+    before: Plan | None, after: Plan, best: Plan, changes: tuple[RoleChange, ...], can_stay: bool, noise: float
 ) -> Reason:
     seconds = after.iteration_seconds
     if before is None:
@@ -387,8 +380,3 @@ def _names(changes: Sequence[RoleChange]) -> str:
 
 def _verb(changes: Sequence[RoleChange], verb: str) -> str:
     return verb + "s" if len(changes) == 1 else verb
-
-
-def _some(names: Sequence[str] | set[str]) -> str:
-    listed = sorted(names) if isinstance(names, set) else list(names)
-    return ", ".join(listed[:6]) + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")

@@ -13,18 +13,23 @@ from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.model.pool import BundlePlacement, Labels, PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 
+
+class PoolEvent:
+    """An event of the pool machine."""
+
+
 # ---- events: requests -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class PoolEnsured:
+class PoolEnsured(PoolEvent):
     """Create a pool; an existing one with the same spec stays, another spec is refused."""
 
     spec: PoolSpec
 
 
 @dataclass(frozen=True)
-class QuotaSet:
+class QuotaSet(PoolEvent):
     """Set the quota. Tasks over a lowered quota run on; nothing new starts until it fits."""
 
     pool: str
@@ -32,7 +37,7 @@ class QuotaSet:
 
 
 @dataclass(frozen=True)
-class PoolDrained:
+class PoolDrained(PoolEvent):
     """The pool accepts no new tasks (or, with `on` false, accepts them again)."""
 
     pool: str
@@ -40,28 +45,28 @@ class PoolDrained:
 
 
 @dataclass(frozen=True)
-class PoolDropped:
+class PoolDropped(PoolEvent):
     """Remove the pool: its tasks are cancelled, its slots removed."""
 
     pool: str
 
 
 @dataclass(frozen=True)
-class PolicySet:
+class PolicySet(PoolEvent):
     """Set the preemption policy."""
 
     policy: PreemptionPolicy
 
 
 @dataclass(frozen=True)
-class TaskSubmitted:
+class TaskSubmitted(PoolEvent):
     """Submit a task. A duplicate id, an unknown pool or invalid sharing is refused with nothing changed."""
 
     spec: TaskSpec
 
 
 @dataclass(frozen=True)
-class CompleteRequested:
+class CompleteRequested(PoolEvent):
     """Stop the task as done. `keep_slot` false: its slot is removed, too."""
 
     task: str
@@ -69,7 +74,7 @@ class CompleteRequested:
 
 
 @dataclass(frozen=True)
-class CancelRequested:
+class CancelRequested(PoolEvent):
     """Stop the task as cancelled."""
 
     task: str
@@ -78,14 +83,14 @@ class CancelRequested:
 
 
 @dataclass(frozen=True)
-class EvictRequested:
+class EvictRequested(PoolEvent):
     """Stop the task now, to return later; requested by a user, so no policy is needed."""
 
     task: str
 
 
 @dataclass(frozen=True)
-class TurnRequested:
+class TurnRequested(PoolEvent):
     """Make the task the active tenant of its slots; the active one is parked."""
 
     task: str
@@ -95,7 +100,7 @@ class TurnRequested:
 
 
 @dataclass(frozen=True)
-class NodeJoined:
+class NodeJoined(PoolEvent):
     """A node is up, or its resources changed; `outside` is held by other users of Ray."""
 
     node: str
@@ -105,7 +110,7 @@ class NodeJoined:
 
 
 @dataclass(frozen=True)
-class NodeCordoned:
+class NodeCordoned(PoolEvent):
     """Nothing new is placed on the node (or, with `on` false, is again)."""
 
     node: str
@@ -113,7 +118,7 @@ class NodeCordoned:
 
 
 @dataclass(frozen=True)
-class NodeDrained:
+class NodeDrained(PoolEvent):
     """The node will go soon: its tasks are evicted and return elsewhere, nothing new is placed there.
 
     Needs no policy, for no task can stay. NodeCordoned with `on` false uncordons the node.
@@ -124,7 +129,7 @@ class NodeDrained:
 
 
 @dataclass(frozen=True)
-class NodeLost:
+class NodeLost(PoolEvent):
     """The node is gone, with all tasks on it."""
 
     node: str
@@ -135,14 +140,14 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
-class PlacementGroupReady:
+class PlacementGroupReady(PoolEvent):
     """The placement group is ready, every bundle on its node."""
 
     group: str
 
 
 @dataclass(frozen=True)
-class PlacementGroupFailed:
+class PlacementGroupFailed(PoolEvent):
     """The placement group could not be created, and nothing of it is left."""
 
     group: str
@@ -150,14 +155,14 @@ class PlacementGroupFailed:
 
 
 @dataclass(frozen=True)
-class PlacementGroupRemoved:
+class PlacementGroupRemoved(PoolEvent):
     """The placement group is removed."""
 
     group: str
 
 
 @dataclass(frozen=True)
-class PlacementGroupLost:
+class PlacementGroupLost(PoolEvent):
     """The placement group vanished, or Ray re-placed a bundle of it."""
 
     group: str
@@ -165,7 +170,7 @@ class PlacementGroupLost:
 
 
 @dataclass(frozen=True)
-class TaskStarted:
+class TaskStarted(PoolEvent):
     """All members are constructed. `how`: in which kind of process (warm process, actor) and why."""
 
     task: str
@@ -174,7 +179,7 @@ class TaskStarted:
 
 
 @dataclass(frozen=True)
-class TaskStartFailed:
+class TaskStartFailed(PoolEvent):
     """The start failed, and nothing of it is left. `fatal`: a retry would fail the same way."""
 
     task: str
@@ -185,7 +190,7 @@ class TaskStartFailed:
 
 
 @dataclass(frozen=True)
-class TaskEnded:
+class TaskEnded(PoolEvent):
     """The entry method returned (or raised `error`) in every member; the processes still exist."""
 
     task: str
@@ -194,7 +199,7 @@ class TaskEnded:
 
 
 @dataclass(frozen=True)
-class TaskDied:
+class TaskDied(PoolEvent):
     """A process of the task died unexpectedly; the remaining members are to be stopped."""
 
     task: str
@@ -203,7 +208,7 @@ class TaskDied:
 
 
 @dataclass(frozen=True)
-class TaskStopped:
+class TaskStopped(PoolEvent):
     """Every process of the task is gone. `cancel`: returned, raised, timed out, or was not called."""
 
     task: str
@@ -214,7 +219,7 @@ class TaskStopped:
 
 
 @dataclass(frozen=True)
-class TaskParked:
+class TaskParked(PoolEvent):
     """The task released its devices, down to its residual."""
 
     task: str
@@ -222,7 +227,7 @@ class TaskParked:
 
 
 @dataclass(frozen=True)
-class TaskUnparked:
+class TaskUnparked(PoolEvent):
     """The task has its devices again."""
 
     task: str
@@ -241,7 +246,7 @@ class RecoveredTask:
 
 
 @dataclass(frozen=True)
-class StateRecovered:
+class StateRecovered(PoolEvent):
     """The journal was lost, and these pools and tasks exist. What cannot be recovered is ended."""
 
     pools: tuple[PoolSpec, ...]
@@ -249,39 +254,8 @@ class StateRecovered:
 
 
 @dataclass(frozen=True)
-class PoolTick:
+class PoolTick(PoolEvent):
     """Time has passed: deadlines are checked."""
-
-
-PoolEvent = (
-    PoolEnsured
-    | QuotaSet
-    | PoolDrained
-    | PoolDropped
-    | PolicySet
-    | TaskSubmitted
-    | CompleteRequested
-    | CancelRequested
-    | EvictRequested
-    | TurnRequested
-    | NodeJoined
-    | NodeCordoned
-    | NodeDrained
-    | NodeLost
-    | PlacementGroupReady
-    | PlacementGroupFailed
-    | PlacementGroupRemoved
-    | PlacementGroupLost
-    | TaskStarted
-    | TaskStartFailed
-    | TaskEnded
-    | TaskDied
-    | TaskStopped
-    | TaskParked
-    | TaskUnparked
-    | StateRecovered
-    | PoolTick
-)
 
 
 # ---- instructions -----------------------------------------------------------------------------------------------

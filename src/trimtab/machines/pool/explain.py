@@ -1,4 +1,4 @@
-"""Explains a task, a pool, the totals, and lists outstanding instructions. Changes nothing."""
+"""Explains a task, a pool, the totals; lists outstanding instructions, and writes instructions. Changes nothing."""
 
 from __future__ import annotations
 
@@ -191,3 +191,26 @@ def outstanding(state: PoolState, start_grace_s: float) -> list[e.PoolInstructio
         elif task.moving == "unparking":
             found.append(e.UnparkTask(task.id, task.attempt, deadline))
     return found
+
+
+def instruction_text(instruction: e.PoolInstruction) -> str:
+    """An instruction for the journal: what is done to which task and where; deadlines follow from time and settings.
+
+    Equal texts mean equal instructions.
+    """
+    if isinstance(instruction, e.CreatePlacementGroup):
+        places = zip(instruction.bundles, instruction.nodes, strict=True)
+        bundles = " + ".join(f"{bundle} on {node}" for bundle, node in places)
+        return f"make {instruction.group} of {instruction.pool}: {bundles}"
+    if isinstance(instruction, e.RemovePlacementGroup):
+        return f"remove {instruction.group}"
+    task = f"{instruction.task} #{instruction.attempt}"
+    if isinstance(instruction, e.StartTask):
+        slots = " ".join(f"{place.group}/{place.bundle}" for place in instruction.places)
+        return f"start {task} in {slots}{' from its saved state' if instruction.restore else ''}"
+    if isinstance(instruction, e.StopTask):
+        cancel_s, save_s = instruction.cancel_grace_s, instruction.checkpoint_timeout_s
+        details = [f"tell {cancel_s:g} s"] * (cancel_s != 0) + [f"save {save_s:g} s"] * (save_s != 0)
+        details += ["with notice"] * instruction.notice
+        return f"stop {task} for {instruction.reason.code.value}{': ' if details else ''}{', '.join(details)}"
+    return f"{'park' if isinstance(instruction, e.ParkTask) else 'unpark'} {task}"

@@ -12,19 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.core.errors import InputError, meant
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode, some
 from trimtab.core.resources import LABEL, total
-from trimtab.machines.pool.binpack import fitting, never_placeable, place
-from trimtab.machines.pool.capacity import Vector
+from trimtab.machines.pool.capacity import Vector, fitting, never_placeable, place
 from trimtab.machines.pool.events import RecoveredTask
-from trimtab.machines.pool.preemption import PreemptionPlan, PreemptionPlanner
-from trimtab.machines.pool.queue import ClassQueue
-from trimtab.machines.pool.queueing_hints import QueueingHints, Unschedulable
+from trimtab.machines.pool.preemption import PreemptionPlan, cheapest_plan
+from trimtab.machines.pool.queue import ClassQueue, QueueingHints, Unschedulable
 from trimtab.machines.pool.records import PlacementGroup, PlacementGroupKind, PoolRecord, PoolTask, ResourceClaim
 from trimtab.machines.pool.state import PoolState, StarvationReserve
 from trimtab.model.pool import ENDED, PlacementStrategy, TaskSpec
-
-CORDONED_NAMED = 4  # in a sentence
 
 
 @dataclass(frozen=True)
@@ -60,9 +56,8 @@ def find_assignment(state: PoolState, task: PoolTask) -> Assignment | Reason:
     short_of = capacity.sum_vector(spec.bundles) - capacity.quota_left(spec.pool)
     if (short_of > 0).any():
         lacking = capacity.resources(short_of)
-        return Reason(
-            ReasonCode.quota, f"the quota of pool {spec.pool} is short of {lacking} for {total(spec.bundles)}"
-        )
+        sentence = f"the quota of pool {spec.pool} is short of {lacking} for {total(spec.bundles)}"
+        return Reason(ReasonCode.quota, sentence)
     owner = spec.priority >= pool.reserved_priority
     reserved = _idle_reserved(state, spec) if owner or (pool.borrow and spec.evictable) else None
     if reserved is not None and owner:
@@ -147,15 +142,7 @@ def plan_preemption(state: PoolState, task: PoolTask, now: float, *, ignore_poli
         begin = now - policy.budget_window_s
         recent = [eviction.at for eviction in state.evictions if eviction.at > begin and eviction.by is not None]
         budget_left = max(0, policy.budget - len(recent))
-    plan = PreemptionPlanner(state).choose(
-        task,
-        now,
-        may_evict=may_evict,
-        budget_left=budget_left,
-        slots_left=slots_left(state, task.spec.pool),
-        idle_slots=owned.idle_bundles,
-        ignore_policy=ignore_policy,
-    )
+    plan = cheapest_plan(state, task, now, budget_left, slots_left(state, task.spec.pool), ignore_policy)
     if not plan.found and recent and policy is not None:
         window_ends = min(recent) + policy.budget_window_s
         plan = replace(plan, retry_at=min(window_ends, plan.retry_at or window_ends))
@@ -204,7 +191,6 @@ def quota_alone(state: PoolState, queue: ClassQueue) -> bool:
 
 
 def _evicts(state: PoolState, queue: ClassQueue) -> bool:
-    """Whether any task might be evicted for the class."""
     return queue.kind.may_evict and not state.candidates.none_evictable(queue.kind.priority, state.policy)
 
 
@@ -398,10 +384,11 @@ def _check_sharing(state: PoolState, spec: TaskSpec) -> None:
     if owner is None or owner.state in ENDED:
         raise InputError(f"it cannot share the slot of {spec.shares}, which is not there", where=where)
     if owner.spec.pool != spec.pool or owner.shares is not None or not owner.spec.room:
+        hint = "tasks share slots with a task of the same pool that has slots of its own and states `room` for them"
         raise InputError(
             f"it cannot share the slot of {spec.shares}",
             where=where,
-            hint="tasks share slots with a task of the same pool that has slots of its own and states `room` for them",
+            hint=hint,
         )
     size = owner.spec.room
     if len(size) != len(spec.bundles):
@@ -436,7 +423,6 @@ def known_task(state: PoolState, name: str) -> PoolTask:
 
 
 def short_node_id(node: str) -> str:
-    """Node id, shortened for display."""
     return node[:8] if len(node) > 24 else node
 
 
@@ -500,10 +486,9 @@ def _cordoned_text(state: PoolState, spec: TaskSpec) -> str:
         return ""
     texts = [
         f"{short_node_id(node)} {'is draining' if state.node_stories[node][-1].state == 'emptied' else 'is cordoned'}"
-        for node in names[:CORDONED_NAMED]
+        for node in names
     ]
-    more = f" and {len(names) - CORDONED_NAMED} more" if len(names) > CORDONED_NAMED else ""
-    return f"; not counted: {', '.join(texts)}{more}"
+    return f"; not counted: {some(texts)}"
 
 
 def _nodes_text(nodes: Sequence[str]) -> str:

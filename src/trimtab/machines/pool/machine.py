@@ -10,6 +10,7 @@ node of every bundle, so its accounting is exact; a placement group that is lost
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,7 +23,15 @@ from trimtab.machines.pool import explain, feasibility
 from trimtab.machines.pool.explain import PoolTotals, PoolView
 from trimtab.machines.pool.feasibility import Assignment
 from trimtab.machines.pool.preemption import PreemptionPlan
-from trimtab.machines.pool.records import PgState, PlacementGroup, PlacementGroupKind, PoolRecord, PoolTask, StopOutcome
+from trimtab.machines.pool.records import (
+    Eviction,
+    PgState,
+    PlacementGroup,
+    PlacementGroupKind,
+    PoolRecord,
+    PoolTask,
+    StopOutcome,
+)
 from trimtab.machines.pool.scheduling import TaskScheduling
 from trimtab.machines.pool.state import PoolState
 from trimtab.machines.pool.transitions import (
@@ -47,7 +56,14 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         self._act = TaskTransitions(state, out)
         self._scheduling = TaskScheduling(state, self._act)
         super().__init__(state, state, out)
-        self.pools, self.tasks, self.groups, self.nodes = state.pools, state.tasks, state.groups, state.nodes
+        # For drivers, to read.
+        self.pools: Mapping[str, PoolRecord] = state.pools
+        self.tasks: Mapping[str, PoolTask] = state.tasks
+        self.groups: Mapping[str, PlacementGroup] = state.groups
+        self.nodes: Mapping[str, e.NodeJoined] = state.nodes
+        self.node_stories: Mapping[str, Sequence[StoryEntry]] = state.node_stories
+        self.evictions: Sequence[Eviction] = state.evictions  # the latest
+        self.cordoned: Set[str] = state.capacity.cordoned
 
     @classmethod
     def load(cls, data: dict[str, Any]) -> PoolMachine:
@@ -125,7 +141,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         spec = event.spec
         feasibility.check_submission(state, spec)
         state.seq += 1
-        before = self.tasks.pop(spec.id, None)
+        before = self.state.tasks.pop(spec.id, None)
         if before is not None:
             state.ended.remove(spec.id)
         pool = self.pools[spec.pool]
@@ -136,7 +152,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         )
         # Late events of an earlier task of this id must not apply to this one.
         task.attempt = before.attempt if before is not None else 0
-        self.tasks[spec.id] = task
+        self.state.tasks[spec.id] = task
         self._act.record(task, task.state.value, queued)
         never = feasibility.never_fits(state, spec)
         if never is not None:
@@ -196,7 +212,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
             return
         if known is not None:
             state.changed_nodes.add(event.node)
-        self.nodes[event.node] = event
+        self.state.nodes[event.node] = event
         state.node_epoch += 1
         state.capacity.set_node(event.node, event.total, event.outside, event.labels)
         if known is None:
@@ -230,7 +246,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         state = self.state
         if event.node not in self.nodes:
             return
-        del self.nodes[event.node]
+        del self.state.nodes[event.node]
         state.node_epoch += 1
         state.changed_nodes.discard(event.node)
         sentence = f"node {feasibility.short_node_id(event.node)} was lost{event.why and ': '}{event.why}"
@@ -407,7 +423,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
             None,
             attempt=found.attempt,
         )
-        self.tasks[spec.id] = task
+        self.state.tasks[spec.id] = task
         self._act.assign(task, group)
         task.started, task.started_at = True, self.now
         self._act.record(task, task.state.value, reason)
@@ -472,11 +488,14 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
             raise InputError(f"there is no node {name}", hint="nodes: " + (", ".join(self.nodes) or "none"))
 
     def _current(self, name: str, attempt: int) -> PoolTask | None:
-        """The task, if the event is about its current attempt."""
         task = self.tasks.get(name)
         return task if task is not None and task.attempt == attempt and task.places else None
 
     # ---- queries ----------------------------------------------------------------------------------------------------
+
+    @property
+    def eviction_count(self) -> int:
+        return self.state.eviction_count
 
     @property
     def policy(self) -> PreemptionPolicy | None:
@@ -507,7 +526,6 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
         return explain.totals(self.state)
 
     def queue(self, pool: str | None = None) -> list[str]:
-        """Waiting tasks in scheduling order."""
         return list(self.state.waiting.in_order(pool))
 
     def warm_targets(self) -> dict[str, dict[str, int]]:

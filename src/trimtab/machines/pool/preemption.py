@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.core.reasons import ReasonCode
-from trimtab.machines.pool.binpack import place, tightest
-from trimtab.machines.pool.capacity import Vector
+from trimtab.machines.pool.capacity import Vector, place, tightest
 from trimtab.machines.pool.records import PgState, PlacementGroup, PoolTask
 from trimtab.machines.pool.state import PoolState
 from trimtab.model.pool import PlacementStrategy
@@ -63,69 +62,6 @@ class _PreemptionOption:
     rows: tuple[int, ...]
     group: str | None
     indices: list[int]
-
-
-class PreemptionPlanner:
-    """Plans preemptions over the pool state."""
-
-    def __init__(self, state: PoolState) -> None:
-        self._state = state
-
-    def choose(
-        self,
-        task: PoolTask,
-        now: float,
-        *,
-        may_evict: bool,
-        budget_left: int | None,
-        slots_left: int | None,
-        idle_slots: int,
-        ignore_policy: bool = False,
-    ) -> PreemptionPlan:
-        """The cheapest way for the task to start.
-
-        `ignore_policy`: as if every task were evictable, to tell what would have to end. `slots_left`: dynamic bundles
-        the pool may still create; `idle_slots`: those it could remove at once.
-        """
-        state, policy = self._state, self._state.policy
-        candidates = state.candidates
-        search = _PreemptionSearch(state, task, now)
-        spec = task.spec
-        pool = state.pools[spec.pool]
-        owner = spec.priority >= pool.spec.reserved_priority
-        retry_at: float | None = None
-        search.may_evict = may_evict
-        if may_evict:
-            search.may, retry_at = candidates.allowed(task, now, policy)
-        if ignore_policy:
-            search.may = np.array([name is not None for name in candidates.names], np.bool_)
-        search.slots_left = None if slots_left is None else slots_left + idle_slots
-        options: list[_PreemptionOption] = []
-        if len(spec.bundles) == 1:
-            slots = list(state.pool_groups[spec.pool].reserved.values())
-            options += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
-        if pool.spec.dynamic:
-            strategy = spec.strategy or pool.spec.strategy
-            option = search.onto_nodes(strategy)
-            if option is not None:
-                options.append(option)
-        if budget_left is not None:
-            options = [option for option in options if len(option.indices) <= budget_left]
-        if not options:
-            return PreemptionPlan(retry_at=retry_at)
-        best = min(options, key=lambda option: (search.cost(option.indices), option.group is None))
-        tenants = state.groups[best.group].tenants if best.group else []
-
-        def why(index: int) -> ReasonCode:
-            # A borrower of this slot is evicted because its owner is back, whatever the policy says.
-            here = candidates["borrowed"][index] and candidates.names[index] in tenants
-            return ReasonCode.owner_returned if here else candidates.reason(index, task, policy)
-
-        order = sorted(best.indices, key=search.price)
-        victims = tuple((str(candidates.names[index]), why(index)) for index in order)
-        nodes = tuple(str(state.capacity.nodes[row]) for row in best.rows)
-        reclaims = () if best.group else search.reclaims(best, slots_left)
-        return PreemptionPlan(nodes, best.group, victims, reclaims)
 
 
 class _PreemptionSearch:
@@ -239,12 +175,7 @@ class _PreemptionSearch:
         return self._many_nodes(available, strategy, short)
 
     def _one_node(
-        self,
-        available: Vector,
-        usable: NDArray[np.bool_],
-        demand: Vector,
-        short: PoolShortage,
-        base: list[int],
+        self, available: Vector, usable: NDArray[np.bool_], demand: Vector, short: PoolShortage, base: list[int]
     ) -> tuple[int, list[int]] | None:
         """The node with the fewest evictions for the demand, and its victims."""
         columns = self.candidates
@@ -596,3 +527,50 @@ class _PreemptionSearch:
 
 def _any(flags: NDArray[np.bool_], indices: Sequence[int]) -> bool:
     return any(flags[at] for at in indices)
+
+
+def cheapest_plan(
+    state: PoolState, task: PoolTask, now: float, budget_left: int | None, slots_left: int | None, ignore_policy: bool
+) -> PreemptionPlan:
+    """The cheapest way for the task to start.
+
+    `ignore_policy`: as if every task were evictable, to tell what would have to end. `slots_left`: dynamic bundles the
+    pool may still create; idle ones could be removed at once.
+    """
+    policy, candidates, may_evict = state.policy, state.candidates, state.may_evict(task)
+    search = _PreemptionSearch(state, task, now)
+    spec = task.spec
+    pool = state.pools[spec.pool]
+    owner = spec.priority >= pool.spec.reserved_priority
+    retry_at: float | None = None
+    search.may_evict = may_evict
+    if may_evict:
+        search.may, retry_at = candidates.allowed(task, now, policy)
+    if ignore_policy:
+        search.may = np.array([name is not None for name in candidates.names], np.bool_)
+    search.slots_left = None if slots_left is None else slots_left + state.pool_groups[spec.pool].idle_bundles
+    options: list[_PreemptionOption] = []
+    if len(spec.bundles) == 1:
+        slots = list(state.pool_groups[spec.pool].reserved.values())
+        options += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
+    if pool.spec.dynamic:
+        option = search.onto_nodes(spec.strategy or pool.spec.strategy)
+        if option is not None:
+            options.append(option)
+    if budget_left is not None:
+        options = [option for option in options if len(option.indices) <= budget_left]
+    if not options:
+        return PreemptionPlan(retry_at=retry_at)
+    best = min(options, key=lambda option: (search.cost(option.indices), option.group is None))
+    tenants = state.groups[best.group].tenants if best.group else []
+
+    def why(index: int) -> ReasonCode:
+        # A borrower of this slot is evicted because its owner is back, whatever the policy says.
+        here = candidates["borrowed"][index] and candidates.names[index] in tenants
+        return ReasonCode.owner_returned if here else candidates.reason(index, task, policy)
+
+    order = sorted(best.indices, key=search.price)
+    victims = tuple((str(candidates.names[index]), why(index)) for index in order)
+    nodes = tuple(str(state.capacity.nodes[row]) for row in best.rows)
+    reclaims = () if best.group else search.reclaims(best, slots_left)
+    return PreemptionPlan(nodes, best.group, victims, reclaims)

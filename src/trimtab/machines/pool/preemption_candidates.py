@@ -265,7 +265,6 @@ class PreemptionCandidates:
 
 
 def min_gap(policy: PreemptionPolicy) -> float:
-    """The smallest priority gap that allows any eviction."""
     gaps = [policy.same_pool_gap] if policy.same_pool else []
     gaps += [policy.label_gap] if policy.label_rules else []
     gaps += [policy.cross_pool_gap] if policy.cross_pool else []

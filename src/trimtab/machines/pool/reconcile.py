@@ -25,7 +25,6 @@ class AwaitedEnd:
 
 
 def key_of(awaited: PoolInstruction | AwaitedEnd) -> AwaitedKey:
-    """Identity of an instruction."""
     if isinstance(awaited, (CreatePlacementGroup, RemovePlacementGroup)):
         return type(awaited).__name__, awaited.group, 0
     return type(awaited).__name__, awaited.task, awaited.attempt
@@ -50,7 +49,6 @@ class PoolReconciler:
     def lost(
         self, wanted: Collection[PoolInstruction | AwaitedEnd], doing: Collection[AwaitedKey]
     ) -> list[PoolInstruction | AwaitedEnd]:
-        """What is missing now and was missing in the last check."""
         missing = {key: awaited for awaited in wanted if (key := key_of(awaited)) not in doing}
         lost = [awaited for key, awaited in missing.items() if key in self._missing]
         self._missing = frozenset(missing)

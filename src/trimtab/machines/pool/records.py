@@ -129,7 +129,6 @@ class PoolRecord:
     run_mean_s: float = 0.0  # moving average of their run times
 
     def ran(self, seconds: float) -> None:
-        """Update the average run time with a task that ended."""
         self.run_count += 1
         self.run_mean_s += (seconds - self.run_mean_s) / min(self.run_count, RUNS_REMEMBERED)
 

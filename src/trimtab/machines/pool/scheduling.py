@@ -11,10 +11,9 @@ import math
 
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.pool import feasibility
-from trimtab.machines.pool.binpack import place
+from trimtab.machines.pool.capacity import place
 from trimtab.machines.pool.feasibility import Assignment
-from trimtab.machines.pool.queue import ClassQueue
-from trimtab.machines.pool.queueing_hints import Unschedulable
+from trimtab.machines.pool.queue import ClassQueue, Unschedulable
 from trimtab.machines.pool.records import PlacementGroupKind, PoolTask, StopOutcome
 from trimtab.machines.pool.state import PoolState, StarvationReserve
 from trimtab.machines.pool.transitions import TaskTransitions
@@ -110,9 +109,8 @@ class TaskScheduling:
             return None
         reason, timed = waits_for
         if task.spec.wait_s == 0 and not task.came_back:
-            self._act.end(
-                task, StopOutcome.failed, Reason(ReasonCode.refused, f"cannot start at once: {reason.sentence}")
-            )
+            sentence = f"cannot start at once: {reason.sentence}"
+            self._act.end(task, StopOutcome.failed, Reason(ReasonCode.refused, sentence))
             return None
         waits.append((task, reason))
         return Unschedulable(

@@ -20,8 +20,7 @@ from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.capacity import ClusterCapacity, Vector
 from trimtab.machines.pool.preemption_candidates import PreemptionCandidates
-from trimtab.machines.pool.queue import ClassQueue, PendingQueue
-from trimtab.machines.pool.queueing_hints import HintLog, Unschedulable
+from trimtab.machines.pool.queue import ClassQueue, HintLog, PendingQueue, Unschedulable
 from trimtab.machines.pool.records import (
     Eviction,
     PgState,
@@ -233,7 +232,6 @@ class PoolState:
         return (self.capacity.row_of[node] for node in set(group.nodes) if node in self.capacity.row_of)
 
     def mark_releasing(self, group: PlacementGroup) -> None:
-        """The group will be removed."""
         self.releasing[group.id] = group
         self.hint_released(group)
 
@@ -327,24 +325,19 @@ class PoolState:
         if need is not None:
             self._keep_need(need, self.tasks[claim.task].spec.pool, -1)
 
-    def apply_reserve(self, reserve: StarvationReserve) -> None:
+    def apply_reserve(self, reserve: StarvationReserve, sign: int = 1) -> None:
         """Withhold the reserve from all other tasks, until it is released."""
         for node, part in reserve.nodes:
-            self.capacity.keep(node, part, 1)
-        self.capacity.quota_kept[reserve.pool] += reserve.quota
-        self.pool_groups[reserve.pool].claimed_bundles += reserve.slots
+            self.capacity.keep(node, part, sign)
+        self.capacity.quota_kept[reserve.pool] += sign * reserve.quota
+        self.pool_groups[reserve.pool].claimed_bundles += sign * reserve.slots
         for name in reserve.groups:
-            self.set_idle(self.groups[name], False)
+            self.set_idle(self.groups[name], sign < 0)
 
     def release_reserve(self, reserve: StarvationReserve) -> None:
-        for node, part in reserve.nodes:
-            self.capacity.keep(node, part, -1)
-        self.capacity.quota_kept[reserve.pool] -= reserve.quota
-        self.pool_groups[reserve.pool].claimed_bundles -= reserve.slots
         position = self.hints.position
-        for name in reserve.groups:
-            self.set_idle(self.groups[name], True)
-        self.hints.take_back(position)  # they were idle all along
+        self.apply_reserve(reserve, -1)
+        self.hints.take_back(position)  # its groups were idle all along
 
     def _subtract_release(self, need: RemainingNeed, group: PlacementGroup, pool: str, sign: int) -> None:
         """Reduce the need by what a group will release; or, with -1, restore it."""

@@ -193,9 +193,8 @@ class TaskTransitions:
         state.update_candidate(task)
         if group.state is PgState.ready:
             self._issue_start(task)
-        for other in [other for other in state.tasks.values() if other.shares == task.id] if spec.room else ():
-            if other.state in IN_QUEUE and self.group_shared_by(other) is None:
-                self.join_slots(other)
+        for other in self._sharers_without_slots(task):
+            self.join_slots(other)
         state.scan_due = True  # one more task that may be evicted
 
     def assign(self, task: PoolTask, group: PlacementGroup) -> None:
@@ -324,12 +323,9 @@ class TaskTransitions:
     def to_ended(self, task: PoolTask, state: TaskState, reason: Reason) -> None:
         self.to(task, state, reason, None)
         self.state.ended.append(task.id)
-        for other in (
-            [other for other in self.state.tasks.values() if other.shares == task.id] if task.spec.room else ()
-        ):
-            if other.state in IN_QUEUE and self.group_shared_by(other) is None:
-                other.shares = None
-                self.enqueue(other)
+        for other in self._sharers_without_slots(task):
+            other.shares = None
+            self.enqueue(other)
         if len(self.state.ended) > MAX_ENDED_TASKS:
             del self.state.tasks[self.state.ended.pop(0)]
         if self.state.pools[task.spec.pool].dropped:
@@ -372,6 +368,10 @@ class TaskTransitions:
         return next(
             (group for group in state.pool_groups[task.spec.pool].groups.values() if task.id in group.tenants), None
         )
+
+    def _sharers_without_slots(self, task: PoolTask) -> list[PoolTask]:
+        sharers = [other for other in self.state.tasks.values() if other.shares == task.id] if task.spec.room else []
+        return [other for other in sharers if other.state in IN_QUEUE and self.group_shared_by(other) is None]
 
     def _leave_turns(self, task: PoolTask) -> None:
         group = self.group_shared_by(task) if task.shares else None
@@ -445,21 +445,11 @@ class TaskTransitions:
     ) -> PlacementGroup:
         state = self.state
         state.seq += 1
-        group = PlacementGroup(
-            f"g{state.seq}",
-            pool,
-            kind,
-            bundles,
-            nodes,
-            PgState.creating,
-            state.now + CREATE_GROUP_TIMEOUT_S,
-            seq=state.seq,
-        )
+        name, deadline = f"g{state.seq}", state.now + CREATE_GROUP_TIMEOUT_S
+        group = PlacementGroup(name, pool, kind, bundles, nodes, PgState.creating, deadline, seq=state.seq)
         state.add_group(group)
-        state.timers.arm(("group", group.id))
-        self._out.append(
-            e.CreatePlacementGroup(group.id, pool, bundles, nodes, strategy, state.now + CREATE_GROUP_TIMEOUT_S)
-        )
+        state.timers.arm(("group", name))
+        self._out.append(e.CreatePlacementGroup(name, pool, bundles, nodes, strategy, deadline))
         return group
 
     def _leave(self, task: PoolTask, group: PlacementGroup) -> None:

@@ -10,6 +10,7 @@ noise alone explains, or that does not pay within the remaining iterations.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,8 +49,6 @@ class CandidatePlan:
 class PlanComparison:
     """The running plan and its candidates at given levels."""
 
-    levels: tuple[tuple[str, float], ...]
-    sure: tuple[tuple[str, float], ...]
     seconds: float  # of the running plan, at the estimated levels
     sure_seconds: float
     candidates: tuple[CandidatePlan, ...]
@@ -74,11 +73,9 @@ class ReplanPlanner:
         self._space: PlanSpace | None = None  # at profiled costs, for the last cluster
 
     def seconds(self, plan: Plan, levels: CostLevels) -> float:
-        """Iteration time of a plan at these cost levels."""
         return self.with_times(plan, self.times(plan, levels))
 
     def with_times(self, plan: Plan, times: Mapping[str, float]) -> float:
-        """Iteration time of a plan with these component times for all batches."""
         order = self._simulator.order
         row = np.array([times[component.name] for component in order])
         return float(self._simulator.seconds(row[None, :], GroupingShapes.stack([self._shape(plan)]))[0])
@@ -126,7 +123,7 @@ class ReplanPlanner:
             placed_plan = on_current_gpus(PlacedPlan(to_plan(space, candidate), cluster), running)
             if not placed_plan.same_as(running):
                 candidates.append(CandidatePlan(placed_plan, candidate.seconds, self.seconds(placed_plan.plan, sure)))
-        return PlanComparison(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))
+        return PlanComparison(now, now_sure, tuple(candidates))
 
     def _same_groups(self, space: PlanSpace, running: PlacedPlan, best: FoundPlan, beat: float) -> list[FoundPlan]:
         """The best plan with the current groups, unless it is the best of all."""
@@ -168,16 +165,12 @@ class ReplanPlanner:
         variant = next(variant for variant in part.variants if variant.name == placed.variant)
         counts = [gpus for gpus in range(1, len(placed.gpus) + 1) if variant.allows(gpus)] or [len(placed.gpus)]
         limit = self.with_times(plan, times) * (1 + slack)
-        low, high = 0, len(counts) - 1
-        while low < high:
-            middle = (low + high) // 2
-            seconds = profiled_seconds(part, placed.variant, kind, counts[middle]) or 0.0
-            there = {**times, component: seconds * levels.get(component, 1.0)}
-            if self.with_times(plan, there) <= limit:
-                high = middle
-            else:
-                low = middle + 1
-        return counts[low]
+
+        def enough(gpus: int) -> bool:
+            seconds = profiled_seconds(part, placed.variant, kind, gpus) or 0.0
+            return self.with_times(plan, {**times, component: seconds * levels.get(component, 1.0)}) <= limit
+
+        return counts[bisect_left(counts, True, hi=len(counts) - 1, key=enough)]
 
 
 def kinds_of(plan: Plan) -> dict[str, str]:
@@ -206,9 +199,8 @@ def weigh(
     """Keep or migrate; `costs` are those of each candidate, `why` is the reason for a migration that pays."""
     numbers = DecisionNumbers(iteration_s=comparison.seconds, horizon=horizon, margin=rules.margin)
     if not comparison.candidates:
-        return ReplanDecision(
-            None, Reason(ReasonCode.no_gain, f"no plan is faster than {_s(comparison.seconds)} an iteration"), numbers
-        )
+        reason = Reason(ReasonCode.no_gain, f"no plan is faster than {_s(comparison.seconds)} an iteration")
+        return ReplanDecision(None, reason, numbers)
     worth = [
         min(comparison.sure_seconds - candidate.sure_seconds, comparison.seconds - candidate.seconds) * horizon
         - cost * (1 + rules.margin)

@@ -127,11 +127,9 @@ class DriftMonitor:
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     def must_migrate(self) -> bool:
-        """Whether GPUs of the plan are gone or will go."""
         return bool(self.run.lost) or self.run.running.uses(self.run.leaving)
 
     def is_available(self, placed_plan: PlacedPlan) -> bool:
-        """Whether all GPUs of a plan exist and stay."""
         return placed_plan.on(self.run.cluster) is not None and not placed_plan.uses(self.run.leaving)
 
     def used_slots(self) -> set[GpuSlot]:
@@ -151,13 +149,11 @@ class DriftMonitor:
         return cost_of(touched, self._costs, self.rules, switching_s)
 
     def horizon(self) -> int:
-        """Iterations over which a gain counts."""
         remaining = self.run.remaining
         max_iterations = self.rules.horizon_iterations
         return max_iterations if remaining is None else min(max_iterations, remaining)
 
     def dwell(self) -> int:
-        """Minimum iterations between two migrations."""
         return int(self.rules.dwell_iterations * 2 ** min(self.run.setbacks, MAX_SETBACKS))
 
     def _with_dwell(self, numbers: DecisionNumbers) -> DecisionNumbers:

@@ -27,8 +27,12 @@ class ClusterChangeCause(str, enum.Enum):
     quota = "quota"
 
 
+class ReplanEvent:
+    """An event of the replan machine."""
+
+
 @dataclass(frozen=True)
-class RunResumed:
+class RunResumed(ReplanEvent):
     """The run begins (iteration 0), or continues after so many completed iterations.
 
     Nothing is in progress any more: a migration that had begun is rolled back.
@@ -39,14 +43,14 @@ class RunResumed:
 
 
 @dataclass(frozen=True)
-class IterationDone:
+class IterationDone(ReplanEvent):
     """An iteration is over. Idempotent by its number."""
 
     iteration: Iteration
 
 
 @dataclass(frozen=True)
-class ClusterChanged:
+class ClusterChanged(ReplanEvent):
     """The current cluster. `leaving`: nodes that are still there and go at the deadline."""
 
     cluster: Cluster
@@ -56,21 +60,21 @@ class ClusterChanged:
 
 
 @dataclass(frozen=True)
-class ReplanRequested:
+class ReplanRequested(ReplanEvent):
     """Asks whether the plan is still the best; answered at once."""
 
     why: str = ""
 
 
 @dataclass(frozen=True)
-class RemainingChanged:
+class RemainingChanged(ReplanEvent):
     """Iterations still to come (None: unknown)."""
 
     iterations: int | None
 
 
 @dataclass(frozen=True)
-class GpuRangeUsed:
+class GpuRangeUsed(ReplanEvent):
     """GPUs that an elastic component has now."""
 
     component: str
@@ -78,7 +82,7 @@ class GpuRangeUsed:
 
 
 @dataclass(frozen=True)
-class PlanPlaced:
+class PlanPlaced(ReplanEvent):
     """Nodes of the plan in place: (component, ((node, GPUs there), ...)), one component of each known group.
 
     A plan says how many GPUs; the placement may choose the nodes.
@@ -88,12 +92,12 @@ class PlanPlaced:
 
 
 @dataclass(frozen=True)
-class AdviceTaken:
+class AdviceTaken(ReplanEvent):
     """The advised plan was applied by the user: it runs now."""
 
 
 @dataclass(frozen=True)
-class MigrationStageDone:
+class MigrationStageDone(ReplanEvent):
     """A stage is done. `took_s`: how long the run was paused for it."""
 
     move: int
@@ -102,7 +106,7 @@ class MigrationStageDone:
 
 
 @dataclass(frozen=True)
-class MigrationStageFailed:
+class MigrationStageFailed(ReplanEvent):
     """A stage failed."""
 
     move: int
@@ -111,7 +115,7 @@ class MigrationStageFailed:
 
 
 @dataclass(frozen=True)
-class RolledBack:
+class RolledBack(ReplanEvent):
     """The old plan is in place again."""
 
     move: int
@@ -119,7 +123,7 @@ class RolledBack:
 
 
 @dataclass(frozen=True)
-class RollBackFailed:
+class RollBackFailed(ReplanEvent):
     """The old plan could not be restored."""
 
     move: int
@@ -127,25 +131,8 @@ class RollBackFailed:
 
 
 @dataclass(frozen=True)
-class ReplanTick:
+class ReplanTick(ReplanEvent):
     """Time has passed."""
-
-
-ReplanEvent = (
-    RunResumed
-    | IterationDone
-    | ClusterChanged
-    | ReplanRequested
-    | RemainingChanged
-    | GpuRangeUsed
-    | PlanPlaced
-    | AdviceTaken
-    | MigrationStageDone
-    | MigrationStageFailed
-    | RolledBack
-    | RollBackFailed
-    | ReplanTick
-)
 
 
 # ---- instructions -----------------------------------------------------------------------------------------------

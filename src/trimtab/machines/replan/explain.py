@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode, some
 from trimtab.machines.replan.state import RunState
 from trimtab.model.run import CostEstimate
 
@@ -24,9 +24,8 @@ def drift_reason(
     far = sorted((name for name in drifted if away[name] >= smallest), key=lambda name: -away[name])
     text = [run.cluster_change] if run.cluster_change else []
     if far:
-        named = ", ".join(f"{name} takes {levels[name] / run.reference[name]:.2f} times" for name in far[:NAMED])
-        more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
-        text.append(f"{named}{more} what the plan was made for")
+        named = [f"{name} takes {levels[name] / run.reference[name]:.2f} times" for name in far]
+        text.append(f"{some(named, NAMED)} what the plan was made for")
     if not text:
         return Reason(ReasonCode.better_plan, "costs and nodes are as they were")
     return Reason(ReasonCode.drifted if far else ReasonCode.room_changed, "; ".join(text))
@@ -49,10 +48,5 @@ def costs_text(estimates: Mapping[str, CostEstimate], reference: Mapping[str, fl
 
 def gone_reason(run: RunState) -> Reason:
     if run.lost:
-        return Reason(ReasonCode.plan_gone, f"GPUs of the plan are gone with {_names(run.lost)}")
-    return Reason(ReasonCode.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
-
-
-def _names(nodes: Sequence[str]) -> str:
-    more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
-    return ", ".join(nodes[:NAMED]) + more
+        return Reason(ReasonCode.plan_gone, f"GPUs of the plan are gone with {some(run.lost, NAMED)}")
+    return Reason(ReasonCode.plan_gone, f"GPUs of the plan will go with {some(run.leaving, NAMED)}")

@@ -28,15 +28,7 @@ from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
 from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, with_gpu_slots, without
 from trimtab.machines.replan.state import PromisedGain, ReplanState, RunState
 from trimtab.model.plan import FrameworkRules, Plan
-from trimtab.model.run import (
-    STAGES,
-    CostEstimate,
-    DecisionNumbers,
-    Iteration,
-    Migration,
-    ReplanMode,
-    ReplanRules,
-)
+from trimtab.model.run import STAGES, CostEstimate, DecisionNumbers, Iteration, Migration, ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Workflow, check_workflow, unknown_component
 
 RUN = "run"  # subject of the run's own story
@@ -79,7 +71,6 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
         allowed: FrameworkRules | None = None,
     ) -> ReplanMachine:
-        """Restores a dump, with the settings that it had."""
         state = decode(ReplanState, data)
         return cls(workflow, state.run.cluster, state.run.running.plan, rules, allowed, state)
 
@@ -119,9 +110,10 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         if iteration.number <= run.done:
             return  # already counted
         if iteration.number > run.done + 1:
+            hint = f"report iteration {run.done + 1} first, or RunResumed after {iteration.number - 1}"
             raise InputError(
                 f"iteration {iteration.number} follows {run.done}: iterations are missing",
-                hint=f"report iteration {run.done + 1} first, or RunResumed after {iteration.number - 1}",
+                hint=hint,
             )
         run.done = iteration.number
         if run.remaining is not None:
@@ -377,7 +369,6 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
 
     @property
     def placed_plan(self) -> PlacedPlan:
-        """The plan in place, with the cluster that its ranks refer to."""
         return self._run.running
 
     @property
@@ -399,7 +390,6 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
 
     @property
     def stopped(self) -> Reason | None:
-        """Why StopRun was issued, if it was."""
         return self._run.stopped
 
     def estimates(self) -> dict[str, CostEstimate]:

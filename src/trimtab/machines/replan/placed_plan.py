@@ -19,7 +19,6 @@ GpuSlot = tuple[str, int]
 
 @lru_cache(maxsize=16)
 def gpu_slots(cluster: Cluster) -> tuple[GpuSlot, ...]:
-    """The slot of every rank."""
     return tuple((node.name, index) for node in cluster.nodes for index in range(node.gpus))
 
 
@@ -70,7 +69,6 @@ class PlacedPlan:
         return next((group.components for group in self.plan.groups if component in group.components), ())
 
     def same_as(self, other: PlacedPlan) -> bool:
-        """Whether no component has to move."""
         return not any(change.how is not ChangeKind.stays for change in changes(self, other))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.core.reasons import Reason
-from trimtab.machines.rollout.policies.policy import Taker
+from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.rollout import (
     End,
     InFlight,
@@ -24,18 +24,23 @@ from trimtab.model.rollout import (
     WorkerVerb,
 )
 
+
+class RolloutEvent:
+    """An event of the rollout machine."""
+
+
 # ---- events: requests -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RequestArrived:
+class RequestArrived(RolloutEvent):
     """A generation request. A known id or an unknown class is refused before any state changes."""
 
     spec: RequestSpec
 
 
 @dataclass(frozen=True)
-class TokensStreamed:
+class TokensStreamed(RolloutEvent):
     """Total tokens of this attempt so far. `version`: weights version, if the engine reports it."""
 
     request: str
@@ -46,7 +51,7 @@ class TokensStreamed:
 
 
 @dataclass(frozen=True)
-class AttemptFinished:
+class AttemptFinished(RolloutEvent):
     """The engine ended the answer in order: the model stopped, or max_tokens is reached."""
 
     request: str
@@ -57,7 +62,7 @@ class AttemptFinished:
 
 
 @dataclass(frozen=True)
-class AttemptFailed:
+class AttemptFailed(RolloutEvent):
     """Broken stream, error, time-out or invalid response. `fatal`: the engine rejects the request itself."""
 
     request: str
@@ -70,7 +75,7 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True)
-class AbortedExternally:
+class AbortedExternally(RolloutEvent):
     """Aborted on purpose by another client of the engine: partial output is returned, never retried."""
 
     request: str
@@ -80,7 +85,7 @@ class AbortedExternally:
 
 
 @dataclass(frozen=True)
-class AbortDone:
+class AbortDone(RolloutEvent):
     """An AbortAttempt was executed: nothing of this attempt runs any more. Late ones still free the worker."""
 
     request: str
@@ -89,7 +94,7 @@ class AbortDone:
 
 
 @dataclass(frozen=True)
-class RequestCancelled:
+class RequestCancelled(RolloutEvent):
     """The client cancelled the request."""
 
     request: str
@@ -100,7 +105,7 @@ class RequestCancelled:
 
 
 @dataclass(frozen=True)
-class WorkerAdded:
+class WorkerAdded(RolloutEvent):
     """A worker may be used. `up`: its engine runs already; else it is started when needed."""
 
     spec: WorkerSpec
@@ -109,7 +114,7 @@ class WorkerAdded:
 
 
 @dataclass(frozen=True)
-class WorkerRemoved:
+class WorkerRemoved(RolloutEvent):
     """Remove a worker: route off, drain or abort, sleep, stop. `deadline_s` None: as the rules say."""
 
     worker: str
@@ -118,7 +123,7 @@ class WorkerRemoved:
 
 
 @dataclass(frozen=True)
-class WorkerReclaimed:
+class WorkerReclaimed(RolloutEvent):
     """The worker is lent out until WorkerReturned. Refused where too few would be left, unless forced (node loss)."""
 
     worker: str
@@ -129,14 +134,14 @@ class WorkerReclaimed:
 
 
 @dataclass(frozen=True)
-class WorkerReturned:
+class WorkerReturned(RolloutEvent):
     """The worker may be used again."""
 
     worker: str
 
 
 @dataclass(frozen=True)
-class WorkerUp:
+class WorkerUp(RolloutEvent):
     """The engine came up without a trimtab action: restarted, reconnected, or woken by the trainer."""
 
     worker: str
@@ -145,7 +150,7 @@ class WorkerUp:
 
 
 @dataclass(frozen=True)
-class WorkerDied:
+class WorkerDied(RolloutEvent):
     """The engine process is gone, with everything on it."""
 
     worker: str
@@ -153,7 +158,7 @@ class WorkerDied:
 
 
 @dataclass(frozen=True)
-class WorkerUnhealthy:
+class WorkerUnhealthy(RolloutEvent):
     """The engine has failed its health check for `for_s` seconds."""
 
     worker: str
@@ -162,14 +167,14 @@ class WorkerUnhealthy:
 
 
 @dataclass(frozen=True)
-class WorkerHealthy:
+class WorkerHealthy(RolloutEvent):
     """The health check passes (again). Does not prove that the engine answers requests."""
 
     worker: str
 
 
 @dataclass(frozen=True)
-class WorkerSlept:
+class WorkerSlept(RolloutEvent):
     """The trainer put the engine to sleep."""
 
     worker: str
@@ -177,14 +182,14 @@ class WorkerSlept:
 
 
 @dataclass(frozen=True)
-class WeightsDiscarded:
+class WeightsDiscarded(RolloutEvent):
     """The engine's weights were discarded."""
 
     worker: str
 
 
 @dataclass(frozen=True)
-class PausedExternally:
+class PausedExternally(RolloutEvent):
     """Another client paused the engine (`on` false: resumed it). Requests sent there would hang."""
 
     worker: str
@@ -192,7 +197,7 @@ class PausedExternally:
 
 
 @dataclass(frozen=True)
-class LoadReported:
+class LoadReported(RolloutEvent):
     """The engine's own load figures, taken at `at`. Stale figures are ignored."""
 
     worker: str
@@ -204,7 +209,7 @@ class LoadReported:
 
 
 @dataclass(frozen=True)
-class ActionDone:
+class ActionDone(RolloutEvent):
     """A WorkerAction succeeded. `version`: of a start or wake, as reported. `note`: an anomaly to warn about."""
 
     worker: str
@@ -214,7 +219,7 @@ class ActionDone:
 
 
 @dataclass(frozen=True)
-class ActionFailed:
+class ActionFailed(RolloutEvent):
     """A WorkerAction failed or timed out."""
 
     worker: str
@@ -226,7 +231,7 @@ class ActionFailed:
 
 
 @dataclass(frozen=True)
-class RefitBegun:
+class RefitBegun(RolloutEvent):
     """The trainer has new weights. Membership is frozen; from now on only this version is current."""
 
     version: int
@@ -235,7 +240,7 @@ class RefitBegun:
 
 
 @dataclass(frozen=True)
-class RefitConfirmed:
+class RefitConfirmed(RolloutEvent):
     """The trainer confirms that this worker has this version. With an epoch: as the process of that epoch."""
 
     worker: str
@@ -244,7 +249,7 @@ class RefitConfirmed:
 
 
 @dataclass(frozen=True)
-class RefitFailed:
+class RefitFailed(RolloutEvent):
     """The worker did not get the weights; its weights are unknown."""
 
     worker: str
@@ -253,7 +258,7 @@ class RefitFailed:
 
 
 @dataclass(frozen=True)
-class RefitEnded:
+class RefitEnded(RolloutEvent):
     """The refit is over: confirmed workers serve, the others are out of service."""
 
     version: int
@@ -263,7 +268,7 @@ class RefitEnded:
 
 
 @dataclass(frozen=True)
-class ScaleRequested:
+class ScaleRequested(RolloutEvent):
     """Manual worker count, until released or until `until`. Overrides the policy."""
 
     workers: int
@@ -272,12 +277,12 @@ class ScaleRequested:
 
 
 @dataclass(frozen=True)
-class ScaleReleased:
+class ScaleReleased(RolloutEvent):
     """The policy decides again."""
 
 
 @dataclass(frozen=True)
-class HoldRequested:
+class HoldRequested(RolloutEvent):
     """A named floor of workers for a while (e.g. before a validation)."""
 
     name: str
@@ -286,14 +291,14 @@ class HoldRequested:
 
 
 @dataclass(frozen=True)
-class HoldReleased:
+class HoldReleased(RolloutEvent):
     """Removes the floor."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class WorkerRangeSet:
+class WorkerRangeSet(RolloutEvent):
     """Replaces the plan's worker range."""
 
     min_workers: int
@@ -301,51 +306,15 @@ class WorkerRangeSet:
 
 
 @dataclass(frozen=True)
-class DemandSeen:
+class DemandSeen(RolloutEvent):
     """Consumers that could use a freed worker, and for how long."""
 
     takers: tuple[Taker, ...] = ()
 
 
 @dataclass(frozen=True)
-class RolloutTick:
+class RolloutTick(RolloutEvent):
     """Time has passed."""
-
-
-RolloutEvent = (
-    RequestArrived
-    | TokensStreamed
-    | AttemptFinished
-    | AttemptFailed
-    | AbortedExternally
-    | AbortDone
-    | RequestCancelled
-    | WorkerAdded
-    | WorkerRemoved
-    | WorkerReclaimed
-    | WorkerReturned
-    | WorkerUp
-    | WorkerDied
-    | WorkerUnhealthy
-    | WorkerHealthy
-    | WorkerSlept
-    | WeightsDiscarded
-    | PausedExternally
-    | LoadReported
-    | ActionDone
-    | ActionFailed
-    | RefitBegun
-    | RefitConfirmed
-    | RefitFailed
-    | RefitEnded
-    | ScaleRequested
-    | ScaleReleased
-    | HoldRequested
-    | HoldReleased
-    | WorkerRangeSet
-    | DemandSeen
-    | RolloutTick
-)
 
 
 # ---- instructions -----------------------------------------------------------------------------------------------

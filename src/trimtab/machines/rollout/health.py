@@ -1,15 +1,19 @@
-"""Worker health: suspicion, probes, loss, recovery, and actions of other clients on engines.
+"""Worker health: suspicion, probes, loss, recovery, outcomes of actions, and actions of other clients on engines.
 
 A suspect keeps its requests and gets no new ones until it has answered: a passing health check proves nothing about a
 wedged engine. What must never happen: a worker lost by a tick alone (how long it is unhealthy comes from its health
 check; an unanswered probe or an unconfirmed abort was sent to it), and attempts forgotten while its process may run.
+
+Every action has an outcome: nothing stays in progress for ever, and nothing is retried for ever. Late news of an action
+that was given up changes nothing.
 """
 
 from __future__ import annotations
 
+from trimtab.core.machine import on
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import RolloutWorker
+from trimtab.machines.rollout.records import OngoingAction, RolloutWorker
 from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.machines.rollout.workers import WorkerTransitions
@@ -25,6 +29,7 @@ class WorkerHealth:
         self.state = state
         self.requests = requests
         self.workers = workers
+        self.refits = workers.refits
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 
@@ -42,8 +47,9 @@ class WorkerHealth:
             self.lost(worker, Reason(ReasonCode.hung, f"{why}, nor that of {orphans - 1} others"))
         else:
             self.suspect(worker, Reason(ReasonCode.hung, why))
-            self.workers.on_worker_changed(worker)
+            self.refits.update_quiesced(worker)
 
+    @on(e.WorkerUnhealthy)
     def unhealthy(self, event: e.WorkerUnhealthy) -> None:
         worker = self.state.workers.get(event.worker)
         if worker is None or worker.state not in (S.active, S.draining, S.stale, S.empty, S.suspect):
@@ -58,6 +64,7 @@ class WorkerHealth:
         else:
             self.suspect(worker, reason)
 
+    @on(e.WorkerHealthy)
     def healthy(self, event: e.WorkerHealthy) -> None:
         worker = self.state.workers.get(event.worker)
         if worker is None or not worker.unhealthy:
@@ -105,14 +112,14 @@ class WorkerHealth:
         if worker.state is S.suspect and worker.unhealthy:
             return
         if worker.state is S.suspect and not current:
-            self.workers.transition(
-                worker, S.stale, Reason(ReasonCode.outdated, f"{why}; its weights are older than the trainer's")
-            )
+            reason = Reason(ReasonCode.outdated, f"{why}; its weights are older than the trainer's")
+            self.workers.transition(worker, S.stale, reason)
             self.workers.request_refit(worker)
         elif worker.state is S.suspect:
             self.workers.to_active(worker, Reason(ReasonCode.steady, why))
-        self.workers.on_worker_changed(worker)
+        self.refits.update_quiesced(worker)
 
+    @on(e.WorkerDied)
     def died(self, event: e.WorkerDied) -> None:
         worker = self.state.workers.get(event.worker)
         if worker is None or worker.state is S.lost:
@@ -140,16 +147,16 @@ class WorkerHealth:
         if not worker.started:
             self.requests.drop_zombies(worker)
         state.evaluate_soon()
-        self.workers.on_worker_changed(worker)
+        self.refits.update_quiesced(worker)
         if stop and worker.spec.startable and worker.started:
-            self.workers.start_action(
-                worker, WorkerVerb.stop, Reason(reason.code, f"its old process must end: {reason.sentence}")
-            )
+            sentence = f"its old process must end: {reason.sentence}"
+            self.workers.start_action(worker, WorkerVerb.stop, Reason(reason.code, sentence))
         elif worker.leaving:
             self.workers.forget(worker)
 
     # ---- other clients ----------------------------------------------------------------------------------------------
 
+    @on(e.WorkerUp)
     def came_up(self, event: e.WorkerUp) -> None:
         """Up without a trimtab action."""
         worker = self.state.workers.get(event.worker)
@@ -175,6 +182,7 @@ class WorkerHealth:
                 self.requests.abort_zombies(worker)
                 self.workers.process_started(worker, event.version, "it was restarted", ours=False)
 
+    @on(e.WorkerSlept)
     def slept(self, event: e.WorkerSlept) -> None:
         """Another client put it to sleep, and is expected to have aborted what ran there."""
         worker = self.state.workers.get(event.worker)
@@ -185,6 +193,7 @@ class WorkerHealth:
             self.requests.abort_all(worker, Reason(ReasonCode.moved, f"{worker.id} was put to sleep"))
         self.workers.mark_asleep(worker, event.keeps_weights, "another client put it to sleep")
 
+    @on(e.WeightsDiscarded)
     def weights_discarded(self, event: e.WeightsDiscarded) -> None:
         """Its weights are gone: tokens made from now on are invalid."""
         worker = self.state.workers.get(event.worker)
@@ -199,6 +208,7 @@ class WorkerHealth:
             self.workers.transition(worker, S.empty, reason)
             self.workers.request_refit(worker)
 
+    @on(e.PausedExternally)
     def paused_elsewhere(self, event: e.PausedExternally) -> None:
         """Another client pauses or resumes it. Requests there wait; none is sent there."""
         worker = self.state.workers.get(event.worker)
@@ -213,6 +223,7 @@ class WorkerHealth:
         sentence = "another client paused it: nothing is sent there" if event.on else "another client resumed it"
         self.state.set_worker_state(worker, worker.state, Reason(ReasonCode.passed_on, sentence))
 
+    @on(e.LoadReported)
     def load_reported(self, event: e.LoadReported) -> None:
         state = self.state
         worker = state.workers.get(event.worker)
@@ -233,3 +244,134 @@ class WorkerHealth:
             self.state.update_lane_load(worker, lane)
             self.state.router.changed(lane)
         self.workers.settle(worker)
+
+    # ---- outcomes of actions -----------------------------------------------------------------------------------------
+
+    @on(e.ActionDone)
+    def action_done(self, event: e.ActionDone) -> None:
+        worker, action = self._take_action(event.worker, event.attempt)
+        if worker is None or action is None:
+            return
+        state, took = self.state, self.state.now - action.since
+        if event.note:
+            self.workers.warn(worker, Reason(ReasonCode.faulty, f"{action.verb.value}: {event.note}"))
+        if action.verb in (WorkerVerb.start, WorkerVerb.wake):
+            worker.failures = 0
+        if action.verb is WorkerVerb.start:
+            self.workers.process_started(worker, event.version, f"its engine started in {took:.3g} s")
+        elif action.verb is WorkerVerb.wake:
+            state.wake_s.add(took)
+            self.workers.woken(worker, event.version, f"woken in {took:.3g} s")
+        elif action.verb is WorkerVerb.sleep:
+            state.sleep_s.add(took)
+            self.workers.mark_asleep(worker, worker.spec.sleep_keeps_weights, f"asleep after {took:.3g} s")
+        elif action.verb is WorkerVerb.stop:
+            self._stopped(worker)
+        elif action.verb is WorkerVerb.pause:
+            self.refits.update_quiesced(worker)
+        elif action.verb is WorkerVerb.resume:
+            worker.paused = False
+            self.requests.resumed(worker)
+            self.workers.activate(worker)
+        elif action.verb is WorkerVerb.refit and action.version is not None:
+            self.refits.confirm(worker, action.version)
+        elif action.verb is WorkerVerb.probe:
+            worker.probes = worker.faults = 0
+            self.recovered(worker, "it answered a probe")
+
+    @on(e.ActionFailed)
+    def action_failed(self, event: e.ActionFailed) -> None:
+        worker, action = self._take_action(event.worker, event.attempt)
+        if worker is None or action is None:
+            return
+        why = f"{action.verb.value} failed: {event.why}"
+        if action.verb is WorkerVerb.start:
+            self._start_failed(worker, why)
+        elif action.verb is WorkerVerb.wake:
+            self._wake_failed(worker, why)
+        elif action.verb is WorkerVerb.sleep:
+            # Memory and weights are in an unknown state; it is woken before it serves.
+            self.workers.warn(worker, Reason(ReasonCode.faulty, f"{why}; its memory may not be released"))
+            self.workers.mark_asleep(worker, False, why)
+        elif action.verb is WorkerVerb.stop:
+            self._stop_failed(worker, why)
+        elif action.verb is WorkerVerb.pause:
+            self.requests.abort_all(worker, Reason(ReasonCode.faulty, f"{worker.id}: {why}"))
+            self.refits.update_quiesced(worker)
+        elif action.verb is WorkerVerb.resume:
+            self.lost(worker, Reason(ReasonCode.faulty, why))
+        elif action.verb is WorkerVerb.refit:
+            self.refits.member_failed(worker, why)
+        elif action.verb is WorkerVerb.probe:
+            self.probe_failed(worker, why)
+
+    def _take_action(self, name: str, attempt: int) -> tuple[RolloutWorker | None, OngoingAction | None]:
+        worker = self.state.workers.get(name)
+        if worker is None or worker.action is None or worker.action.attempt != attempt:
+            return None, None
+        action, worker.action = worker.action, None
+        self.state.touch("w", name)
+        return worker, action
+
+    def _stopped(self, worker: RolloutWorker) -> None:
+        self.requests.drop_zombies(worker)
+        worker.started = worker.asleep = worker.paused = False
+        worker.version = None
+        worker.failures = 0 if worker.state is not S.lost else worker.failures
+        if worker.leaving:
+            self.workers.forget(worker)
+        elif worker.state is S.draining:
+            self.workers.transition(worker, S.inactive, Reason(ReasonCode.asleep, "its engine was stopped"))
+
+    def _stop_failed(self, worker: RolloutWorker, why: str) -> None:
+        """Retry, then give up with a warning."""
+        worker.failures += 1
+        if worker.failures < self.state.rules.tries:
+            self.workers.start_action(worker, WorkerVerb.stop, Reason(ReasonCode.faulty, why))
+            return
+        self.workers.warn(worker, Reason(ReasonCode.faulty, f"{why}; giving up; it may still hold its memory"))
+        if worker.leaving:
+            self.workers.forget(worker)
+        elif worker.state is not S.lost:
+            worker.disabled = True
+            self.lost(worker, Reason(ReasonCode.faulty, why), stop=False)
+        else:
+            worker.disabled = True
+
+    def _start_failed(self, worker: RolloutWorker, why: str) -> None:
+        worker.failures += 1
+        self.lost(worker, Reason(ReasonCode.start_failed, why), stop=worker.spec.startable)
+        self.workers.schedule_retry(worker, why)
+
+    def _wake_failed(self, worker: RolloutWorker, why: str) -> None:
+        """It stays asleep with unknown weights (out of memory, for example)."""
+        worker.failures += 1
+        worker.version = None
+        if worker.failures >= self.state.rules.tries:
+            self.lost(worker, Reason(ReasonCode.start_failed, f"{why}, {worker.failures} times in a row"))
+            return
+        self.workers.transition(worker, S.inactive, Reason(ReasonCode.start_failed, why))
+        if worker.leaving:
+            self.workers.deactivate(worker)
+        else:
+            self.workers.schedule_retry(worker, why)
+
+    def late(self, name: str) -> None:
+        state = self.state
+        worker, now = state.workers[name], state.now
+        if worker.load_fresh_until is not None and worker.load_fresh_until <= now:
+            worker.load_fresh_until = None
+            self.load_changed(worker)
+        if worker.action is not None and worker.action.deadline <= now:
+            action = worker.action
+            self.action_failed(e.ActionFailed(name, action.attempt, f"it took more than {now - action.since:.3g} s"))
+        elif worker.drain_deadline is not None and not worker.drain_expired and worker.drain_deadline <= now:
+            self.workers.expire_drain(worker)
+        elif worker.retry_at is not None and worker.retry_at <= now:
+            worker.retry_at = None
+            if worker.state is S.suspect and worker.action is None:
+                self.probe(worker, worker.reason.sentence)
+            else:
+                self.workers.request_refit(worker)
+                state.evaluate_soon()
+        state.touch("w", name)

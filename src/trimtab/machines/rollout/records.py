@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimtab.core.errors import InputError, meant
+from trimtab.core.machine import earliest
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.model.rollout import (
     End,
     InFlight,
-    Membership,
     RefitWay,
     RequestSpec,
     RequestState,
@@ -20,6 +20,8 @@ from trimtab.model.rollout import (
     WorkerVerb,
     WorkerView,
 )
+
+FADES_AFTER = 32  # values
 
 
 @dataclass(eq=False)
@@ -78,9 +80,8 @@ class RolloutWorker:
     attempt: int = 0  # of actions
     action: OngoingAction | None = None
     held: dict[str, SentAttempt] = field(default_factory=dict)  # by request#attempt
-    zombies: dict[str, SentAttempt] = field(
-        default_factory=dict
-    )  # attempts held when it was lost, while its process may still run
+    # Attempts held when it was lost, while its process may still run.
+    zombies: dict[str, SentAttempt] = field(default_factory=dict)
     outside: int = 0  # requests of other clients, by its own figures ...
     kv_full: bool = False
     load_fresh_until: float | None = None  # ... which are fresh until then
@@ -92,6 +93,26 @@ class RolloutWorker:
     @property
     def id(self) -> str:
         return self.spec.id
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is WorkerState.active and not self.paused and not self.paused_elsewhere
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(attempt.cost for attempt in self.held.values())
+
+    @property
+    def known_outside(self) -> int:
+        """Requests of other clients, while its figures are fresh."""
+        return self.outside if self.load_fresh_until is not None else 0
+
+    @property
+    def due(self) -> float | None:
+        """When its action, drain, retry or load figures expire."""
+        action_due = None if self.action is None else self.action.deadline
+        drain_due = None if self.drain_expired else self.drain_deadline
+        return earliest(self.retry_at, self.load_fresh_until, action_due, drain_due)
 
 
 @dataclass(eq=False)
@@ -152,39 +173,11 @@ class FadingMean:
             self.value += (value - self.value) / min(self.count, FADES_AFTER)
 
 
-FADES_AFTER = 32  # values
-
-
-@dataclass(eq=False)
-class RolloutCounters:
-    """The rest of a snapshot: clock, counters, limits and manual settings."""
-
-    now: float = 0.0
-    version: int = 0  # of the trainer's weights
-    served_version: int = 0  # the last one that a worker served: what a pool can go back to after a failed refit
-    min_workers: int = 1
-    max_workers: int = 1
-    arrivals: int = 0
-    joins: int = 0
-    next_evaluation: float | None = None
-    manual_workers: int | None = None
-    manual_until: float | None = None
-    manual_why: str = ""
-    holds: dict[str, tuple[int, float | None]] = field(default_factory=dict)
-    membership: Membership = field(default_factory=lambda: Membership(0))  # of the open refit, or of the last one
-    answered: int = 0  # total
-    refused: int = 0
-    sleep_s: FadingMean = field(default_factory=FadingMean)
-    wake_s: FadingMean = field(default_factory=FadingMean)
-    drain_s: FadingMean = field(default_factory=FadingMean)
-    service_s: FadingMean = field(default_factory=FadingMean)  # of a request, from sent to finished
-
-
 def attempt_key(request: str, attempt: int) -> str:
     return f"{request}#{attempt}"
 
 
-def worker_view(worker: RolloutWorker, outstanding_tokens: int) -> WorkerView:
+def worker_view(worker: RolloutWorker) -> WorkerView:
     action = worker.action
     return WorkerView(
         worker.id,
@@ -193,7 +186,7 @@ def worker_view(worker: RolloutWorker, outstanding_tokens: int) -> WorkerView:
         worker.since,
         worker.version,
         len(worker.held),
-        outstanding_tokens,
+        worker.outstanding_tokens,
         worker.spec,
         paused=worker.paused or worker.paused_elsewhere,
         asleep=worker.asleep,
@@ -202,7 +195,7 @@ def worker_view(worker: RolloutWorker, outstanding_tokens: int) -> WorkerView:
         served=worker.served,
         paused_elsewhere=worker.paused_elsewhere,
         taken=worker.reclaimed,
-        outside=worker.outside if worker.load_fresh_until is not None else 0,
+        outside=worker.known_outside,
     )
 
 
@@ -239,7 +232,3 @@ def known_worker(workers: dict[str, RolloutWorker], name: str) -> RolloutWorker:
         hint = meant(name, workers, f"workers: {', '.join(sorted(workers)[:8]) or 'none'}")
         raise InputError(f"there is no worker {name}", hint=hint)
     return worker
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

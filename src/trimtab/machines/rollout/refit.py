@@ -16,14 +16,20 @@ aborted and restart.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.machine import on
+from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import OngoingRefit, RolloutWorker, counted
+from trimtab.machines.rollout.records import OngoingRefit, RolloutWorker
 from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.state import RolloutState
-from trimtab.machines.rollout.workers import WorkerTransitions
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitMember, RefitWay, WorkerState, WorkerVerb
+
+if TYPE_CHECKING:
+    from trimtab.machines.rollout.workers import WorkerTransitions
 
 S = WorkerState
 TAKES_PART = (S.active, S.stale, S.empty)
@@ -41,7 +47,7 @@ class RefitCoordinator:
 
     def next_membership(self) -> Membership:
         """Members of the open refit, or of the next one."""
-        before = self.state.counters.membership
+        before = self.state.membership
         if self.state.refit is not None:
             return before
         members, offset = [], 0
@@ -57,36 +63,24 @@ class RefitCoordinator:
         left = tuple(member.worker for member in before.members if (member.worker, member.incarnation) not in new)
         return Membership(before.epoch + 1, tuple(members), joined=joined, left=left)
 
-    def in_refit(self, worker: RolloutWorker) -> bool:
-        """Whether the open refit includes it, as its current process."""
-        if self.state.refit is None:
-            return False
-        return any(
-            member.worker == worker.id and member.incarnation == worker.incarnation
-            for member in self.state.counters.membership.members
-        )
-
     # ---- begin -----------------------------------------------------------------------------------------------------
 
+    @on(e.RefitBegun)
     def begun(self, event: e.RefitBegun) -> None:
         """Freeze membership and quiesce all members."""
         state, rules = self.state, self.state.rules
         if state.refit is not None:
             if state.refit.version == event.version:
                 return
-            raise InputError(
-                f"a refit to version {state.refit.version} is open", hint="end it before beginning another"
-            )
-        next_membership = self.next_membership()
-        state.counters.membership = Membership(
-            next_membership.epoch, next_membership.members, True, next_membership.joined, next_membership.left
-        )
-        members = [state.workers[member.worker] for member in next_membership.members]
+            hint = "end it before beginning another"
+            raise InputError(f"a refit to version {state.refit.version} is open", hint=hint)
+        state.membership = replace(self.next_membership(), frozen=True)
+        members = [state.workers[member.worker] for member in state.membership.members]
         deadline = state.now + rules.refit_s
         state.refit = OngoingRefit(
             event.version, event.way, event.in_flight, deadline, [worker.id for worker in members]
         )
-        state.counters.version = event.version
+        state.version = event.version
         state.touch("", "")
         for worker in members:
             self._quiesce(worker, event)
@@ -100,7 +94,7 @@ class RefitCoordinator:
         worker.action, worker.retry_at = None, None  # actions in progress were for older weights
         worker.disabled, worker.failures = False, 0
         if worker.state is not S.empty:
-            self.workers.to_stale(worker, reason)
+            self.workers.transition(worker, S.stale, reason)
         if not worker.held:
             return
         ownership = self.state.rules.ownership
@@ -127,13 +121,13 @@ class RefitCoordinator:
         if worker.id in refit.waiting and self._is_quiesced(worker):
             refit.waiting.remove(worker.id)
             self._ready()
-        gone = worker.id not in (*refit.confirmed, *refit.failed) and not self.in_refit(worker)
-        if gone and any(member.worker == worker.id for member in self.state.counters.membership.members):
+        gone = worker.id not in (*refit.confirmed, *refit.failed) and not self.state.in_refit(worker)
+        if gone and any(member.worker == worker.id for member in self.state.membership.members):
             refit.failed.append(worker.id)
             self._end_if_complete()
 
     def _is_quiesced(self, worker: RolloutWorker) -> bool:
-        if not self.in_refit(worker):
+        if not self.state.in_refit(worker):
             return True
         if worker.action is not None and worker.action.verb is WorkerVerb.pause:
             return False
@@ -145,40 +139,35 @@ class RefitCoordinator:
         if refit is None or refit.ready or refit.waiting:
             return
         refit.ready = True
-        membership = state.counters.membership
+        membership = state.membership
         sentence = f"{counted(len(membership.members), 'worker')} wait for version {refit.version}"
         state.emit(e.RefitReady(refit.version, membership, Reason(ReasonCode.refitting, sentence)))
         if state.rules.ownership.refit is Owner.trimtab:
             for member in membership.members:
                 worker = state.workers.get(member.worker)
-                if worker is not None and self.in_refit(worker) and worker.state in (S.stale, S.empty):
+                if worker is not None and self.state.in_refit(worker) and worker.state in (S.stale, S.empty):
                     reason = Reason(ReasonCode.refitting, f"it needs version {refit.version}")
                     self.workers.start_action(worker, WorkerVerb.refit, reason, refit.version)
             self._end_if_complete()
 
     # ---- outcomes --------------------------------------------------------------------------------------------------
 
+    @on(e.RefitConfirmed)
     def confirmed(self, event: e.RefitConfirmed) -> None:
         state = self.state
         worker = state.workers.get(event.worker)
         if worker is None or event.version != state.version:
             return
-        if event.epoch is not None and not self._same_process(worker, event.epoch):
+        if event.epoch is not None and not (state.membership.epoch == event.epoch and state.is_member(worker)):
             return  # about an earlier process
         self.confirm(worker, event.version)
-
-    def _same_process(self, worker: RolloutWorker, epoch: int) -> bool:
-        membership = self.state.counters.membership
-        return membership.epoch == epoch and any(
-            member.worker == worker.id and member.incarnation == worker.incarnation for member in membership.members
-        )
 
     def confirm(self, worker: RolloutWorker, version: int) -> None:
         """The worker has this version."""
         state, refit = self.state, self.state.refit
         if version != state.version or worker.state in (S.lost, S.starting, S.inactive):
             return
-        if refit is not None and not self.in_refit(worker):
+        if refit is not None and not self.state.in_refit(worker):
             return  # joins at the next sync
         self.workers.confirmed(worker, version)
         if refit is None:
@@ -193,6 +182,7 @@ class RefitCoordinator:
             self.workers.activate(worker)
         self._end_if_complete()
 
+    @on(e.RefitFailed)
     def failed(self, event: e.RefitFailed) -> None:
         worker = self.state.workers.get(event.worker)
         if worker is not None and event.version == self.state.version and worker.state is not S.lost:
@@ -203,7 +193,7 @@ class RefitCoordinator:
         refit = self.state.refit
         if worker.state is S.active:
             return  # already confirmed and serving
-        if refit is not None and self.in_refit(worker):
+        if refit is not None and self.state.in_refit(worker):
             if worker.id in refit.confirmed:
                 refit.confirmed.remove(worker.id)
             if worker.id not in refit.failed:
@@ -216,9 +206,10 @@ class RefitCoordinator:
         state, refit = self.state, self.state.refit
         if refit is None or not refit.ready or state.rules.ownership.refit is not Owner.trimtab:
             return
-        if len(refit.confirmed) + len(refit.failed) >= len(state.counters.membership.members):
+        if len(refit.confirmed) + len(refit.failed) >= len(state.membership.members):
             self._end("all members have reported")
 
+    @on(e.RefitEnded)
     def ended(self, event: e.RefitEnded) -> None:
         if self.state.refit is not None and self.state.refit.version == event.version:
             self._end("the trainer ended it")
@@ -230,10 +221,7 @@ class RefitCoordinator:
         state, refit = self.state, self.state.refit
         assert refit is not None
         state.refit = None
-        membership = state.counters.membership
-        state.counters.membership = Membership(
-            membership.epoch, membership.members, joined=membership.joined, left=membership.left
-        )
+        membership = state.membership = replace(state.membership, frozen=False)
         for member in membership.members:
             worker = state.workers.get(member.worker)
             if worker is None or worker.incarnation != member.incarnation:
@@ -248,8 +236,8 @@ class RefitCoordinator:
         sentence = f"{why}: {len(refit.confirmed)} of {counted(len(membership.members), 'worker')} have it"
         code = ReasonCode.refit_failed if failed else ReasonCode.current
         state.emit(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))
-        if len(refit.confirmed) < state.counters.min_workers and membership.members:
-            below = f"{sentence}, and at least {state.counters.min_workers} must serve"
+        if len(refit.confirmed) < state.min_workers and membership.members:
+            below = f"{sentence}, and at least {state.min_workers} must serve"
             state.emit(e.Warn(Reason(ReasonCode.below_min, below)))
         for worker in list(state.workers.values()):
             self.workers.settle(worker)  # drains that waited for the end

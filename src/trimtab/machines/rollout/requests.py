@@ -7,19 +7,11 @@ answered: news of an attempt that is not the current one frees its place on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from trimtab.core.errors import InputError, meant
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.machine import on
+from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import (
-    RolloutRequest,
-    RolloutWorker,
-    SentAttempt,
-    add_tokens,
-    attempt_key,
-    counted,
-)
+from trimtab.machines.rollout.records import RolloutRequest, RolloutWorker, SentAttempt, attempt_key
 from trimtab.machines.rollout.routing import RoutingChoice
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.model.rollout import ANSWERED, End, Owner, RequestSpec, RequestState, WorkerState
@@ -33,14 +25,10 @@ class RequestTransitions:
 
     def __init__(self, state: RolloutState) -> None:
         self.state = state
-        # Callbacks, set by the machine.
-        self.on_released: Callable[[RolloutWorker], None] = lambda worker: None
-        self.on_response: Callable[[RolloutWorker], None] = lambda worker: None
-        self.on_fault: Callable[[RolloutWorker, str], None] = lambda worker, why: None
-        self.on_unresponsive: Callable[[RolloutWorker, str], None] = lambda worker, why: None
 
     # ---- arrival ----------------------------------------------------------------------------------------------------
 
+    @on(e.RequestArrived)
     def arrived(self, event: e.RequestArrived) -> None:
         state, spec = self.state, event.spec
         queue = state.router.queues.get(spec.class_)
@@ -54,14 +42,14 @@ class RequestTransitions:
         if len(queue.waiting) + state.parked_by_class[spec.class_] >= queue.spec.queue_limit:
             self._refuse(spec, queue.spec.queue_limit)
             return
-        now, counters = state.now, state.counters
-        counters.arrivals += 1
+        now = state.now
+        state.arrivals += 1
         deadline = spec.deadline
         if deadline is None and queue.spec.deadline_s is not None:
             deadline = now + queue.spec.deadline_s
         reason = Reason(ReasonCode.queued, "it arrived")
         request = RolloutRequest(
-            spec, counters.arrivals, RequestState.queued, reason, now, now, deadline, recipients=[spec.id]
+            spec, state.arrivals, RequestState.queued, reason, now, now, deadline, recipients=[spec.id]
         )
         state.requests[spec.id] = request
         if spec.key:
@@ -88,14 +76,14 @@ class RequestTransitions:
         if known.end not in (End.stop, End.length, End.abort) or not kept:
             return False  # failures are not shared: the request is tried again
         reason = Reason(known.reason.code, f"the answer to request {first}, which has the same key")
-        state.counters.answered += 1
+        state.answered += 1
         state.emit(e.AnswerRequest(spec.id, known.end, known.tokens, tuple(known.spans), reason, first))
         return True
 
     def _refuse(self, spec: RequestSpec, limit: int) -> None:
         state = self.state
-        state.counters.refused += 1
-        service_s = state.counters.service_s.value or 1.0
+        state.refused += 1
+        service_s = state.service_s.value or 1.0
         capacity = sum(lane.limit for lane in state.router.lanes.values()) or 1
         wait = min(max(service_s * state.router.queued / capacity, 0.1), MAX_RETRY_AFTER_S)
         reason = Reason(ReasonCode.queue_full, f"{counted(limit, 'request')} of class {spec.class_} wait already")
@@ -108,18 +96,15 @@ class RequestTransitions:
         state, spec, version = self.state, request.spec, self.state.version
         request.worker = ""
         if request.deadline is not None and request.deadline <= state.now:
-            self._fail(request, Reason(ReasonCode.too_late, "its deadline has passed"))
+            self.fail(request, Reason(ReasonCode.too_late, "its deadline has passed"))
         elif spec.version is not None and spec.version < version:
             gone = f"it asked for version {spec.version}, the trainer is at {version}"
-            self._fail(request, Reason(ReasonCode.version_gone, gone))
-        elif (spec.version or version) > version or (spec.at_least or version) > version:
+            self.fail(request, Reason(ReasonCode.version_gone, gone))
+        elif state.is_early(request):
             wanted = max(wish for wish in (spec.version, spec.at_least) if wish is not None)
             state.park(request)
-            state.set_request_state(
-                request,
-                RequestState.queued,
-                Reason(ReasonCode.version_awaited, f"it waits for version {wanted}, the trainer is at {version}"),
-            )
+            sentence = f"it waits for version {wanted}, the trainer is at {version}"
+            state.set_request_state(request, RequestState.queued, Reason(ReasonCode.version_awaited, sentence))
             state.touch("r", request.id)
         else:
             state.set_request_state(request, RequestState.queued, reason)
@@ -177,85 +162,7 @@ class RequestTransitions:
             )
         )
 
-    # ---- attempt events ---------------------------------------------------------------------------------------------
-
-    def streamed(self, event: e.TokensStreamed) -> None:
-        found = self._current(event.request, event.attempt)
-        if found is None:
-            return
-        request, sent, worker = found
-        request.restart = request.restart or event.restart
-        if self._count(request, sent, worker, event.tokens, event.version):
-            sent.last = worker.last_response_at = self.state.now
-            if request.state is RequestState.sent:
-                state = self.state
-                state.set_request_state(
-                    request, RequestState.streaming, Reason(ReasonCode.sent, f"tokens come from {worker.id}")
-                )
-            self._update_cost(request, sent, worker)
-            self.on_response(worker)
-
-    def finished(self, event: e.AttemptFinished) -> None:
-        found = self._current(event.request, event.attempt)
-        if found is None:
-            self._release(event.request, event.attempt)
-            return
-        request, sent, worker = found
-        state = self.state
-        if worker.version is None:
-            self._release(event.request, event.attempt)
-            self._requeue(request, f"{worker.id} finished it with unconfirmed weights")
-            return
-        self._count(request, sent, worker, event.tokens, event.version)
-        worker.last_response_at, worker.faults = state.now, 0
-        worker.served += 1
-        state.counters.service_s.add(state.now - sent.at)
-        if request.spec.watched or request.tokens:  # a lease may not report its tokens
-            state.router.predictor.learn(request.spec, request.tokens)
-        self.on_response(worker)
-        if self._mixes_versions(request):
-            self._requeue(request, f"{worker.id} finished it, but not all of it with one version")
-        else:
-            self._done(request, event.end)
-        self._release(event.request, event.attempt)
-
-    def failed(self, event: e.AttemptFailed) -> None:
-        """The attempt failed. While an abort is pending, this counts as its end."""
-        found = self._current(event.request, event.attempt)
-        if found is None:
-            self._release(event.request, event.attempt)
-            return
-        request, sent, worker = found
-        self._count(request, sent, worker, event.tokens, None)
-        self._release(event.request, event.attempt)
-        if request.state is RequestState.moving:
-            self._moving_to_queued(request)
-        elif event.outdated:
-            self._requeue(request, event.why)
-        elif event.fatal:
-            self._fail(request, Reason(ReasonCode.refused, f"{worker.id} rejects the request: {event.why}"))
-        else:
-            self._count_poison(request, sent, event.engine_died)
-            self._broken(request, worker, event.why)
-            self.on_fault(worker, event.why)
-
-    def aborted_elsewhere(self, event: e.AbortedExternally) -> None:
-        found = self._current(event.request, event.attempt)
-        if found is None:
-            self._release(event.request, event.attempt)
-            return
-        request, sent, worker = found
-        self._count(request, sent, worker, event.tokens, None)
-        self._release(event.request, event.attempt)
-        if request.state is RequestState.moving:
-            self._moving_to_queued(request)  # engines do not name the client: this is trimtab's own abort
-        else:
-            why = event.why or "it was aborted on the engine by another client"
-            self._answer(request, RequestState.done, End.abort, Reason(ReasonCode.passed_on, why))
-
-    def abort_done(self, event: e.AbortDone) -> None:
-        self.aborted_elsewhere(e.AbortedExternally(event.request, event.attempt, event.tokens))
-
+    @on(e.RequestCancelled)
     def cancelled(self, event: e.RequestCancelled) -> None:
         """Drop one recipient; the request ends with the last one."""
         state = self.state
@@ -268,7 +175,7 @@ class RequestTransitions:
             self._end_now(request, RequestState.failed, End.cancelled, reason)
             return
         request.recipients.remove(event.request)
-        state.counters.answered += 1
+        state.answered += 1
         of = "" if event.request == first else first
         state.emit(e.AnswerRequest(event.request, End.cancelled, request.tokens, tuple(request.spans), reason, of))
 
@@ -279,12 +186,11 @@ class RequestTransitions:
         if request.state in RUNNING or request.state is RequestState.moving:
             request.restart = request.restart or restart
         if request.state in RUNNING:
-            self._abort(request, reason)
+            self.abort(request, reason)
             request.moves += 1
             self.state.set_request_state(request, RequestState.moving, reason)
 
     def abort_all(self, worker: RolloutWorker, reason: Reason) -> None:
-        """Move all running requests off the worker."""
         for sent in list(worker.held.values()):
             request = self.state.requests.get(sent.request)
             if request is not None and request.attempt == sent.attempt:
@@ -295,7 +201,7 @@ class RequestTransitions:
         state = self.state
         for key, sent in list(worker.held.items()):
             request = state.requests.get(sent.request)
-            self._drop_held(worker, sent)
+            self.drop_held(worker, sent)
             if not process_gone:
                 sent.orphan = True
                 worker.zombies[key] = sent
@@ -303,12 +209,12 @@ class RequestTransitions:
             if request is None or request.attempt != sent.attempt or not request.worker:
                 continue
             if request.state is RequestState.moving:
-                self._moving_to_queued(request)
+                self.requeue(request)
             else:
-                self._count_poison(request, sent, process_gone)
-                self._broken(request, worker, why)
+                self.count_poison(request, sent, process_gone)
+                self.broken(request, worker, why)
 
-    def _count_poison(self, request: RolloutRequest, sent: SentAttempt, gone: bool) -> None:
+    def count_poison(self, request: RolloutRequest, sent: SentAttempt, gone: bool) -> None:
         """Count engines that died of it, so that one request cannot take down all of them."""
         if not gone or request.tokens > sent.base:
             request.poison_count = 0
@@ -330,7 +236,7 @@ class RequestTransitions:
             reason = Reason(ReasonCode.returned, f"{worker.id} was lost, and its requests were moved")
             state.emit(e.AbortAttempt(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
 
-    def _abort(self, request: RolloutRequest, reason: Reason) -> None:
+    def abort(self, request: RolloutRequest, reason: Reason) -> None:
         state, key = self.state, attempt_key(request.id, request.attempt)
         sent = state.attempt(key)
         if sent is not None and sent.abort_by is None:
@@ -338,40 +244,37 @@ class RequestTransitions:
             state.touch("s", key)
             state.emit(e.AbortAttempt(request.id, request.attempt, request.worker, sent.abort_by, reason))
 
-    def _broken(self, request: RolloutRequest, worker: RolloutWorker, why: str) -> None:
+    def broken(self, request: RolloutRequest, worker: RolloutWorker, why: str) -> None:
         """Requeue it with its tokens, unless it is complete or failed too often."""
         request.breaks += 1
         request.avoid = worker.id
         if request.poison_count >= self.state.rules.poison_count:
             engines = counted(request.poison_count, "engine")
             sentence = f"{engines} in a row died before its first token, last {worker.id}: {why}"
-            self._fail(request, Reason(ReasonCode.retries_used, sentence))
+            self.fail(request, Reason(ReasonCode.retries_used, sentence))
         elif request.breaks > self.state.rules.retries and request.tokens < request.spec.max_tokens:
             times = counted(request.breaks, "time")
-            self._fail(request, Reason(ReasonCode.retries_used, f"it failed {times}, last on {worker.id}: {why}"))
+            self.fail(request, Reason(ReasonCode.retries_used, f"it failed {times}, last on {worker.id}: {why}"))
         else:
-            self._requeue(request, f"it failed on {worker.id}: {why}")
+            self.requeue(request, f"it failed on {worker.id}: {why}")
 
-    def _moving_to_queued(self, request: RolloutRequest) -> None:
-        self._requeue(request, request.reason.sentence)
-
-    def _requeue(self, request: RolloutRequest, why: str) -> None:
-        spec = request.spec
-        restart = request.restart or self._mixes_versions(request)
+    def requeue(self, request: RolloutRequest, why: str | None = None) -> None:
+        """Continue on another worker. `why` None: as its move says."""
+        spec, why = request.spec, request.reason.sentence if why is None else why
+        restart = request.restart or self.mixes_versions(request)
         if request.tokens >= spec.max_tokens and not restart:
-            self._done(request, End.length)
+            self.done(request, End.length)
             return
         if request.tokens and (restart or not spec.resumable):
-            reason = Reason(
-                ReasonCode.restarted, f"{why}; it restarts from the prompt, {request.tokens} tokens are dropped"
-            )
+            sentence = f"{why}; it restarts from the prompt, {request.tokens} tokens are dropped"
+            reason = Reason(ReasonCode.restarted, sentence)
             request.tokens, request.spans = 0, []
         else:
             reason = Reason(ReasonCode.moved, f"{why}; it continues with its {request.tokens} tokens")
         request.restart = False
         self._queue(request, reason)
 
-    def _mixes_versions(self, request: RolloutRequest) -> bool:
+    def mixes_versions(self, request: RolloutRequest) -> bool:
         """Whether several versions made it though it must be one: a refit that trimtab could not abort for."""
         pin = request.spec.version
         if pin is not None and any(span.version != pin for span in request.spans):
@@ -380,20 +283,19 @@ class RequestTransitions:
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
-    def _done(self, request: RolloutRequest, end: End) -> None:
+    def done(self, request: RolloutRequest, end: End) -> None:
         sentence = f"{counted(request.tokens, 'token')} in {counted(request.attempt, 'attempt')}"
-        self._answer(request, RequestState.done, end, Reason(ReasonCode.completed, sentence))
+        self.answer(request, RequestState.done, end, Reason(ReasonCode.completed, sentence))
 
-    def _fail(self, request: RolloutRequest, reason: Reason) -> None:
-        self._answer(request, RequestState.failed, End.failed, reason)
+    def fail(self, request: RolloutRequest, reason: Reason) -> None:
+        self.answer(request, RequestState.failed, End.failed, reason)
 
     def _end_now(self, request: RolloutRequest, end_state: RequestState, end: End, reason: Reason) -> None:
-        """Answer it in any state, and abort its attempt."""
         if request.worker:
-            self._abort(request, reason)
-        self._answer(request, end_state, end, reason)
+            self.abort(request, reason)
+        self.answer(request, end_state, end, reason)
 
-    def _answer(self, request: RolloutRequest, end_state: RequestState, end: End, reason: Reason) -> None:
+    def answer(self, request: RolloutRequest, end_state: RequestState, end: End, reason: Reason) -> None:
         """The only place where a request ends: every recipient gets one answer."""
         state = self.state
         del state.requests[request.id]
@@ -406,7 +308,7 @@ class RequestTransitions:
             state.coalesced.pop(name, None)
             of = "" if name == request.id else request.id
             state.emit(e.AnswerRequest(name, end, request.tokens, spans, reason, of))
-        state.counters.answered += len(request.recipients)
+        state.answered += len(request.recipients)
         request.recipients = []
         state.past[request.id] = request
         while len(state.past) > state.rules.answers_kept:
@@ -416,100 +318,13 @@ class RequestTransitions:
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def request_due(self, name: str) -> float | None:
-        request = self.state.requests.get(name)
-        return None if request is None else request.deadline
-
-    def request_late(self, name: str) -> None:
+    def late(self, name: str) -> None:
         request = self.state.requests[name]
         waited = self.state.now - request.arrived
         reason = Reason(ReasonCode.too_late, f"not done after {waited:.3g} s; last: {request.reason.sentence}")
         self._end_now(request, RequestState.failed, End.failed, reason)
 
-    def attempt_due(self, key: str) -> float | None:
-        sent = self.state.attempt(key)
-        if sent is None or sent.orphan:
-            return None
-        if sent.abort_by is not None:
-            return sent.abort_by
-        worker = self.state.workers[self.state.worker_by_attempt[key]]
-        request = self.state.requests.get(sent.request)
-        quiet = worker.paused or worker.paused_elsewhere or (request is not None and not request.spec.watched)
-        return None if quiet else max(sent.last, worker.generated_at) + self.state.rules.stall_s
-
-    def attempt_late(self, key: str) -> None:
-        """No token for too long, or an abort was not confirmed."""
-        state = self.state
-        sent = state.attempt(key)
-        assert sent is not None
-        worker = state.workers[state.worker_by_attempt[key]]
-        request = state.requests.get(sent.request)
-        mine = request is not None and request.attempt == sent.attempt
-        if sent.abort_by is not None:
-            sent.orphan = True
-            if mine and request is not None and request.state is RequestState.moving:
-                self._moving_to_queued(request)
-            self.on_unresponsive(
-                worker, f"it has not confirmed the abort of {sent.request} in {state.rules.abort_s:g} s"
-            )
-            return
-        why = f"no token in {state.rules.stall_s:g} s"
-        if not mine or request is None:
-            sent.orphan = True
-            return
-        self._abort(request, Reason(ReasonCode.hung, why))
-        self._broken(request, worker, why)
-        if worker.last_response_at + state.rules.stall_s <= state.now:
-            self.on_unresponsive(worker, why)
-
-    # ---- attempts on workers ----------------------------------------------------------------------------------------
-
-    def _current(self, name: str, attempt: int) -> tuple[RolloutRequest, SentAttempt, RolloutWorker] | None:
-        """Request, attempt and worker, if this is the current attempt."""
-        state = self.state
-        request = state.requests.get(name)
-        if request is None or request.attempt != attempt or not request.worker:
-            return None
-        worker = state.workers.get(request.worker)
-        sent = None if worker is None else worker.held.get(attempt_key(name, attempt))
-        return None if worker is None or sent is None else (request, sent, worker)
-
-    def _count(
-        self, request: RolloutRequest, sent: SentAttempt, worker: RolloutWorker, tokens: int, version: int | None
-    ) -> bool:
-        """Count the tokens of this attempt, given as a total; True if there are new ones.
-
-        Tokens made by unconfirmed weights are not counted, whatever version the engine reports.
-        """
-        total = min(sent.base + max(0, tokens), request.spec.max_tokens)
-        if total <= request.tokens or worker.version is None:
-            return False
-        add_tokens(request.spans, worker.version if version is None else version, total - request.tokens)
-        request.tokens = total
-        return True
-
-    def _update_cost(self, request: RolloutRequest, sent: SentAttempt, worker: RolloutWorker) -> None:
-        left = self.state.router.predictor.remaining(request.spec, request.tokens)
-        lane = self.state.router.lanes.get(worker.id)
-        if lane is not None:
-            lane.load += left - sent.cost
-            self.state.router.load_decreased(lane)
-        sent.cost = left
-
-    def _release(self, name: str, attempt: int) -> None:
-        """An attempt has ended on its worker, current or not."""
-        key = attempt_key(name, attempt)
-        worker = self.state.workers.get(self.state.worker_by_attempt.get(key, ""))
-        if worker is None:
-            return
-        if key in worker.zombies:
-            del worker.zombies[key]
-            del self.state.worker_by_attempt[key]
-        else:
-            self._drop_held(worker, worker.held[key])
-            self.on_released(worker)
-
-    def _drop_held(self, worker: RolloutWorker, sent: SentAttempt) -> None:
+    def drop_held(self, worker: RolloutWorker, sent: SentAttempt) -> None:
         key = attempt_key(sent.request, sent.attempt)
         del worker.held[key]
         del self.state.worker_by_attempt[key]
@@ -527,5 +342,4 @@ class RequestTransitions:
             self.state.touch("s", key)
 
     def may_abort(self) -> bool:
-        """Whether trimtab may abort requests on its own initiative."""
         return self.state.rules.ownership.abort is Owner.trimtab

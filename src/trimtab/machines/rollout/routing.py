@@ -40,8 +40,7 @@ class WorkerLane:
     count: int = 0  # requests there
     outside: int = 0  # requests of other clients
     closed: bool = False  # full by its own figures
-    stamp: int = 0  # of its valid heap entry; 0: none
-    placed: int = 0  # its load in that entry
+    placed: int | None = None  # its load in its valid heap entries; None: it has none
     groups: dict[str, None] = field(default_factory=dict)  # prefixes assumed in its cache, the latest last
 
     @property
@@ -63,9 +62,8 @@ class RequestQueue:
     fresh: deque[RolloutRequest] = field(default_factory=deque)  # in order of arrival
     requeued: list[tuple[int, str]] = field(default_factory=list)  # a heap: sent before, and requeued
     last_number: int = 0  # the highest number that `fresh` has seen
-    groups: dict[str, deque[RolloutRequest]] = field(
-        default_factory=dict
-    )  # by group, in order: exactly the waiting requests
+    # By group, in order: exactly the waiting requests.
+    groups: dict[str, deque[RolloutRequest]] = field(default_factory=dict)
 
 
 class RoutingChoice(NamedTuple):
@@ -79,9 +77,9 @@ class RoutingChoice(NamedTuple):
 class LengthPredictor:
     """Predicts answer lengths by class and prompt length."""
 
-    def __init__(self) -> None:
-        # By class, then by the bit length of the prompt length; all lengths under WHOLE.
-        self.means: dict[str, dict[str, FadingMean]] = {}
+    def __init__(self, means: dict[str, dict[str, FadingMean]]) -> None:
+        """`means` by class, then by the bit length of the prompt length; all lengths under WHOLE."""
+        self.means = means
 
     def learn(self, spec: RequestSpec, tokens: int) -> None:
         means = self.means.setdefault(spec.class_, {})
@@ -109,19 +107,25 @@ class LengthPredictor:
 
 
 class Router:
-    """Request queues and worker lanes. Derived from the machine's state."""
+    """Request queues and worker lanes. The tables that it is given belong to the machine's state."""
 
-    def __init__(self, rules: RolloutRules) -> None:
+    def __init__(
+        self,
+        rules: RolloutRules,
+        means: dict[str, dict[str, FadingMean]],
+        lanes: dict[str, WorkerLane],
+        homes: dict[str, str],
+        sessions: dict[str, str],
+    ) -> None:
         self.rules = rules
-        self.predictor = LengthPredictor()
-        self.lanes: dict[str, WorkerLane] = {}  # workers that may serve, with capacity or without
+        self.predictor = LengthPredictor(means)
+        self.lanes = lanes  # workers that may serve, with capacity or without
+        self.homes = homes  # by group: the last worker; oldest first
+        self.sessions = sessions  # by session, likewise
         self.queues = {request_class.name: RequestQueue(request_class) for request_class in rules.classes}
         self._by_priority = sorted(self.queues.values(), key=lambda queue: (-queue.spec.priority, queue.spec.name))
-        self._heap: list[tuple[int, int, int, str]] = []  # load, number, stamp, worker
-        self._stamp = 0
-        self.homes: dict[str, str] = {}  # by group: the last worker; oldest first
-        self.sessions: dict[str, str] = {}  # by session, likewise
         self.queued = 0
+        self._rebuild_heap()
 
     # ---- workers ---------------------------------------------------------------------------------------------------
 
@@ -129,62 +133,46 @@ class Router:
         self.lanes[lane.worker] = lane
         self._place(lane)
 
-    def close(self, worker: str) -> None:
-        self.lanes.pop(worker, None)
-
     def changed(self, lane: WorkerLane) -> None:
-        """Its load or its capacity changed."""
-        if lane.stamp == 0 or lane.load != lane.placed or not lane.has_capacity:
+        if lane.load != lane.placed or not lane.has_capacity:
             self._place(lane)
 
     def load_decreased(self, lane: WorkerLane) -> None:
         """Small decreases are re-placed in the heap only once they add up."""
-        if lane.stamp == 0 or (lane.placed - lane.load) * REFRESH_SHARE > lane.placed:
+        if lane.placed is None or (lane.placed - lane.load) * REFRESH_SHARE > lane.placed:
             self._place(lane)
-
-    def restore(self, lane: WorkerLane, placed: int) -> None:
-        """As in a snapshot, so that the next choice is the same."""
-        self._place(lane)
-        if lane.stamp:
-            lane.placed = placed
-            self._stamp += 1
-            lane.stamp = self._stamp
-            heapq.heappush(self._heap, (placed, lane.number, lane.stamp, lane.worker))
 
     def _place(self, lane: WorkerLane) -> None:
         if not lane.has_capacity:
-            lane.stamp = lane.placed = 0
+            lane.placed = None
             return
-        self._stamp += 1
-        lane.stamp, lane.placed = self._stamp, lane.load
-        heapq.heappush(self._heap, (lane.load, lane.number, lane.stamp, lane.worker))
+        lane.placed = lane.load
+        heapq.heappush(self._heap, (lane.load, lane.number, lane.worker))
         if len(self._heap) > 64 + 4 * len(self.lanes):
-            self._heap = [
-                (lane.placed, lane.number, lane.stamp, lane.worker) for lane in self.lanes.values() if lane.stamp != 0
-            ]
-            heapq.heapify(self._heap)
+            self._rebuild_heap()
 
-    def _valid(self, entry: tuple[int, int, int, str]) -> WorkerLane | None:
-        lane = self.lanes.get(entry[3])
-        if lane is None or lane.stamp != entry[2]:
-            return None
-        return lane
+    def _rebuild_heap(self) -> None:
+        """An entry counts while it has its lane's `placed`: others are skipped when met."""
+        lanes = self.lanes.values()
+        self._heap = [(lane.placed, lane.number, lane.worker) for lane in lanes if lane.placed is not None]
+        heapq.heapify(self._heap)
 
     def least_loaded(self, avoid: str = "") -> WorkerLane | None:
         """The open worker with capacity and the fewest outstanding tokens; another than `avoid`, if there is one."""
-        heap, first = self._heap, None
+        heap, avoided = self._heap, None
         while heap:
-            lane = self._valid(heap[0])
-            if lane is None:
+            load, _, worker = heap[0]
+            lane = self.lanes.get(worker)
+            if lane is None or lane.placed != load:
                 heapq.heappop(heap)
-            elif first is None and lane.worker == avoid:
-                first = heapq.heappop(heap)
+            elif worker == avoid:
+                avoided = heapq.heappop(heap)
             else:
                 break
         else:
             lane = None
-        if first is not None:
-            heapq.heappush(heap, first)
+        if avoided is not None:
+            heapq.heappush(heap, avoided)
             return lane or self.lanes[avoid]
         return lane
 

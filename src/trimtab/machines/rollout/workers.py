@@ -11,12 +11,12 @@ action, drain and abort has a deadline and an outcome).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.machine import on
+from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import OngoingAction, RolloutWorker, counted, known_worker
+from trimtab.machines.rollout.records import OngoingAction, RolloutWorker, known_worker
+from trimtab.machines.rollout.refit import RefitCoordinator
 from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.model.rollout import Owner, WorkerState, WorkerVerb
@@ -42,14 +42,11 @@ class WorkerTransitions:
     def __init__(self, state: RolloutState, requests: RequestTransitions) -> None:
         self.state = state
         self.requests = requests
-        # Callbacks into the refit coordinator, set by the machine.
-        self.on_worker_changed: Callable[[RolloutWorker], None] = lambda worker: None
-        self.on_confirmed: Callable[[RolloutWorker, int], None] = lambda worker, version: None
-        self.on_refit_failed: Callable[[RolloutWorker, str], None] = lambda worker, why: None
-        self.in_refit: Callable[[RolloutWorker], bool] = lambda worker: False
+        self.refits = RefitCoordinator(state, requests, self)
 
     # ---- joining and leaving ----------------------------------------------------------------------------------------
 
+    @on(e.WorkerAdded)
     def added(self, event: e.WorkerAdded) -> None:
         """Add a worker. Idempotent."""
         state, spec = self.state, event.spec
@@ -58,16 +55,17 @@ class WorkerTransitions:
             if known.spec != spec or known.leaving:
                 raise InputError(f"there is a worker {spec.id} already", hint="remove it first, or use another name")
             return
-        state.counters.joins += 1
+        state.joins += 1
         reason = Reason(ReasonCode.joined, "it was added" + ("" if event.up else "; its engine is not started"))
-        worker = RolloutWorker(spec, S.inactive, reason, state.now, state.counters.joins, last_response_at=state.now)
+        worker = RolloutWorker(spec, S.inactive, reason, state.now, state.joins, last_response_at=state.now)
         state.workers[spec.id] = worker
         state.set_worker_state(worker, S.inactive, reason)
         if event.up:
             self.process_started(worker, event.version, "it was added with its engine running")
-        if state.counters.next_evaluation is None:
+        if state.next_evaluation is None:
             state.evaluate_soon()
 
+    @on(e.WorkerRemoved)
     def removed(self, event: e.WorkerRemoved) -> None:
         worker = known_worker(self.state.workers, event.worker)
         if worker.leaving:
@@ -76,15 +74,17 @@ class WorkerTransitions:
         reason = Reason(ReasonCode.by_hand, event.why or "it was removed")
         self._route_off(worker, reason, event.deadline_s)
 
+    @on(e.WorkerReclaimed)
     def reclaimed(self, event: e.WorkerReclaimed) -> None:
         state = self.state
         worker = known_worker(state.workers, event.worker)
         if worker.reclaimed:
             return
-        if worker.state is S.active and not event.forced and state.count(S.active) <= state.counters.min_workers:
+        active = sum(1 for _ in state.workers_in(S.active))
+        if worker.state is S.active and not event.forced and active <= state.min_workers:
             raise InfeasibleError(
-                f"worker {worker.id} cannot be lent out: {counted(state.count(S.active), 'worker')} serve, "
-                f"and at least {state.counters.min_workers} must",
+                f"worker {worker.id} cannot be lent out: {counted(active, 'worker')} serve, "
+                f"and at least {state.min_workers} must",
                 hint="wake or add another worker first",
             )
         worker.reclaimed = True
@@ -93,6 +93,7 @@ class WorkerTransitions:
         self._route_off(worker, Reason(ReasonCode.taken, event.why), drain_s)
         state.evaluate_soon()  # a replacement may be needed
 
+    @on(e.WorkerReturned)
     def returned(self, event: e.WorkerReturned) -> None:
         """The worker may be used again; earlier failures are forgotten."""
         worker = known_worker(self.state.workers, event.worker)
@@ -101,11 +102,8 @@ class WorkerTransitions:
         self.state.set_worker_state(worker, worker.state, Reason(ReasonCode.returned, "it may be used again"))
         self.request_refit(worker)
         if worker.state is S.lost and worker.started and worker.spec.startable and worker.action is None:
-            self.start_action(
-                worker,
-                WorkerVerb.stop,
-                Reason(ReasonCode.returned, "it may be used again; its old process is stopped first"),
-            )
+            reason = Reason(ReasonCode.returned, "it may be used again; its old process is stopped first")
+            self.start_action(worker, WorkerVerb.stop, reason)
 
     def _route_off(self, worker: RolloutWorker, reason: Reason, drain_s: float | None) -> None:
         if worker.state in (S.active, S.stale, S.empty, S.suspect):
@@ -140,10 +138,9 @@ class WorkerTransitions:
             return False
         if worker.paused:
             return False
-        if self.in_refit(worker):
-            self.transition(
-                worker, S.stale, Reason(ReasonCode.refitting, f"{reason.sentence}; it waits for the refit's end")
-            )
+        if self.state.in_refit(worker):
+            sentence = f"{reason.sentence}; it waits for the refit's end"
+            self.transition(worker, S.stale, Reason(ReasonCode.refitting, sentence))
         elif worker.version is not None and worker.version == self.state.version:
             self.to_active(worker, reason)
         else:
@@ -155,9 +152,8 @@ class WorkerTransitions:
         worker.drain_expired = True
         waited = self.state.now - (worker.drain_started_at or 0.0)
         if self.requests.may_abort() or worker.paused:
-            self.requests.abort_all(
-                worker, Reason(ReasonCode.moved, f"{worker.id} drains, and its {waited:.3g} s are over")
-            )
+            reason = Reason(ReasonCode.moved, f"{worker.id} drains, and its {waited:.3g} s are over")
+            self.requests.abort_all(worker, reason)
         if worker.held and not self.requests.may_abort():
             left = f"{counted(len(worker.held), 'request')} after {waited:.3g} s, and trimtab may not abort them"
             self.warn(worker, Reason(ReasonCode.node_draining, f"it drains, with {left}"))
@@ -166,9 +162,14 @@ class WorkerTransitions:
 
     def settle(self, worker: RolloutWorker) -> None:
         """Continue with what waited for requests there to end."""
-        if worker.state is S.draining and worker.action is None and self._empty(worker) and not self.in_refit(worker):
+        if (
+            worker.state is S.draining
+            and worker.action is None
+            and self._empty(worker)
+            and not self.state.in_refit(worker)
+        ):
             self.deactivate(worker)
-        self.on_worker_changed(worker)
+        self.refits.update_quiesced(worker)
 
     def _empty(self, worker: RolloutWorker) -> bool:
         """Whether nothing runs there, of any client. Stale figures prove nothing until the drain has expired."""
@@ -184,7 +185,7 @@ class WorkerTransitions:
         if worker.action is not None or worker.state in (S.starting, S.active):
             return
         if worker.state is S.draining and worker.drain_started_at is not None and not worker.held:
-            state.counters.drain_s.add(state.now - worker.drain_started_at)
+            state.drain_s.add(state.now - worker.drain_started_at)
             worker.drain_started_at = None
         # An attached engine is left as it is when its worker is removed.
         ours = state.rules.ownership.sleep is Owner.trimtab and (spec.startable or not worker.leaving)
@@ -198,16 +199,15 @@ class WorkerTransitions:
         if worker.leaving:
             self.forget(worker)
         elif up:
-            self.transition(
-                worker, S.inactive, Reason(ReasonCode.asleep, f"{worker.reason.sentence}: it is routed off")
-            )
+            reason = Reason(ReasonCode.asleep, f"{worker.reason.sentence}: it is routed off")
+            self.transition(worker, S.inactive, reason)
 
     def forget(self, worker: RolloutWorker) -> None:
         """Remove it from the state."""
         state = self.state
         self.requests.lose_all(worker, "it was removed", process_gone=True)
         self.requests.drop_zombies(worker)
-        state.router.close(worker.id)
+        state.lanes.pop(worker.id, None)
         del state.workers[worker.id]
 
     # ---- waking and starting ----------------------------------------------------------------------------------------
@@ -338,9 +338,8 @@ class WorkerTransitions:
             return
         if worker.failures >= rules.tries:
             worker.disabled = True
-            self.warn(
-                worker, Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried")
-            )
+            reason = Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not retried")
+            self.warn(worker, reason)
             return
         worker.retry_at = self.state.now + rules.back_off_s * 2 ** (worker.failures - 1)
         self.state.touch("w", worker.id)
@@ -355,18 +354,16 @@ class WorkerTransitions:
         waits = worker.state in (S.stale, S.empty) and state.will_serve(worker)
         if waits and worker.action is None and worker.retry_at is None:
             version = state.version
-            self.start_action(
-                worker, WorkerVerb.refit, Reason(ReasonCode.refitting, f"it needs version {version}"), version
-            )
+            reason = Reason(ReasonCode.refitting, f"it needs version {version}")
+            self.start_action(worker, WorkerVerb.refit, reason, version)
 
     def confirmed(self, worker: RolloutWorker, version: int) -> None:
         """It has the current weights: the only way back to ACTIVE from STALE and EMPTY."""
         worker.version, worker.was_lost, worker.failures = version, False, 0
         worker.disabled = False
         if worker.state is S.empty:
-            self.transition(
-                worker, S.stale, Reason(ReasonCode.current, f"it has version {version}, and does not serve yet")
-            )
+            reason = Reason(ReasonCode.current, f"it has version {version}, and does not serve yet")
+            self.transition(worker, S.stale, reason)
 
     def activate(self, worker: RolloutWorker) -> None:
         """Serve, after a resume where trimtab paused it."""
@@ -374,9 +371,8 @@ class WorkerTransitions:
             return
         if worker.paused:
             if worker.action is None:
-                self.start_action(
-                    worker, WorkerVerb.resume, Reason(ReasonCode.current, f"it has version {worker.version}")
-                )
+                reason = Reason(ReasonCode.current, f"it has version {worker.version}")
+                self.start_action(worker, WorkerVerb.resume, reason)
             return
         self.to_active(worker, Reason(ReasonCode.current, f"it has version {worker.version}, confirmed"))
 
@@ -399,11 +395,8 @@ class WorkerTransitions:
         assert not worker.was_lost, worker.id
         if worker.action is not None and worker.action.verb is WorkerVerb.refit:
             worker.action = None
-        self.state.counters.served_version = worker.version
+        self.state.served_version = worker.version
         self.transition(worker, S.active, reason)
-
-    def to_stale(self, worker: RolloutWorker, reason: Reason) -> None:
-        self.transition(worker, S.stale, reason)
 
     def transition(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
         """Change state along an existing edge. Its lane opens and closes with it."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.machines.pool import events as e
-from trimtab.machines.pool import instructions as orders
+from trimtab.machines.pool.explain import instruction_text
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.records import PoolTask, StopOutcome
 from trimtab.model.pool import ENDED, HOLDS_SLOTS, TaskSpec, TaskState
@@ -170,7 +170,7 @@ class _JournalReader:
         """Records what existed at the snapshot."""
         machine, settings = self._machine, self._record.settings
         settings += [(0.0, node) for node in machine.nodes.values()]
-        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.state.capacity.cordoned)]
+        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.cordoned)]
         self._pools.update(list(machine.pools))
         settings += [(0.0, e.PoolEnsured(pool.spec)) for pool in machine.pools.values()]
         settings += [(0.0, e.PoolDrained(name)) for name, pool in machine.pools.items() if pool.drained]
@@ -214,7 +214,7 @@ class _JournalReader:
         record.end_s = max(record.end_s, self._now_s)
         if recorded is not None:
             record.marked += 1
-            given = tuple(orders.lines(out))
+            given = tuple(map(instruction_text, out))
             if given != recorded:
                 record.differences.append(ReplayDifference(number, self._now_s, type(event).__name__, recorded, given))
         self._record_settings(event, known)

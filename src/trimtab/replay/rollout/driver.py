@@ -106,12 +106,9 @@ class RolloutReplay:
         on_event: Callable[[float, e.RolloutEvent, list[e.RolloutInstruction]], None] | None = None,
     ) -> None:
         self.fleet = fleet
-        rules = RolloutRules(
-            min_workers=elastic.min_workers,
+        rules = RolloutRules.of(
+            elastic,
             max_workers=min(elastic.max_workers, fleet.engines),
-            capacity=elastic.requests_per_worker_capacity,
-            monitor_s=elastic.monitoring_interval,
-            drain_s=elastic.drain_timeout,
             stall_s=NEVER_S,
             ownership=Ownership(refit=Owner.trimtab),
             classes=(RequestClass(queue_limit=queue, deadline_s=None),),

@@ -11,8 +11,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from trimtab.core.reasons import Reason, ReasonCode
-from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, workers_text
+from trimtab.core.reasons import Reason, ReasonCode, counted
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
 
 SERVE_LOOK_BACK_S, SERVE_UP_S, SERVE_DOWN_S = 30.0, 30.0, 600.0  # Ray Serve's defaults
 
@@ -49,7 +49,7 @@ def ray_serve(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Deci
         kept["under"] is not None and now - kept["under"] >= SERVE_DOWN_S
     ):
         workers, kept["over"], kept["under"] = wanted, None, None
-    return _decided(state, sample, kept, workers, f"{mean:.0f} ongoing requests, {workers_text(wanted)} wanted")
+    return _decided(state, sample, kept, workers, f"{mean:.0f} ongoing requests, {counted(wanted, 'worker')} wanted")
 
 
 def _memory(state: PolicyState, **first: Any) -> dict[str, Any]:
@@ -72,4 +72,4 @@ def _decided(
         else ReasonCode.load_low
     )
     after = replace(state, memory=replace(state.memory, kept=kept))
-    return after, Decision(workers, Reason(code, sentence), f"{workers_text(workers)} serve")
+    return after, Decision(workers, Reason(code, sentence), f"{counted(workers, 'worker')} serve")

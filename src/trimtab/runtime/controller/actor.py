@@ -243,7 +243,7 @@ class Controller:
     async def node_story(self, node: str) -> tuple[str, tuple[StoryEntry, ...]]:
         """A node's id and story, by id, id prefix or name."""
         loop = await self._ready_loop()
-        stories = loop.machine.state.node_stories
+        stories = loop.machine.node_stories
         named = {view.node for view in loop.node_monitor.views(gone=True) if node and node == view.facts.name}
         found = named or {id for id in (*stories, *loop.node_monitor.machine.nodes) if node and id.startswith(node)}
         if len(found) != 1:

@@ -22,8 +22,8 @@ from typing import Any
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.machines.pool import events
-from trimtab.machines.pool import instructions as orders
 from trimtab.machines.pool.events import PoolDropped, PoolEnsured, PoolEvent, PoolTick, TaskSubmitted
+from trimtab.machines.pool.explain import instruction_text
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import PoolReconciler, expected
 from trimtab.machines.pool.records import PgState
@@ -217,7 +217,7 @@ class ControllerLoop:
                 self.blobs.forget_previous_run(event.spec.id)
             staged.commit()
             self.journal.sync_first(staged.path)
-        self.journal.append(now, event, orders.lines(instructions))
+        self.journal.append(now, event, [*map(instruction_text, instructions)])
         for instruction in instructions:
             self.executor.begin(instruction)
         self.pool_metrics.observe(event)

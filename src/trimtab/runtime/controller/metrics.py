@@ -21,7 +21,7 @@ from trimtab.core.reasons import ReasonCode, StoryEntry
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import PoolEvent, TaskStarted, TaskStopped
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.records import PgState, PlacementGroup, PoolTask
+from trimtab.machines.pool.records import PgState, PlacementGroup, PlacementGroupKind, PoolTask
 from trimtab.model.nodes import THERE, NodeState, NodeView
 from trimtab.model.pool import IN_QUEUE, TaskState
 from trimtab.runtime.controller.clients import ClientRegistry
@@ -122,7 +122,7 @@ class PoolMetrics(MetricRecorders):
         self, controller: str, machine: PoolMachine, make: Callable[[MetricSpec], MetricRecorder] | None = None
     ) -> None:
         self._machine = machine
-        self._counted = machine.state.eviction_count  # evictions before this process are not counted again
+        self._counted = machine.eviction_count  # evictions before this process are not counted again
         self._seen_labels: dict[str, set[tuple[str, ...]]] = {}  # by gauge; labels that vanish are set to 0
         self._next_sample = 0.0
         super().__init__("metrics", METRICS, controller, make or in_ray)
@@ -132,7 +132,7 @@ class PoolMetrics(MetricRecorders):
         if self.fault is not None:
             return
         try:
-            if self._machine.state.eviction_count != self._counted:
+            if self._machine.eviction_count != self._counted:
                 self._count_evictions()
             if isinstance(event, TaskStarted):
                 self._time_start(event)
@@ -156,9 +156,9 @@ class PoolMetrics(MetricRecorders):
     # ---- counters, histograms -------------------------------------------------------------------------------
 
     def _count_evictions(self) -> None:
-        new = self._machine.state.eviction_count - self._counted
-        self._counted = self._machine.state.eviction_count
-        for eviction in self._machine.state.evictions[-new:]:
+        new = self._machine.eviction_count - self._counted
+        self._counted = self._machine.eviction_count
+        for eviction in self._machine.evictions[-new:]:
             self._record(PREEMPTIONS, 1, eviction.victim_pool, eviction.reason.code.value)
 
     def _time_start(self, event: TaskStarted) -> None:
@@ -209,10 +209,10 @@ class PoolMetrics(MetricRecorders):
             for group in chunk:
                 if group.pool in slots:
                     slots[group.pool][_slot_state(group)] += len(group.bundles)
+                    slots[group.pool]["wanted"] -= group.kind is PlacementGroupKind.reserved
         for name, pool in self._machine.pools.items():
             if name in slots:
-                present = len(self._machine.state.pool_groups[name].reserved) + len(pool.retired)
-                slots[name]["wanted"] = len(pool.spec.reserved) - present
+                slots[name]["wanted"] += len(pool.spec.reserved) - len(pool.retired)
         self._set_gauge(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
 
     def _set_gauge(self, metric: MetricSpec, figures: Mapping[tuple[str, ...], float]) -> None:

@@ -24,7 +24,7 @@ from trimtab.core.reasons import ReasonCode, StoryEntry
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.events import RefitOver
 from trimtab.machines.rollout.machine import STATIC, RolloutMachine
-from trimtab.machines.rollout.policies.policy import Taker
+from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
     InFlight,

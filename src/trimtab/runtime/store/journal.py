@@ -24,7 +24,6 @@ import os
 import re
 import sys
 import threading
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,9 @@ SYNC_EVERY_S = 0.1
 LATEST = 1e12  # seconds; later times are refused
 SYNC_AGAIN_S = 5.0  # maximum pause between retries of a failed sync
 EventKinds = dict[str, type[Any]]
-POOL_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(pool_events.PoolEvent)}
-NODE_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
-ROLLOUT_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(rollout_events.RolloutEvent)}
+POOL_EVENTS: EventKinds = {kind.__name__: kind for kind in pool_events.PoolEvent.__subclasses__()}
+NODE_EVENTS: EventKinds = {kind.__name__: kind for kind in node_events.NodeEvent.__subclasses__()}
+ROLLOUT_EVENTS: EventKinds = {kind.__name__: kind for kind in rollout_events.RolloutEvent.__subclasses__()}
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
 
 

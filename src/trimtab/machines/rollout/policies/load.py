@@ -83,7 +83,6 @@ class LoadSample:
 
     @property
     def inside(self) -> int:
-        """The serving workers, clamped to the limits."""
         return self.within(self.serving)
 
     def within(self, workers: int) -> int:
@@ -91,7 +90,6 @@ class LoadSample:
 
     @property
     def ratio(self) -> float:
-        """Load as a share of the capacity of the serving workers."""
         if self.serving == 0:
             return math.inf if self.load else 0.0
         return self.load / (self.serving * self.capacity)
@@ -153,7 +151,3 @@ class PolicyState:
 
 
 ScalingPolicy = Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]]
-
-
-def workers_text(count: int) -> str:
-    return f"{count} worker{'' if count == 1 else 's'}"

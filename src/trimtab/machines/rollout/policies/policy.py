@@ -11,44 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, check_known
-from trimtab.core.reasons import Reason, ReasonCode
-from trimtab.machines.rollout.policies.load import (
-    Decision,
-    LoadSample,
-    PolicyMemory,
-    PolicyState,
-    ScalingPolicy,
-    SleepCosts,
-    Taker,
-    workers_text,
-)
+from trimtab.core.reasons import Reason, ReasonCode, counted
+from trimtab.machines.rollout.policies.load import Decision as Decision
+from trimtab.machines.rollout.policies.load import LoadSample, PolicyState, ScalingPolicy
 from trimtab.machines.rollout.policies.predictive import predictive
 from trimtab.machines.rollout.policies.threshold import threshold
 from trimtab.model.elastic_config import ElasticConfig
-
-__all__ = [
-    "Decision",
-    "LoadSample",
-    "PolicyMemory",
-    "PolicyState",
-    "ScalingPolicy",
-    "SleepCosts",
-    "Taker",
-    "begin",
-    "consult",
-    "dump",
-    "load",
-    "policies",
-    "policy_of",
-    "predictive",
-    "register",
-    "static",
-    "threshold",
-]  # fmt: skip
 
 policies: dict[str, ScalingPolicy] = {}  # by the name that `ElasticConfig.policy` gives
 
@@ -65,7 +35,6 @@ def register(name: str) -> Callable[[ScalingPolicy], ScalingPolicy]:
 
 
 def policy_of(config: ElasticConfig) -> ScalingPolicy:
-    """The policy that the settings name or contain."""
     if not isinstance(config.policy, str):
         return config.policy
     check_known([config.policy], policies, "elastic_config.policy", "there is no policy {}")
@@ -90,20 +59,11 @@ def consult(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decisi
         fault = f"it raised {type(error).__name__}: {error}"
     if fault:
         reason = Reason(ReasonCode.policy_fault, f"{_name(state)}: {fault}; nothing is changed")
-        return state, Decision(sample.inside, reason, f"{workers_text(sample.inside)} serve")
+        return state, Decision(sample.inside, reason, f"{counted(sample.inside, 'worker')} serve")
     allowed = sample.within(decision.workers)
     if allowed != decision.workers:
         decision = replace(decision, workers=allowed, reason=_limited(decision.reason, decision.workers, sample))
     return after, decision
-
-
-def dump(state: PolicyState) -> Any:
-    """The memory as plain data, without the settings."""
-    return encode(state.memory)
-
-
-def load(data: Any, config: ElasticConfig) -> PolicyState:
-    return PolicyState(config, decode(PolicyMemory, data))
 
 
 def _fault(after: object, decision: object) -> str:
@@ -123,7 +83,7 @@ def _name(state: PolicyState) -> str:
 
 def _limited(reason: Reason, wanted: int, sample: LoadSample) -> Reason:
     limit = f"at least {sample.min_workers}" if wanted < sample.min_workers else f"at most {sample.max_workers}"
-    return Reason(ReasonCode.limits, f"{reason.sentence}; {workers_text(wanted)} were wanted, {limit} are allowed")
+    return Reason(ReasonCode.limits, f"{reason.sentence}; {counted(wanted, 'worker')} were wanted, {limit} are allowed")
 
 
 @register("static")
@@ -131,8 +91,8 @@ def static(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decisio
     """All available workers up to the maximum, whatever the load."""
     workers = sample.max_workers
     code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.limits
-    reason = Reason(code, f"the policy is static: all {workers_text(workers)}, whatever the load")
-    return state, Decision(workers, reason, f"{workers_text(workers)} serve")
+    reason = Reason(code, f"the policy is static: all {counted(workers, 'worker')}, whatever the load")
+    return state, Decision(workers, reason, f"{counted(workers, 'worker')} serve")
 
 
 register("threshold")(threshold)

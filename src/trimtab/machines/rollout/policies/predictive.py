@@ -12,13 +12,14 @@ asleep because of a pause length that was never observed; a worker is released o
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.codec import decode, encode
+from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout.policies import stream
-from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, workers_text
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
 from trimtab.machines.rollout.policies.stream import StreamMemory
 from trimtab.machines.rollout.policies.threshold import for_takers
 
@@ -103,6 +104,14 @@ class LoadPattern:
         return replace(self, idle=tuple((at, max(idle - count, 0)) for at, idle in self.idle))
 
 
+@dataclass(frozen=True)
+class PredictiveMemory:
+    """What the policy remembers between evaluations."""
+
+    pattern: LoadPattern = LoadPattern()
+    stream: StreamMemory = field(default_factory=StreamMemory)
+
+
 def predictive(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
     """All workers at the begin of a step, no idle one in its tail, the minimum while it trains, all back in time."""
     return _decide(state, sample, 0.0)
@@ -115,22 +124,24 @@ def cost_aware(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Dec
 
 def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[PolicyState, Decision]:
     """A worker of a step is released only if it will be asleep for longer than `worth_s`."""
-    config = state.config
-    pattern, stream_memory = _known(state.memory.kept)
+    config, memory, workers = state.config, _known(state.memory.kept), sample.serving
     if sample.inside != sample.serving:
-        return _result(
-            state, pattern, stream_memory, sample, sample.inside, ReasonCode.limits, "the limits require another number"
-        )
-    if not config.enable_elastic:
-        return _result(
-            state, pattern, stream_memory, sample, sample.serving, ReasonCode.switched_off, "enable_elastic is off"
-        )
-    if not sample.fresh:
-        return _result(
-            state, pattern, stream_memory, sample, sample.serving, ReasonCode.load_unknown, "the load is not known"
-        )
-    interval_s, rent_s = config.monitoring_interval, _rent_s(sample)
-    pattern, stream_memory = pattern.look(sample, interval_s, rent_s), stream_memory.look(sample)
+        workers, code, text = sample.inside, ReasonCode.limits, "the limits require another number"
+    elif not config.enable_elastic:
+        code, text = ReasonCode.switched_off, "enable_elastic is off"
+    elif not sample.fresh:
+        code, text = ReasonCode.load_unknown, "the load is not known"
+    else:
+        memory, workers, code, text = _by_load(state, memory, sample, worth_s)
+    after = replace(state, memory=replace(state.memory, kept=encode(memory)))
+    return after, Decision(workers, Reason(code, text), f"{counted(workers, 'worker')} serve")
+
+
+def _by_load(
+    state: PolicyState, memory: PredictiveMemory, sample: LoadSample, worth_s: float
+) -> tuple[PredictiveMemory, int, ReasonCode, str]:
+    config, interval_s = state.config, state.config.monitoring_interval
+    pattern, stream_memory = memory.pattern.look(sample, interval_s, _rent_s(sample)), memory.stream.look(sample)
     if pattern.stream:
         workers, text = _in_stream(state, sample, stream_memory)
     elif sample.costs.wake_s is None:
@@ -150,8 +161,8 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
     if workers != sample.serving:
         pattern = pattern.gave(max(sample.serving - workers, 0))
         stream_memory = stream_memory.stepped(sample, workers) if pattern.stream else stream_memory
-        text = f"{text}: {sample.serving} to {workers_text(workers)}"
-    return _result(state, pattern, stream_memory, sample, workers, code, text)
+        text = f"{text}: {sample.serving} to {counted(workers, 'worker')}"
+    return PredictiveMemory(pattern, stream_memory), workers, code, text
 
 
 def _in_stream(state: PolicyState, sample: LoadSample, stream_memory: StreamMemory) -> tuple[int, str]:
@@ -205,11 +216,10 @@ def _in_step(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_
     pause_s = pattern.pause_s() - _back_s(sample, interval_s)
     if pause_s <= 0 or pattern.left_s(sample.now) + pause_s <= worth_s:
         return sample.serving, f"{left}, and the next one comes too soon to release a worker"
-    return sample.serving - sample.idle, f"{left}, {workers_text(sample.idle)} idle"
+    return sample.serving - sample.idle, f"{left}, {counted(sample.idle, 'worker')} idle"
 
 
 def _rent_s(sample: LoadSample) -> float:
-    """Time to release a worker and get it back."""
     return MARGIN * (_sleep_s(sample) + (sample.costs.wake_s or WAKE_S))
 
 
@@ -222,30 +232,9 @@ def _back_s(sample: LoadSample, interval_s: float) -> float:
     return MARGIN * (sample.costs.wake_s or WAKE_S) + WEIGHTS_S + 2 * interval_s
 
 
-# ---- memory -----------------------------------------------------------------------------------------
-
-
-def _known(kept: Any) -> tuple[LoadPattern, StreamMemory]:
-    """Decode the memory; that of another policy or version is ignored."""
+def _known(kept: Any) -> PredictiveMemory:
+    """The memory; that of another policy or version is ignored."""
     try:
-        pattern, stream_memory = kept["pattern"], kept["stream"]
-        lists = {name: tuple(pattern[name]) for name in ("steps", "pauses")}
-        pairs = tuple((at, idle) for at, idle in pattern["idle"])
-        loads = tuple((at, load, workers) for at, load, workers in stream_memory["loads"])
-        return LoadPattern(**{**pattern, **lists, "idle": pairs}), StreamMemory(**{**stream_memory, "loads": loads})
-    except (TypeError, KeyError, ValueError):
-        return LoadPattern(), StreamMemory()
-
-
-def _result(
-    state: PolicyState,
-    pattern: LoadPattern,
-    stream_memory: StreamMemory,
-    sample: LoadSample,
-    workers: int,
-    code: ReasonCode,
-    text: str,
-) -> tuple[PolicyState, Decision]:
-    kept = {"pattern": asdict(pattern), "stream": asdict(stream_memory)}
-    after = replace(state, memory=replace(state.memory, kept=kept))
-    return after, Decision(workers, Reason(code, text), f"{workers_text(workers)} serve")
+        return decode(PredictiveMemory, kept)
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return PredictiveMemory()

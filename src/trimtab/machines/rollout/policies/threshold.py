@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout.policies.load import (
     Decision,
     ExpectedEffect,
@@ -25,7 +25,6 @@ from trimtab.machines.rollout.policies.load import (
     LoadSpan,
     PolicyMemory,
     PolicyState,
-    workers_text,
 )
 from trimtab.model.elastic_config import ElasticConfig
 
@@ -55,21 +54,20 @@ def _decide(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> 
     serving, inside = sample.serving, sample.inside
     if inside != serving:
         limit = f"at least {sample.min_workers}" if inside > serving else f"at most {sample.max_workers}"
-        return inside, Reason(ReasonCode.limits, f"{workers_text(serving)} serve, {limit} must: {inside}")
+        return inside, Reason(ReasonCode.limits, f"{counted(serving, 'worker')} serve, {limit} must: {inside}")
     if not config.enable_elastic:
-        return serving, Reason(ReasonCode.switched_off, f"enable_elastic is off: {workers_text(serving)} stay")
+        return serving, Reason(ReasonCode.switched_off, f"enable_elastic is off: {counted(serving, 'worker')} stay")
     if not sample.fresh:
-        return serving, Reason(
-            ReasonCode.load_unknown, f"the load is not known: {workers_text(serving)} stay until it is"
+        reason = Reason(
+            ReasonCode.load_unknown, f"the load is not known: {counted(serving, 'worker')} stay until it is"
         )
+        return serving, reason
     if sample.ratio > config.scale_up_threshold:
         return _up(config, memory, sample)
     if sample.ratio < config.scale_down_threshold:
         return _down(config, memory, sample)
-    return serving, Reason(
-        ReasonCode.load_fits,
-        f"{_load(sample)} is between {config.scale_down_threshold:g} and {config.scale_up_threshold:g}",
-    )
+    sentence = f"{_load(sample)} is between {config.scale_down_threshold:g} and {config.scale_up_threshold:g}"
+    return serving, Reason(ReasonCode.load_fits, sentence)
 
 
 def _up(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tuple[int, Reason]:
@@ -79,26 +77,22 @@ def _up(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tupl
     workers = max(sample.within(needed), serving)
     above = f"{_load(sample)} is above {config.scale_up_threshold:g}"
     if workers == serving:
-        return serving, Reason(
-            ReasonCode.limits,
-            f"{above}, {workers_text(needed)} are needed, but at most {sample.max_workers} are allowed",
-        )
+        sentence = f"{above}, {counted(needed, 'worker')} are needed, but at most {sample.max_workers} are allowed"
+        return serving, Reason(ReasonCode.limits, sentence)
     if serving == 0:  # requests wait and no worker serves: no stability period needed
-        return workers, Reason(ReasonCode.load_high, f"{_load(sample)}: 0 to {workers_text(workers)}")
+        return workers, Reason(ReasonCode.load_high, f"{_load(sample)}: 0 to {counted(workers, 'worker')}")
     since = now if memory.over_since is None else memory.over_since
     if now - since < config.min_stable_period - ROUNDING:
-        return serving, Reason(
-            ReasonCode.not_yet, f"{above} for {now - since:.3g} s; it must be so for {config.min_stable_period:g} s"
-        )
+        sentence = f"{above} for {now - since:.3g} s; it must be so for {config.min_stable_period:g} s"
+        return serving, Reason(ReasonCode.not_yet, sentence)
     left_s = _left_s(memory.last_up, config.scale_up_cooldown, now)
     if left_s > 0:
-        return serving, Reason(
-            ReasonCode.not_yet, f"{above}; cooldown after the last step up, the next in {left_s:.3g} s"
-        )
+        reason = Reason(ReasonCode.not_yet, f"{above}; cooldown after the last step up, the next in {left_s:.3g} s")
+        return serving, reason
     short = "" if workers == needed else f" ({needed} are needed)"
     back = min(sample.draining_workers, workers - serving)
     called = f", {back} of them called back from draining" if back else ""
-    return workers, Reason(ReasonCode.load_high, f"{above}: {serving} to {workers_text(workers)}{short}{called}")
+    return workers, Reason(ReasonCode.load_high, f"{above}: {serving} to {counted(workers, 'worker')}{short}{called}")
 
 
 def _down(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tuple[int, Reason]:
@@ -110,9 +104,8 @@ def _down(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tu
     if serving <= sample.min_workers:
         return serving, Reason(ReasonCode.limits, f"{below}, but at least {sample.min_workers} must serve")
     if sample.within(_needed(config, sample, sample.load)) >= serving:
-        return serving, Reason(
-            ReasonCode.load_fits, f"{below}, but would be above {config.fit_share:.3g} on one worker fewer"
-        )
+        reason = Reason(ReasonCode.load_fits, f"{below}, but would be above {config.fit_share:.3g} on one worker fewer")
+        return serving, reason
     known_s = 0.0 if memory.known_since is None else now - memory.known_since
     if known_s < config.min_stable_period - ROUNDING or needed >= serving:
         was = f"known for {known_s:.3g} s" if needed < serving else f"but the peak was {peak:g} requests"
@@ -122,12 +115,11 @@ def _down(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tu
         _left_s(memory.last_up, config.scale_down_cooldown, now),
     )
     if left_s > 0:
-        return serving, Reason(
-            ReasonCode.not_yet, f"{below}; cooldown after the last step, the next down in {left_s:.3g} s"
-        )
+        reason = Reason(ReasonCode.not_yet, f"{below}; cooldown after the last step, the next down in {left_s:.3g} s")
+        return serving, reason
     if config.scale_down_requires_demand:
         return for_takers(sample, needed, below)
-    return needed, Reason(ReasonCode.load_low, f"{below}: {serving} to {workers_text(needed)}")
+    return needed, Reason(ReasonCode.load_low, f"{below}: {serving} to {counted(needed, 'worker')}")
 
 
 def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason]:
@@ -146,9 +138,9 @@ def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason
         f"{taker.name} ({taker.use_s:.3g} s)" for taker in sorted(wanting, key=lambda taker: -taker.use_s)
     )
     workers = sample.serving - given
-    return workers, Reason(
-        ReasonCode.load_low, f"{below}: {sample.serving} to {workers_text(workers)}, for {names}; {takes}"
-    )
+    sentence = f"{below}: {sample.serving} to {counted(workers, 'worker')}, for {names}; {takes}"
+    reason = Reason(ReasonCode.load_low, sentence)
+    return workers, reason
 
 
 def _needed(config: ElasticConfig, sample: LoadSample, load: float) -> int:
@@ -201,7 +193,6 @@ def _over_since(
 
 
 def _window(spans: tuple[LoadSpan, ...], start: float) -> tuple[LoadSpan, ...]:
-    """Spans after a time; the first is clipped there."""
     return tuple(replace(span, start=max(span.start, start)) for span in spans if span.end > start)
 
 
@@ -254,12 +245,11 @@ def _expectation(config: ElasticConfig, sample: LoadSample, workers: int) -> Exp
 
 
 def _share(sample: LoadSample, workers: int) -> float:
-    """Load as a share of the capacity of so many workers, at least one."""
     return sample.load / (max(workers, 1) * sample.capacity)
 
 
 def _expects(expected: ExpectedEffect) -> str:
-    return f"{workers_text(expected.workers)} serve, load at most {expected.ratio:.2f} of capacity"
+    return f"{counted(expected.workers, 'worker')} serve, load at most {expected.ratio:.2f} of capacity"
 
 
 def _check(memory: PolicyMemory, sample: LoadSample) -> tuple[PolicyMemory, str, bool | None]:
@@ -279,7 +269,7 @@ def _outcome(expected: ExpectedEffect, sample: LoadSample) -> tuple[bool, str]:
     share = _share(sample, sample.serving)
     true = sample.serving == expected.workers and share <= expected.ratio + ROUNDING
     what = "the last step" if expected.step else "what was expected"
-    seen = f"{workers_text(sample.serving)}, load {share:.2f}"
+    seen = f"{counted(sample.serving, 'worker')}, load {share:.2f}"
     if true:
         return True, f"{what} came true ({seen})"
     return False, f"{what} did not come true ({expected.workers} and at most {expected.ratio:.2f} expected; {seen})"

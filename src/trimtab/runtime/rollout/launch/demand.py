@@ -12,7 +12,7 @@ import logging
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.reasons import ReasonCode
-from trimtab.machines.rollout.policies.policy import Taker
+from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.pool import TaskExplanation
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.rollout.launch.slots import SlotLauncher

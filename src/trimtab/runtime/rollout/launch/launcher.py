@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from trimtab.core.errors import InfeasibleError, InputError, check_known, meant
-from trimtab.machines.rollout.policies.policy import Taker
+from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.rollout import WorkerSpec, WorkerView
 from trimtab.runtime.engines.engine import Engine
 
