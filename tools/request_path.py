@@ -46,6 +46,7 @@ class CallRecorder:
 async def record(gateway: bool) -> CallRecorder:
     """A second request is recorded: the first one sets up connections and caches."""
     from bench.rollout_pieces import instant_servers
+
     from trimtab.rollout import Gateway, GatewaySettings, RolloutPool, SamplingParams
 
     recorder = CallRecorder()

@@ -19,6 +19,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
+    DeltaReader,
     EngineCapability,
     EngineDeadlines,
     EngineError,
@@ -28,15 +29,17 @@ from trimtab.runtime.engines.engine import (
     EngineMalformedError,
     EngineState,
     EngineWedgedError,
+    EventStream,
     FinishReason,
     GenerateRequest,
+    MalformedOutput,
     MemoryTag,
+    OpenStream,
     PauseMode,
     StreamDelta,
     WeightUpdate,
 )
 from trimtab.runtime.engines.gated import GatedEngine
-from trimtab.runtime.engines.open_stream import DeltaReader, EventStream, MalformedOutput, OpenStream
 
 _NEEDS = {
     EngineCapability.pause: ("pause", "resume"),

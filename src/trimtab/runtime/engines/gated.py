@@ -18,6 +18,7 @@ from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import (
     STREAMS,
+    DeltaReader,
     EngineBusyError,
     EngineCall,
     EngineCapability,
@@ -31,11 +32,15 @@ from trimtab.runtime.engines.engine import (
     EngineRefusedError,
     EngineState,
     EngineWedgedError,
+    EventStream,
     FinishReason,
+    ForwardReader,
     ForwardRequest,
     GenerateRequest,
+    MalformedOutput,
     MemoryTag,
     NotSupportedError,
+    OpenStream,
     PartialOutput,
     PauseMode,
     PieceSupport,
@@ -43,7 +48,6 @@ from trimtab.runtime.engines.engine import (
     WeightRecord,
     WeightUpdate,
 )
-from trimtab.runtime.engines.open_stream import DeltaReader, EventStream, ForwardReader, MalformedOutput, OpenStream
 
 _SETTLE_S = 1.0
 """How long an engine's own figures may lag."""

@@ -24,6 +24,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
+    DeltaReader,
     EngineError,
     EngineFailedError,
     EngineLoad,
@@ -31,12 +32,12 @@ from trimtab.runtime.engines.engine import (
     EngineState,
     FinishReason,
     GenerateRequest,
+    MalformedOutput,
     PauseMode,
     StreamDelta,
     TopLogprobs,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput
 
 _REPLACED = "\ufffd"
 """Replacement character for invalid UTF-8; a text with it does not identify its bytes."""

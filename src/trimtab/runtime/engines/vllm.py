@@ -23,6 +23,7 @@ from typing import Any
 
 from trimtab.runtime.engines.engine import (
     ROUTED_EXPERTS,
+    DeltaReader,
     EngineCapability,
     EngineError,
     EngineFailedError,
@@ -33,6 +34,7 @@ from trimtab.runtime.engines.engine import (
     FinishReason,
     ForwardRequest,
     GenerateRequest,
+    MalformedOutput,
     MemoryTag,
     NotSupportedError,
     PauseMode,
@@ -40,11 +42,10 @@ from trimtab.runtime.engines.engine import (
     StreamDelta,
     TopLogprobs,
     WeightUpdate,
+    routed_experts,
+    token_ids,
 )
-from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, routed_experts, token_ids
-from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
-from trimtab.runtime.engines.wire import NoSuchPathError
+from trimtab.runtime.engines.http_engine import HttpEngine, NoSuchPathError, ServedCalls, gauges, served_calls
 
 _FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
 _DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 on a private interface"

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from trimtab.core.codec import encode
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState, WorkerView
-from trimtab.runtime.engines.wire import addresses
+from trimtab.runtime.engines.http_engine import addresses
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.gateway.guard import GatewayGuard

@@ -27,9 +27,8 @@ from trimtab.runtime.engines.engine import (
     PieceSupport,
     StreamDelta,
 )
-from trimtab.runtime.engines.http_engine import http_engine
+from trimtab.runtime.engines.http_engine import NoSuchPathError, http_engine
 from trimtab.runtime.engines.tokenizer import tokenizer_of
-from trimtab.runtime.engines.wire import NoSuchPathError
 from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore, WorkerHandle
 from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.pieces import PiecePlan, PiecePlanner

@@ -39,8 +39,7 @@ from trimtab.model.rollout import (
 from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Engine, EngineDeadlines, EngineError
 from trimtab.runtime.engines.engine import EngineCapability as Offers
-from trimtab.runtime.engines.http_engine import http_engine
-from trimtab.runtime.engines.wire import addresses, open_session
+from trimtab.runtime.engines.http_engine import addresses, http_engine, open_session
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.rollout.dispatcher import Dispatcher, version_number
 from trimtab.runtime.rollout.health import EngineHealthChecker

@@ -17,7 +17,7 @@ import aiohttp
 
 from trimtab.core.errors import InfeasibleError, UnreachableError
 from trimtab.runtime.engines.engine import EngineDeadlines
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import open_session
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.procs.ports import free_ports
 from trimtab.runtime.rollout.launch.launcher import (

@@ -18,8 +18,7 @@ import aiohttp
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.runtime.engines.detect import attach
 from trimtab.runtime.engines.engine import EngineDeadlines
-from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.wire import require_private
+from trimtab.runtime.engines.http_engine import HttpEngine, require_private
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState, Started
 
 FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # back-off: some engines start in half a second

@@ -37,7 +37,7 @@ from trimtab.runtime.client.updates import ControllerListener, KnownTasks
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.elastic.member_client import LOSSES, MemberClient, MemberError
 from trimtab.runtime.engines.engine import EngineDeadlines
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import open_session
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, describe
 from trimtab.runtime.rollout.launch.launcher import (
     EngineCommand,
