@@ -115,14 +115,8 @@ class ActorEngine(GatedEngine):
     async def _pause(self, mode: PauseMode) -> None:
         if EngineCapability.pause in self.capabilities:
             await self._call("pause", mode.value)
-        elif mode is PauseMode.keep:
-            raise InputError(
-                "this actor cannot hold running requests", where=f"engine {self.name}", hint="abort or wait"
-            )
         else:
-            if mode is PauseMode.abort:
-                await self.abort()
-            await self._wait_drained()
+            await self._only_stop_sending(mode)
 
     async def _resume(self) -> None:
         if EngineCapability.pause in self.capabilities:

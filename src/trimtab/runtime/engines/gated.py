@@ -100,8 +100,7 @@ class GatedEngine:
         """A paused or sleeping engine is not ready, whatever its health page says."""
         try:
             await self._ensure_reachable()
-            state = await self._read_state()
-            return replace(state, elsewhere=self._paused_externally)
+            return replace(await self._read_state(), elsewhere=self._paused_externally)
         except TrimtabError as error:
             return EngineState(
                 False, error.what, paused=bool(self._paused), asleep=bool(self._asleep), dialect=self.dialect,
@@ -273,20 +272,18 @@ class GatedEngine:
 
     async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
         await self._ensure_reachable()
-        before = self._closed_reason, self._paused_externally, self._paused
-        self._closed_reason, self._paused_externally, self._paused = (
-            f"a pause ({mode.value}) was requested",
-            False,
-            None,
-        )
+        if mode is PauseMode.keep and EngineCapability.keep not in self.capabilities:
+            why = self.lacks.get(EngineCapability.keep, "")
+            raise NotSupportedError(
+                f"{self.dialect or self.kind} cannot hold running requests{why and f': {why}'}",
+                where=f"engine {self.name}", hint="abort or wait",
+            )  # fmt: skip
+        self._closed_reason, self._paused_externally = f"a pause ({mode.value}) was requested", False
+        self._paused = None
         ends = list(self._open_streams.values()) if mode is PauseMode.abort else []
         for stream in ends:
             stream.aborting = True
-        try:
-            await self._pause(mode)
-        except NotSupportedError:  # nothing was sent
-            self._closed_reason, self._paused_externally, self._paused = before
-            raise
+        await self._pause(mode)
         self._closed_reason, self._paused = f"it is paused ({mode.value})", mode
         for stream in ends:
             if stream.events is not None:
@@ -329,9 +326,8 @@ class GatedEngine:
         await self._wake(chosen)
         self._asleep -= chosen
         if self._asleep:
-            self._closed_reason = (
-                f"only part of it is awake; {', '.join(sorted(tag.value for tag in self._asleep))} is not"
-            )
+            rest = ", ".join(sorted(tag.value for tag in self._asleep))
+            self._closed_reason = f"only part of it is awake; {rest} is not"
         elif self._discarded:
             self._closed_reason = _EMPTY
         else:
@@ -483,6 +479,12 @@ class GatedEngine:
                 hint="drain or abort them first",
             )  # fmt: skip
 
+    async def _only_stop_sending(self, mode: PauseMode, running: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """The pause of an engine that has none: the gate is closed, and requests of other clients go on."""
+        if mode is PauseMode.abort:
+            await self.abort()
+        await self._wait_drained(running)
+
     async def _wait_drained(self, running: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Waits until no request runs, for engines without a waiting pause."""
         deadline = asyncio.get_running_loop().time() + self.deadlines.change_s
@@ -492,6 +494,13 @@ class GatedEngine:
                     f"requests still ran {self.deadlines.change_s:g} s after the pause", engine=self.name
                 )
             await asyncio.sleep(_POLL_S)
+
+    def _state(self, version: str | None, paused: bool, asleep: bool) -> EngineState:
+        """State of an engine that answers: it is up if the gate is open."""
+        return EngineState(
+            not self._closed_reason, self._closed_reason or "it answers", None if self._discarded else version, paused,
+            asleep, self.dialect, boots=self._boots,
+        )  # fmt: skip
 
     async def _settled_load(self) -> EngineLoad:
         """Load after the engine has counted the end of this adapter's requests, which it does late."""

@@ -75,9 +75,7 @@ class LlamaCppEngine(HttpEngine):
             props = await self.wire.get("/props")
             self.dialect = f"llama.cpp {props.get('build_info', 'of unknown build') if isinstance(props, dict) else ''}"
         await self._load()
-        paused = bool(self._closed_reason)
-        why = self._closed_reason or "it answers"
-        return EngineState(not paused, why, paused=paused, dialect=self.dialect, boots=self._boots)
+        return self._state(None, bool(self._closed_reason), asleep=False)
 
     async def _load(self) -> EngineLoad:
         try:
@@ -98,13 +96,7 @@ class LlamaCppEngine(HttpEngine):
         return EngineLoad(int(running), int(waiting), None, time.monotonic(), fresh=True)
 
     async def _pause(self, mode: PauseMode) -> None:
-        if mode is PauseMode.abort:
-            await self.abort()
-        elif mode is PauseMode.keep:
-            raise InputError(
-                "llama.cpp cannot hold running requests", where=f"engine {self.name}", hint="abort or wait"
-            )
-        await self._wait_drained(self._is_running)
+        await self._only_stop_sending(mode, self._is_running)
 
     async def _is_running(self) -> bool:
         return (await self._load()).running > 0

@@ -73,17 +73,7 @@ class SglangEngine(HttpEngine):
     kind = "sglang"
     adapter_call = "/load_lora_adapter"
     adapter_flags = "--enable-lora"
-    capabilities = frozenset(
-        {
-            EngineCapability.pause,
-            EngineCapability.keep,
-            EngineCapability.sleep,
-            EngineCapability.flush,
-            EngineCapability.refit,
-            EngineCapability.version,
-            EngineCapability.load,
-        }
-    )
+    capabilities = frozenset(EngineCapability)
 
     _tags = True  # memory is released in parts
     # Path of the recorded weights. None: the one that is read next; empty: it proves nothing, because weights came
@@ -235,12 +225,7 @@ class SglangEngine(HttpEngine):
         if not self._closed_reason or self._paused_externally:
             self._update_gate(await self._not_serving(), asleep=False, why=_NOT_READY)
         version = _version_in(info) if EngineCapability.version in self.capabilities else await self._current_version()
-        paused = self._paused is not None or self._paused_externally
-        why = self._closed_reason or "it answers"
-        return EngineState(
-            not self._closed_reason, why, None if self._discarded else version, paused, bool(self._asleep),
-            self.dialect, boots=self._boots,
-        )  # fmt: skip
+        return self._state(version, self._paused is not None or self._paused_externally, bool(self._asleep))
 
     async def _not_serving(self) -> bool:
         """Whether it accepts no requests: they would hang until it is resumed."""
@@ -361,18 +346,10 @@ class SglangEngine(HttpEngine):
                 await self.wire.post("/abort_request", {"rid": key})
 
     async def _pause(self, mode: PauseMode) -> None:
-        if mode is PauseMode.keep and EngineCapability.keep not in self.capabilities:
-            raise NotSupportedError(
-                f"{self.dialect or 'sglang'} cannot hold running requests", where=f"engine {self.name}",
-                hint="abort or wait",
-            )  # fmt: skip
         if mode is PauseMode.wait:  # the server has no waiting pause
             await self._wait_drained(self._is_busy if EngineCapability.load in self.capabilities else None)
         if EngineCapability.pause not in self.capabilities:
-            # Before 0.4.9 there is no pause: the gate is closed, and requests of other clients go on.
-            if mode is PauseMode.abort:
-                await self.abort()
-            await self._wait_drained()
+            await self._only_stop_sending(mode)  # before 0.4.9 there is no pause
             return
         await self._post("/pause_generation", {"mode": _MODES[mode]})
 
