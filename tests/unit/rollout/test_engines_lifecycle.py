@@ -25,7 +25,7 @@ from trimtab.runtime.engines.engine import (
     WeightUpdate,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine, open_session
-from trimtab.runtime.engines.memory import sleep_and_verify
+from trimtab.runtime.rollout.worker_actions import sleep_and_verify
 
 # Pauses.
 

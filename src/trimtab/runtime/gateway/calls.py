@@ -19,10 +19,9 @@ from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import End, Span
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.headers import DEFAULT_TERMS, RequestTerms
-from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.request_api import RequestOptions
-from trimtab.runtime.rollout.sampling import Completion, RefusedError, Sample, SamplingParams
+from trimtab.runtime.rollout.sampling import Completion, PendingRequest, RefusedError, Sample, SamplingParams
 
 FINISHES = {End.stop: "stop", End.length: "length", End.abort: "abort", End.cancelled: "abort", End.failed: "error"}
 

@@ -26,7 +26,7 @@ from trimtab.model.rollout import End, WorkerSpec
 from trimtab.runtime.engines.engine import Engine, EngineLoad, EngineState
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rollout.launch.launcher import Launcher
-from trimtab.runtime.rollout.pending_request import PendingRequest
+from trimtab.runtime.rollout.sampling import PendingRequest
 
 log = logging.getLogger("trimtab.rollout")
 

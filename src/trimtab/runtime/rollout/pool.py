@@ -42,12 +42,11 @@ from trimtab.runtime.engines.engine import EngineCapability as Offers
 from trimtab.runtime.engines.http_engine import addresses, http_engine, open_session
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.rollout.dispatcher import Dispatcher, version_number
-from trimtab.runtime.rollout.health import EngineHealthChecker
+from trimtab.runtime.rollout.health import EngineHealthChecker, RolloutReconciler
 from trimtab.runtime.rollout.journal import RolloutJournal
 from trimtab.runtime.rollout.launch.launcher import Launcher
 from trimtab.runtime.rollout.leases import EngineLeases
 from trimtab.runtime.rollout.machine_loop import Listener, RolloutCore, WorkerHandle
-from trimtab.runtime.rollout.reconcile import RolloutReconciler
 from trimtab.runtime.rollout.refits import RefitSession, RefitWaiters
 from trimtab.runtime.rollout.request_api import RequestApi
 from trimtab.runtime.rollout.status import status
@@ -70,13 +69,12 @@ class RolloutPool(RequestApi):
     ) -> None:
         self.elastic = elastic
         core = RolloutCore(RolloutMachine(rules, elastic))
-        Dispatcher(core)
         super().__init__(core, EngineLeases(core))
-        self._actions = WorkerActions(core, gpus_of)
-        self._actions.on_engine = self._has_engine
-        self._refits = RefitWaiters(core)
+        Dispatcher(core, self._leases)
         self._health = EngineHealthChecker(core, look_s)
-        self._reconciler = RolloutReconciler(core, reconcile_s, self._actions.is_busy, self._leases.is_lease)
+        self._actions = WorkerActions(core, self._health.begin, gpus_of)
+        self._refits = RefitWaiters(core)
+        self._reconciler = RolloutReconciler(core, reconcile_s, self._actions, self._leases)
         core.handlers |= {e.AnnounceScaleStep: lambda step: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
@@ -449,9 +447,6 @@ class RolloutPool(RequestApi):
         return await self._core.until(true, within_s)
 
     # ---- internals ---------------------------------------------------------------------------------------------------
-
-    def _has_engine(self, worker: str) -> None:
-        self._health.begin(worker)
 
     def _warned(self, warn: e.Warn) -> None:
         self._core.warn(warn.worker, warn.reason.sentence, warn.reason.code)
