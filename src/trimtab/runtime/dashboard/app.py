@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from trimtab.core.errors import InputError, TrimtabError, printable
 from trimtab.runtime.dashboard.feed import Feed, FeedClient
-from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.exchange import Refusal
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.procs.background import describe
