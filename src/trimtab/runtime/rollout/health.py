@@ -165,7 +165,7 @@ class RolloutReconciler:
             elif request.state is RequestState.moving:
                 found[name, attempt] = self._report(e.AbortDone(name, attempt, 0))
         for worker in core.machine.workers():
-            action = self._actions.last.get(worker.worker)
+            action = core.last_actions.get(worker.worker)
             if action is not None and worker.doing is action.verb and not self._actions.is_busy(action.worker):
                 failed = e.ActionFailed(action.worker, action.attempt, WHY)
                 found[action.worker, action.attempt, action.verb] = self._report(failed)

@@ -93,6 +93,7 @@ class RolloutCore:
     # Kept for requests with the same key.
     keyed_answers: dict[str, PendingRequest] = field(default_factory=dict)
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
+    last_actions: dict[str, e.WorkerAction] = field(default_factory=dict)  # by worker
     weights: dict[int, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapters by name: their paths
     restoring: int | None = None  # version that a failed refit is being reverted to
@@ -135,6 +136,8 @@ class RolloutCore:
             self._notify_listeners(event, now)
             for instruction in instructions:
                 self._notify_listeners(instruction, now)
+                if isinstance(instruction, e.WorkerAction):
+                    self.last_actions[instruction.worker] = instruction
                 try:
                     self.handlers[type(instruction)](instruction)
                 except Exception as error:

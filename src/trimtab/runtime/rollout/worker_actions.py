@@ -48,7 +48,6 @@ class WorkerActions:
         gpus_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
         self._core, self._on_engine, self._gpus_of = core, on_engine, gpus_of
-        self.last: dict[str, e.WorkerAction] = {}  # by worker
         self._doing: dict[str, asyncio.Task[None]] = {}
         self._verbs: dict[WorkerVerb, Callable[[WorkerHandle, e.WorkerAction], Awaitable[e.ActionDone]]] = {
             WorkerVerb.start: self._start,
@@ -67,7 +66,6 @@ class WorkerActions:
         return task is not None and not task.done()
 
     def _start_action(self, action: e.WorkerAction) -> None:
-        self.last[action.worker] = action
         before = self._doing.get(action.worker)
         if before is not None:
             before.cancel()
