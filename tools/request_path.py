@@ -53,6 +53,7 @@ async def record(gateway: bool) -> CallRecorder:
     with instant_servers(1) as (url,):
         async with RolloutPool(look_s=3600.0, reconcile_s=3600.0) as pool:
             await pool.attach(url)
+            await asyncio.sleep(1.0)  # the first health check ends
             if not gateway:
                 await pool.generate([[5, 6, 7]], SamplingParams(max_tokens=16))
                 with recorder:

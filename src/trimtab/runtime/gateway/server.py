@@ -148,7 +148,10 @@ class GatewayApp:
             ("POST", "/scale", write, workers.scale, 200),
             ("DELETE", "/scale", write, workers.release_scale, 200),
         )
-        return [Route(path, _RouteApp(self, *how), methods=[method]) for method, path, *how in routes]
+        return [
+            Route(path, _RouteApp(self, access, handler, status), methods=[method])
+            for method, path, access, handler, status in routes
+        ]
 
     async def _health(self, exchange: HttpExchange) -> Any:
         return {"status": "ok"}
