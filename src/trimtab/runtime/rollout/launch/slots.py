@@ -47,8 +47,8 @@ from trimtab.runtime.rollout.launch.launcher import (
     Started,
     safe_name,
 )
-from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
-from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask, SlotTask
+from trimtab.runtime.rollout.launch.process_engine import EngineSlotTask, SlotTask
+from trimtab.runtime.rollout.launch.processes import start_with_retries, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")
 

@@ -248,8 +248,8 @@ class RunEnginePool:
         return ObjectLauncher(self._kind, settings.engine_settings, methods, self._place_of, self._weights_at, start_s)
 
     def _slot_launcher(self) -> Launcher:
-        from trimtab.runtime.rollout.launch.demand import DemandWatch
         from trimtab.runtime.rollout.launch.slots import SlotLauncher
+        from trimtab.runtime.rollout.launch.start import DemandWatch
         from trimtab.runtime.run.engines.slot_engines import EngineObjectSpec, ObjectEngines
 
         settings, place = self.settings, self.place

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.runtime.rollout.launch.launcher import Started
-from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
+from trimtab.runtime.rollout.launch.process_engine import ENDED_HERE, SlotTask
 from trimtab.runtime.rollout.launch.slots import WorkerSlot
 from trimtab.runtime.run.component import Place, visible_devices
 from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineReply, EngineThread, engine_class
