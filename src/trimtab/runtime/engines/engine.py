@@ -229,6 +229,7 @@ class EngineDeadlines:
     first_bytes_s: float = 120.0  # from sending a request to the first token
     silence_s: float = 30.0  # between two tokens
     abort_s: float = 2.0  # for an aborted stream to end by itself, before its connection is closed
+    settle_s: float = 1.0  # for its own figures to count the end of a request
 
     def __post_init__(self) -> None:
         for name, seconds in vars(self).items():

@@ -49,8 +49,6 @@ from trimtab.runtime.engines.engine import (
     WeightUpdate,
 )
 
-_SETTLE_S = 1.0
-"""How long an engine's own figures may lag."""
 _POLL_S = 0.02
 LAUNCHED = "started by trimtab, which sees its process end"
 _EMPTY = "its weights were discarded or half replaced, and no refit has been confirmed since"
@@ -504,7 +502,7 @@ class GatedEngine:
 
     async def _settled_load(self) -> EngineLoad:
         """Load after the engine has counted the end of this adapter's requests, which it does late."""
-        deadline = asyncio.get_running_loop().time() + min(_SETTLE_S, self.deadlines.call_s)
+        deadline = asyncio.get_running_loop().time() + min(self.deadlines.settle_s, self.deadlines.call_s)
         while True:
             load = await self.load()
             if (load.fresh and not load.running and not load.waiting) or self._open_streams:

@@ -30,7 +30,6 @@ ServedKinds = Callable[[], Collection[str]]
 """Kinds of engines that are up; called only if needed."""
 
 MAX_WAITING = 16
-PARSE_S = 60.0
 
 _PARSER = """
 import json, marshal, sys
@@ -175,9 +174,10 @@ def _shown(value: Any) -> str:
 
 
 class BodyParser:
-    """Parses the bodies of a gateway."""
+    """Parses the bodies of a gateway, large ones within `parse_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, parse_s: float = 60.0) -> None:
+        self._parse_s = parse_s
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -192,9 +192,9 @@ class BodyParser:
         self._waiting += 1
         try:
             async with self._turn:
-                return await asyncio.wait_for(_parse_in_process(body), PARSE_S)
+                return await asyncio.wait_for(_parse_in_process(body), self._parse_s)
         except asyncio.TimeoutError:
-            raise Refusal(503, f"the body was not parsed within {PARSE_S:g} s", code="timeout") from None
+            raise Refusal(503, f"the body was not parsed within {self._parse_s:g} s", code="timeout") from None
         finally:
             self._waiting -= 1
 

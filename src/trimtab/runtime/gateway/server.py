@@ -53,8 +53,6 @@ RouteHandler = Callable[[HttpExchange], Awaitable[Any]]
 
 FILES_BESIDE = 512
 FILES_FEW = 4_096  # fewer: log a warning
-KEEP_ALIVE_S = 75
-ABORT_WRITE_S = 5.0  # to write aborted responses
 START_S = 10.0
 
 
@@ -259,7 +257,8 @@ class Gateway:
             log.warning("at most %d open files are allowed here: about %d concurrent requests", files, files // 2)
         self._server = quiet_server(
             self.app, http=limited(self.settings.head_s, self.settings.max_head_bytes),
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(ABORT_WRITE_S),
+            timeout_keep_alive=max(1, round(self.settings.keep_alive_s)),
+            timeout_graceful_shutdown=max(1, round(self.settings.abort_s)),
         )  # fmt: skip
         self._running = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="gateway")
         for _ in range(int(START_S / 0.005)):
@@ -277,9 +276,9 @@ class Gateway:
         if running is not None and self._server is not None:
             if not await serving.until_empty(drain_s):
                 serving.abort_all()
-                await serving.until_empty(ABORT_WRITE_S)
+                await serving.until_empty(self.settings.abort_s)
             self._server.should_exit = True
-            await asyncio.wait({running}, timeout=ABORT_WRITE_S + 1)
+            await asyncio.wait({running}, timeout=self.settings.abort_s + 1)
             if not running.done():
                 self._server.force_exit = True
                 running.cancel()

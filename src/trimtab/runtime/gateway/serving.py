@@ -258,7 +258,7 @@ class GenerationTracker:
         self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, metrics: GatewayMetrics
     ) -> None:
         self.pool, self.settings, self.guard, self.metrics = pool, settings, guard, metrics
-        self.bodies = BodyParser()
+        self.bodies = BodyParser(settings.parse_s)
         self.stopping = False
         self._open: set[HttpExchange] = set()
         self.waiting: dict[HttpExchange, PendingCall] = {}  # calls answered in one piece
