@@ -105,7 +105,6 @@ class AttachedEngine(Section):
 
     @property
     def label(self) -> str:
-        """Name of its worker."""
         return self.name or self.url.partition("://")[2]
 
     @property
@@ -273,7 +272,6 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _check_names(self) -> RolloutSection:
-        """Refuse duplicate worker names and duplicate engines."""
         seen: set[str] = set()
         for index, engine in enumerate(self.engines):
             names: Iterable[str] = engine.names or (engine.label,)

@@ -218,7 +218,6 @@ async def _await_ref(reference: Any) -> Any:
 
 
 def _engine_error(error: Exception, call: str, name: str, seconds: float) -> EngineError:
-    """Maps Ray's exceptions to engine errors."""
     from ray.exceptions import RayActorError, RayTaskError
 
     if isinstance(error, asyncio.TimeoutError):

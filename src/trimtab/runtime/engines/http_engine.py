@@ -513,7 +513,6 @@ class HttpEngine(GatedEngine):
             self._spoiled.discard(name)
 
     async def _models(self) -> dict[str, str]:
-        """Models and adapters of the server by name, with their paths."""
         page = await self.wire.get("/v1/models")
         models = page.get("data") if isinstance(page, dict) else None
         return {str(model.get("id")): str(model.get("root")) for model in models or () if isinstance(model, dict)}

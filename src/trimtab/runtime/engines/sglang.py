@@ -153,7 +153,6 @@ class SglangEngine(HttpEngine):
                 self.model_path = str(info.get("model_path") or "")
 
     def _learn(self, calls: ServedCalls, has_version: bool, counted: bool) -> None:
-        """What it can do, by the calls that it has."""
         pauses = calls.has("/pause_generation")
         offered = {
             EngineCapability.pause: pauses,
@@ -475,7 +474,6 @@ class _SglangReader:
 
 
 def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[StreamDelta]:
-    """Splits a delta at weight versions."""
     spans = meta.get("weight_versions") or []
     end = start + len(piece.token_ids)
     cuts = [

@@ -122,7 +122,6 @@ class VllmEngine(HttpEngine):
                 self.pieces = replace(self.pieces, every=await self._stream_interval())
 
     def _learn(self, calls: ServedCalls) -> None:
-        """What it can do, by the calls that it has."""
         keeps = calls.takes("/pause", "mode", otherwise=calls.has("/get_world_size"))
         offered = {
             EngineCapability.pause: calls.has("/pause"),
@@ -358,5 +357,4 @@ class _VllmReader:
 
 
 def _id(name: str) -> int:
-    """Id of `token_id:17`."""
     return int(name.rpartition(":")[2])

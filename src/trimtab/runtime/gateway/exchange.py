@@ -32,7 +32,6 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def sse(data: str) -> bytes:
-    """One server-sent event."""
     return f"data: {data}\n\n".encode()
 
 
@@ -96,7 +95,6 @@ def refusal_for_error(error: TrimtabError) -> Refusal:
 
 
 def refusal_for_sample(sample: Sample) -> Refusal:
-    """Failed sample as a refusal."""
     reason = sample.reason
     return Refusal(_STATUSES.get(reason.code, 503), " ".join(reason.sentence.split()), code=reason.code.value)
 
@@ -161,7 +159,6 @@ class HttpExchange:
     # ---- responses -------------------------------------------------------------------------------------------------
 
     async def json(self, answer: Any, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """Response in one piece."""
         await self.raw(to_json(answer).encode(), status, [_JSON, *headers])
 
     async def refuse(self, refusal: Refusal, form: Callable[[Refusal], dict[str, object]]) -> None:
@@ -172,12 +169,10 @@ class HttpExchange:
             await self.json(form(refusal), refusal.status, headers)
 
     async def raw(self, body: bytes, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Response in one piece, of any type."""
         await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(body, more=False)
 
     async def events(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """Begins a stream of events."""
         await self._start(200, [*_EVENTS, *headers])
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -119,7 +119,6 @@ class BodyFields:
         return tuple(found)
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Token ids; empty if absent."""
         value = self.take(name)
         return () if value is None else self.as_ids(name, value)
 
@@ -138,7 +137,6 @@ class BodyFields:
         return [self.as_ids(name, prompt) for prompt in given] if nested else [self.as_ids(name, given)]
 
     def neutral(self, table: Mapping[str, Sequence[Any]]) -> None:
-        """Drops fields with neutral values."""
         for name in list(self.rest):
             if name in table and any(_same(self.rest[name], value) for value in table[name]):
                 del self.rest[name]

@@ -74,7 +74,6 @@ class OpenAIReader:
         self._adapters = adapters
 
     async def model(self) -> str:
-        """Model name for clients."""
         return self._model_name or await self._tokenizer.model()
 
     async def completions(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> OpenAIFormat:
@@ -156,7 +155,6 @@ class OpenAIReader:
         return GenerationCall(ids, [params] * len(ids), terms, stream), output_options
 
     async def _model(self, fields: BodyFields) -> tuple[str, str | None]:
-        """Name of the model, and of the adapter if it is one."""
         wanted = fields.text("model")
         if wanted in self._adapters():
             return wanted, wanted

@@ -218,6 +218,5 @@ def _why(fields: BodyFields) -> str:
 
 
 def require_only(fields: BodyFields, *names: str) -> None:
-    """Refuses other fields."""
     for left in fields.rest:
         raise fields.wrong(left, f"unknown field; known: {', '.join(names)}")

@@ -121,7 +121,6 @@ class StopStringBuffer:
 
     @property
     def open(self) -> bool:
-        """Whether deltas are still held back."""
         return len(self._text) < self._reach
 
     def hold(self, piece: StreamDelta) -> StopMatch | None:

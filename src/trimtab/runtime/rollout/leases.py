@@ -75,7 +75,6 @@ class EngineLeases:
             self._waiting.pop(spec.id, None)
 
     def is_lease(self, request: str) -> bool:
-        """Whether a request of the machine is a lease."""
         return request in self._waiting or request in self._held
 
     def release(self, lease: Lease, tokens: int) -> None:

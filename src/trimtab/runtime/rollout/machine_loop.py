@@ -173,7 +173,6 @@ class RolloutCore:
             self.fail_client(instruction.request, why)
 
     def fail_client(self, request: str, why: str) -> None:
-        """Answers a waiting client with a failure."""
         pending = self.pending.pop(request, None)
         if pending is not None:
             pending.answer(End.failed, (), Reason(ReasonCode.faulty, why))
@@ -186,7 +185,6 @@ class RolloutCore:
                 waiter.set_result(None)
 
     def handle_event_soon(self, event: e.RolloutEvent) -> None:
-        """After the current event."""
         asyncio.get_running_loop().call_soon(self._handle_later, event)
 
     def _handle_later(self, event: e.RolloutEvent) -> None:
@@ -205,7 +203,6 @@ class RolloutCore:
         self._report(attempt, now)
 
     def report_now(self, attempt: RequestAttempt) -> None:
-        """Reports new tokens of an attempt at once."""
         self._unreported.pop((attempt.pending.spec.id, attempt.number), None)
         self._report(attempt, self.clock())
 

@@ -170,7 +170,7 @@ class RolloutPool(RequestApi):
         return await self.add_engine(engine, spec, version=version, url=url, addresses=found_at)
 
     def worker_at(self, found_at: frozenset[tuple[str, int]]) -> str | None:
-        """The worker attached by a URL that leads to any of these addresses (`engines.wire.addresses`)."""
+        """The worker attached by a URL that leads to any of these addresses (`engines.http_engine.addresses`)."""
         return next((name for name, handle in self._core.handles.items() if handle.addresses & found_at), None)
 
     def _require_new(self, url: str, found_at: frozenset[tuple[str, int]]) -> None:

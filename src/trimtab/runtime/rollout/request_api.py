@@ -310,7 +310,6 @@ class RequestApi:
         return pending
 
     def _have_tokenizers(self) -> bool:
-        """Whether every engine can detokenize."""
         engines = (handle.engine for handle in self._core.handles.values())
         return all(tokenizer_of(engine) is not None for engine in engines if engine is not None)
 

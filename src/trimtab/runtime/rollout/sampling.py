@@ -68,7 +68,6 @@ class SamplingParams:
         )
 
     def sample(self, index: int) -> SamplingParams:
-        """Parameters of one of the n samples."""
         if self.n == 1 or self.seed is None:
             return self
         return replace(self, n=1, seed=self.seed + index)

@@ -81,7 +81,6 @@ def _remarks(core: RolloutCore) -> list[dict[str, Any]]:
 
 
 def _background(core: RolloutCore) -> list[dict[str, Any]]:
-    """Background loops of the pool and of its launchers."""
     launchers = {
         id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher is not None
     }
@@ -135,7 +134,6 @@ def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
 
 
 def _queue(core: RolloutCore, now: float) -> list[dict[str, Any]]:
-    """Queued requests by class."""
     found: dict[str, dict[str, Any]] = {
         class_.name: {
             "class": class_.name, "priority": class_.priority, "limit": class_.queue_limit, "waiting": 0,

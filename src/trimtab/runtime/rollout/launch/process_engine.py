@@ -192,7 +192,6 @@ class SlotTask:
         raise NotImplementedError
 
     def leave(self) -> bool:
-        """Ends the engine and releases the slot."""
         ended = self.end()
         self._let_go.set()
         return ended
@@ -246,7 +245,6 @@ class EngineSlotTask(SlotTask):
         return base_url(host, self._port)
 
     def probe(self) -> EngineProcessState:
-        """Process state during the start."""
         process = self._process
         return EngineProcessState(ENDED_HERE) if process is None else process.probe(self._port, self._dist_port)
 

@@ -132,7 +132,6 @@ class ProcessLauncher:
         return Started(engine, command.started_version(version, path), url)
 
     async def _watch(self, worker: str, process: EngineProcess) -> None:
-        """Reports an unexpected end to the pool."""
         await process.ended()
         why = process.exit_reason()
         log.warning("the engine of %s is gone: %s", worker, why)

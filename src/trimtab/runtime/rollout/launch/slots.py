@@ -318,7 +318,6 @@ class SlotLauncher:
         self._loops.append(self.background.start(f"slots: {loop.__name__.strip('_')}", loop))
 
     async def ask(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
-        """Calls the controller."""
         return await self._in_thread(functools.partial(self.session.ask, method, *args, timeout_s=within_s))
 
     # ---- getting a slot ----------------------------------------------------------------------------------------------
@@ -396,7 +395,6 @@ class SlotLauncher:
             await slot.wait_for_change(1.0)
 
     async def _give_back(self, slot: WorkerSlot) -> None:
-        """Ends the engine, then the task."""
         if self.worker_slots.get(slot.worker) is slot:
             del self.worker_slots[slot.worker]
         with contextlib.suppress(UnreachableError):
