@@ -8,6 +8,7 @@ it is.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -219,11 +220,11 @@ class SglangFormat:
         meta = await self._meta(flow.prompt, flow.index, sample or flow.so_far())
         if sample is None:
             meta["finish_reason"] = None
-        ids = flow.ids if sample is None else list(sample.token_ids)
-        answer: dict[str, Any] = {"text": flow.text.text, "output_ids": ids, "meta_info": meta}
-        if self._many:
-            answer["index"] = number
-        return sse(to_json(answer))
+        return self._event(number, flow.text.text, flow.ids if sample is None else list(sample.token_ids), meta)
+
+    def _event(self, number: int, text: str, ids: list[int], meta: dict[str, Any]) -> bytes:
+        where = {"index": number} if self._many else {}
+        return sse(to_json({"text": text, "output_ids": ids, "meta_info": meta, **where}))
 
     def aborted(self, why: str) -> bytes:
         events = []
@@ -233,15 +234,14 @@ class SglangFormat:
                 flow = self._flows.get(number)
                 if flow is not None and flow.ended:
                     continue
-                meta: dict[str, Any] = {
+                meta = {
                     "id": self._name(place, index),
                     "finish_reason": {"type": "abort", "message": why},
                     "prompt_tokens": len(self.call.prompts[place]),
                     "completion_tokens": 0 if flow is None else len(flow.ids),
                 }
                 text, ids = ("", []) if flow is None else (flow.text.text, flow.ids)
-                answer: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": meta}
-                events.append(sse(to_json(answer | ({"index": number} if self._many else {}))))
+                events.append(self._event(number, text, ids, meta))
         return b"".join(events)
 
     def fault(self, refusal: Refusal) -> bytes:
@@ -265,12 +265,11 @@ class SglangFormat:
         }
         if sample.spans:
             meta["weight_version"] = str(sample.spans[-1].version)
-            meta["weight_versions"], start = [], 0
-            for span in sample.spans:
-                meta["weight_versions"].append(
-                    {"version": str(span.version), "start": start, "end": start + span.tokens}
-                )
-                start += span.tokens
+            ends = itertools.accumulate(span.tokens for span in sample.spans)
+            meta["weight_versions"] = [
+                {"version": str(span.version), "start": end - span.tokens, "end": end}
+                for span, end in zip(sample.spans, ends, strict=True)
+            ]
         if self._output.logprobs:
             await self._add_logprobs(meta, sample)
         if sample.request and (self.call.terms.details or not sample.ok):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -238,10 +238,7 @@ class RolloutPool(RequestApi):
             view = core.machine.worker(worker)
             why = "" if view is None else f": {view.reason.sentence}"
             raise UnreachableError(f"worker {worker} has not gone in {allowed_s:g} s{why}")
-        await self._forget(worker)
-
-    async def _forget(self, worker: str) -> None:
-        handle = self._core.handles.pop(worker, None)
+        handle = core.handles.pop(worker, None)
         if handle is None:
             return
         if handle.health_task is not None:
@@ -326,14 +323,11 @@ class RolloutPool(RequestApi):
         assert session.outcome is not None
         return session.outcome
 
-    def hold(
-        self, workers: int, *, name: str = "hold", for_s: float | None = None, wait_s: float = 600.0
-    ) -> AbstractAsyncContextManager[None]:
-        """Keeps this number of workers active within the block, for example for a validation."""
-        return self._hold(workers, name, for_s, wait_s)
-
     @asynccontextmanager
-    async def _hold(self, workers: int, name: str, for_s: float | None, wait_s: float) -> AsyncIterator[None]:
+    async def hold(
+        self, workers: int, *, name: str = "hold", for_s: float | None = None, wait_s: float = 600.0
+    ) -> AsyncIterator[None]:
+        """Keeps this number of workers active within the block, for example for a validation."""
         core = self._core
         core.handle_event(e.HoldRequested(name, workers, None if for_s is None else core.clock() + for_s))
         try:
