@@ -299,8 +299,7 @@ class GatedEngine:
     async def sleep(self, level: int = 1) -> None:
         if level not in (1, 2):
             raise InputError(f"there is no sleep of level {level}", hint="1 keeps the weights, 2 discards them")
-        await self._ensure_reachable()
-        self._require_capability(EngineCapability.sleep)
+        await self._require_capability(EngineCapability.sleep)
         if level not in self.sleep_levels:
             raise NotSupportedError(
                 f"{self.dialect or self.kind} cannot release memory and keep its weights", where=f"engine {self.name}",
@@ -318,8 +317,7 @@ class GatedEngine:
         await self._sleep(level)
 
     async def wake(self, tags: Collection[MemoryTag] | None = None) -> None:
-        await self._ensure_reachable()
-        self._require_capability(EngineCapability.sleep)
+        await self._require_capability(EngineCapability.sleep)
         chosen = set(tags) if tags is not None else {MemoryTag.weights, MemoryTag.kv_cache}
         await self._wake(chosen)
         self._asleep -= chosen
@@ -332,8 +330,7 @@ class GatedEngine:
             await self.resume()
 
     async def flush(self) -> None:
-        await self._ensure_reachable()
-        self._require_capability(EngineCapability.flush)
+        await self._require_capability(EngineCapability.flush)
         await self._flush()
 
     async def refit(self, refit: WeightUpdate) -> None:
@@ -344,8 +341,7 @@ class GatedEngine:
             )  # fmt: skip
         if MemoryTag.weights in self._asleep:
             raise EnginePausedError("its weights are asleep", engine=self.name, hint="wake the weights first")
-        await self._ensure_reachable()
-        self._require_capability(EngineCapability.refit)
+        await self._require_capability(EngineCapability.refit)
         reason, discarded = self._closed_reason, self._discarded
         if self._paused is None:
             await self._close_when_idle("it is being refitted")
@@ -517,7 +513,8 @@ class GatedEngine:
             "its paused requests hold their memory", engine=self.name, hint="resume it and drain, or pause with abort"
         )
 
-    def _require_capability(self, verb: EngineCapability) -> None:
+    async def _require_capability(self, verb: EngineCapability) -> None:
+        await self._ensure_reachable()
         if verb not in self.capabilities:
             why = self.lacks.get(verb, "")
             raise NotSupportedError(

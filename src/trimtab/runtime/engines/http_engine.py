@@ -343,12 +343,10 @@ class HttpEventStream:
         self._silent = True
         self.close()
 
-    def _wedged(self, seconds: float) -> EngineWedgedError:
-        return EngineWedgedError(f"POST {self._path}: no bytes for {seconds:g} s", engine=self._wire.name)
-
     def _broken(self, error: BaseException) -> EngineGoneError | EngineWedgedError:
         if self._silent:
-            return self._wedged(self._allowed_s)
+            what = f"POST {self._path}: no bytes for {self._allowed_s:g} s"
+            return EngineWedgedError(what, engine=self._wire.name)
         gone = EngineGoneError(f"POST {self._path}: {_message(error)}", engine=self._wire.name)
         gone.reached = not isinstance(error, aiohttp.ClientConnectorError)
         return gone

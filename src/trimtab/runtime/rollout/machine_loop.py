@@ -310,6 +310,11 @@ class RolloutCore:
         self.warnings.append((self.clock(), worker, sentence, code))
         log.warning("%s%s", f"{worker}: " if worker else "", sentence)
 
+    def launchers(self) -> list[Launcher]:
+        """Those of all workers, each once."""
+        found = (handle.launcher for handle in self.handles.values())
+        return list({id(launcher): launcher for launcher in found if launcher is not None}.values())
+
     def worker_handle(self, worker: str) -> WorkerHandle:
         """Raises an InputError for an unknown worker."""
         found = self.handles.get(worker)

@@ -107,13 +107,10 @@ class RolloutPool(RequestApi):
         await core.until(lambda: not core.attempts, core.machine.rules.abort_s)
         self._running = False
         await core.end_tasks()
-        launchers = {
-            id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher is not None
-        }
         for handle in core.handles.values():
             if handle.engine is not None:
                 await handle.engine.close()
-        for launcher in launchers.values():
+        for launcher in core.launchers():
             await launcher.close()
         if self._session is not None:
             await self._session.close()
