@@ -66,13 +66,14 @@ class BodyFields:
     def wrong(self, name: str, message: str) -> Refusal:
         return invalid_value(self._prefix + name, f"{self._prefix}{name}: {message}")
 
-    def boolean(self, name: str, default: bool = False) -> bool:
+    def _typed(self, name: str, default: Any, kind: type, what: str) -> Any:
         value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
+        if value is not None and not isinstance(value, kind):
+            raise self.wrong(name, f"{what}, not {_shown(value)}")
+        return default if value is None else value
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        return bool(self._typed(name, default, bool, "true or false"))
 
     def integer(self, name: str, default: Any, minimum: int | None = None, maximum: int | None = None) -> Any:
         """The default may be None."""
@@ -99,12 +100,7 @@ class BodyFields:
         return float(value)
 
     def text(self, name: str, default: str = "") -> str:
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.wrong(name, f"a string, not {_shown(value)}")
-        return value
+        return str(self._typed(name, default, str, "a string"))
 
     def strings(self, name: str) -> tuple[str, ...]:
         """A string or several; none of them empty."""

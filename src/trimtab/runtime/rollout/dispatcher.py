@@ -35,7 +35,7 @@ from trimtab.runtime.engines.engine import (
 from trimtab.runtime.engines.http_engine import NoSuchPathError, http_engine
 from trimtab.runtime.engines.tokenizer import tokenizer_of
 from trimtab.runtime.rollout.leases import EngineLeases
-from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore, WorkerHandle
+from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore
 from trimtab.runtime.rollout.sampling import PendingRequest
 
 HALF = "\ufffd"  # how a text ends whose last character is not complete
@@ -312,8 +312,11 @@ class Dispatcher:
             outcome = await self._call(attempt, engine, request, None if bridge else buffer)
             if isinstance(outcome, e.AttemptFinished):
                 return outcome
-            self._measure(handle, pending.made - before, self._core.clock() - began)
-            if outcome is not FinishReason.length or asked == left or pending.made - before < asked:
+            made, took_s = pending.made - before, self._core.clock() - began
+            if made > 1 and took_s > 0:
+                rate = handle.token_rate
+                handle.token_rate = made / took_s if rate is None else 0.8 * rate + 0.2 * made / took_s
+            if outcome is not FinishReason.length or asked == left or made < asked:
                 if pending.cuts and outcome in (FinishReason.stop, FinishReason.length):
                     await self._join_text(attempt, engine, outcome)
                 return self._ended(attempt, outcome)
@@ -388,11 +391,6 @@ class Dispatcher:
                 "the weights changed while it ran, and it is not known which made its tokens",
                 engine=attempt.worker,
             )
-
-    def _measure(self, handle: WorkerHandle, tokens: int, seconds: float) -> None:
-        if tokens > 1 and seconds > 0:
-            rate = tokens / seconds
-            handle.token_rate = rate if handle.token_rate is None else 0.8 * handle.token_rate + 0.2 * rate
 
     def _require_current(self, attempt: RequestAttempt) -> None:
         """Tokens of a superseded attempt must not reach the answer."""
