@@ -24,6 +24,7 @@ from trimtab.model.rollout import (
     WorkerState,
 )
 from trimtab.runtime.engines.actor import ActorEngine
+from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher, NoRoomError, Started
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.leases import Lease
@@ -44,6 +45,7 @@ __all__ = [
     "ElasticConfig",
     "End",
     "EngineCommand",
+    "EngineDeadlines",
     "EngineRollout",
     "ForwardedAnswer",
     "Gateway",

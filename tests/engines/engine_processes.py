@@ -20,7 +20,7 @@ from engine_answers import answer, greedy
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.engines.detect import attach
 from trimtab.runtime.engines.engine import EngineDeadlines
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / ".venv-engines-vllm" / "tiny"

@@ -30,8 +30,7 @@ from trimtab.runtime.engines.engine import (
     PauseMode,
     WeightUpdate,
 )
-from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import HttpEngine, open_session
 
 pytestmark = pytest.mark.engines
 LONG = 1900

@@ -13,8 +13,7 @@ from engine_answers import Whole, answer, greedy, run
 from engine_stubs import SglangStub, Stub, VllmStub, follows
 from trimtab.runtime.engines.detect import KINDS
 from trimtab.runtime.engines.engine import EngineDeadlines
-from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import HttpEngine, open_session
 
 PROMPT = (4, 5, 6)
 BOTH = pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -35,11 +35,16 @@ from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerSpe
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.procs.processes import table
-from trimtab.runtime.rollout.launch.demand import DemandWatch
-from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, engines_over, engines_that_fit
 from trimtab.runtime.rollout.launch.launcher import EngineCommand
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
-from trimtab.runtime.rollout.launch.start import engines_as_processes, engines_on_slots
+from trimtab.runtime.rollout.launch.start import (
+    DemandWatch,
+    EnginesPerNode,
+    engines_as_processes,
+    engines_on_slots,
+    engines_over,
+    engines_that_fit,
+)
 from waiting import until_async
 
 WAIT_S = 240.0

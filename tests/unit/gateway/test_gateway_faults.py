@@ -18,10 +18,9 @@ from engine_servers import LlamaServer, servers
 from engine_stubs import SglangStub, VllmStub
 from gateway_scenes import PROMPT, QUICK, Front, front, play, play_stubs
 from trimtab.model.rollout import WorkerState
+from trimtab.runtime.engines.http_engine import open_session
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
-from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.gateway.calls import GenerationCall
-from trimtab.runtime.gateway.serving import chunks_of
+from trimtab.runtime.gateway.serving import GenerationCall, chunks_of
 from trimtab.runtime.rollout.sampling import SamplingParams
 from waiting import until_async
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine_stubs import SglangStub, VllmStub
 from gateway_scenes import TOKEN, Front, play_stubs
-from trimtab.runtime.gateway import engine_fields as extras
+from trimtab.runtime.gateway import fields as extras
 from trimtab.runtime.gateway import openai, sglang
 from waiting import until_async
 

@@ -16,11 +16,11 @@ from engine_stubs import VllmStub
 from gateway_scenes import BEARER, PROMPT, QUICK, TOKEN, Answered, Front, play, play_stubs
 from trimtab.core.errors import InputError
 from trimtab.model.rollout import RequestClass, RolloutRules
-from trimtab.runtime.gateway import engine_fields as extras
+from trimtab.runtime.gateway import fields as extras
 from trimtab.runtime.gateway import openai, sglang
-from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.exchange import Refusal
+from trimtab.runtime.gateway.fields import DEFAULT_TERMS
 from trimtab.runtime.gateway.guard import AllowedHosts, GatewayGuard
-from trimtab.runtime.gateway.headers import DEFAULT_TERMS
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.http.listening import host_name
@@ -554,7 +554,7 @@ def test_whatever_a_body_has_in_it_is_understood_or_refused(body: dict[str, Any]
             (sglang.SglangReader(texts, lambda: ["a"]).generate, mine),
         ):
             try:
-                call, _ = await read(given_body, DEFAULT_TERMS, lambda: {"sglang"})
+                call = (await read(given_body, DEFAULT_TERMS, lambda: {"sglang"})).call
             except (Refusal, InputError):
                 continue
             sent = {} if call.forward is None else call.forward[1]

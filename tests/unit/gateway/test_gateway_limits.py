@@ -11,7 +11,7 @@ import pytest
 from engine_stubs import VllmStub
 from gateway_scenes import PROMPT, Front, play, play_stubs
 from trimtab.runtime.gateway import fields
-from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.exchange import Refusal
 from waiting import until_async
 
 # ---- heads ---------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.engines.detect import KINDS
 from trimtab.runtime.engines.engine import EngineGoneError, EngineMalformedError, EngineRefusedError
+from trimtab.runtime.engines.http_engine import open_session
 from trimtab.runtime.engines.tokenizer import Tokenizer, tokenizer_of
-from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.exchange import Refusal
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, Sample

@@ -28,8 +28,7 @@ from trimtab.runtime.engines.engine import (
     GenerateRequest,
     PartialOutput,
 )
-from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import HttpEngine, open_session
 
 # Streams.
 

@@ -24,9 +24,8 @@ from trimtab.runtime.engines.engine import (
     PauseMode,
     WeightUpdate,
 )
-from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.memory import sleep_and_verify
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import HttpEngine, open_session
+from trimtab.runtime.rollout.worker_actions import sleep_and_verify
 
 # Pauses.
 

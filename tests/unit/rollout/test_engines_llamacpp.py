@@ -29,8 +29,8 @@ from trimtab.runtime.engines.engine import (
     PauseMode,
     WeightUpdate,
 )
+from trimtab.runtime.engines.http_engine import open_session
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine, Vocabulary, samplers
-from trimtab.runtime.engines.wire import open_session
 
 PROMPT = (40, 41, 42, 43, 44)
 LONG = 3500  # tokens: seconds of work, so that something can happen meanwhile

@@ -25,9 +25,8 @@ from trimtab.runtime.engines.engine import (
     PauseMode,
     StreamDelta,
 )
-from trimtab.runtime.engines.http_engine import HttpEngine
+from trimtab.runtime.engines.http_engine import HttpEngine, open_session
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
-from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.rollout.sampling import forwarded_tokens
 from waiting import until_async
 

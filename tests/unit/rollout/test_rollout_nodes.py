@@ -27,7 +27,7 @@ from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import TaskState
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, TaskWorker
 from trimtab.runtime.procs.processes import descendants
-from trimtab.runtime.rollout.launch import slot_task
+from trimtab.runtime.rollout.launch import process_engine as slot_task
 from trimtab.runtime.rollout.launch.launcher import EngineCommand
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
 from waiting import until_async

@@ -23,7 +23,7 @@ from trimtab.formats.rollout.job_section import from_text
 from trimtab.model.rollout import End, Owner, Ownership, RolloutRules, Span, resume_bounds
 from trimtab.rollout import EngineCommand, Sample, SamplingParams
 from trimtab.runtime.engines.engine import PieceSupport
-from trimtab.runtime.rollout.pieces import PiecePlan, PiecePlanner
+from trimtab.runtime.rollout.dispatcher import PiecePlan, PiecePlanner
 
 FOUR = replace(QUICK, resume_every=4)
 WHOLE = replace(QUICK, resume_every=math.inf)

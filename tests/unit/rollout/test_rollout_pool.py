@@ -27,8 +27,8 @@ from trimtab.rollout import (
 )
 from trimtab.runtime.engines.engine import EngineGoneError, StreamDelta
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
-from trimtab.runtime.rollout.pending_request import PendingRequest
-from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
+from trimtab.runtime.rollout.dispatcher import StopMatch, StopStringBuffer
+from trimtab.runtime.rollout.sampling import PendingRequest
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS, read_journal
 
 S = WorkerState

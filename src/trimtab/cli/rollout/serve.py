@@ -29,7 +29,7 @@ from trimtab.model.rollout import WorkerSpec
 from trimtab.render.live.view import LiveView
 from trimtab.render.output import err, out
 from trimtab.render.text import rollout as rollout_text
-from trimtab.runtime.engines.wire import addresses
+from trimtab.runtime.engines.http_engine import addresses
 from trimtab.runtime.gateway.server import Gateway
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.http import tokens

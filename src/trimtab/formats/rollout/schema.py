@@ -101,7 +101,6 @@ class AttachedEngine(Section):
 
     @property
     def label(self) -> str:
-        """Name of its worker."""
         return self.name or self.url.partition("://")[2]
 
     @property
@@ -218,7 +217,15 @@ class GatewaySection(Section):
     max_concurrent: Count = 16_384  # concurrent requests
     default_max_tokens: Count = 1_024  # of a chat request that states none
     deadline_s: Limit | None = None  # of a request that states none; None: the deadline of its class
+    head_s: Limit = 20.0  # for the head of a request to arrive
+    body_s: Limit = 30.0  # for its body
+    change_s: Limit = 60.0  # for changes of workers
+    text_s: Limit = 30.0  # for a tokenizer to answer
+    parse_s: Limit = 60.0  # for a large body to be parsed
+    write_s: Limit = 60.0  # for a client to read
+    keep_alive_s: Limit = 75.0  # for the next request on an idle connection
     stop_s: Seconds = 10.0  # grace period for running requests when the gateway stops
+    abort_s: Limit = 5.0  # then, to answer them with what they have
 
 
 def _form(value: Any) -> str:
@@ -261,7 +268,6 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _check_names(self) -> RolloutSection:
-        """Refuse duplicate worker names and duplicate engines."""
         seen: set[str] = set()
         for index, engine in enumerate(self.engines):
             names: Iterable[str] = engine.names or (engine.label,)

@@ -117,8 +117,7 @@ class EngineMetricsReader:
 
 async def _probe_all(urls: Sequence[str]) -> list[dict[str, float] | str]:
     from trimtab.runtime.engines.engine import EngineDeadlines
-    from trimtab.runtime.engines.http_engine import gauges
-    from trimtab.runtime.engines.wire import EngineHttpClient, open_session
+    from trimtab.runtime.engines.http_engine import EngineHttpClient, gauges, open_session
 
     deadlines = EngineDeadlines(connect_s=ANSWER_S, call_s=ANSWER_S)
     async with open_session() as session:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.core.errors import InputError, TrimtabError, printable
-from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.exchange import Refusal
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.procs.background import describe

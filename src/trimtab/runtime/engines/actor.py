@@ -19,6 +19,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
+    DeltaReader,
     EngineCapability,
     EngineDeadlines,
     EngineError,
@@ -28,15 +29,17 @@ from trimtab.runtime.engines.engine import (
     EngineMalformedError,
     EngineState,
     EngineWedgedError,
+    EventStream,
     FinishReason,
     GenerateRequest,
+    MalformedOutput,
     MemoryTag,
+    OpenStream,
     PauseMode,
     StreamDelta,
     WeightUpdate,
 )
 from trimtab.runtime.engines.gated import GatedEngine
-from trimtab.runtime.engines.open_stream import DeltaReader, EventStream, MalformedOutput, OpenStream
 
 _NEEDS = {
     EngineCapability.pause: ("pause", "resume"),
@@ -112,14 +115,8 @@ class ActorEngine(GatedEngine):
     async def _pause(self, mode: PauseMode) -> None:
         if EngineCapability.pause in self.capabilities:
             await self._call("pause", mode.value)
-        elif mode is PauseMode.keep:
-            raise InputError(
-                "this actor cannot hold running requests", where=f"engine {self.name}", hint="abort or wait"
-            )
         else:
-            if mode is PauseMode.abort:
-                await self.abort()
-            await self._wait_drained()
+            await self._only_stop_sending(mode)
 
     async def _resume(self) -> None:
         if EngineCapability.pause in self.capabilities:
@@ -221,7 +218,6 @@ async def _await_ref(reference: Any) -> Any:
 
 
 def _engine_error(error: Exception, call: str, name: str, seconds: float) -> EngineError:
-    """Maps Ray's exceptions to engine errors."""
     from ray.exceptions import RayActorError, RayTaskError
 
     if isinstance(error, asyncio.TimeoutError):

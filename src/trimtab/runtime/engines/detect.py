@@ -15,11 +15,10 @@ import aiohttp
 from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import EngineDeadlines, EngineGoneError, EngineWedgedError
-from trimtab.runtime.engines.http_engine import HttpEngine
+from trimtab.runtime.engines.http_engine import EngineHttpClient, HttpEngine, require_private
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
 from trimtab.runtime.engines.sglang import SglangEngine
 from trimtab.runtime.engines.vllm import VllmEngine
-from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 KINDS: dict[str, type[HttpEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
 TESTED_RELEASES: dict[str, tuple[str, ...]] = {"vllm": ("0.32", "0.26", "0.11"), "sglang": ("0.5",), "llamacpp": ()}

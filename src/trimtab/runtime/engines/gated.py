@@ -18,6 +18,7 @@ from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import (
     STREAMS,
+    DeltaReader,
     EngineBusyError,
     EngineCall,
     EngineCapability,
@@ -31,11 +32,15 @@ from trimtab.runtime.engines.engine import (
     EngineRefusedError,
     EngineState,
     EngineWedgedError,
+    EventStream,
     FinishReason,
+    ForwardReader,
     ForwardRequest,
     GenerateRequest,
+    MalformedOutput,
     MemoryTag,
     NotSupportedError,
+    OpenStream,
     PartialOutput,
     PauseMode,
     PieceSupport,
@@ -43,10 +48,7 @@ from trimtab.runtime.engines.engine import (
     WeightRecord,
     WeightUpdate,
 )
-from trimtab.runtime.engines.open_stream import DeltaReader, EventStream, ForwardReader, MalformedOutput, OpenStream
 
-_SETTLE_S = 1.0
-"""How long an engine's own figures may lag."""
 _POLL_S = 0.02
 LAUNCHED = "started by trimtab, which sees its process end"
 _EMPTY = "its weights were discarded or half replaced, and no refit has been confirmed since"
@@ -96,8 +98,7 @@ class GatedEngine:
         """A paused or sleeping engine is not ready, whatever its health page says."""
         try:
             await self._ensure_reachable()
-            state = await self._read_state()
-            return replace(state, elsewhere=self._paused_externally)
+            return replace(await self._read_state(), elsewhere=self._paused_externally)
         except TrimtabError as error:
             return EngineState(
                 False, error.what, paused=bool(self._paused), asleep=bool(self._asleep), dialect=self.dialect,
@@ -269,20 +270,18 @@ class GatedEngine:
 
     async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
         await self._ensure_reachable()
-        before = self._closed_reason, self._paused_externally, self._paused
-        self._closed_reason, self._paused_externally, self._paused = (
-            f"a pause ({mode.value}) was requested",
-            False,
-            None,
-        )
+        if mode is PauseMode.keep and EngineCapability.keep not in self.capabilities:
+            why = self.lacks.get(EngineCapability.keep, "")
+            raise NotSupportedError(
+                f"{self.dialect or self.kind} cannot hold running requests{why and f': {why}'}",
+                where=f"engine {self.name}", hint="abort or wait",
+            )  # fmt: skip
+        self._closed_reason, self._paused_externally = f"a pause ({mode.value}) was requested", False
+        self._paused = None
         ends = list(self._open_streams.values()) if mode is PauseMode.abort else []
         for stream in ends:
             stream.aborting = True
-        try:
-            await self._pause(mode)
-        except NotSupportedError:  # nothing was sent
-            self._closed_reason, self._paused_externally, self._paused = before
-            raise
+        await self._pause(mode)
         self._closed_reason, self._paused = f"it is paused ({mode.value})", mode
         for stream in ends:
             if stream.events is not None:
@@ -300,8 +299,7 @@ class GatedEngine:
     async def sleep(self, level: int = 1) -> None:
         if level not in (1, 2):
             raise InputError(f"there is no sleep of level {level}", hint="1 keeps the weights, 2 discards them")
-        await self._ensure_reachable()
-        self._require_capability(EngineCapability.sleep)
+        await self._require_capability(EngineCapability.sleep)
         if level not in self.sleep_levels:
             raise NotSupportedError(
                 f"{self.dialect or self.kind} cannot release memory and keep its weights", where=f"engine {self.name}",
@@ -319,23 +317,20 @@ class GatedEngine:
         await self._sleep(level)
 
     async def wake(self, tags: Collection[MemoryTag] | None = None) -> None:
-        await self._ensure_reachable()
-        self._require_capability(EngineCapability.sleep)
+        await self._require_capability(EngineCapability.sleep)
         chosen = set(tags) if tags is not None else {MemoryTag.weights, MemoryTag.kv_cache}
         await self._wake(chosen)
         self._asleep -= chosen
         if self._asleep:
-            self._closed_reason = (
-                f"only part of it is awake; {', '.join(sorted(tag.value for tag in self._asleep))} is not"
-            )
+            rest = ", ".join(sorted(tag.value for tag in self._asleep))
+            self._closed_reason = f"only part of it is awake; {rest} is not"
         elif self._discarded:
             self._closed_reason = _EMPTY
         else:
             await self.resume()
 
     async def flush(self) -> None:
-        await self._ensure_reachable()
-        self._require_capability(EngineCapability.flush)
+        await self._require_capability(EngineCapability.flush)
         await self._flush()
 
     async def refit(self, refit: WeightUpdate) -> None:
@@ -346,8 +341,7 @@ class GatedEngine:
             )  # fmt: skip
         if MemoryTag.weights in self._asleep:
             raise EnginePausedError("its weights are asleep", engine=self.name, hint="wake the weights first")
-        await self._ensure_reachable()
-        self._require_capability(EngineCapability.refit)
+        await self._require_capability(EngineCapability.refit)
         reason, discarded = self._closed_reason, self._discarded
         if self._paused is None:
             await self._close_when_idle("it is being refitted")
@@ -479,6 +473,12 @@ class GatedEngine:
                 hint="drain or abort them first",
             )  # fmt: skip
 
+    async def _only_stop_sending(self, mode: PauseMode, running: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """The pause of an engine that has none: the gate is closed, and requests of other clients go on."""
+        if mode is PauseMode.abort:
+            await self.abort()
+        await self._wait_drained(running)
+
     async def _wait_drained(self, running: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Waits until no request runs, for engines without a waiting pause."""
         deadline = asyncio.get_running_loop().time() + self.deadlines.change_s
@@ -489,9 +489,16 @@ class GatedEngine:
                 )
             await asyncio.sleep(_POLL_S)
 
+    def _state(self, version: str | None, paused: bool, asleep: bool) -> EngineState:
+        """State of an engine that answers: it is up if the gate is open."""
+        return EngineState(
+            not self._closed_reason, self._closed_reason or "it answers", None if self._discarded else version, paused,
+            asleep, self.dialect, boots=self._boots,
+        )  # fmt: skip
+
     async def _settled_load(self) -> EngineLoad:
         """Load after the engine has counted the end of this adapter's requests, which it does late."""
-        deadline = asyncio.get_running_loop().time() + min(_SETTLE_S, self.deadlines.call_s)
+        deadline = asyncio.get_running_loop().time() + min(self.deadlines.settle_s, self.deadlines.call_s)
         while True:
             load = await self.load()
             if (load.fresh and not load.running and not load.waiting) or self._open_streams:
@@ -506,7 +513,8 @@ class GatedEngine:
             "its paused requests hold their memory", engine=self.name, hint="resume it and drain, or pause with abort"
         )
 
-    def _require_capability(self, verb: EngineCapability) -> None:
+    async def _require_capability(self, verb: EngineCapability) -> None:
+        await self._ensure_reachable()
         if verb not in self.capabilities:
             why = self.lacks.get(verb, "")
             raise NotSupportedError(

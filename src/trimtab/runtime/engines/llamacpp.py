@@ -24,6 +24,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
+    DeltaReader,
     EngineError,
     EngineFailedError,
     EngineLoad,
@@ -31,12 +32,12 @@ from trimtab.runtime.engines.engine import (
     EngineState,
     FinishReason,
     GenerateRequest,
+    MalformedOutput,
     PauseMode,
     StreamDelta,
     TopLogprobs,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput
 
 _REPLACED = "\ufffd"
 """Replacement character for invalid UTF-8; a text with it does not identify its bytes."""
@@ -74,9 +75,7 @@ class LlamaCppEngine(HttpEngine):
             props = await self.wire.get("/props")
             self.dialect = f"llama.cpp {props.get('build_info', 'of unknown build') if isinstance(props, dict) else ''}"
         await self._load()
-        paused = bool(self._closed_reason)
-        why = self._closed_reason or "it answers"
-        return EngineState(not paused, why, paused=paused, dialect=self.dialect, boots=self._boots)
+        return self._state(None, bool(self._closed_reason), asleep=False)
 
     async def _load(self) -> EngineLoad:
         try:
@@ -97,13 +96,7 @@ class LlamaCppEngine(HttpEngine):
         return EngineLoad(int(running), int(waiting), None, time.monotonic(), fresh=True)
 
     async def _pause(self, mode: PauseMode) -> None:
-        if mode is PauseMode.abort:
-            await self.abort()
-        elif mode is PauseMode.keep:
-            raise InputError(
-                "llama.cpp cannot hold running requests", where=f"engine {self.name}", hint="abort or wait"
-            )
-        await self._wait_drained(self._is_running)
+        await self._only_stop_sending(mode, self._is_running)
 
     async def _is_running(self) -> bool:
         return (await self._load()).running > 0

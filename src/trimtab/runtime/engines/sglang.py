@@ -29,6 +29,7 @@ from typing import Any
 from trimtab.core.errors import TrimtabError
 from trimtab.runtime.engines.engine import (
     ROUTED_EXPERTS,
+    DeltaReader,
     EngineCapability,
     EngineDeadlines,
     EngineFailedError,
@@ -40,6 +41,7 @@ from trimtab.runtime.engines.engine import (
     FinishReason,
     ForwardRequest,
     GenerateRequest,
+    MalformedOutput,
     MemoryTag,
     NotSupportedError,
     PauseMode,
@@ -47,11 +49,10 @@ from trimtab.runtime.engines.engine import (
     StreamDelta,
     TopLogprobs,
     WeightUpdate,
+    routed_experts,
+    token_ids,
 )
-from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, routed_experts, token_ids
-from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
-from trimtab.runtime.engines.wire import NoSuchPathError
+from trimtab.runtime.engines.http_engine import HttpEngine, NoSuchPathError, ServedCalls, gauges, served_calls
 
 _FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
 _MODES = {PauseMode.abort: "abort", PauseMode.wait: "abort", PauseMode.keep: "retract"}
@@ -72,17 +73,7 @@ class SglangEngine(HttpEngine):
     kind = "sglang"
     adapter_call = "/load_lora_adapter"
     adapter_flags = "--enable-lora"
-    capabilities = frozenset(
-        {
-            EngineCapability.pause,
-            EngineCapability.keep,
-            EngineCapability.sleep,
-            EngineCapability.flush,
-            EngineCapability.refit,
-            EngineCapability.version,
-            EngineCapability.load,
-        }
-    )
+    capabilities = frozenset(EngineCapability)
 
     _tags = True  # memory is released in parts
     # Path of the recorded weights. None: the one that is read next; empty: it proves nothing, because weights came
@@ -162,7 +153,6 @@ class SglangEngine(HttpEngine):
                 self.model_path = str(info.get("model_path") or "")
 
     def _learn(self, calls: ServedCalls, has_version: bool, counted: bool) -> None:
-        """What it can do, by the calls that it has."""
         pauses = calls.has("/pause_generation")
         offered = {
             EngineCapability.pause: pauses,
@@ -234,12 +224,7 @@ class SglangEngine(HttpEngine):
         if not self._closed_reason or self._paused_externally:
             self._update_gate(await self._not_serving(), asleep=False, why=_NOT_READY)
         version = _version_in(info) if EngineCapability.version in self.capabilities else await self._current_version()
-        paused = self._paused is not None or self._paused_externally
-        why = self._closed_reason or "it answers"
-        return EngineState(
-            not self._closed_reason, why, None if self._discarded else version, paused, bool(self._asleep),
-            self.dialect, boots=self._boots,
-        )  # fmt: skip
+        return self._state(version, self._paused is not None or self._paused_externally, bool(self._asleep))
 
     async def _not_serving(self) -> bool:
         """Whether it accepts no requests: they would hang until it is resumed."""
@@ -360,18 +345,10 @@ class SglangEngine(HttpEngine):
                 await self.wire.post("/abort_request", {"rid": key})
 
     async def _pause(self, mode: PauseMode) -> None:
-        if mode is PauseMode.keep and EngineCapability.keep not in self.capabilities:
-            raise NotSupportedError(
-                f"{self.dialect or 'sglang'} cannot hold running requests", where=f"engine {self.name}",
-                hint="abort or wait",
-            )  # fmt: skip
         if mode is PauseMode.wait:  # the server has no waiting pause
             await self._wait_drained(self._is_busy if EngineCapability.load in self.capabilities else None)
         if EngineCapability.pause not in self.capabilities:
-            # Before 0.4.9 there is no pause: the gate is closed, and requests of other clients go on.
-            if mode is PauseMode.abort:
-                await self.abort()
-            await self._wait_drained()
+            await self._only_stop_sending(mode)  # before 0.4.9 there is no pause
             return
         await self._post("/pause_generation", {"mode": _MODES[mode]})
 
@@ -497,7 +474,6 @@ class _SglangReader:
 
 
 def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[StreamDelta]:
-    """Splits a delta at weight versions."""
     spans = meta.get("weight_versions") or []
     end = start + len(piece.token_ids)
     cuts = [

@@ -43,9 +43,23 @@ RENDER_OPTIONS: dict[str, frozenset[str]] = {
 """Chat fields that concern the template, by kind of engine."""
 
 
-class _HttpTokenizer:
+class HttpTokenizer:
+    """As vLLM has it. It always writes special tokens, and the server rejects unknown ids itself."""
+
+    text_key = "prompt"  # of a detokenized text
+
     def __init__(self, engine: HttpEngine) -> None:
         self._engine = engine
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return await self._ids({"prompt": text, "add_special_tokens": True})
+
+    async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        body = {"tokens": list(ids), **self._detokenize_options(special)}
+        return await self._text("/detokenize", body, self.text_key) if ids else ""
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+        return await self._ids({"messages": list(messages), **options})
 
     async def model(self) -> str:
         reply = await self._engine.wire.get("/v1/models")
@@ -57,11 +71,14 @@ class _HttpTokenizer:
     async def vocabulary(self) -> int | None:
         return None
 
-    async def _ids(self, path: str, body: Mapping[str, Any]) -> tuple[int, ...]:
-        reply = await self._engine.wire.post(path, body)
+    def _detokenize_options(self, special: bool) -> dict[str, Any]:
+        return {}
+
+    async def _ids(self, body: Mapping[str, Any]) -> tuple[int, ...]:
+        reply = await self._engine.wire.post("/tokenize", body)
         ids = reply.get("tokens") if isinstance(reply, dict) else None
         if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-            raise self._nonsense(f"{path} gave no ids", reply)
+            raise self._nonsense("/tokenize gave no ids", reply)
         return tuple(ids)
 
     async def _text(self, path: str, body: Mapping[str, Any], key: str) -> str:
@@ -75,14 +92,13 @@ class _HttpTokenizer:
         return EngineMalformedError(f"{what}: {str(reply)[:80]!r}", engine=self._engine.name)
 
 
-class LlamaCppTokenizer(_HttpTokenizer):
+class LlamaCppTokenizer(HttpTokenizer):
     """Always writes special tokens."""
 
-    async def tokenize(self, text: str) -> tuple[int, ...]:
-        return await self._ids("/tokenize", {"content": text, "add_special": True, "parse_special": True})
+    text_key = "content"
 
-    async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        return await self._text("/detokenize", {"tokens": list(ids)}, "content") if ids else ""
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return await self._ids({"content": text, "add_special": True, "parse_special": True})
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
         body = {"messages": list(messages), **options}
@@ -96,21 +112,13 @@ class LlamaCppTokenizer(_HttpTokenizer):
             return None
 
 
-class VllmTokenizer(_HttpTokenizer):
-    """Always writes special tokens. The server rejects unknown ids itself."""
-
-    async def tokenize(self, text: str) -> tuple[int, ...]:
-        return await self._ids("/tokenize", {"prompt": text, "add_special_tokens": True})
-
-    async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        return await self._text("/detokenize", {"tokens": list(ids)}, "prompt") if ids else ""
-
-    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        return await self._ids("/tokenize", {"messages": list(messages), **options})
-
-
-class SglangTokenizer(_HttpTokenizer):
+class SglangTokenizer(HttpTokenizer):
     """Conversations need a release that takes messages at `/tokenize`; older ones reject them."""
+
+    text_key = "text"
+
+    def _detokenize_options(self, special: bool) -> dict[str, Any]:
+        return {"skip_special_tokens": not special}
 
     async def vocabulary(self) -> int | None:
         """From the model's config file, if it is local: an unknown id kills this server."""
@@ -121,32 +129,13 @@ class SglangTokenizer(_HttpTokenizer):
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return None
 
-    async def tokenize(self, text: str) -> tuple[int, ...]:
-        return await self._ids("/tokenize", {"prompt": text, "add_special_tokens": True})
 
-    async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        body = {"tokens": list(ids), "skip_special_tokens": not special}
-        return await self._text("/detokenize", body, "text") if ids else ""
-
-    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        return await self._ids("/tokenize", {"messages": list(messages), **options})
-
-
-_KINDS: dict[str, type[LlamaCppTokenizer | VllmTokenizer | SglangTokenizer]] = {
-    "llamacpp": LlamaCppTokenizer,
-    "vllm": VllmTokenizer,
-    "sglang": SglangTokenizer,
-}
+_KINDS = {"llamacpp": LlamaCppTokenizer, "vllm": HttpTokenizer, "sglang": SglangTokenizer}
 
 
 def tokenizer_of(engine: object) -> Tokenizer | None:
-    """Tokenizer of an engine, if it has one.
-
-    Adapters that are not over HTTP (Ray actors) may offer one as an attribute `texts`.
-    """
+    """Tokenizer of an engine, if it has one. Others than those over HTTP may offer one as an attribute `texts`."""
     own: Tokenizer | None = getattr(engine, "texts", None)
-    if own is not None:
-        return own
-    if isinstance(engine, HttpEngine) and engine.kind in _KINDS:
+    if own is None and isinstance(engine, HttpEngine) and engine.kind in _KINDS:
         return _KINDS[engine.kind](engine)
-    return None
+    return own

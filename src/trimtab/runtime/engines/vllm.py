@@ -23,6 +23,7 @@ from typing import Any
 
 from trimtab.runtime.engines.engine import (
     ROUTED_EXPERTS,
+    DeltaReader,
     EngineCapability,
     EngineError,
     EngineFailedError,
@@ -33,6 +34,7 @@ from trimtab.runtime.engines.engine import (
     FinishReason,
     ForwardRequest,
     GenerateRequest,
+    MalformedOutput,
     MemoryTag,
     NotSupportedError,
     PauseMode,
@@ -40,11 +42,10 @@ from trimtab.runtime.engines.engine import (
     StreamDelta,
     TopLogprobs,
     WeightUpdate,
+    routed_experts,
+    token_ids,
 )
-from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.open_stream import DeltaReader, MalformedOutput, routed_experts, token_ids
-from trimtab.runtime.engines.served_calls import ServedCalls, served_calls
-from trimtab.runtime.engines.wire import NoSuchPathError
+from trimtab.runtime.engines.http_engine import HttpEngine, NoSuchPathError, ServedCalls, gauges, served_calls
 
 _FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
 _DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 on a private interface"
@@ -61,17 +62,7 @@ class VllmEngine(HttpEngine):
     kind = "vllm"
     adapter_call = "/v1/load_lora_adapter"
     adapter_flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-    capabilities = frozenset(
-        {
-            EngineCapability.pause,
-            EngineCapability.keep,
-            EngineCapability.sleep,
-            EngineCapability.flush,
-            EngineCapability.refit,
-            EngineCapability.version,
-            EngineCapability.load,
-        }
-    )
+    capabilities = frozenset(EngineCapability)
 
     pieces = PieceSupport(whole=True)
     _model = ""
@@ -131,7 +122,6 @@ class VllmEngine(HttpEngine):
                 self.pieces = replace(self.pieces, every=await self._stream_interval())
 
     def _learn(self, calls: ServedCalls) -> None:
-        """What it can do, by the calls that it has."""
         keeps = calls.takes("/pause", "mode", otherwise=calls.has("/get_world_size"))
         offered = {
             EngineCapability.pause: calls.has("/pause"),
@@ -186,12 +176,7 @@ class VllmEngine(HttpEngine):
             )
         paused, asleep = await self._flag("/is_paused", "is_paused"), await self._flag("/is_sleeping", "is_sleeping")
         self._update_gate(paused, asleep)
-        version = await self._current_version()
-        why = self._closed_reason or "it answers"
-        return EngineState(
-            not self._closed_reason, why, None if self._discarded else version, paused or bool(self._paused), asleep,
-            self.dialect, boots=self._boots,
-        )  # fmt: skip
+        return self._state(await self._current_version(), paused or bool(self._paused), asleep)
 
     async def _flag(self, path: str, key: str) -> bool:
         answer = await self._maybe(path)
@@ -237,14 +222,8 @@ class VllmEngine(HttpEngine):
         return True
 
     async def _pause(self, mode: PauseMode) -> None:
-        if mode is PauseMode.keep and EngineCapability.keep not in self.capabilities:
-            why = self.lacks[EngineCapability.keep]
-            raise NotSupportedError(f"{self.dialect or 'vllm'} cannot hold running requests: {why}")
         if EngineCapability.pause not in self.capabilities and EngineCapability.flush in self.capabilities:
-            # Before 0.12 there is no pause: the gate is closed, and requests of other clients go on.
-            if mode is PauseMode.abort:
-                await self.abort()
-            await self._wait_drained()
+            await self._only_stop_sending(mode)  # before 0.12 there is no pause
             return
         # Before 0.16 there is no mode, but a flag that later ones ignore.
         waits = {"wait_for_inflight_requests": "true"} if mode is PauseMode.wait else {}
@@ -378,5 +357,4 @@ class _VllmReader:
 
 
 def _id(name: str) -> int:
-    """Id of `token_id:17`."""
     return int(name.rpartition(":")[2])

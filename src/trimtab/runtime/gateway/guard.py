@@ -13,18 +13,13 @@ import base64
 import binascii
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from trimtab.core.errors import InputError
-from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.exchange import ClientLeft, Headers, Receive, Refusal, invalid_value
 from trimtab.runtime.gateway.settings import LOOPBACK, GatewaySettings
 from trimtab.runtime.http.listening import host_name
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Headers = dict[bytes, bytes]
 
 ANY = frozenset({"0.0.0.0", "::", ""})
 
@@ -34,6 +29,7 @@ class GatewayGuard:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._token = settings.token.encode()
+        self.anonymous = settings.allows_anonymous  # generations and queries need no token
         own = set() if settings.host in ANY else {settings.host.lower()}
         self._names = LOOPBACK | own | {name.lower() for name in settings.allowed_hosts}
         # The owner of a name can point it here (DNS rebinding); a numeric address is what the caller typed.
@@ -91,14 +87,14 @@ class GatewayGuard:
     def check_worker(self, url: object) -> str:
         """URL of a new worker, if its host is allowed."""
         if not isinstance(url, str) or not url:
-            raise Refusal(400, "the address of the worker is missing", param="url", code="invalid_value")
+            raise invalid_value("url", "the address of the worker is missing")
         try:
             parts = urlsplit(url)
             host, scheme, _ = parts.hostname, parts.scheme, parts.port
         except ValueError:
             host, scheme = None, ""
         if scheme not in ("http", "https") or not host or parts.username or parts.query or parts.fragment:
-            raise Refusal(400, f"{url!r} is no address: write http://HOST:PORT", param="url", code="invalid_value")
+            raise invalid_value("url", f"{url!r} is no address: write http://HOST:PORT")
         if host not in self._places:
             raise Refusal(
                 403, f"workers on {host} are not allowed here; add it to worker_hosts", param="url", code="wrong_host"
@@ -137,10 +133,6 @@ class GatewayGuard:
         return Refusal(
             413, f"a body has at most {self._largest} bytes", code="too_large", headers={"connection": "close"}
         )
-
-
-class ClientLeft(Exception):  # noqa: N818 - not a fault
-    """The client disconnected."""
 
 
 class AllowedHosts:

@@ -1,26 +1,27 @@
-"""OpenAI API as in vLLM: reads completions and chat requests.
+"""OpenAI API as in vLLM: completions and chat, answered in one piece or as a stream.
 
 A field is understood here, passed on to the engines (`engine_fields`), or refused by name. Token ids are used
 unchanged; text and conversations are converted by an engine's tokenizer and template. With `return_token_ids` an
 answer has its ids, as in vLLM. An answer aborted by another client ends with `abort`; one of several that failed ends
 with `error`. A chat with tools, or with parts that are not text, goes to an engine as it is: only that has the parsers
 and processors. A model that is the name of an adapter of the pool selects it.
+
+The constant head of a stream's events is encoded once per call. A stream always ends with `[DONE]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.runtime.engines.tokenizer import RENDER_OPTIONS
-from trimtab.runtime.gateway import engine_fields as extras
-from trimtab.runtime.gateway.calls import GenerationCall
-from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.fields import BodyFields
-from trimtab.runtime.gateway.headers import RequestTerms
-from trimtab.runtime.gateway.tokenizing import PoolTokenizer
-from trimtab.runtime.rollout.sampling import SamplingParams
+from trimtab.runtime.gateway import fields as extras
+from trimtab.runtime.gateway.exchange import Refusal, sse, to_json
+from trimtab.runtime.gateway.fields import BodyFields, RequestTerms, ServedKinds
+from trimtab.runtime.gateway.serving import FINISHES, GenerationCall, details, samples_of
+from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
+from trimtab.runtime.rollout.sampling import Chunk, Completion, ForwardedAnswer, Sample, SamplingParams
 
 COMMON = (
     "model", "n", "stream", "stream_options", "logprobs", "stop", "stop_token_ids", "seed", "max_tokens", "min_tokens",
@@ -31,16 +32,15 @@ CHAT = (*COMMON, "messages", "top_logprobs", "max_completion_tokens", "add_gener
         "continue_final_message", "chat_template", "chat_template_kwargs")  # fmt: skip
 FORWARDED_CHAT = (*CHAT, "tools", "tool_choice", "parallel_tool_calls")
 
-ServedKinds = Callable[[], Collection[str]]
-"""Kinds of engines that are up; called only if needed."""
-
 PoolAdapters = Callable[[], Collection[str]]
 """Names of the LoRA adapters of the pool."""
 
+DONE = b"data: [DONE]\n\n"
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1_024
 MAX_PROMPTS = 4_096
 MAX_ANSWERS = 8_192  # prompts times samples
+_ALL_TOKENS = 1 << 30  # SGLang's value for no limit of top_k
 CHAT_PATH = "/v1/chat/completions"
 FORWARDING = ("vllm", "sglang")  # kinds of engines that take calls as they are
 _NOT_FORWARDED = ("model", "stream", "stream_options", "request_id", "best_of", "priority")
@@ -74,20 +74,18 @@ class OpenAIReader:
         self._adapters = adapters
 
     async def model(self) -> str:
-        """Model name for clients."""
         return self._model_name or await self._tokenizer.model()
 
-    async def completions(
-        self, body: Any, terms: RequestTerms, kinds: ServedKinds
-    ) -> tuple[GenerationCall, OpenAIOptions]:
+    async def completions(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> OpenAIFormat:
         """Body of `/v1/completions`."""
         fields = BodyFields(body)
         prompts = await self._prompts(fields)
         logprobs = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
         max_tokens = fields.integer("max_tokens", 16, 1)
-        return await self._read(fields, terms, kinds, prompts, logprobs, max_tokens, COMPLETIONS)
+        call, options = await self._read(fields, terms, kinds, prompts, logprobs, max_tokens, COMPLETIONS)
+        return OpenAIFormat(call, options, self._tokenizer)
 
-    async def chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> tuple[GenerationCall, OpenAIOptions]:
+    async def chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> OpenAIFormat:
         """Body of `/v1/chat/completions`."""
         fields = BodyFields(body)
         messages = _messages(fields)
@@ -117,9 +115,9 @@ class OpenAIReader:
             limit = {} if "max_completion_tokens" in whole else {"max_tokens": max_tokens}
             lora = {"model": call.params[0].lora} if call.params[0].lora else {}
             call.forward, call.params = (CHAT_PATH, {**whole, **limit, **lora}), [replace(call.params[0], n=1)]
-        else:
-            call.prompts = [await self._tokenizer.render(messages, options)]
-        return call, output_options
+            return ForwardedFormat(call, output_options, self._tokenizer)
+        call.prompts = [await self._tokenizer.render(messages, options)]
+        return OpenAIFormat(call, output_options, self._tokenizer)
 
     async def _read(
         self,
@@ -146,16 +144,17 @@ class OpenAIReader:
             usage,
             running,
         )
-        params = replace(_params(fields, kinds, logprobs, max_tokens, known), lora=lora)
+        if fields.rest.get("best_of") == fields.rest.get("n", 1):
+            fields.take("best_of")
+        for name in _NO_EFFECT:
+            fields.take(name)
+        served = None if known is FORWARDED_CHAT else kinds
+        params = replace(sampling_params(fields, kinds, served, logprobs, max_tokens, known), lora=lora)
         require_few_answers(fields, "n", len(prompts) * params.n)
-        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        if given and known is COMPLETIONS:
-            await self._tokenizer.check_known(given, fields, "prompt")
-        ids = [await self._tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        ids = await token_ids(self._tokenizer, prompts, fields, "prompt" if known is COMPLETIONS else "")
         return GenerationCall(ids, [params] * len(ids), terms, stream), output_options
 
     async def _model(self, fields: BodyFields) -> tuple[str, str | None]:
-        """Name of the model, and of the adapter if it is one."""
         wanted = fields.text("model")
         if wanted in self._adapters():
             return wanted, wanted
@@ -181,34 +180,54 @@ class OpenAIReader:
             found = list(prompt)
         else:
             found = list(fields.prompts("prompt", prompt))
-        if len(found) > MAX_PROMPTS:
-            raise fields.wrong("prompt", f"{len(found)} prompts in one call; the maximum is {MAX_PROMPTS}")
-        if "" in found or () in found:
-            raise fields.wrong("prompt", "an empty prompt")
-        return found
+        return checked_prompts(fields, "prompt", found)
 
 
-def _params(
-    fields: BodyFields, kinds: ServedKinds, logprobs: int | None, max_tokens: int, known: tuple[str, ...]
+def checked_prompts(fields: BodyFields, name: str, found: list[tuple[int, ...] | str]) -> list[tuple[int, ...] | str]:
+    if len(found) > MAX_PROMPTS:
+        raise fields.wrong(name, f"{len(found)} prompts in one call; the maximum is {MAX_PROMPTS}")
+    if "" in found or () in found:
+        raise fields.wrong(name, "an empty prompt")
+    return found
+
+
+async def token_ids(
+    tokenizer: PoolTokenizer, prompts: Sequence[tuple[int, ...] | str], fields: BodyFields, name: str
+) -> list[tuple[int, ...]]:
+    """Prompts as token ids; those given as ids in the field `name` are checked, texts are tokenized."""
+    given = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if given and name:
+        await tokenizer.check_known(given, fields, name)
+    return [await tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def sampling_params(
+    fields: BodyFields,
+    kinds: ServedKinds,
+    served: ServedKinds | None,  # kinds of engines that further fields are passed on to; None: they get the whole body
+    logprobs: int | None,
+    max_tokens: int,
+    known: tuple[str, ...],
+    *,
+    prefix: str = "",
+    new: str = "",  # within the names of limits
+    seed_name: str = "seed",
 ) -> SamplingParams:
+    """Sampling parameters of OpenAI's API or SGLang's."""
     n = fields.integer("n", 1, 1, MAX_SAMPLES)
-    if fields.rest.get("best_of") == n:
-        fields.take("best_of")
-    seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
+    seed = fields.integer(seed_name, None, -(2**63), 2**63 - 1)
     stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
-    min_tokens = fields.integer("min_tokens", 0, 0)
+    min_tokens = fields.integer(f"min_{new}tokens", 0, 0)
     if min_tokens > max_tokens:
-        raise fields.wrong("min_tokens", f"{min_tokens} is more than max_tokens, which is {max_tokens}")
+        raise fields.wrong(f"min_{new}tokens", f"{min_tokens} is more than max_{new}tokens, which is {max_tokens}")
     temperature, top_p = fields.number("temperature", 1.0, 0.0), fields.number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise fields.wrong("top_p", "0 leaves no token to choose from")
-    top_k = max(0, fields.integer("top_k", 0, -1))
-    for name in _NO_EFFECT:
-        fields.take(name)
-    extra = take_engine_extras(fields, None if known is FORWARDED_CHAT else kinds, known)
+    top_k = fields.integer("top_k", 0, -1)
+    extra = take_engine_extras(fields, served, known, prefix)
     return SamplingParams(
-        max_tokens, min_tokens, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
-        extras.may_resume(extra, seed, stop, kinds()) if extra else None,
+        max_tokens, min_tokens, temperature, top_p, 0 if top_k in (-1, _ALL_TOKENS) else top_k, n, stop, stop_ids, seed,
+        logprobs, extra, extras.may_resume(extra, seed, stop, kinds()) if extra else None,
     )  # fmt: skip
 
 
@@ -264,3 +283,215 @@ def _messages(fields: BodyFields) -> list[dict[str, Any]]:
         if content is not None and not isinstance(content, (str, list)):
             raise fields.wrong(f"messages[{place}].content", "a text, or a list of parts")
     return messages
+
+
+class OpenAIFormat:
+    """Response to one call."""
+
+    def __init__(self, call: GenerationCall, output_options: OpenAIOptions, tokenizer: PoolTokenizer) -> None:
+        self.call, self._output, self._tokenizer = call, output_options, tokenizer
+        extra = call.params[0].extra
+        self._special = not extra.get("skip_special_tokens", True)
+        self._keep_stop = bool(extra.get("include_stop_str_in_output") or extra.get("no_stop_trim"))
+        kind = "chat.completion" if output_options.chat else "text_completion"
+        self._head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if output_options.chat else 'cmpl'}-{call.id}",
+            "object": kind,
+            "created": call.created,
+            "model": output_options.model,
+        }
+        self._event_head = ""
+        if call.stream:
+            head = {**self._head, "object": "chat.completion.chunk"} if output_options.chat else self._head
+            self._event_head = f'data: {to_json(head)[:-1]},"choices":[{{"index":'
+        self._flows: dict[int, TextStream] = {}  # of answers that have begun
+        self._made: dict[int, int] = {}  # tokens so far
+        self._ended: set[int] = set()
+        self._offsets: dict[int, int] = {}  # characters so far, for log-probabilities
+
+    # ---- in one piece ----------------------------------------------------------------------------------------------
+
+    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        call, choices = self.call, []
+        for place, completion in enumerate(completions):
+            for index, sample in enumerate(completion.samples):
+                choices.append(await self._choice(call.number(place, index), place, sample))
+        answer = {**self._head, "choices": choices, "usage": self._usage(samples_of(completions))}
+        if self._output.token_ids and self._output.chat:
+            answer["prompt_token_ids"] = list(call.prompts[0])
+        return answer
+
+    async def _choice(self, number: int, place: int, sample: Sample) -> dict[str, Any]:
+        output_options = self._output
+        text = await self._tokenizer.text_of(sample, special=self._special, keep_stop=self._keep_stop)
+        choice: dict[str, Any] = {"index": number}
+        if output_options.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = await self._logprobs(number, sample)
+        choice["finish_reason"], choice["stop_reason"] = FINISHES[sample.end], sample.stopped_by
+        if output_options.token_ids:
+            choice["token_ids"] = list(sample.token_ids)
+            if not output_options.chat:
+                choice["prompt_token_ids"] = list(self.call.prompts[place])
+        if self.call.terms.details or not sample.ok:
+            choice["trimtab"] = details(sample)
+        return choice
+
+    def _usage(self, samples: Sequence[Sample]) -> dict[str, int]:
+        return _usage(
+            sum(map(len, self.call.prompts)), sum(len(sample.token_ids) + sample.missing for sample in samples)
+        )
+
+    # ---- as a stream -----------------------------------------------------------------------------------------------
+
+    async def event(self, prompt: int, chunk: Chunk) -> bytes:
+        number, output_options, sample = self.call.number(prompt, chunk.index), self._output, chunk.sample
+        flow, first = self._flows.get(number), ""
+        if flow is None:
+            flow = self._flows[number] = TextStream(self._tokenizer, special=self._special, keep_stop=self._keep_stop)
+            first = self._first(number, prompt)
+        text = await flow.more(chunk)
+        self._made[number] = self._made.get(number, 0) + len(chunk.token_ids)
+        if not (text or chunk.token_ids or sample):
+            return first.encode()
+        logprobs = to_json(await self._logprobs(number, chunk)) if output_options.logprobs is not None else "null"
+        content = f'{{"content":{to_json(text)}}}' if output_options.chat else to_json(text)
+        more = ""
+        if output_options.token_ids:
+            more = f',"token_ids":{to_json(list(chunk.token_ids))}'
+        if sample is not None:
+            self._ended.add(number)
+            self._made[number] = len(sample.token_ids) + sample.missing
+            more += f',"stop_reason":{to_json(sample.stopped_by)}'
+            if self.call.terms.details or not sample.ok:
+                more += f',"trimtab":{to_json(details(sample))}'
+        finish = f'"{FINISHES[sample.end]}"' if sample is not None else "null"
+        name = "delta" if output_options.chat else "text"
+        return (
+            f'{first}{self._event_head}{number},"{name}":{content},"logprobs":{logprobs},"finish_reason":{finish}{more}}}]'
+            f"{self._running_usage()}}}\n\n"
+        ).encode()
+
+    def _first(self, number: int, prompt: int) -> str:
+        """What precedes the first text of an answer: its role in a chat, and prompt ids if requested."""
+        ids = to_json(list(self.call.prompts[prompt])) if self._output.token_ids else ""
+        if self._output.chat:
+            prompt_ids = f',"prompt_token_ids":{ids}' if ids else ""
+            delta = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+            return f"{self._event_head}{number},{delta}}}]{prompt_ids}}}\n\n"
+        if not ids:
+            return ""
+        nothing = '"text":"","logprobs":null,"finish_reason":null'
+        return f'{self._event_head}{number},{nothing},"prompt_token_ids":{ids}}}]}}\n\n'
+
+    def _running_usage(self) -> str:
+        if not self._output.running_usage:
+            return ""
+        return f',"usage":{to_json(self._stream_usage())}'
+
+    def _stream_usage(self) -> Any:
+        return _usage(sum(map(len, self.call.prompts)), sum(self._made.values()))
+
+    def aborted(self, why: str) -> bytes:
+        empty = '"delta":{}' if self._output.chat else '"text":""'
+        details_json = to_json({"reason": {"code": "CANCELLED", "sentence": why}})
+        unfinished = [
+            number
+            for place, params in enumerate(self.call.params)
+            for index in range(params.n)
+            if (number := self.call.number(place, index)) not in self._ended
+        ]
+        return "".join(
+            f'{self._event_head}{number},{empty},"logprobs":null,"finish_reason":"abort","trimtab":{details_json}}}]}}\n\n'
+            for number in unfinished
+        ).encode()
+
+    def fault(self, refusal: Refusal) -> bytes:
+        return sse(to_json(refusal.openai()))
+
+    def end(self) -> bytes:
+        """Usage if requested, and the end."""
+        if not self._output.usage:
+            return DONE
+        head = {**self._head, "object": "chat.completion.chunk" if self._output.chat else "text_completion"}
+        return sse(to_json({**head, "choices": [], "usage": self._stream_usage()})) + DONE
+
+    # ---- log-probabilities -----------------------------------------------------------------------------------------
+
+    async def _logprobs(self, number: int, source: Sample | Chunk) -> dict[str, Any] | None:
+        if self._output.logprobs is None:
+            return None
+        ids, logprobs = source.token_ids, source.logprobs or (None,) * len(source.token_ids)
+        best = source.best or ((),) * len(ids)
+        every = [*ids, *(token for ranking in best for token, _ in ranking)]
+        if self._output.names_as_ids:
+            names = {token: f"token_id:{token}" for token in every}
+        else:
+            names = dict(zip(every, await self._tokenizer.names(every), strict=True))
+        if self._output.chat:
+            return {
+                "content": [
+                    {
+                        **_named(names[token], value),
+                        "top_logprobs": [_named(names[other], its) for other, its in ranking],
+                    }
+                    for token, value, ranking in zip(ids, logprobs, best, strict=True)
+                ]
+            }
+        offset, offsets = self._offsets.get(number, 0), []
+        for token in ids:
+            offsets.append(offset)
+            offset += len(names[token])
+        self._offsets[number] = offset
+        return {
+            "text_offset": offsets,
+            "token_logprobs": list(logprobs),
+            "tokens": [names[token] for token in ids],
+            "top_logprobs": [{names[token]: value for token, value in ranking} for ranking in best]
+            if self._output.logprobs
+            else None,
+        }
+
+
+class ForwardedFormat(OpenAIFormat):
+    """Response to a chat that went to an engine as it is: the engine's own, under the id and model of this gateway."""
+
+    _usage_said: Any = None
+
+    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return self._reply(completions[0].samples[0])
+
+    def _reply(self, sample: Sample) -> dict[str, Any]:
+        reply = dict(ForwardedAnswer.of(sample).body)
+        more = {"trimtab": details(sample)} if self.call.terms.details else {}
+        return {**reply, **self._head, "choices": [{**choice, **more} for choice in reply.get("choices") or ()]}
+
+    async def event(self, prompt: int, chunk: Chunk) -> bytes:
+        """All of a stream, once the answer is there: a delta with the message of each choice, and its end."""
+        assert chunk.sample is not None
+        reply = self._reply(chunk.sample)
+        self._usage_said = reply.get("usage")
+        events = []
+        for at, choice in enumerate(reply["choices"]):
+            said = choice.pop("message", None) or {}
+            message = {"role": "assistant"} | {name: value for name, value in said.items() if value not in (None, [])}
+            if "tool_calls" in message:
+                message["tool_calls"] = [{"index": index, **tool} for index, tool in enumerate(message["tool_calls"])]
+            begin = {"index": at, "delta": message, "logprobs": choice.get("logprobs"), "finish_reason": None}
+            events += [begin, {**choice, "index": at, "delta": {}, "logprobs": None}]
+        head = f'{to_json({**self._head, "object": "chat.completion.chunk"})[:-1]},"choices":['
+        return b"".join(sse(f"{head}{to_json(event)}]{self._running_usage()}}}") for event in events)
+
+    def _stream_usage(self) -> Any:
+        return self._usage_said
+
+
+def _named(name: str, value: float | None) -> dict[str, Any]:
+    # The format has no null here; -9999 stands for a value that the engine did not report.
+    return {"token": name, "logprob": -9999.0 if value is None else value, "bytes": list(name.encode())}
+
+
+def _usage(prompt: int, made: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}

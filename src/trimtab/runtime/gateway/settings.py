@@ -32,10 +32,16 @@ class GatewaySettings:
     body_s: float = 30.0  # for a body to arrive
     change_s: float = 60.0  # for changes of workers
     text_s: float = 30.0  # for a tokenizer to answer
+    parse_s: float = 60.0  # for a large body to be parsed
     write_s: float = 60.0  # for a client to read; then it counts as disconnected
+    keep_alive_s: float = 75.0  # for the next request on an idle connection
+    abort_s: float = 5.0  # at the end of a stop: to answer open requests with what they have
 
     RANGES: ClassVar[Ranges] = {
-        **dict.fromkeys(("deadline_s", "head_s", "body_s", "change_s", "text_s", "write_s"), (1e-9, LONGEST_S)),
+        **dict.fromkeys(
+            ("deadline_s", "head_s", "body_s", "change_s", "text_s", "parse_s", "write_s", "keep_alive_s", "abort_s"),
+            (1e-9, LONGEST_S),
+        ),
         **dict.fromkeys(("max_concurrent", "default_max_tokens", "vocabulary"), (1, MAX_COUNT)),
         **dict.fromkeys(("max_head_bytes", "max_body_bytes"), (1, 2**40)),
         "port": (0, 65_535),  # 0: any that is free

@@ -8,6 +8,7 @@ it is.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,23 +17,21 @@ from typing import Any
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End
 from trimtab.runtime.engines.engine import ROUTED_EXPERTS
-from trimtab.runtime.gateway import engine_fields as extras
-from trimtab.runtime.gateway.calls import GenerationCall, details, new_id
-from trimtab.runtime.gateway.errors import Refusal, refusal_for_sample
-from trimtab.runtime.gateway.fields import BodyFields
-from trimtab.runtime.gateway.headers import RequestTerms
+from trimtab.runtime.gateway import fields as extras
+from trimtab.runtime.gateway.exchange import Refusal, refusal_for_sample, sse, to_json
+from trimtab.runtime.gateway.fields import BodyFields, RequestTerms, ServedKinds
 from trimtab.runtime.gateway.openai import (
+    DONE,
     FORWARDING,
     MAX_LOGPROBS,
-    MAX_PROMPTS,
-    MAX_SAMPLES,
     PoolAdapters,
-    ServedKinds,
+    checked_prompts,
     require_few_answers,
     require_forwarding,
-    take_engine_extras,
+    sampling_params,
+    token_ids,
 )
-from trimtab.runtime.gateway.response_format import flag, sse, to_json
+from trimtab.runtime.gateway.serving import GenerationCall, details, new_id
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.sampling import Chunk, Completion, ForwardedAnswer, Sample, SamplingParams
 
@@ -44,8 +43,6 @@ MEDIA = ("image_data", "video_data", "audio_data")
 SAMPLING = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "n", "stop", "stop_token_ids", "sampling_seed",
 )  # fmt: skip
-DONE = b"data: [DONE]\n\n"
-_ALL_TOKENS = 1 << 30  # SGLang's value for no limit of top_k
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,7 @@ class SglangReader:
     def __init__(self, tokenizer: PoolTokenizer, adapters: PoolAdapters) -> None:
         self._tokenizer, self._adapters = tokenizer, adapters
 
-    async def generate(
-        self, body: Any, terms: RequestTerms, kinds: ServedKinds
-    ) -> tuple[GenerationCall, SglangOptions]:
+    async def generate(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> SglangFormat:
         """Body of `/generate`."""
         fields = BodyFields(body)
         single, prompts = _prompts(fields)
@@ -94,17 +89,19 @@ class SglangReader:
         for name in fields.rest:
             raise fields.wrong(name, "unknown field, which cannot be passed on")
         options = SglangOptions(single, names, logprobs, with_text)
-        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        if given:
-            await self._tokenizer.check_known(given, fields, "input_ids")
         if media:
             require_forwarding(fields, media[0], kinds, ("sglang",))
             if stream or not single or params[0].n > 1:
                 raise fields.wrong(media[0], "goes with one prompt and one sample, and not as a stream")
+            await token_ids(
+                self._tokenizer, [each for each in prompts if not isinstance(each, str)], fields, "input_ids"
+            )
             whole = {name: value for name, value in body.items() if value is not None and name not in ("rid", "stream")}
-            return GenerationCall([()], params, terms, id=call_id, forward=("/generate", whole)), options
-        ids = [await self._tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return GenerationCall(ids, params, terms, stream, call_id), options
+            call = GenerationCall([()], params, terms, id=call_id, forward=("/generate", whole))
+        else:
+            ids = await token_ids(self._tokenizer, prompts, fields, "input_ids")
+            call = GenerationCall(ids, params, terms, stream, call_id)
+        return SglangFormat(call, options, self._tokenizer)
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -136,11 +133,7 @@ def _prompts(fields: BodyFields) -> tuple[bool, list[tuple[int, ...] | str]]:
         single, found = False, list(given)
     else:
         single, found = not isinstance(given[0], list), list(fields.prompts(name, given))
-    if len(found) > MAX_PROMPTS:
-        raise fields.wrong(name, f"{len(found)} prompts in one call; the maximum is {MAX_PROMPTS}")
-    if "" in found or () in found:
-        raise fields.wrong(name, "an empty prompt")
-    return single, found
+    return single, checked_prompts(fields, name, found)
 
 
 def _names(fields: BodyFields, call_id: str, single: bool, prompts: int) -> tuple[str, ...]:
@@ -168,21 +161,9 @@ def _all_params(fields: BodyFields, kinds: ServedKinds, logprobs: int | None, pr
 def _params(given: Any, kinds: ServedKinds, logprobs: int | None, within: str) -> SamplingParams:
     fields = BodyFields(given, within=within)
     max_tokens = fields.integer("max_new_tokens", 128, 1)
-    min_tokens = fields.integer("min_new_tokens", 0, 0)
-    if min_tokens > max_tokens:
-        raise fields.wrong("min_new_tokens", f"{min_tokens} is more than max_new_tokens, which is {max_tokens}")
-    temperature, top_p = fields.number("temperature", 1.0, 0.0), fields.number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0:
-        raise fields.wrong("top_p", "0 leaves no token to choose from")
-    top_k = fields.integer("top_k", -1, -1)
-    n = fields.integer("n", 1, 1, MAX_SAMPLES)
-    stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
-    seed = fields.integer("sampling_seed", None, -(2**63), 2**63 - 1)
-    extra = take_engine_extras(fields, kinds, SAMPLING, f"{within}.")
-    return SamplingParams(
-        max_tokens, min_tokens, temperature, top_p, 0 if top_k in (-1, _ALL_TOKENS) else top_k, n, stop, stop_ids, seed,
-        logprobs, extra, extras.may_resume(extra, seed, stop, kinds()) if extra else None,
-    )  # fmt: skip
+    return sampling_params(
+        fields, kinds, kinds, logprobs, max_tokens, SAMPLING, prefix=f"{within}.", new="new_", seed_name="sampling_seed"
+    )
 
 
 class SglangFormat:
@@ -192,8 +173,8 @@ class SglangFormat:
         self.call, self._output, self._tokenizer = call, output_options, tokenizer
         self._began = time.monotonic()
         extra = call.params[0].extra
-        self._special = not flag(extra, "skip_special_tokens", True)
-        self._keep_stop = flag(extra, "no_stop_trim", False)
+        self._special = not extra.get("skip_special_tokens", True)
+        self._keep_stop = bool(extra.get("no_stop_trim"))
         self._flows: dict[int, _SampleStream] = {}
         self._many = not output_options.single or call.params[0].n > 1
 
@@ -239,11 +220,11 @@ class SglangFormat:
         meta = await self._meta(flow.prompt, flow.index, sample or flow.so_far())
         if sample is None:
             meta["finish_reason"] = None
-        ids = flow.ids if sample is None else list(sample.token_ids)
-        answer: dict[str, Any] = {"text": flow.text.text, "output_ids": ids, "meta_info": meta}
-        if self._many:
-            answer["index"] = number
-        return sse(to_json(answer))
+        return self._event(number, flow.text.text, flow.ids if sample is None else list(sample.token_ids), meta)
+
+    def _event(self, number: int, text: str, ids: list[int], meta: dict[str, Any]) -> bytes:
+        where = {"index": number} if self._many else {}
+        return sse(to_json({"text": text, "output_ids": ids, "meta_info": meta, **where}))
 
     def aborted(self, why: str) -> bytes:
         events = []
@@ -253,15 +234,14 @@ class SglangFormat:
                 flow = self._flows.get(number)
                 if flow is not None and flow.ended:
                     continue
-                meta: dict[str, Any] = {
+                meta = {
                     "id": self._name(place, index),
                     "finish_reason": {"type": "abort", "message": why},
                     "prompt_tokens": len(self.call.prompts[place]),
                     "completion_tokens": 0 if flow is None else len(flow.ids),
                 }
                 text, ids = ("", []) if flow is None else (flow.text.text, flow.ids)
-                answer: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": meta}
-                events.append(sse(to_json(answer | ({"index": number} if self._many else {}))))
+                events.append(self._event(number, text, ids, meta))
         return b"".join(events)
 
     def fault(self, refusal: Refusal) -> bytes:
@@ -285,12 +265,11 @@ class SglangFormat:
         }
         if sample.spans:
             meta["weight_version"] = str(sample.spans[-1].version)
-            meta["weight_versions"], start = [], 0
-            for span in sample.spans:
-                meta["weight_versions"].append(
-                    {"version": str(span.version), "start": start, "end": start + span.tokens}
-                )
-                start += span.tokens
+            ends = itertools.accumulate(span.tokens for span in sample.spans)
+            meta["weight_versions"] = [
+                {"version": str(span.version), "start": end - span.tokens, "end": end}
+                for span, end in zip(sample.spans, ends, strict=True)
+            ]
         if self._output.logprobs:
             await self._add_logprobs(meta, sample)
         if sample.request and (self.call.terms.details or not sample.ok):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from trimtab.model.rollout import UP, End, WorkerState
 from trimtab.runtime.engines.engine import EngineError, EngineRefusedError
 from trimtab.runtime.engines.tokenizer import Tokenizer, tokenizer_of
-from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.exchange import Refusal
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, Sample

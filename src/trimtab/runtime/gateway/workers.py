@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
+from urllib.parse import parse_qsl
 from weakref import WeakValueDictionary
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState, WorkerView
-from trimtab.runtime.engines.wire import addresses
-from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.fields import BodyFields
+from trimtab.runtime.engines.http_engine import addresses
+from trimtab.runtime.gateway.exchange import HttpExchange, Refusal
+from trimtab.runtime.gateway.fields import BodyFields, BodyParser
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -27,10 +28,10 @@ MAX_NAME_CHARS = 100
 
 
 class WorkerApi:
-    """Queries and changes of the workers of a pool."""
+    """Queries and changes of the workers of a pool: each method answers a route."""
 
-    def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard) -> None:
-        self._pool, self._settings, self._guard = pool, settings, guard
+    def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, bodies: BodyParser) -> None:
+        self._pool, self._settings, self._guard, self._bodies = pool, settings, guard, bodies
         self._leaving: set[asyncio.Task[None]] = set()
         # A lock per joining address: an unresponsive one delays no other.
         self._joining: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
@@ -38,18 +39,18 @@ class WorkerApi:
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 
-    def listed(self) -> dict[str, Any]:
+    async def listed(self, exchange: HttpExchange) -> dict[str, Any]:
         """All workers, in sglang-router's format."""
         workers = [self._shown(view) for view in self._pool.workers()]
         counts = {"prefill_count": 0, "decode_count": 0, "regular_count": len(workers)}
         return {"workers": workers, "total": len(workers), "stats": counts}
 
-    def urls(self) -> dict[str, Any]:
+    async def urls(self, exchange: HttpExchange) -> dict[str, Any]:
         """In the format of older routers."""
         return {"urls": [url for view in self._pool.workers() if (url := self._pool.url(view.worker))]}
 
-    def get(self, name: str) -> dict[str, Any]:
-        return self._shown(self._view(name))
+    async def get(self, exchange: HttpExchange) -> dict[str, Any]:
+        return self._shown(self._view(_name(exchange)))
 
     def _shown(self, view: WorkerView) -> dict[str, Any]:
         engine = self._pool.engine(view.worker)
@@ -78,18 +79,23 @@ class WorkerApi:
                 return view
         raise Refusal(404, f"there is no worker {name!r}", code="unknown_worker")
 
-    def story(self, name: str) -> list[dict[str, Any]]:
+    async def story(self, exchange: HttpExchange) -> dict[str, Any]:
         """History of a worker or request."""
-        chapters = self._pool.story(name)
+        chapters = self._pool.story(_name(exchange))
         if not chapters:
-            raise Refusal(404, f"there is no story of {name!r}", code="unknown_name")
-        return [encode(chapter) for chapter in chapters]
+            raise Refusal(404, f"there is no story of {_name(exchange)!r}", code="unknown_name")
+        return {"chapters": [encode(chapter) for chapter in chapters]}
 
     # ---- changes ---------------------------------------------------------------------------------------------------
 
-    async def add(self, body: Any) -> dict[str, Any]:
+    async def add(self, exchange: HttpExchange) -> dict[str, Any]:
+        return await self._add(await self._fields(exchange))
+
+    async def add_by_query(self, exchange: HttpExchange) -> dict[str, Any]:
+        return await self._add(BodyFields(_query(exchange)))
+
+    async def _add(self, fields: BodyFields) -> dict[str, Any]:
         """Attaches a running engine; harmless if it is attached already."""
-        fields = BodyFields(body)
         url = self._guard.check_worker(fields.take("url"))
         kind = fields.text("worker_type", "regular")
         if kind != "regular":
@@ -120,7 +126,16 @@ class WorkerApi:
         except asyncio.TimeoutError:
             raise Refusal(504, f"{url} did not answer within {self._settings.change_s:g} s", code="timeout") from None
 
-    async def remove(self, name: str, deadline_s: float | None) -> dict[str, Any]:
+    async def remove(self, exchange: HttpExchange) -> dict[str, Any]:
+        fields = BodyFields({name: _number(value) for name, value in _query(exchange).items()})
+        deadline_s = _seconds(fields, "deadline_s")
+        require_only(fields, "deadline_s")
+        return await self._remove(_name(exchange), deadline_s)
+
+    async def remove_by_query(self, exchange: HttpExchange) -> dict[str, Any]:
+        return await self._remove(_query(exchange).get("url", ""), None)
+
+    async def _remove(self, name: str, deadline_s: float | None) -> dict[str, Any]:
         """Removes a worker; its requests continue until the deadline."""
         worker = self._view(name).worker
         task = self._pool.background.once(f"remove {worker}", self._removed(worker, deadline_s))
@@ -135,33 +150,37 @@ class WorkerApi:
         except TrimtabError as fault:
             self.faults = [*self.faults[-9:], fault.what]
 
-    async def drain(self, name: str, body: Any) -> dict[str, Any]:
+    async def drain(self, exchange: HttpExchange) -> dict[str, Any]:
         """Routes nothing new to it until it is resumed."""
-        worker = self._view(name).worker
-        fields = BodyFields(body)
-        deadline_s, why = seconds(fields, "deadline_s"), _why(fields)
+        fields = await self._fields(exchange)
+        worker = self._view(_name(exchange)).worker
+        deadline_s, why = _seconds(fields, "deadline_s"), _why(fields)
         require_only(fields, "deadline_s", "why")
-        self._pool.drain(worker, deadline_s, why or "requested at the gateway")
-        return self.get(worker)
+        self._pool.drain(worker, deadline_s, why)
+        return self._shown(self._view(worker))
 
-    async def resume(self, name: str) -> dict[str, Any]:
-        worker = self._view(name).worker
+    async def resume(self, exchange: HttpExchange) -> dict[str, Any]:
+        worker = self._view(_name(exchange)).worker
         self._pool.resume(worker)
-        return self.get(worker)
+        return self._shown(self._view(worker))
 
-    async def scale(self, body: Any) -> dict[str, Any]:
-        fields = BodyFields(body)
+    async def scale(self, exchange: HttpExchange) -> dict[str, Any]:
+        fields = await self._fields(exchange)
         workers = fields.integer("workers", None, 0)
         if workers is None:
             raise fields.wrong("workers", "is missing: how many")
-        for_s, why = seconds(fields, "for_s"), _why(fields)
+        for_s, why = _seconds(fields, "for_s"), _why(fields)
         require_only(fields, "workers", "for_s", "why")
-        self._pool.scale(workers, for_s, why or "requested at the gateway")
+        self._pool.scale(workers, for_s, why)
         return {"workers": workers, "for_s": for_s, "status": self._pool.status().get("scaling")}
 
-    async def release_scale(self) -> dict[str, Any]:
+    async def release_scale(self, exchange: HttpExchange) -> dict[str, Any]:
         self._pool.release_scale()
         return {"status": self._pool.status().get("scaling")}
+
+    async def _fields(self, exchange: HttpExchange) -> BodyFields:
+        body = await self._guard.body(exchange.headers, exchange.receive)
+        return BodyFields(await self._bodies.parsed(body or b"{}"))
 
     async def close(self) -> None:
         """Cancels removals in progress: the workers leave with the pool."""
@@ -170,7 +189,22 @@ class WorkerApi:
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
 
-def seconds(fields: BodyFields, name: str) -> float | None:
+def _name(exchange: HttpExchange) -> str:
+    return str(exchange.scope["path_params"]["name"])
+
+
+def _query(exchange: HttpExchange) -> dict[str, str]:
+    return dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _seconds(fields: BodyFields, name: str) -> float | None:
     """Seconds of 0 or more; None if absent."""
     value = fields.number(name, math.nan, 0.0)
     return None if math.isnan(value) else value
@@ -180,10 +214,9 @@ def _why(fields: BodyFields) -> str:
     why = fields.text("why")
     if len(why) > MAX_WHY_CHARS or not why.isprintable():
         raise fields.wrong("why", f"at most {MAX_WHY_CHARS} printable characters")
-    return why
+    return why or "requested at the gateway"
 
 
 def require_only(fields: BodyFields, *names: str) -> None:
-    """Refuses other fields."""
     for left in fields.rest:
         raise fields.wrong(left, f"unknown field; known: {', '.join(names)}")

@@ -2,19 +2,24 @@
 
 What must never happen: an attempt whose end is not reported (its worker would count as busy for ever, and its memory
 could never be released); tokens of a superseded attempt in an answer; an answer that continues past a stop string
-because it was interrupted in the middle of it.
+because it was interrupted in the middle of it; a cut that changes the answer; two segments at once.
+
+An event for each token costs an engine's HTTP front more than the GPU needs for the token. So an answer comes in pieces
+of `resume_every` tokens, which is what a lost engine costs: by a stream with that interval where the engine takes one,
+else in segments: requests for so many tokens, each with the prompt and the answer so far, which the engine has in its
+prefix cache. Only answers that may be resumed are cut. All others come whole, unless the caller streams.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.machines.rollout import events as e
-from trimtab.model.rollout import ANSWERED, End
+from trimtab.model.rollout import ANSWERED, End, RolloutRules
 from trimtab.runtime.engines.engine import (
     ROUTED_EXPERTS,
     STREAMS,
@@ -27,27 +32,131 @@ from trimtab.runtime.engines.engine import (
     PieceSupport,
     StreamDelta,
 )
-from trimtab.runtime.engines.http_engine import http_engine
+from trimtab.runtime.engines.http_engine import NoSuchPathError, http_engine
 from trimtab.runtime.engines.tokenizer import tokenizer_of
-from trimtab.runtime.engines.wire import NoSuchPathError
-from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore, WorkerHandle
-from trimtab.runtime.rollout.pending_request import PendingRequest
-from trimtab.runtime.rollout.pieces import PiecePlan, PiecePlanner
-from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
+from trimtab.runtime.rollout.leases import EngineLeases
+from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore
+from trimtab.runtime.rollout.sampling import PendingRequest
 
 HALF = "\ufffd"  # how a text ends whose last character is not complete
 MAX_BRIDGES = 4  # tokens asked one by one to complete a character
+FIRST_TOKENS = 32  # of a piece, before the speed of an engine is known
+INTERVAL_TOKENS = 128  # of an event; fewer cost the engine, more save next to nothing
+PHASES = 8  # lengths of first segments
 
 
 class WeightsChangedError(EngineError):
     """The version of the weights that made some tokens is unknown."""
 
 
+@dataclass(frozen=True)
+class PiecePlan:
+    """How one attempt asks its engine."""
+
+    piece: int | None  # tokens of a delta (`GenerateRequest.piece`)
+    segment: int | None = None  # tokens of a call; None: all that are left
+    first: int | None = None  # the same, of the first call
+
+    def tokens(self, calls: int, left: int) -> int:
+        """Tokens to ask for, after so many calls."""
+        if self.segment is None:
+            return left
+        return min(left, self.first or self.segment) if calls == 0 else min(left, self.segment)
+
+
+class PiecePlanner:
+    """Chooses the pieces of each attempt."""
+
+    def __init__(self, rules: RolloutRules) -> None:
+        self._rules = rules
+        self._phase = 0
+
+    def every(self, token_rate: float | None) -> int | None:
+        """Tokens of a piece on an engine that makes so many tokens a second for one request; None: no limit."""
+        bounds = [] if self._rules.resume_every is None else [int(self._rules.resume_every)]
+        if self._rules.resume_every_s is not None:
+            bounds.append(FIRST_TOKENS if token_rate is None else max(1, int(token_rate * self._rules.resume_every_s)))
+        return min(bounds, default=None)
+
+    def plan(
+        self, support: PieceSupport, *, streams: bool, may_cut: bool, left: int, token_rate: float | None = None
+    ) -> PiecePlan:
+        if streams or not support.whole:
+            return PiecePlan(1)
+        every = self.every(token_rate) if may_cut else None
+        if every is None or left <= every:
+            return PiecePlan(None)
+        if support.interval or every == 1 or 1 < support.every <= every:
+            return PiecePlan(min(every, INTERVAL_TOKENS))
+        # Requests that begin together would all be cut at the same step, and leave the engine idle meanwhile. A few
+        # groups are better than many: steps that read prompts are slower than steps that only decode.
+        self._phase = self._phase % PHASES + 1
+        return PiecePlan(None, every, -(-every * self._phase // PHASES))
+
+
+@dataclass(frozen=True)
+class StopMatch:
+    """A stop string across the interruption: its begin in the text before, its end in the text after."""
+
+    word: str
+    begins: int  # characters from the beginning of the text before
+    ends: int  # characters after the interruption; 0 or less: it was already complete
+
+
+class StopStringBuffer:
+    """Holds back the first deltas after an interruption until they cannot be part of a spanning stop string.
+
+    An engine that continues from prompt plus partial answer looks for stop strings only in its own output. One that
+    began before the interruption and ends after it would be missed, and the answer would run on. So the first text is
+    held back until it is longer than any stop string could reach, and searched together with the text before. A stop
+    string may also have been complete at the interruption without being reported: the text before is searched first.
+    """
+
+    def __init__(self, before: str, stop: Sequence[str]) -> None:
+        self.held: list[StreamDelta] = []
+        self._before = before
+        self._stop = stop
+        self._reach = max((len(word) for word in stop), default=0) - 1
+        self._text = ""
+
+    @property
+    def open(self) -> bool:
+        return len(self._text) < self._reach
+
+    def hold(self, piece: StreamDelta) -> StopMatch | None:
+        """Adds a delta; returns a stop string that is complete now."""
+        self.held.append(piece)
+        self._text += piece.text or ""
+        return self.found(self._text)
+
+    def before(self) -> StopMatch | None:
+        """The first stop string that was complete at the interruption."""
+        places = [(at + len(word), at, word) for word in self._stop if (at := self._before.find(word)) >= 0]
+        if not places:
+            return None
+        end, at, word = min(places)
+        return StopMatch(word, at, end - len(self._before))
+
+    def found(self, after: str) -> StopMatch | None:
+        """The first stop string that begins before the interruption and ends within this text."""
+        tail = self._before[-self._reach :] if self._reach > 0 else ""
+        joined, skipped = tail + after, len(self._before) - len(tail)
+        places = []
+        for word in self._stop:
+            at = joined.find(word)
+            if 0 <= at < len(tail) < at + len(word):
+                places.append((at + len(word), at, word))
+        if not places:
+            return None
+        end, at, word = min(places)
+        return StopMatch(word, skipped + at, end - len(tail))
+
+
 class Dispatcher:
     """Sends, aborts and answers requests."""
 
-    def __init__(self, core: RolloutCore) -> None:
-        self._core = core
+    def __init__(self, core: RolloutCore, leases: EngineLeases) -> None:
+        self._core, self._leases = core, leases
         self._planner = PiecePlanner(core.machine.rules)
         core.handlers |= {
             e.SendRequest: self._send,
@@ -60,7 +169,10 @@ class Dispatcher:
 
     def _send(self, send: e.SendRequest) -> None:
         core = self._core
-        pending = core.pending[send.request]
+        pending = core.pending.get(send.request)
+        if pending is None:
+            self._leases.send(send)
+            return
         pending.begin(send.attempt, send.worker, send.resumed)
         if send.attempt > 1:
             core.counters["moved" if send.resumed else "restarted"] += 1
@@ -70,16 +182,20 @@ class Dispatcher:
 
     def _abort(self, abort: e.AbortAttempt) -> None:
         attempt = self._core.attempts.get((abort.request, abort.attempt))
-        if attempt is None:  # it has ended, and its event is under way or preceded the loss of its worker
-            self._core.handle_event_soon(e.AbortDone(abort.request, abort.attempt, 0))
+        if attempt is None:
+            if not self._leases.abort(abort):  # it has ended: its event is under way, or preceded a worker's loss
+                self._core.handle_event_soon(e.AbortDone(abort.request, abort.attempt, 0))
             return
         attempt.aborting = True
         self._core.spawn(self._abort_attempt(attempt, abort.deadline), f"abort-{attempt.engine_request_id}")
 
     def _answer(self, answer: e.AnswerRequest) -> None:
         core = self._core
-        core.counters[f"answered_{answer.end.value}"] += 1
         pending = core.pending.get(answer.request)
+        if pending is None and self._leases.is_lease(answer.request):
+            self._leases.answer(answer)
+            return
+        core.counters[f"answered_{answer.end.value}"] += 1
         if pending is None:
             return
         if answer.end is End.failed:
@@ -120,6 +236,9 @@ class Dispatcher:
             copy_answer(first, pending)
 
     def _refuse(self, refuse: e.RefuseRequest) -> None:
+        if self._leases.is_lease(refuse.request):
+            self._leases.refuse(refuse)
+            return
         self._core.counters["refused"] += 1
         pending = self._core.pending.pop(refuse.request, None)
         if pending is not None:
@@ -193,8 +312,11 @@ class Dispatcher:
             outcome = await self._call(attempt, engine, request, None if bridge else buffer)
             if isinstance(outcome, e.AttemptFinished):
                 return outcome
-            self._measure(handle, pending.made - before, self._core.clock() - began)
-            if outcome is not FinishReason.length or asked == left or pending.made - before < asked:
+            made, took_s = pending.made - before, self._core.clock() - began
+            if made > 1 and took_s > 0:
+                rate = handle.token_rate
+                handle.token_rate = made / took_s if rate is None else 0.8 * rate + 0.2 * made / took_s
+            if outcome is not FinishReason.length or asked == left or made < asked:
                 if pending.cuts and outcome in (FinishReason.stop, FinishReason.length):
                     await self._join_text(attempt, engine, outcome)
                 return self._ended(attempt, outcome)
@@ -269,11 +391,6 @@ class Dispatcher:
                 "the weights changed while it ran, and it is not known which made its tokens",
                 engine=attempt.worker,
             )
-
-    def _measure(self, handle: WorkerHandle, tokens: int, seconds: float) -> None:
-        if tokens > 1 and seconds > 0:
-            rate = tokens / seconds
-            handle.token_rate = rate if handle.token_rate is None else 0.8 * handle.token_rate + 0.2 * rate
 
     def _require_current(self, attempt: RequestAttempt) -> None:
         """Tokens of a superseded attempt must not reach the answer."""

@@ -1,4 +1,4 @@
-"""Health checks of engines: state, load, and changes made by other clients.
+"""Health checks of engines (state, load, and changes made by other clients) and of the pool's own tasks.
 
 Each worker with an engine has its own check loop, so a hanging engine delays no other. An unreachable engine is
 reported as unhealthy, and the machine decides when it is lost. An engine that turns out to be a new process, or to
@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable, Hashable
 
 from trimtab.core.errors import TrimtabError
 from trimtab.machines.rollout import events as e
-from trimtab.model.rollout import WorkerState, WorkerView
+from trimtab.model.rollout import ANSWERED, RequestState, WorkerState, WorkerView
 from trimtab.runtime.engines.engine import EngineCapability as Offers
 from trimtab.runtime.engines.engine import EngineState
 from trimtab.runtime.procs.background import describe
 from trimtab.runtime.rollout.dispatcher import version_number
+from trimtab.runtime.rollout.leases import EngineLeases
 from trimtab.runtime.rollout.machine_loop import RolloutCore, WorkerHandle
+from trimtab.runtime.rollout.worker_actions import WorkerActions
 
 S = WorkerState
 STARTING_OR_INACTIVE = (S.starting, S.inactive)
+WHY = "it was instructed, but no task executes it"
 
 
 class EngineHealthChecker:
@@ -122,3 +126,54 @@ class EngineHealthChecker:
         if handle.unhealthy_since is None:
             handle.unhealthy_since = now
         self._core.handle_event(e.WorkerUnhealthy(worker, now - handle.unhealthy_since, why))
+
+
+class RolloutReconciler:
+    """Compares the machine's state with the running tasks of a pool at intervals.
+
+    Something that the machine waits for and no task executes would be awaited until a deadline, or for ever: an attempt
+    that was never started, an action without a task, a client whose request the machine does not know. Each is failed
+    with that reason, and the machine decides how to go on. It is failed only if two checks in a row find it, because a
+    task may start or end just between an instruction and its event.
+    """
+
+    def __init__(self, core: RolloutCore, every_s: float, actions: WorkerActions, leases: EngineLeases) -> None:
+        self._core, self._every_s, self._actions, self._leases = core, every_s, actions, leases
+        self._seen: set[Hashable] = set()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            self.check()
+
+    def check(self) -> None:
+        missing = self._missing()
+        again = [outcome for key, outcome in missing.items() if key in self._seen]
+        self._seen = set(missing)
+        for outcome in again:
+            self._core.counters["reconciled"] += 1
+            outcome()
+
+    def _missing(self) -> dict[Hashable, Callable[[], None]]:
+        core, found = self._core, dict[Hashable, Callable[[], None]]()
+        for request in core.machine.requests():
+            name, attempt = request.request, request.attempt
+            if (name, attempt) in core.attempts or self._leases.is_lease(name):
+                continue
+            if request.state in (RequestState.sent, RequestState.streaming):
+                found[name, attempt] = self._report(e.AttemptFailed(name, attempt, 0, WHY))
+            elif request.state is RequestState.moving:
+                found[name, attempt] = self._report(e.AbortDone(name, attempt, 0))
+        for worker in core.machine.workers():
+            action = core.last_actions.get(worker.worker)
+            if action is not None and worker.doing is action.verb and not self._actions.is_busy(action.worker):
+                failed = e.ActionFailed(action.worker, action.attempt, WHY)
+                found[action.worker, action.attempt, action.verb] = self._report(failed)
+        for name, pending in core.pending.items():
+            view = core.machine.request(name)
+            if not pending.answered.done() and (view is None or view.state in ANSWERED):
+                found[name] = functools.partial(core.fail_client, name, "its answer was lost")
+        return found
+
+    def _report(self, event: e.RolloutEvent) -> Callable[[], None]:
+        return functools.partial(self._core.handle_event, event)

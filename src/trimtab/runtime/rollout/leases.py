@@ -46,22 +46,12 @@ class Lease:
 
 
 class EngineLeases:
-    """Held and pending leases. Instructions for other requests are passed on to the dispatcher."""
+    """Held and pending leases. The dispatcher passes on the instructions for requests that are leases."""
 
     def __init__(self, core: RolloutCore) -> None:
         self._core = core
         self._waiting: dict[str, asyncio.Future[Lease]] = {}
         self._held: dict[str, Lease] = {}
-        # Leases are requests to the machine, so its instructions come here first.
-        self._dispatch = {
-            kind: core.handlers[kind] for kind in (e.SendRequest, e.AbortAttempt, e.AnswerRequest, e.RefuseRequest)
-        }
-        core.handlers |= {
-            e.SendRequest: self._send,
-            e.AbortAttempt: self._abort,
-            e.AnswerRequest: self._answer,
-            e.RefuseRequest: self._refuse,
-        }
 
     async def acquire(self, spec: RequestSpec, wait_s: float) -> Lease:
         """Waits for a worker."""
@@ -85,7 +75,6 @@ class EngineLeases:
             self._waiting.pop(spec.id, None)
 
     def is_lease(self, request: str) -> bool:
-        """Whether a request of the machine is a lease."""
         return request in self._waiting or request in self._held
 
     def release(self, lease: Lease, tokens: int) -> None:
@@ -100,16 +89,13 @@ class EngineLeases:
 
     # ---- instructions ----------------------------------------------------------------------------------------------
 
-    def _send(self, send: e.SendRequest) -> None:
+    def send(self, send: e.SendRequest) -> None:
         if send.request in self._held:  # its worker was lost; leases are never moved
             self.revoke(send.request, send.reason.sentence)
             del self._held[send.request]
             self._core.handle_event_soon(e.RequestCancelled(send.request, "its worker was lost"))
             return
-        granted = self._waiting.get(send.request)
-        if granted is None:
-            self._dispatch[e.SendRequest](send)
-            return
+        granted = self._waiting[send.request]
         handle = self._core.handles.get(send.worker)
         lease = Lease(send.request, "" if handle is None else handle.url, send.worker, send.version)
         lease._leases, lease._attempt = self, send.attempt
@@ -119,13 +105,14 @@ class EngineLeases:
         self._held[send.request] = lease
         granted.set_result(lease)
 
-    def _abort(self, abort: e.AbortAttempt) -> None:
+    def abort(self, abort: e.AbortAttempt) -> bool:
+        """Whether it is a lease, which its holder releases soon."""
         lease = self._held.get(abort.request)
         if lease is None:
-            self._dispatch[e.AbortAttempt](abort)
-            return
+            return False
         self.revoke(abort.request, abort.reason.sentence)
         self._core.spawn(self._await_release(lease, abort), f"lease-{lease.id}")
+        return True
 
     async def _await_release(self, lease: Lease, abort: e.AbortAttempt) -> None:
         """Waits for the release until the abort deadline. A busy engine refuses to sleep."""
@@ -137,18 +124,13 @@ class EngineLeases:
             core.handle_event(e.RequestCancelled(lease.id, lease.why))
             core.handle_event(e.AbortDone(lease.id, abort.attempt, 0))
 
-    def _answer(self, answer: e.AnswerRequest) -> None:
+    def answer(self, answer: e.AnswerRequest) -> None:
         waiting = self._waiting.get(answer.request)
-        if waiting is None and answer.request not in self._held:
-            self._dispatch[e.AnswerRequest](answer)
-            return
         self.revoke(answer.request, answer.reason.sentence)  # its worker stays occupied until the release
         if waiting is not None and not waiting.done():
             waiting.set_exception(UnreachableError(answer.reason.sentence))
 
-    def _refuse(self, refuse: e.RefuseRequest) -> None:
-        waiting = self._waiting.get(refuse.request)
-        if waiting is None:
-            self._dispatch[e.RefuseRequest](refuse)
-        elif not waiting.done():
+    def refuse(self, refuse: e.RefuseRequest) -> None:
+        waiting = self._waiting[refuse.request]
+        if not waiting.done():
             waiting.set_exception(RefusedError(refuse.reason, refuse.retry_after_s))

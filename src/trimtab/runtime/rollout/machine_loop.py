@@ -26,7 +26,7 @@ from trimtab.model.rollout import End, WorkerSpec
 from trimtab.runtime.engines.engine import Engine, EngineLoad, EngineState
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rollout.launch.launcher import Launcher
-from trimtab.runtime.rollout.pending_request import PendingRequest
+from trimtab.runtime.rollout.sampling import PendingRequest
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -93,6 +93,7 @@ class RolloutCore:
     # Kept for requests with the same key.
     keyed_answers: dict[str, PendingRequest] = field(default_factory=dict)
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
+    last_actions: dict[str, e.WorkerAction] = field(default_factory=dict)  # by worker
     weights: dict[int, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapters by name: their paths
     restoring: int | None = None  # version that a failed refit is being reverted to
@@ -135,6 +136,8 @@ class RolloutCore:
             self._notify_listeners(event, now)
             for instruction in instructions:
                 self._notify_listeners(instruction, now)
+                if isinstance(instruction, e.WorkerAction):
+                    self.last_actions[instruction.worker] = instruction
                 try:
                     self.handlers[type(instruction)](instruction)
                 except Exception as error:
@@ -170,7 +173,6 @@ class RolloutCore:
             self.fail_client(instruction.request, why)
 
     def fail_client(self, request: str, why: str) -> None:
-        """Answers a waiting client with a failure."""
         pending = self.pending.pop(request, None)
         if pending is not None:
             pending.answer(End.failed, (), Reason(ReasonCode.faulty, why))
@@ -183,7 +185,6 @@ class RolloutCore:
                 waiter.set_result(None)
 
     def handle_event_soon(self, event: e.RolloutEvent) -> None:
-        """After the current event."""
         asyncio.get_running_loop().call_soon(self._handle_later, event)
 
     def _handle_later(self, event: e.RolloutEvent) -> None:
@@ -202,7 +203,6 @@ class RolloutCore:
         self._report(attempt, now)
 
     def report_now(self, attempt: RequestAttempt) -> None:
-        """Reports new tokens of an attempt at once."""
         self._unreported.pop((attempt.pending.spec.id, attempt.number), None)
         self._report(attempt, self.clock())
 
@@ -309,6 +309,11 @@ class RolloutCore:
         """Records a warning for `status` and logs it."""
         self.warnings.append((self.clock(), worker, sentence, code))
         log.warning("%s%s", f"{worker}: " if worker else "", sentence)
+
+    def launchers(self) -> list[Launcher]:
+        """Those of all workers, each once."""
+        found = (handle.launcher for handle in self.handles.values())
+        return list({id(launcher): launcher for launcher in found if launcher is not None}.values())
 
     def worker_handle(self, worker: str) -> WorkerHandle:
         """Raises an InputError for an unknown worker."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,16 +39,14 @@ from trimtab.model.rollout import (
 from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Engine, EngineDeadlines, EngineError
 from trimtab.runtime.engines.engine import EngineCapability as Offers
-from trimtab.runtime.engines.http_engine import http_engine
-from trimtab.runtime.engines.wire import addresses, open_session
+from trimtab.runtime.engines.http_engine import addresses, http_engine, open_session
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.rollout.dispatcher import Dispatcher, version_number
-from trimtab.runtime.rollout.health import EngineHealthChecker
+from trimtab.runtime.rollout.health import EngineHealthChecker, RolloutReconciler
 from trimtab.runtime.rollout.journal import RolloutJournal
 from trimtab.runtime.rollout.launch.launcher import Launcher
 from trimtab.runtime.rollout.leases import EngineLeases
 from trimtab.runtime.rollout.machine_loop import Listener, RolloutCore, WorkerHandle
-from trimtab.runtime.rollout.reconcile import RolloutReconciler
 from trimtab.runtime.rollout.refits import RefitSession, RefitWaiters
 from trimtab.runtime.rollout.request_api import RequestApi
 from trimtab.runtime.rollout.status import status
@@ -71,13 +69,12 @@ class RolloutPool(RequestApi):
     ) -> None:
         self.elastic = elastic
         core = RolloutCore(RolloutMachine(rules, elastic))
-        Dispatcher(core)
         super().__init__(core, EngineLeases(core))
-        self._actions = WorkerActions(core, gpus_of)
-        self._actions.on_engine = self._has_engine
-        self._refits = RefitWaiters(core)
+        Dispatcher(core, self._leases)
         self._health = EngineHealthChecker(core, look_s)
-        self._reconciler = RolloutReconciler(core, reconcile_s, self._actions.is_busy, self._leases.is_lease)
+        self._actions = WorkerActions(core, self._health.begin, gpus_of)
+        self._refits = RefitWaiters(core)
+        self._reconciler = RolloutReconciler(core, reconcile_s, self._actions, self._leases)
         core.handlers |= {e.AnnounceScaleStep: lambda step: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
@@ -110,13 +107,10 @@ class RolloutPool(RequestApi):
         await core.until(lambda: not core.attempts, core.machine.rules.abort_s)
         self._running = False
         await core.end_tasks()
-        launchers = {
-            id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher is not None
-        }
         for handle in core.handles.values():
             if handle.engine is not None:
                 await handle.engine.close()
-        for launcher in launchers.values():
+        for launcher in core.launchers():
             await launcher.close()
         if self._session is not None:
             await self._session.close()
@@ -173,7 +167,7 @@ class RolloutPool(RequestApi):
         return await self.add_engine(engine, spec, version=version, url=url, addresses=found_at)
 
     def worker_at(self, found_at: frozenset[tuple[str, int]]) -> str | None:
-        """The worker attached by a URL that leads to any of these addresses (`engines.wire.addresses`)."""
+        """The worker attached by a URL that leads to any of these addresses (`engines.http_engine.addresses`)."""
         return next((name for name, handle in self._core.handles.items() if handle.addresses & found_at), None)
 
     def _require_new(self, url: str, found_at: frozenset[tuple[str, int]]) -> None:
@@ -241,10 +235,7 @@ class RolloutPool(RequestApi):
             view = core.machine.worker(worker)
             why = "" if view is None else f": {view.reason.sentence}"
             raise UnreachableError(f"worker {worker} has not gone in {allowed_s:g} s{why}")
-        await self._forget(worker)
-
-    async def _forget(self, worker: str) -> None:
-        handle = self._core.handles.pop(worker, None)
+        handle = core.handles.pop(worker, None)
         if handle is None:
             return
         if handle.health_task is not None:
@@ -329,14 +320,11 @@ class RolloutPool(RequestApi):
         assert session.outcome is not None
         return session.outcome
 
-    def hold(
-        self, workers: int, *, name: str = "hold", for_s: float | None = None, wait_s: float = 600.0
-    ) -> AbstractAsyncContextManager[None]:
-        """Keeps this number of workers active within the block, for example for a validation."""
-        return self._hold(workers, name, for_s, wait_s)
-
     @asynccontextmanager
-    async def _hold(self, workers: int, name: str, for_s: float | None, wait_s: float) -> AsyncIterator[None]:
+    async def hold(
+        self, workers: int, *, name: str = "hold", for_s: float | None = None, wait_s: float = 600.0
+    ) -> AsyncIterator[None]:
+        """Keeps this number of workers active within the block, for example for a validation."""
         core = self._core
         core.handle_event(e.HoldRequested(name, workers, None if for_s is None else core.clock() + for_s))
         try:
@@ -450,9 +438,6 @@ class RolloutPool(RequestApi):
         return await self._core.until(true, within_s)
 
     # ---- internals ---------------------------------------------------------------------------------------------------
-
-    def _has_engine(self, worker: str) -> None:
-        self._health.begin(worker)
 
     def _warned(self, warn: e.Warn) -> None:
         self._core.warn(warn.worker, warn.reason.sentence, warn.reason.code)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import msgspec
 
@@ -21,17 +21,20 @@ from trimtab.runtime.engines.engine import ForwardRequest
 from trimtab.runtime.engines.tokenizer import tokenizer_of
 from trimtab.runtime.rollout.leases import EngineLeases, Lease
 from trimtab.runtime.rollout.machine_loop import RolloutCore
-from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.sampling import (
     Chunk,
     Completion,
     ForwardedAnswer,
+    PendingRequest,
     RefusedError,
     Sample,
     SamplingParams,
     checked_prompt,
     forwarded_tokens,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NO_PARAMS = SamplingParams()
 BYTES_PER_TOKEN = 4  # of a forwarded body
@@ -52,8 +55,25 @@ class RequestOptions:
     deadline_s: float | None = None
 
 
+class CallArguments(TypedDict, total=False):
+    """Options for all requests of a call, as keyword arguments."""
+
+    class_: str
+    version: int | None
+    at_least: int | None
+    deadline_s: float | None
+
+
+class RequestArguments(CallArguments, total=False):
+    """Options of one request, as keyword arguments."""
+
+    group: str
+    session: str
+    key: str
+
+
 class RequestApi:
-    """Client half of a pool."""
+    """Client half of a pool. Options of its calls are those of `RequestOptions`."""
 
     def __init__(self, core: RolloutCore, leases: EngineLeases) -> None:
         self._core = core
@@ -70,14 +90,11 @@ class RequestApi:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams = NO_PARAMS,
         *,
-        class_: str = DEFAULT_CLASS,
         groups: Sequence[str] | None = None,
         sessions: Sequence[str] | None = None,
-        version: int | None = None,
-        at_least: int | None = None,
-        spans: bool = True,
         keys: Sequence[str] | None = None,
-        deadline_s: float | None = None,
+        spans: bool = True,
+        **common: Unpack[CallArguments],
     ) -> list[Completion]:
         """Answers all prompts, in order. Failed samples report it themselves; a full queue is waited for.
 
@@ -102,7 +119,7 @@ class RequestApi:
                 rows.append([])
                 for index in range(params.n):
                     key = "" if keys is None else (keys[at] if params.n == 1 else f"{keys[at]}/{index}")
-                    options = RequestOptions(class_, group, session, version, at_least, spans, key, deadline_s)
+                    options = RequestOptions(group=group, session=session, spans=spans, key=key, **common)
                     request = self._submit(prompt, params, index, None, options)
                     pending.append(request)
                     rows[-1].append(
@@ -116,19 +133,7 @@ class RequestApi:
                 future.cancel()
             raise
 
-    async def forward(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        class_: str = DEFAULT_CLASS,
-        group: str = "",
-        session: str = "",
-        version: int | None = None,
-        at_least: int | None = None,
-        key: str = "",
-        deadline_s: float | None = None,
-    ) -> ForwardedAnswer:
+    async def forward(self, path: str, body: Mapping[str, Any], **given: Unpack[RequestArguments]) -> ForwardedAnswer:
         """Sends a call to an engine as it is, for what only engines understand: tools, images, their own fields.
 
         The reply comes whole and from a single version of the weights: a call whose engine is lost, drained or
@@ -136,7 +141,7 @@ class RequestApi:
         pool. Raises InputError if the engine refuses it; a full queue is waited for. A reply that another client
         aborted says so in its finish reason.
         """
-        options = RequestOptions(class_, group, session, version, at_least, False, key, deadline_s)
+        options = RequestOptions(spans=False, **given)
         request = self.submit_forward(path, body, options)
         answered = self._retry_if_refused(request, options) if request.answered.done() else request.answered
         try:
@@ -196,15 +201,9 @@ class RequestApi:
         prompt: Sequence[int],
         params: SamplingParams = NO_PARAMS,
         *,
-        class_: str = DEFAULT_CLASS,
-        group: str = "",
-        session: str = "",
-        version: int | None = None,
-        at_least: int | None = None,
-        spans: bool = True,
-        key: str = "",
-        deadline_s: float | None = None,
         restarts: Literal["tell", "hold"] = "tell",
+        spans: bool = True,
+        **given: Unpack[RequestArguments],
     ) -> AsyncGenerator[Chunk, None]:
         """Streams the samples of one prompt. Closing the generator cancels them.
 
@@ -215,12 +214,12 @@ class RequestApi:
         ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
         pending: list[PendingRequest] = []
         try:
-            options = RequestOptions(class_, group, session, version, at_least, spans, key, deadline_s)
-            pending += self._submit_all(ids, params, range(params.n), chunks, options)
+            pending += self._submit_all(ids, params, range(params.n), chunks, RequestOptions(spans=spans, **given))
             gate = _RestartGate(pending) if restarts == "hold" else None
             left = len(pending)
             while left:
-                for chunk in merge_chunks([await chunks.get(), *_queued(chunks)]):
+                arrived = [await chunks.get(), *(chunks.get_nowait() for _ in range(chunks.qsize()))]
+                for chunk in merge_chunks(arrived):
                     for each in gate.passes(chunk) if gate is not None else (chunk,):
                         left -= each.sample is not None
                         yield each
@@ -233,15 +232,9 @@ class RequestApi:
         prompt: Sequence[int],
         params: SamplingParams = NO_PARAMS,
         *,
-        class_: str = DEFAULT_CLASS,
-        group: str = "",
-        session: str = "",
-        version: int | None = None,
-        at_least: int | None = None,
-        spans: bool = True,
-        key: str = "",
-        deadline_s: float | None = None,
         samples: Sequence[int] | None = None,
+        spans: bool = True,
+        **given: Unpack[RequestArguments],
     ) -> list[PendingRequest]:
         """Submits without waiting: await `answered` of each sample; `cancel(request.spec.id)` ends it.
 
@@ -249,8 +242,7 @@ class RequestApi:
         """
         self._require_running()
         ids, which = checked_prompt(prompt, "prompt"), range(params.n) if samples is None else samples
-        options = RequestOptions(class_, group, session, version, at_least, spans, key, deadline_s)
-        return self._submit_all(ids, params, which, None, options)
+        return self._submit_all(ids, params, which, None, RequestOptions(spans=spans, **given))
 
     def _submit_all(
         self,
@@ -318,9 +310,8 @@ class RequestApi:
         return pending
 
     def _have_tokenizers(self) -> bool:
-        """Whether every engine can detokenize."""
-        engines = [handle.engine for handle in self._core.handles.values() if handle.engine is not None]
-        return all(tokenizer_of(engine) is not None for engine in engines)
+        engines = (handle.engine for handle in self._core.handles.values())
+        return all(tokenizer_of(engine) is not None for engine in engines if engine is not None)
 
     def cancel(self, request: str) -> None:
         """Harmless after the answer."""
@@ -354,10 +345,6 @@ class RequestApi:
             watched=False,
         )
         return await self._leases.acquire(spec, wait_s)
-
-
-def _queued(chunks: asyncio.Queue[Chunk]) -> list[Chunk]:
-    return [chunks.get_nowait() for _ in range(chunks.qsize())]
 
 
 def merge_chunks(chunks: list[Chunk]) -> list[Chunk]:

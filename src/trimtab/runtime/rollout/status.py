@@ -10,9 +10,13 @@ from trimtab.core.codec import encode
 from trimtab.core.reasons import Reason
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import ReleaseSupport, RequestState, WorkerView
-from trimtab.runtime.rollout.machine_loop import RolloutCore
+from trimtab.runtime.rollout.machine_loop import RolloutCore, WorkerHandle
 
 STEPS_SHOWN = 20
+AS_IN_VIEW = (
+    "version", "running", "outstanding_tokens", "served", "paused", "paused_elsewhere", "asleep", "taken", "outside",
+)  # fmt: skip
+AS_IN_SPEC = ("limit", "size", "startable", "can_sleep")
 REMARKS = {
     "record": (
         "cannot say their weight version: what the pool recorded counts while their process is the same, and after a "
@@ -81,50 +85,33 @@ def _remarks(core: RolloutCore) -> list[dict[str, Any]]:
 
 
 def _background(core: RolloutCore) -> list[dict[str, Any]]:
-    """Background loops of the pool and of its launchers."""
-    launchers = {
-        id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher is not None
-    }
-    backgrounds = [core.background, *(each.background for each in launchers.values() if hasattr(each, "background"))]
+    backgrounds = [core.background, *(each.background for each in core.launchers() if hasattr(each, "background"))]
     return [row for background in backgrounds for row in background.status()]
 
 
 def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
-    handle = core.handles.get(view.worker)
-    engine = None if handle is None else handle.engine
-    seen = None if handle is None else handle.state
-    load = None if handle is None else handle.load
+    handle = core.handles.get(view.worker) or WorkerHandle(view.spec)
+    engine, seen, load = handle.engine, handle.state, handle.load
     return {
         "name": view.worker,
-        "url": "" if handle is None else handle.url,
+        "url": handle.url,
         "kind": "" if engine is None else engine.kind,
         "dialect": "" if seen is None else seen.dialect,
         "state": view.state.value,
         "reason": _reason(view.reason),
         "since_s": now - view.since,
-        "version": view.version,
         "reported_version": None if seen is None else seen.version,
-        "running": view.running,
-        "outstanding_tokens": view.outstanding_tokens,
-        "limit": view.spec.limit,
-        "size": view.spec.size,
-        "served": view.served,
-        "node": "" if handle is None else handle.node,
-        "note": "" if handle is None else handle.note or getattr(engine, "release_note", ""),
+        **{name: getattr(view, name) for name in AS_IN_VIEW},
+        **{name: getattr(view.spec, name) for name in AS_IN_SPEC},
+        "node": handle.node,
+        "note": handle.note or getattr(engine, "release_note", ""),
         "release": None if engine is None else getattr(engine, "release", ReleaseSupport.tried).value,
         "weights_known_by": getattr(engine, "weights_known_by", None),
         "refit_ways": list(getattr(engine, "refit_ways", ())),
-        "startable": view.spec.startable,
-        "can_sleep": view.spec.can_sleep,
-        "paused": view.paused,
-        "paused_elsewhere": view.paused_elsewhere,
-        "asleep": view.asleep,
-        "taken": view.taken,
-        "outside": view.outside,
-        "memory": None if handle is None or handle.slept is None else _reason(handle.slept),
+        "memory": None if handle.slept is None else _reason(handle.slept),
         "doing": None if view.doing is None else view.doing.value,
         "deadline_s": None if view.deadline is None else view.deadline - now,
-        "unwell": None if handle is None or handle.unhealthy_since is None or seen is None else seen.why,
+        "unwell": None if handle.unhealthy_since is None or seen is None else seen.why,
         "load": None
         if load is None
         else {
@@ -135,7 +122,6 @@ def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
 
 
 def _queue(core: RolloutCore, now: float) -> list[dict[str, Any]]:
-    """Queued requests by class."""
     found: dict[str, dict[str, Any]] = {
         class_.name: {
             "class": class_.name, "priority": class_.priority, "limit": class_.queue_limit, "waiting": 0,

@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import InfeasibleError, TrimtabError
-from trimtab.core.reasons import ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import WorkerVerb
 from trimtab.runtime.engines.engine import Engine, EngineError, GenerateRequest, PauseMode, WeightUpdate
 from trimtab.runtime.engines.engine import EngineCapability as Offers
 from trimtab.runtime.engines.gated import GatedEngine
-from trimtab.runtime.engines.memory import sleep_and_verify
 from trimtab.runtime.procs.background import describe
+from trimtab.runtime.procs.gpus import used_bytes
 from trimtab.runtime.rollout.dispatcher import version_number
 from trimtab.runtime.rollout.machine_loop import RolloutCore, WorkerHandle
 
@@ -29,14 +30,24 @@ log = logging.getLogger("trimtab.rollout")
 
 DEADLINE_SHARE = 0.95
 """Of an action's time, so that its failure is reported before the machine's own timeout."""
+_MIN_FREED_SHARE = 0.1
+"""Of the memory in use before: freeing less counts as nothing freed, if `min_bytes` is not given."""
+_GIB = 2**30
+
+MemoryProbe = Callable[[Sequence[int]], "int | None"]
+"""Bytes in use on these GPUs of this node; None: unknown."""
 
 
 class WorkerActions:
     """Executes actions and reports each outcome as an event."""
 
-    def __init__(self, core: RolloutCore, gpus_of: Callable[[str], tuple[int, ...]] | None = None) -> None:
-        self._core = core
-        self._gpus_of = gpus_of
+    def __init__(
+        self,
+        core: RolloutCore,
+        on_engine: Callable[[str], None],  # called when a worker got an engine
+        gpus_of: Callable[[str], tuple[int, ...]] | None = None,
+    ) -> None:
+        self._core, self._on_engine, self._gpus_of = core, on_engine, gpus_of
         self._doing: dict[str, asyncio.Task[None]] = {}
         self._verbs: dict[WorkerVerb, Callable[[WorkerHandle, e.WorkerAction], Awaitable[e.ActionDone]]] = {
             WorkerVerb.start: self._start,
@@ -49,8 +60,6 @@ class WorkerActions:
             WorkerVerb.probe: self._probe,
         }
         core.handlers[e.WorkerAction] = self._start_action
-        # Called when a worker got an engine; set by the pool.
-        self.on_engine: Callable[[str], None] = lambda worker: None
 
     def is_busy(self, worker: str) -> bool:
         task = self._doing.get(worker)
@@ -98,7 +107,7 @@ class WorkerActions:
         started = await handle.launcher.start(action.worker, version, self._core.weights.get(version))
         handle.engine, handle.url, handle.node = started.engine, started.url, started.node or handle.node
         handle.note, handle.boots, handle.unhealthy_since, handle.resume_after_refit = started.note, 0, None, False
-        self.on_engine(action.worker)
+        self._on_engine(action.worker)
         record_weights(started.engine, started.version)
         return e.ActionDone(action.worker, action.attempt, started.version, started.note)
 
@@ -225,3 +234,62 @@ async def resume_after_update(handle: WorkerHandle) -> None:
     if handle.resume_after_refit and handle.engine is not None:
         await handle.engine.resume()
         handle.resume_after_refit = False
+
+
+@dataclass(frozen=True)
+class SleepResult:
+    """Effect of a sleep on GPU memory."""
+
+    before: int | None
+    after: int | None
+    reason: Reason
+
+    @property
+    def released(self) -> bool | None:
+        """None: unknown."""
+        return None if self.after is None else self.reason.code is ReasonCode.asleep
+
+
+async def sleep_and_verify(
+    engine: Engine,
+    gpus: Sequence[int],
+    *,
+    level: int = 1,
+    min_bytes: int | None = None,
+    within_s: float = 10.0,
+    used: MemoryProbe | None = None,
+) -> SleepResult:
+    """Puts an engine to sleep and waits for its GPU memory to be freed.
+
+    Engines confirm a sleep that freed nothing: a flag was missing at start, or another process holds the rest. The next
+    user of the memory must not find out by an out-of-memory error, so the driver is read before and after. If no driver
+    can be read, the result is unknown, not success.
+    """
+    read = used or used_bytes
+    before = read(gpus)
+    await engine.sleep(level)
+    if before is None:
+        sentence = f"{engine.name} sleeps; its GPU memory cannot be read here"
+        return SleepResult(None, None, Reason(ReasonCode.asleep, sentence))
+    wanted = min_bytes if min_bytes is not None else int(before * _MIN_FREED_SHARE)
+    deadline = asyncio.get_running_loop().time() + within_s
+    while True:
+        after = read(gpus)
+        if after is None:
+            sentence = f"{engine.name} sleeps; its GPU memory cannot be read any more"
+            return SleepResult(before, None, Reason(ReasonCode.asleep, sentence))
+        freed = before - after
+        if freed >= wanted:
+            sentence = f"{engine.name} sleeps and gave {_gib(freed)} back; {_gib(after)} are still in use"
+            return SleepResult(before, after, Reason(ReasonCode.asleep, sentence))
+        if asyncio.get_running_loop().time() >= deadline:
+            sentence = (
+                f"{engine.name} sleeps, but only {_gib(max(freed, 0))} of {_gib(before)} came free in {within_s:g} s; "
+                f"{_gib(wanted)} were expected"
+            )
+            return SleepResult(before, after, Reason(ReasonCode.memory_kept, sentence))
+        await asyncio.sleep(min(0.1, within_s))
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"

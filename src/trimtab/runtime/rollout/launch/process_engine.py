@@ -1,9 +1,10 @@
 """An engine's process on this machine: started on a free port, watched, ended, with the end of its log.
 
-Used by the launcher of local processes and by the task that holds a slot. What is started is a guard process, which
-starts the engine and ends all of its descendants. Locally both run in a session of their own: Ctrl-C must reach the
-pool, which stops engines in order, and not engines under running requests. On a slot they stay in the process group of
-the slot's task, so that the node agent finds them if that task is killed: the slot is not reused before they are gone.
+Used by the launcher of local processes and by the task that holds a slot, which is here too. What is started is a
+guard process, which starts the engine and ends all of its descendants. Locally both run in a session of their own:
+Ctrl-C must reach the pool, which stops engines in order, and not engines under running requests. On a slot they stay in
+the process group of the slot's task, so that the node agent finds them if that task is killed: the slot is not reused
+before they are gone.
 """
 
 from __future__ import annotations
@@ -14,18 +15,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trimtab.runtime.http.tokens import without_tokens
-from trimtab.runtime.procs.ports import is_free, listening_sockets, sockets_of
+from trimtab.runtime.procs.ports import free_ports, is_free, listening_sockets, sockets_of
 from trimtab.runtime.procs.processes import NOT_FOUND, ProcessIdentity, born, descendants, exited, gone, send, table
-from trimtab.runtime.rollout.launch.launcher import EngineProcessState
+from trimtab.runtime.rayapi.private import logs_dir
+from trimtab.runtime.rollout.launch.launcher import (
+    NODE_ADDRESS,
+    EngineCommand,
+    EngineProcessState,
+    base_url,
+    safe_name,
+)
 
 GUARD = "trimtab.runtime.rollout.launch.process_guard"
 KILL_S = 10.0  # for a killed process to disappear
 LOG_TAIL_CHARS = 4_000  # read from the end of a log
 LOG_TAIL_LINES = 12
+ENDED_HERE = "it was stopped"
+SPARE_S = 1.0  # of the notice: for the process to end before it is killed with its worker process
 
 
 class EngineProcess:
@@ -160,3 +171,102 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+class SlotTask:
+    """Task that holds a slot for a rollout engine, until the launcher releases it or its notice is over.
+
+    The launcher starts, checks and ends the engine in it by calls, so after an eviction the task gets the current
+    weights and not those of its submission. Calls come on the main thread, `drain` and `cancel` on others. If this
+    process dies, its engine dies with it.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._changing = threading.RLock()
+        self._let_go = threading.Event()
+
+    def end(self, force: bool = False) -> bool:
+        """Ends the engine, by `force` at once; whether it is gone. The slot is kept."""
+        raise NotImplementedError
+
+    def leave(self) -> bool:
+        ended = self.end()
+        self._let_go.set()
+        return ended
+
+    def drain(self, seconds: float) -> None:
+        """The slot was reclaimed: requests may finish for this time. Runs on its own thread."""
+        self._let_go.wait(max(0.0, seconds - SPARE_S))
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Leaves now; the process ends soon after. Runs on its own thread."""
+        self._let_go.set()
+
+
+class EngineSlotTask(SlotTask):
+    """Runs the engine's process on the slot's node and devices; of an engine over several nodes, that of its rank."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(worker)
+        self._process: EngineProcess | None = None
+        self._host = ""
+        self._port = self._dist_port = 0
+
+    def prepare(self) -> tuple[str, int]:
+        """Ends the previous engine; returns this node's address and a port for ranks to meet on, if this is rank 0."""
+        if not self.end():
+            raise RuntimeError("the previous engine does not end")
+        self._host = _node_address()
+        self._port, self._dist_port = free_ports(self._host, 2)
+        return self._host, self._dist_port
+
+    def launch(
+        self, command: EngineCommand, version: int, path: str | None, rank: int, nodes: int, head: str, dist_port: int
+    ) -> str:
+        """Starts a rank of an engine on what was prepared; returns its URL."""
+        import ray
+
+        host, name = self._host, safe_name(self._worker) + (f".{rank}" if rank else "")
+        address = {NODE_ADDRESS[command.kind]: host} if nodes > 1 and command.kind in NODE_ADDRESS else {}
+        line = command.line(
+            name=self._worker, host=host, port=self._port, version=version, path=path,
+            rank=rank, nodes=nodes, head=head, dist_port=dist_port,
+        )  # fmt: skip
+        with self._changing:
+            if self._let_go.is_set():
+                raise RuntimeError("this slot is being given up")
+            self._process = EngineProcess(
+                line, {**address, **command.settings}, logs_dir(ray) / f"trimtab-engine-{name}.log",
+                stop_s=command.stop_s, folder=command.folder, own_session=False,
+            )  # fmt: skip
+        return base_url(host, self._port)
+
+    def probe(self) -> EngineProcessState:
+        process = self._process
+        return EngineProcessState(ENDED_HERE) if process is None else process.probe(self._port, self._dist_port)
+
+    def ended(self, within_s: float = 0.0) -> str:
+        """How the engine ended; empty while it runs. If nothing listens, its processes get `within_s` to end."""
+        process = self._process
+        return ENDED_HERE if process is None else process.exit_reason(self._port, within_s)
+
+    def end(self, force: bool = False) -> bool:
+        with self._changing:
+            ended = self._process is None or self._process.end(force)
+            if ended:
+                self._process = None
+            return ended
+
+    def cancel(self) -> None:
+        super().cancel()
+        process = self._process
+        if process is not None:
+            process.kill()
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,4 +1,4 @@
-"""Launcher of engines as processes of this machine.
+"""Launcher of engines as processes of this machine, and the wait of all launchers until an engine serves.
 
 An engine that ends by itself is reported at once. What must never happen: a process that outlives the pool or the
 pool's process; two engines of a worker at the same time; two engines on the same devices, if devices were named.
@@ -10,14 +10,18 @@ import asyncio
 import functools
 import logging
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 
-from trimtab.core.errors import InfeasibleError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.runtime.engines.detect import attach
 from trimtab.runtime.engines.engine import EngineDeadlines
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import HttpEngine, open_session, require_private
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.procs.ports import free_ports
 from trimtab.runtime.rollout.launch.launcher import (
@@ -29,9 +33,13 @@ from trimtab.runtime.rollout.launch.launcher import (
     safe_name,
 )
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess
-from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")
+
+FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # back-off: some engines start in half a second
+PORT_TRIES = 3
+
+ProcessProbe = Callable[[], Awaitable[EngineProcessState]]
 
 
 class ProcessLauncher:
@@ -124,7 +132,6 @@ class ProcessLauncher:
         return Started(engine, command.started_version(version, path), url)
 
     async def _watch(self, worker: str, process: EngineProcess) -> None:
-        """Reports an unexpected end to the pool."""
         await process.ended()
         why = process.exit_reason()
         log.warning("the engine of %s is gone: %s", worker, why)
@@ -142,3 +149,96 @@ class ProcessLauncher:
             )  # fmt: skip
         self._device_of[worker] = free[0]
         return {"CUDA_VISIBLE_DEVICES": free[0]}
+
+
+# ---- waiting for an engine to serve
+
+
+class EngineEndedError(UnreachableError):
+    """The engine's process ended before it served."""
+
+
+class PortTakenError(EngineEndedError):
+    """It ended because another process has its port: retry with another port."""
+
+
+class HasCommand(Protocol):
+    """A launcher, with the command line of its engines."""
+
+    command: EngineCommand
+
+
+async def start_with_retries(launcher: HasCommand, start: Callable[[], Awaitable[Started]]) -> Started:
+    """Starts again where the port was taken, and without the stream interval where the engine does not know it."""
+    for _ in range(PORT_TRIES - 1):
+        try:
+            return await start()
+        except PortTakenError:  # noqa: PERF203 - a start takes seconds
+            continue
+        except EngineEndedError as ended:
+            older = launcher.command.without_interval(ended.what)
+            if older is None:
+                raise
+            launcher.command = older
+    return await start()
+
+
+async def wait_until_serving(
+    name: str,
+    url: str,
+    command: EngineCommand,
+    session: aiohttp.ClientSession,
+    probe: ProcessProbe,
+    deadlines: EngineDeadlines | None,
+) -> HttpEngine:
+    """Returns the engine's adapter once it would serve.
+
+    An open port is not enough: engines listen long before they serve, and another process may have taken the port. So
+    the software is detected, its adapter is asked for its state, and the process is checked: it must be alive and own
+    the port. A failed wait reports the end of the engine's log.
+    """
+    await require_private(url)
+    began, pause_s = time.monotonic(), FIRST_POLL_S
+    seen = "it does not listen yet"
+    while True:
+        process = await probe()
+        if process.ended:
+            kind = PortTakenError if process.port_taken else EngineEndedError
+            raise kind(f"the engine of {name} did not start: {process.ended}", hint=_shown(command))
+        if process.listens:
+            engine, seen = await _try_attach(name, url, command, session, deadlines)
+            if engine is not None:
+                engine.launched = True
+                engine.pieces = replace(engine.pieces, every=max(engine.pieces.every, command.stream_interval))
+                return engine
+        if time.monotonic() - began > command.start_s:
+            raise UnreachableError(
+                f"the engine of {name} does not serve after {command.start_s:g} s: {seen}", where=url,
+                hint="a large model needs longer: start_s",
+            )  # fmt: skip
+        await asyncio.sleep(pause_s)
+        pause_s = min(MAX_POLL_S, pause_s * 1.5)
+
+
+async def _try_attach(
+    name: str,
+    url: str,
+    command: EngineCommand,
+    session: aiohttp.ClientSession,
+    deadlines: EngineDeadlines | None,
+) -> tuple[HttpEngine | None, str]:
+    """The engine if it would serve, and its state."""
+    try:
+        engine, dialect = await attach(name, url, session, deadlines)
+    except TrimtabError as fault:
+        return None, fault.what
+    if command.kind and dialect.kind != command.kind:
+        raise InputError(
+            f"a {dialect.kind} engine answers, and the command says {command.kind}", where=url, hint=_shown(command)
+        )
+    state = await engine.ready()
+    return (engine if state.up else None), state.why
+
+
+def _shown(command: EngineCommand) -> str:
+    return f"it was started with: {' '.join(command.words)}"

@@ -37,7 +37,7 @@ from trimtab.runtime.client.task import Task
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.elastic.member_tasks import LOSSES, MemberClient, MemberError
 from trimtab.runtime.engines.engine import EngineDeadlines
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.http_engine import open_session
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, describe
 from trimtab.runtime.rollout.launch.launcher import (
     EngineCommand,
@@ -47,8 +47,8 @@ from trimtab.runtime.rollout.launch.launcher import (
     Started,
     safe_name,
 )
-from trimtab.runtime.rollout.launch.readiness import start_with_retries, wait_until_serving
-from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask, SlotTask
+from trimtab.runtime.rollout.launch.process_engine import EngineSlotTask, SlotTask
+from trimtab.runtime.rollout.launch.processes import start_with_retries, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -318,7 +318,6 @@ class SlotLauncher:
         self._loops.append(self.background.start(f"slots: {loop.__name__.strip('_')}", loop))
 
     async def ask(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
-        """Calls the controller."""
         return await self._in_thread(functools.partial(self.session.ask, method, *args, timeout_s=within_s))
 
     # ---- getting a slot ----------------------------------------------------------------------------------------------
@@ -396,7 +395,6 @@ class SlotLauncher:
             await slot.wait_for_change(1.0)
 
     async def _give_back(self, slot: WorkerSlot) -> None:
-        """Ends the engine, then the task."""
         if self.worker_slots.get(slot.worker) is slot:
             del self.worker_slots[slot.worker]
         with contextlib.suppress(UnreachableError):

@@ -404,8 +404,8 @@ class RunEnginePool(LoopThread):
         return EngineObjectSpec(settings.engine, self._place_of(""), given, self._near, start_s, stop_s)
 
     def _slot_launcher(self) -> Launcher:
-        from trimtab.runtime.rollout.launch.demand import DemandWatch
         from trimtab.runtime.rollout.launch.slots import SlotLauncher
+        from trimtab.runtime.rollout.launch.start import DemandWatch
         from trimtab.runtime.run.engines.slot_engines import ObjectEngines
 
         settings, place = self.settings, self.place

@@ -34,10 +34,11 @@ from trimtab.runtime.engines.engine import (
     EngineGoneError,
     EngineMalformedError,
     EngineWedgedError,
+    EventStream,
     GenerateRequest,
+    OpenStream,
     WeightUpdate,
 )
-from trimtab.runtime.engines.open_stream import EventStream, OpenStream
 from trimtab.runtime.rollout.launch.launcher import Started
 from trimtab.runtime.run.component import Place, error_text, find_class
 

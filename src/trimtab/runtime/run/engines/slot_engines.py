@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.runtime.rollout.launch.launcher import Started
-from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
+from trimtab.runtime.rollout.launch.process_engine import ENDED_HERE, SlotTask
 from trimtab.runtime.rollout.launch.slots import WorkerSlot
 from trimtab.runtime.run.component import visible_devices
 from trimtab.runtime.run.engines.object_engine import (
