@@ -311,7 +311,7 @@ def _line(form: Format, data: dict[str, Any]) -> None:
 def _report(follower: Follower, frame: FollowFrame, output: Path | None) -> None:
     if output is None:
         return
-    from trimtab.render.html.advise.report import advise_report
+    from trimtab.render.html.advise_report import advise_report
 
     write_text(output, advise_report(follower, frame))
 

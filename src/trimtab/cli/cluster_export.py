@@ -83,7 +83,7 @@ def advise(
     """
     from trimtab.formats.load import load
     from trimtab.machines.nodes import roles
-    from trimtab.render.text import roles as outside_text
+    from trimtab.render.text import plan as outside_text
 
     if kind is not None and join is None:
         raise InputError("--kind needs --join", where="command line", hint="--join 1 --kind H100")

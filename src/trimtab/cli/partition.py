@@ -133,7 +133,7 @@ def partition(
     )
     found, searched = _plan((models_file, dev_types_file, dev_file), request, links, objective, frontier)
     if report is not None:
-        from trimtab.render.html.partition.report import partition_report
+        from trimtab.render.html.partition_report import partition_report
 
         save_report(report, partition_report(found, command=called(), search_seconds=searched))
     if emit is not None:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.render.output import err, out
-from trimtab.render.text.formatting import picked
+from trimtab.render.output import err, out, picked
 
 if TYPE_CHECKING:
     from trimtab.model.pipeline import PartitionAnswer

@@ -66,16 +66,15 @@ def explain(
 
         trimtab explain 4f1c09
     """
-    from trimtab.render.text import nodes as fleet_text
     from trimtab.render.text import pool as pool_text
 
     with controller_session(address, name) as session:
         try:
             explanation = session.explain(task)
         except InputError as unknown:
-            group = fleet_text.group_data(task, session.status())
+            group = pool_text.group_data(task, session.status())
             data = group or _node_data(session, task, unknown)
-            answer(data, form, lambda: (fleet_text.print_group if group else fleet_text.print_node)(data))
+            answer(data, form, lambda: (pool_text.print_group if group else pool_text.print_node)(data))
             return
         seen = session.status()
     data = pool_text.explanation_data(explanation, seen)
@@ -207,7 +206,7 @@ def _known(session: Session, pool: str) -> dict[str, Any]:
 
 def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, Any]:
     """A node's story; raises `unknown` if the name is not a node's."""
-    from trimtab.render.text import nodes as fleet_text
+    from trimtab.render.text import pool as pool_text
 
     try:
         node, story = session.ask("node_story", name)
@@ -217,4 +216,4 @@ def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, An
                 "`trimtab status` shows running and waiting tasks, `trimtab pool show POOL` all tasks of a pool"
             )
         raise unknown from None
-    return fleet_text.node_data(node, story, session.status(), session.tasks())
+    return pool_text.node_data(node, story, session.status(), session.tasks())

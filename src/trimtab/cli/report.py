@@ -33,10 +33,9 @@ def report(
 
         trimtab report out/grpo -o grpo.html --metric trainer.loss --metric reward
     """
-    from trimtab.render.html.run.figures import all_metrics, metric_names
+    from trimtab.render.html.run.figures import all_metrics, metric_names, status_sentence, story_lines
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import status_sentence, story_lines
 
     story = read_story(folder)
     target = output if output is not None else folder / "report.html"

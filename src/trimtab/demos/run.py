@@ -93,9 +93,9 @@ class DemoEvents:
 
 def run_demo(folder: Path) -> int:
     """Runs the demo; returns the exit status."""
+    from trimtab.render.html.run.figures import story_lines
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import story_lines
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
     from trimtab.runtime.run.folder import new_folder

@@ -19,20 +19,23 @@ from run_report_samples import NODES, SEPARATE, WIDER, Writing, plan_of
 from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
 from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg, thinned
+from trimtab.render.html.kit.markup import asset
 from trimtab.render.html.kit.page import page_head
-from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import (
+    MAX_LINES,
     costs,
     errors,
     expected,
     expected_errors,
     group_equal,
+    has_virtual_clock,
     idle_shares,
     metric_names,
+    status_sentence,
+    summary_lines,
 )
 from trimtab.render.html.run.report import SCRIPT, run_report
 from trimtab.render.html.run.story import RunStory, read_story
-from trimtab.render.html.run.summary import MAX_LINES, has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.local_executor import LocalExecutor

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import PlacedComponent, PlacementAnswer, Plan, Sensitivity
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.chart import ChartMark
-from trimtab.render.html.kit.labels import capitalised, counted, duration, escape, listed, share
+from trimtab.render.html.kit.markup import capitalised, counted, duration, escape, listed, share
 from trimtab.render.html.kit.page import Tile
-from trimtab.render.html.kit.timeline import plan_chart
+from trimtab.render.html.kit.timeline import ChartMark, plan_chart
 
 # A runner-up many times slower must not compress the other charts: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5

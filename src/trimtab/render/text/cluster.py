@@ -14,8 +14,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from trimtab.render.output import out, text_table
-from trimtab.render.text.formatting import picked
+from trimtab.render.output import out, picked, text_table
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
 from trimtab.runtime.procs.gpus import LocalGpus, ids_text
 from trimtab.runtime.rayapi.node_view import shown

@@ -17,8 +17,7 @@ from rich.progress import Progress
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.render.html.simulate.pool import PoolComparison, compare_pools, figures_table, report
 from trimtab.render.live.simulate import PROGRESS
-from trimtab.render.output import err, out
-from trimtab.render.text.formatting import show
+from trimtab.render.output import err, out, show
 from trimtab.replay.common.comparison import NamedPolicy
 from trimtab.replay.journal import replay
 from trimtab.replay.journal.policies import fitted

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab.render.html.kit.labels import counted
-from trimtab.render.text.formatting import span
+from trimtab.render.html.kit.markup import counted
+from trimtab.render.output import span
 
 EventFacts = Mapping[str, Any]
 

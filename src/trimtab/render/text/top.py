@@ -11,10 +11,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from trimtab.render.html.dashboard.board import RunBoard
-from trimtab.render.html.kit.labels import duration, known, reason_text, share
+from trimtab.render.html.kit.markup import duration, known, reason_text, share
 from trimtab.render.html.run.figures import course, ends_of, metric_names
-from trimtab.render.output import text_table
-from trimtab.render.text.formatting import amounts, show
+from trimtab.render.output import amounts, show, text_table
 
 if TYPE_CHECKING:
     from trimtab.render.html.dashboard.source import DashboardSource

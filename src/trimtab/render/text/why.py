@@ -14,8 +14,7 @@ from trimtab.core.resources import amount_text, total
 from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, NodeFit
 from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, PendingWorkload, ResourceRequest, WorkloadKind
 from trimtab.machines.diagnose.would_fit import WouldFit
-from trimtab.render.output import text_table
-from trimtab.render.text.formatting import clock, picked, show, span, text_lines
+from trimtab.render.output import clock, picked, show, span, text_lines, text_table
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4

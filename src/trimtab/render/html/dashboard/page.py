@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from trimtab import __version__
-from trimtab.render.html.kit.labels import escape
-from trimtab.render.html.kit.svg import asset
+from trimtab.render.html.kit.markup import asset, escape
 
 STYLES = ("report.css", "timeline.css", "run_report.css", "dashboard.css")
 SCRIPTS = ("run_timeline.js", "dashboard.js")

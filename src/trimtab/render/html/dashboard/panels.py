@@ -11,14 +11,12 @@ from statistics import median
 from typing import Any
 
 from trimtab.core.ranks import ranks_text
-from trimtab.render.html.dashboard.board import RECENT, RunBoard, SubjectStatus
-from trimtab.render.html.dashboard.timeline import LiveTimeline
+from trimtab.render.html.dashboard.board import RECENT, LiveTimeline, RunBoard, SubjectStatus
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, known, share
+from trimtab.render.html.kit.markup import counted, duration, escape, gpus_words, known, share
 from trimtab.render.html.kit.page import Row, Tile, table_row, why_of
-from trimtab.render.html.run.curves import metric_curve, predicted_curves
 from trimtab.render.html.run.figures import metric_names
-from trimtab.render.html.run.report import MOVE_LOOKS, change_of, reward_tiles
+from trimtab.render.html.run.report import MOVE_LOOKS, change_of, metric_curve, predicted_curves, reward_tiles
 from trimtab.render.html.run.story import RunStory
 
 Panels = dict[str, str]

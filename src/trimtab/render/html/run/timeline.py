@@ -13,12 +13,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.chart import BarLook, ChartBar, merge_bars
-from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width
-from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at, tooltip
-from trimtab.render.html.kit.timeline import JOIN_PX, NARROW_TIMELINE_PX, TimeCanvas
-from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode
-from trimtab.render.html.run.story import RunStory
+from trimtab.render.html.kit.markup import (
+    counted,
+    duration,
+    escape,
+    fit,
+    gpus_words,
+    hatch_pattern,
+    px,
+    reason_text,
+    rect,
+    svg_document,
+    text_at,
+    text_width,
+    tooltip,
+)
+from trimtab.render.html.kit.timeline import JOIN_PX, NARROW_TIMELINE_PX, BarLook, ChartBar, TimeCanvas, merge_bars
+from trimtab.render.html.run.story import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode, RunStory
 
 Rows = tuple[tuple[int, int, int], ...]
 """Adjacent rows: node index (-1: CPU components), first and last row."""

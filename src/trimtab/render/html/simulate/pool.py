@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.labels import capitalised, escape
+from trimtab.render.html.kit.markup import capitalised, escape
 from trimtab.render.html.kit.page import Tile
 from trimtab.render.html.simulate import common
 from trimtab.render.html.simulate.common import PolicyBar, ScenarioKind, brief

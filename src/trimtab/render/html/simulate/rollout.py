@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.labels import escape
+from trimtab.render.html.kit.markup import escape
 from trimtab.render.html.simulate import common
 from trimtab.render.html.simulate.common import PolicyBar, ScenarioKind, brief
 from trimtab.render.html.simulate.sweeps import rollout_recommendation, rollout_sweep
