@@ -39,8 +39,8 @@ def replay(
         trimtab replay journal --with fifo --with patient.yaml --html report.html
     """
     from trimtab.render.text import journal as replay_text
-    from trimtab.replay.journal.policies import read_alternatives
     from trimtab.replay.journal.record import read_record
+    from trimtab.replay.journal.replay import read_alternatives
 
     policies = read_alternatives(others or [])
     found = read_journal_path(journal)

@@ -17,9 +17,8 @@ from trimtab.cli.options import save_report
 from trimtab.core.errors import InputError, check_known
 
 if TYPE_CHECKING:
-    from trimtab.render.html.simulate.common import ScenarioKind
+    pass
 
-KINDS = ("job", "rollout", "tasks")  # sections of a scenario that identify its kind
 POINTS = 5  # of a swept range
 SWEEP = "command line: --sweep"
 
@@ -48,23 +47,26 @@ def simulate(
 ) -> None:
     """Run policies on simulated clusters under a virtual clock: the machines that run live, and baselines."""
     from trimtab.formats.yaml_text import read_mapping
+    from trimtab.render.html.simulation import KINDS
     from trimtab.render.live.simulate import run_all
     from trimtab.render.output import err
 
     content = read_mapping(scenario)
-    kind = _kind(next((section for section in KINDS if section in content), "tasks"))
+    kind, print_text, page = KINDS[next((section for section in KINDS if section in content), "tasks")]
     selected = _narrowed(kind.read(scenario), policy or [], seed or [])
     if sweep is not None:
-        selected, left_out = kind.sweep(selected, *_sweep(sweep), SWEEP)
+        selected, left_out = kind.sweep.sweep(selected, *_sweep(sweep), SWEEP)
         for sentence in left_out:
             err.print(sentence, markup=False)
     runs = run_all(selected, kind.run, jobs)
-    advice = None if sweep is None else kind.recommend(selected, runs, jobs)
+    advice = None
+    if sweep is not None:
+        advice = kind.sweep.recommend(selected, runs, lambda other: run_all(other, kind.run, jobs))
     compared = kind.compare(selected, runs, advice)
     if html is not None:
-        save_report(html, kind.page(compared, f"trimtab simulate {scenario}"))
+        save_report(html, page(compared, f"trimtab simulate {scenario}"))
     if form is SimulateFormat.text:
-        kind.print_text(compared)
+        print_text(compared)
     else:
         write_comparison(compared.data(), compared.csv, form)
 
@@ -74,21 +76,6 @@ def write_comparison(data: dict[str, Any], as_csv: Callable[[], str], form: Simu
         sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     else:
         sys.stdout.write(as_csv())
-
-
-def _kind(section: str) -> ScenarioKind:
-    """The kind of a scenario by the section that identifies it."""
-    if section == "job":
-        from trimtab.render.html.simulate.replan import REPLANS
-
-        return REPLANS
-    if section == "rollout":
-        from trimtab.render.html.simulate.rollout import ROLLOUTS
-
-        return ROLLOUTS
-    from trimtab.render.html.simulate.pool import POOLS
-
-    return POOLS
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:

@@ -25,16 +25,21 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.pool import instructions as orders
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
-from trimtab.replay.common.churn import Churn
-from trimtab.replay.common.timing import Distribution
-from trimtab.replay.journal.policies import fitted, read_alternatives
+from trimtab.replay.common.timing import Churn, Distribution
 from trimtab.replay.journal.record import JournalRecord, read_record
-from trimtab.replay.journal.replay import UNCHANGED, AlternativePolicy, agreement, recorded, run_alternative
+from trimtab.replay.journal.replay import (
+    UNCHANGED,
+    AlternativePolicy,
+    agreement,
+    fitted,
+    read_alternatives,
+    recorded,
+    run_alternative,
+)
 from trimtab.replay.journal.world import length_s, world_of
-from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay
-from trimtab.replay.pool.figures import figures
+from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay, TaskGenerator, workload
 from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
-from trimtab.replay.pool.workload import TaskGenerator, workload
+from trimtab.replay.pool.scenario import figures
 from trimtab.runtime.store.compact import compact
 from trimtab.runtime.store.journal import NODE_EVENTS, Journal, read_journal
 

@@ -25,24 +25,26 @@ from trimtab.machines.replan.machine import ReplanMachine
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import DecisionNumbers, Iteration, MigrationStage, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
-from trimtab.replay.common.churn import Churn
-from trimtab.replay.common.recommend import recommend
-from trimtab.replay.common.timing import Distribution
+from trimtab.replay.common.comparison import recommend
+from trimtab.replay.common.timing import Churn, Distribution
 from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.replan import scenario as loop_scenario
-from trimtab.replay.replan.baselines import KeptPlanPolicy
+from trimtab.replay.replan.baselines import KeptPlanPolicy, loop_run, run_policy
 from trimtab.replay.replan.driver import ReplanOutcome, ReplanReplay
 from trimtab.replay.replan.invariants import ReplanInvariants
-from trimtab.replay.replan.noise import DrawnNoise, Factors, SyntheticNoise, TraceNoise, minibatches
 from trimtab.replay.replan.reality import (
+    DrawnNoise,
     Drift,
+    Factors,
     MigrationTimes,
     PeriodicWork,
     ReplanReality,
     ScheduledNodeEvent,
+    SyntheticNoise,
+    TraceNoise,
     TrueCosts,
+    minibatches,
 )
-from trimtab.replay.replan.runner import loop_run, run_policy
 from trimtab.replay.replan.scenario import ReplanScenario, compare_replans, read, run_replan
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.emulated import Disturbance

@@ -23,8 +23,8 @@ from trimtab.machines.pool import events as e
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.timing import MEASURED, Distribution, PoolTimes
 from trimtab.replay.journal.record import JournalRecord, RecordedAttempt, SettingEvent, TaskStory
+from trimtab.replay.pool.driver import WorkloadTask
 from trimtab.replay.pool.policies import UNLIMITED_S
-from trimtab.replay.pool.workload import WorkloadTask
 
 COUNTED = "gpu"  # name of the counted resource in a replay, whatever it was
 MOST_CLASSES = 6  # with more, tasks are classed by pool alone

@@ -6,15 +6,17 @@ its place. Trace paths are relative to the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InputError, check_known
 from trimtab.formats.sections import (
     Amount,
     Count,
@@ -30,18 +32,146 @@ from trimtab.formats.sections import (
 )
 from trimtab.formats.yaml_text import read_source
 from trimtab.model.pool import PoolSpec, PreemptionPolicy
-from trimtab.replay.common.churn import Churn, ChurnEvent, NodeEventKind
-from trimtab.replay.common.comparison import check_unique
-from trimtab.replay.common.timing import MEASURED, PoolTimes
+from trimtab.replay.common.comparison import (
+    Comparison,
+    PolicySummary,
+    Recommendation,
+    ScenarioKind,
+    Spread,
+    SweepRules,
+    by_policy,
+    check_unique,
+    spread,
+    spreads,
+)
+from trimtab.replay.common.timing import MEASURED, Churn, ChurnEvent, NodeEventKind, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.clairvoyant import Clairvoyant
-from trimtab.replay.pool.driver import PoolReality, PoolReplay
-from trimtab.replay.pool.figures import PoolFigures, figures
-from trimtab.replay.pool.las import THRESHOLD_GPU_S
-from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, PoolPolicy, scheduler
-from trimtab.replay.pool.workload import CLASSES, PriorityClass, TaskGenerator, WorkloadTask, workload
+from trimtab.replay.pool.driver import (
+    CLASSES,
+    PoolCurves,
+    PoolOutcome,
+    PoolReality,
+    PoolReplay,
+    PriorityClass,
+    SimulatedTask,
+    TaskGenerator,
+    WorkloadTask,
+    workload,
+)
+from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, THRESHOLD_GPU_S, PoolPolicy, scheduler
+
+ALL = "all"
+OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """Figures of a class of tasks, or of all tasks."""
+
+    tasks: int
+    wait_mean_s: float
+    wait_p50_s: float
+    wait_p99_s: float
+    completion_mean_s: float
+    completion_p99_s: float
+    slowdown_mean: float  # completion time over length of work
+    evictions: int
+
+
+OF_CLASS = tuple(item.name for item in fields(ClassFigures) if item.name != "tasks")
+
+
+@dataclass(frozen=True)
+class PoolFigures:
+    """Figures of a run."""
+
+    policy: str
+    seed: int
+    classes: dict[str, ClassFigures]
+    evictions: int
+    losses: int
+    redone_gpu_h: float  # lost work
+    utilisation: float  # useful work as a share of capacity
+    held: float  # held by processes, as a share of capacity
+    makespan_s: float
+    events: int
+    looks: int  # invariant checks
+    checks: int  # full consistency checks of the scheduler
+    curves: PoolCurves
+    seconds: float = 0.0  # wall time of the simulation
+
+    def record(self) -> dict[str, Any]:
+        """One flat record, for JSON and CSV."""
+        by_class = {
+            f"{class_}.{name}": getattr(known, name)
+            for class_, known in self.classes.items()
+            for name in ("tasks", *OF_CLASS)
+        }
+        before, after = ("policy", "seed", *OF_RUN), ("events", "looks", "checks", "seconds")
+        return {name: getattr(self, name) for name in before} | by_class | {name: getattr(self, name) for name in after}
+
+
+def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
+    by_class = {name: [task for task in outcome.tasks if task.work.class_ == name] for name in classes}
+    found = {name: _class_figures(tasks) for name, tasks in by_class.items() if tasks}
+    found[ALL] = _class_figures(outcome.tasks)
+    capacity = outcome.capacity_gpu_s or 1.0
+    return PoolFigures(
+        policy,
+        seed,
+        found,
+        outcome.evictions,
+        sum(task.losses for task in outcome.tasks),
+        sum(task.redone_s * task.work.gpus for task in outcome.tasks) / 3600.0,
+        outcome.work_gpu_s / capacity,
+        outcome.held_gpu_s / capacity,
+        outcome.end_s,
+        outcome.events,
+        outcome.looks,
+        outcome.checks,
+        outcome.curves,
+    )
+
+
+def _class_figures(tasks: Sequence[SimulatedTask]) -> ClassFigures:
+    waits = sorted(task.waited_s for task in tasks)
+    took = [(math.nan if task.done_s is None else task.done_s) - task.work.submit_s for task in tasks]
+    completions = sorted(took)
+    return ClassFigures(
+        len(tasks),
+        fmean(waits),
+        percentile(waits, 0.5),
+        percentile(waits, 0.99),
+        fmean(completions),
+        percentile(completions, 0.99),
+        fmean(seconds / max(task.work.work_s, 1.0) for seconds, task in zip(took, tasks, strict=True)),
+        sum(task.evictions for task in tasks),
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest-rank percentile of a sorted list."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+def summary(runs: Sequence[PoolFigures]) -> list[PolicySummary]:
+    """One row per policy, in the order of the runs; figures of a class are named `high.wait_mean_s`."""
+    return [PolicySummary(policy, _means(known)) for policy, known in by_policy(runs).items()]
+
+
+def _means(runs: Sequence[PoolFigures]) -> dict[str, Spread]:
+    found = spreads(runs, OF_RUN)
+    for class_ in runs[0].classes:
+        known = [run.classes[class_] for run in runs if class_ in run.classes]
+        for name in OF_CLASS:
+            found[f"{class_}.{name}"] = spread(getattr(figures, name) for figures in known)
+    return found
+
 
 SEEDS = (1, 2, 3, 4, 5)
+MAX_WAIT_RATIO, NEGLIGIBLE_WAIT_S = 1.05, 10.0  # of the first class's waits
+MIN_UTILISATION_RATIO = 0.99
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
 
 
@@ -251,3 +381,41 @@ def read(path: Path) -> PoolScenario:
     trace = scenario.tasks.trace
     tasks = replace(scenario.tasks, trace=None if trace is None else path.parent / trace)
     return replace(scenario, name=scenario.name or path.stem, tasks=tasks)
+
+
+# ---- comparison and sweeps ------------------------------------------------------------------------------------------
+
+
+def compare_pools(
+    scenario: Any, runs: Sequence[PoolFigures], advice: Recommendation | None = None
+) -> Comparison[Any, PoolFigures]:
+    return Comparison(scenario, runs, summary(runs), advice=advice)
+
+
+def _base(scenario: PoolScenario) -> PoolPolicy:
+    return next((policy for policy in scenario.policies if policy.use == "trimtab"), PoolPolicy("trimtab", "trimtab"))
+
+
+def _with_setting(base: PoolPolicy, key: str, value: float, where: str) -> PoolPolicy:
+    check_known([key], (*PREEMPTION_KEYS, *POOL_KEYS), where, "{} cannot be swept")
+    setting = {key: bool(value) if key in SWITCHES else value}
+    changed = replace(base, name=f"{base.name}, {key} {value:g}")
+    if key in PREEMPTION_KEYS:
+        return replace(changed, preemption={**base.preemption, **setting})
+    return replace(changed, pool={**base.pool, **setting})
+
+
+def _rejection(name: str, runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
+    """Values with which the first class waits longer, or less work is done."""
+    first = next(iter(base[0].classes))
+    wait, base_wait = (spread(run.classes[first].wait_mean_s for run in side)[0] for side in (runs, base))
+    if wait > max(MAX_WAIT_RATIO * base_wait, NEGLIGIBLE_WAIT_S):
+        return f"with {name} the class {first} waits longer"
+    done, base_done = (spread(run.utilisation for run in side)[0] for side in (runs, base))
+    return f"with {name} less work is done" if done < MIN_UTILISATION_RATIO * base_done else ""
+
+
+SWEEP: SweepRules[PoolFigures] = SweepRules(
+    _base, _with_setting, lambda run: run.classes[ALL].wait_mean_s, "the mean wait of all tasks", _rejection
+)
+POOLS = ScenarioKind(read, run_pool, SWEEP, compare_pools)

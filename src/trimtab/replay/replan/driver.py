@@ -15,7 +15,7 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import MigrationStage, ReplanRules
-from trimtab.replay.common.agenda import Agenda
+from trimtab.replay.common.timing import Agenda
 from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.replan.invariants import ReplanDecider, ReplanInvariants
 from trimtab.replay.replan.reality import ReplanReality, ScheduledNodeEvent, SimulatedNodes, TrueCosts

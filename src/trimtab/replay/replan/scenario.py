@@ -43,31 +43,36 @@ from trimtab.formats.yaml_text import Source
 from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
-from trimtab.replay.common.churn import Churn, NodeEventKind
 from trimtab.replay.common.comparison import (
     Comparison,
     PolicySummary,
+    Recommendation,
+    ScenarioKind,
     Spread,
+    SweepRules,
     by_policy,
     check_unique,
     spread,
     spreads,
 )
-from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.timing import Durations
+from trimtab.replay.common.timing import Churn, Durations, NodeEventKind
 from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds
-from trimtab.replay.replan.noise import DrawnNoise, Noise, SyntheticNoise, TraceNoise, minibatches
+from trimtab.replay.replan.baselines import USES, ReplanFigures, figures, run_policy
 from trimtab.replay.replan.past_run import JOB, PastRunReality, read_past_run
 from trimtab.replay.replan.reality import (
+    DrawnNoise,
     Drift,
     MigrationTimes,
+    Noise,
     PeriodicWork,
     PlanCache,
     ReplanReality,
     ScheduledNodeEvent,
+    SyntheticNoise,
+    TraceNoise,
     TrueCosts,
+    minibatches,
 )
-from trimtab.replay.replan.runner import USES, ReplanFigures, figures, run_policy
 
 POLICIES = ("trimtab", "kept", "static", "oracle")
 # engines are not simulated
@@ -428,8 +433,14 @@ def _policy(section: ReplanPolicySection, loop: Mapping[str, Any]) -> ReplanPoli
     return ReplanPolicy(section.name or section.use, section.use, ReplanRules(**stated, mode=ReplanMode.auto), changed)
 
 
-def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> ReplanPolicy:
-    """The policy with a rule set to a value, and a name that says so."""
+# ---- sweeps ---------------------------------------------------------------------------------------------------------
+
+
+def _base(scenario: ReplanScenario) -> ReplanPolicy:
+    return next((policy for policy in scenario.policies if policy.use == "trimtab"), ReplanPolicy("trimtab", "trimtab"))
+
+
+def _with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> ReplanPolicy | None:
     check_known([key], RULE_KEYS, where, "{} cannot be swept")
     whole = isinstance(getattr(policy.rules, key), int)
     if whole and value != int(value):
@@ -440,4 +451,15 @@ def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> Repla
     except InputError as error:
         raise InputError(error.what, where=where) from None
     changed = tuple(dict.fromkeys((*policy.changed, key)))
-    return ReplanPolicy(f"{policy.name}, {key} {value:g}", policy.use, rules, changed)
+    found = ReplanPolicy(f"{policy.name}, {key} {value:g}", policy.use, rules, changed)
+    return found if rules != policy.rules else None
+
+
+def _rejection(name: str, runs: Sequence[ReplanFigures], base: Sequence[ReplanFigures]) -> str:
+    return "" if all(run.finished for run in runs) else f"with {name} the run does not finish"
+
+
+SWEEP: SweepRules[ReplanFigures] = SweepRules(
+    _base, _with_rule, lambda run: run.total_s, "the time of the run", _rejection
+)
+REPLANS = ScenarioKind(read, run_replan, SWEEP, compare_replans)
