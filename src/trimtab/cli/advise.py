@@ -283,7 +283,7 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
 @contextlib.contextmanager
 def _shown(form: Format) -> Iterator[Show]:
     """Yields a function that shows a frame: a live view, lines of text, or JSON/YAML lines."""
-    from trimtab.render.live.view import LiveView
+    from trimtab.render.live import LiveView
     from trimtab.render.text import advise as advise_text
 
     if form is Format.text:

@@ -22,7 +22,6 @@ from trimtab.cli import cluster as cluster_commands
 from trimtab.cli import cluster_export as outside_commands
 from trimtab.cli import dashboard as dashboard_commands
 from trimtab.cli import demo as demo_commands
-from trimtab.cli import layers as layer_commands
 from trimtab.cli import partition as partition_commands
 from trimtab.cli import plan as plan_commands
 from trimtab.cli import pool as pool_commands
@@ -57,7 +56,6 @@ app.command("report")(run_report_command.report)
 app.command("dashboard")(dashboard_commands.dashboard)
 app.command("top")(dashboard_commands.top)
 app.add_typer(demo_commands.app, name="demo")
-profile_commands.app.command("layers")(layer_commands.layers)
 app.add_typer(profile_commands.app, name="profile")
 app.command("status")(pool_commands.status)
 app.command("explain")(pool_commands.explain)

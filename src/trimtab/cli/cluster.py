@@ -295,15 +295,15 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
 def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     """Shows the cluster until it ends or is interrupted, then cleans up."""
-    from trimtab.render.live import cluster as cluster_live
+    from trimtab.render.text import cluster as cluster_text
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.procs.interrupts import signals_ignored
 
     if not out.is_terminal:
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
     try:
-        with contextlib.closing(cluster_live.ClusterStatusLoop(ledger, cluster)) as look:
-            cluster_live.watch(look.status_while_alive, hints)
+        with contextlib.closing(cluster_text.ClusterStatusLoop(ledger, cluster)) as look:
+            cluster_text.watch(look.status_while_alive, hints)
         cause = _head_cause(ledger, cluster)
     except KeyboardInterrupt:
         cause = ""
@@ -326,9 +326,9 @@ def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) ->
 
 def _status_now(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
     """The current status of a cluster."""
-    from trimtab.render.live import cluster as cluster_live
+    from trimtab.render.text import cluster as cluster_text
 
-    with contextlib.closing(cluster_live.ClusterStatusLoop(ledger, cluster)) as look:
+    with contextlib.closing(cluster_text.ClusterStatusLoop(ledger, cluster)) as look:
         return look.now()
 
 

@@ -66,7 +66,7 @@ def run(
         trimtab run --resume runs/grpo-1 --iterations 400
     """
     from trimtab.cli.dashboard import beside
-    from trimtab.render.live.run import RunDisplay, signal_callbacks, stdout_to_stderr
+    from trimtab.render.live import RunDisplay, signal_callbacks, stdout_to_stderr
     from trimtab.render.text.run import RunNarrator
 
     if local and address:

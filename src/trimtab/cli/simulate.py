@@ -48,7 +48,7 @@ def simulate(
     """Run policies on simulated clusters under a virtual clock: the machines that run live, and baselines."""
     from trimtab.formats.yaml_text import read_mapping
     from trimtab.render.html.simulation import KINDS
-    from trimtab.render.live.simulate import run_all
+    from trimtab.render.live import run_all
     from trimtab.render.output import err
 
     content = read_mapping(scenario)

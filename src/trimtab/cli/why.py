@@ -133,7 +133,7 @@ def _diagnoses(reader: GcsReader, every_s: float, at_most_s: float) -> Iterator[
 
 def _watch_text(reader: GcsReader, every_s: float, at_most_s: float) -> bool:
     """A live view on a terminal, otherwise a new text whenever it changes. Ctrl-C ends it with the last result."""
-    from trimtab.render.live.view import LiveView
+    from trimtab.render.live import LiveView
     from trimtab.render.text import why as why_text
 
     never = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.model.workflow import Node
-from trimtab.render.live.run import RunDisplay, signal_callbacks
+from trimtab.render.live import RunDisplay, signal_callbacks
 from trimtab.render.output import out
 from trimtab.render.text.run import RunNarrator
 

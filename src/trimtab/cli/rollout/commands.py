@@ -268,8 +268,7 @@ def _import_serve() -> Any:
 
 
 def _client(url: str | None, token_file: Path | None) -> GatewayClient:
-    from trimtab.cli.rollout.address_files import find_gateway
-    from trimtab.cli.rollout.client import GatewayClient
+    from trimtab.cli.rollout.client import GatewayClient, find_gateway
 
     return GatewayClient(find_gateway(os.environ, url, token_file))
 

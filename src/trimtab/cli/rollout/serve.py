@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.cli.pool import controller_session
-from trimtab.cli.rollout import address_files as rollout_place
+from trimtab.cli.rollout import client as rollout_place
 from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.formats.rollout.job_section import RolloutSettings
 from trimtab.formats.rollout.schema import AttachedEngine, StartedEngines
 from trimtab.model.rollout import WorkerSpec
-from trimtab.render.live.view import LiveView
+from trimtab.render.live import LiveView
 from trimtab.render.output import err, out
 from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.engines.wire import addresses

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.render.html.simulation import PoolComparison, pool_page, pool_table
-from trimtab.render.live.simulate import PROGRESS
+from trimtab.render.live import PROGRESS
 from trimtab.render.output import err, out, show
 from trimtab.replay.common.comparison import NamedPolicy
 from trimtab.replay.journal import replay
