@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer import Option
 from typer.main import get_command
 
 from trimtab import __version__
@@ -76,8 +77,8 @@ _WrongCall: type[Any] = next(base for base in typer.BadParameter.__mro__ if base
 
 @app.callback()
 def _common(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and detailed logs.")] = False,
-    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks and detailed logs.")] = False,
+    version: Annotated[bool, Option("--version", "-V", help="Show the version and exit.")] = False,
 ) -> None:
     global _debug
     _debug = debug

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption
 from trimtab.core.errors import InputError, UnreachableError, meant
@@ -29,39 +30,34 @@ INTERRUPTED = "its command was interrupted"
 
 AddressOption = Annotated[
     str | None,
-    typer.Option(
-        "--address", "-a", help="Cluster address, host:port.  [default: RAY_ADDRESS, or the only local cluster]"
-    ),
+    Option("--address", "-a", help="Cluster address, host:port.  [default: RAY_ADDRESS, or the only local cluster]"),
 ]
 FakeOption = Annotated[
-    int | None,
-    typer.Option("--fake-gpus", envvar="TRIMTAB_FAKE_GPUS", help="Number of fake GPUs of this machine."),
+    int | None, Option("--fake-gpus", envvar="TRIMTAB_FAKE_GPUS", help="Number of fake GPUs of this machine.")
 ]
-TimeoutOption = Annotated[float, typer.Option("--timeout", help="Start timeout in seconds.")]
-NodeArgument = Annotated[str, typer.Argument(help="Node name, GPU index, or prefix of the Ray node id.")]
+TimeoutOption = Annotated[float, Option("--timeout", help="Start timeout in seconds.")]
+NodeArgument = Annotated[str, Argument(help="Node name, GPU index, or prefix of the Ray node id.")]
 
 
 @app.command()
 def start(
-    workers: Annotated[int, typer.Argument(metavar="[N]", help="Worker nodes besides the head.")] = 0,
-    port: Annotated[int, typer.Option(help="Port of the head.")] = 6379,
-    dashboard_port: Annotated[int, typer.Option(help="Port of Ray's dashboard.")] = 8265,
-    no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Do not start Ray's dashboard.")] = False,
-    client_port: Annotated[
-        int | None, typer.Option(help="Port of the Ray client server.  [default: 10001 if free]")
-    ] = None,
-    ports_from: Annotated[int, typer.Option(help="First port of node managers, object managers and agents.")] = 6380,
-    worker_ports_from: Annotated[int, typer.Option(help="First port of worker processes.")] = 10_002,
+    workers: Annotated[int, Argument(metavar="[N]", help="Worker nodes besides the head.")] = 0,
+    port: Annotated[int, Option(help="Port of the head.")] = 6379,
+    dashboard_port: Annotated[int, Option(help="Port of Ray's dashboard.")] = 8265,
+    no_dashboard: Annotated[bool, Option("--no-dashboard", help="Do not start Ray's dashboard.")] = False,
+    client_port: Annotated[int | None, Option(help="Port of the Ray client server.  [default: 10001 if free]")] = None,
+    ports_from: Annotated[int, Option(help="First port of node managers, object managers and agents.")] = 6380,
+    worker_ports_from: Annotated[int, Option(help="First port of worker processes.")] = 10_002,
     fake_gpus: FakeOption = None,
-    gpus_per_node: Annotated[int, typer.Option(min=0)] = 1,
-    cpus_per_node: Annotated[int, typer.Option(min=0)] = 1,
-    memory: Annotated[str | None, typer.Option(help="Memory per node, e.g. 16GB.  [default: an equal share]")] = None,
-    object_store: Annotated[str | None, typer.Option(help="Object store per node.  [default: an equal share]")] = None,
-    ip: Annotated[str | None, typer.Option(help="IP address of this machine.")] = None,
+    gpus_per_node: Annotated[int, Option(min=0)] = 1,
+    cpus_per_node: Annotated[int, Option(min=0)] = 1,
+    memory: Annotated[str | None, Option(help="Memory per node, e.g. 16GB.  [default: an equal share]")] = None,
+    object_store: Annotated[str | None, Option(help="Object store per node.  [default: an equal share]")] = None,
+    ip: Annotated[str | None, Option(help="IP address of this machine.")] = None,
     quick_loss: Annotated[
-        bool, typer.Option("--quick-loss", help="Ray detects a killed node in 2 s instead of 14 s.")
+        bool, Option("--quick-loss", help="Ray detects a killed node in 2 s instead of 14 s.")
     ] = False,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return as soon as the cluster runs.")] = False,
+    detach: Annotated[bool, Option("--detach", "-d", help="Return as soon as the cluster runs.")] = False,
     timeout: TimeoutOption = 120.0,
     form: FormatOption = Format.text,
 ) -> None:
@@ -126,15 +122,15 @@ def start(
 @app.command()
 def add(
     address: AddressOption = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU index.  [default: the next free GPU]")] = None,
+    gpu: Annotated[str | None, Option(help="GPU index.  [default: the next free GPU]")] = None,
     fake_gpus: FakeOption = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="Default: as the other nodes.")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(min=0)] = None,
-    memory: Annotated[str | None, typer.Option(help="E.g. 16GB.")] = None,
-    object_store: Annotated[str | None, typer.Option(help="E.g. 4GB.")] = None,
-    ports_from: Annotated[int | None, typer.Option(help="Default: as the other nodes.")] = None,
-    worker_ports_from: Annotated[int | None, typer.Option(help="Default: as the other nodes.")] = None,
-    ip: Annotated[str | None, typer.Option(help="IP address of this machine.")] = None,
+    gpus_per_node: Annotated[int | None, Option(min=0, help="Default: as the other nodes.")] = None,
+    cpus_per_node: Annotated[int | None, Option(min=0)] = None,
+    memory: Annotated[str | None, Option(help="E.g. 16GB.")] = None,
+    object_store: Annotated[str | None, Option(help="E.g. 4GB.")] = None,
+    ports_from: Annotated[int | None, Option(help="Default: as the other nodes.")] = None,
+    worker_ports_from: Annotated[int | None, Option(help="Default: as the other nodes.")] = None,
+    ip: Annotated[str | None, Option(help="IP address of this machine.")] = None,
     timeout: TimeoutOption = 120.0,
     form: FormatOption = Format.text,
 ) -> None:
@@ -184,9 +180,9 @@ def add(
 @app.command()
 def drain(
     node: NodeArgument,
-    deadline: Annotated[float, typer.Option("--deadline", help="Seconds until the node is stopped.")] = 30.0,
-    cause: Annotated[str, typer.Option(help="Reason, shown in status.")] = "drained by `trimtab cluster drain`",
-    wait: Annotated[bool, typer.Option("--wait", help="Return when the node has stopped.")] = False,
+    deadline: Annotated[float, Option(help="Seconds until the node is stopped.")] = 30.0,
+    cause: Annotated[str, Option(help="Reason, shown in status.")] = "drained by `trimtab cluster drain`",
+    wait: Annotated[bool, Option("--wait", help="Return when the node has stopped.")] = False,
     address: AddressOption = None,
     form: FormatOption = Format.text,
 ) -> None:
@@ -223,7 +219,7 @@ def drain(
 @app.command()
 def remove(
     node: NodeArgument,
-    grace: Annotated[float, typer.Option("--grace", help="Seconds for running work to leave.")] = 10.0,
+    grace: Annotated[float, Option(help="Seconds for running work to leave.")] = 10.0,
     address: AddressOption = None,
     form: FormatOption = Format.text,
 ) -> None:

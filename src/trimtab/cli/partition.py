@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.markup import escape
+from typer import Option
 
 from trimtab.cli.options import FormatOption, called, save_report
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
@@ -44,59 +44,53 @@ class Goal(str, enum.Enum):
 
 
 def partition(
-    dtype: Annotated[str, typer.Option("--dtype", "-d", help="PyTorch dtype of the profile.")] = "torch.float32",
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Microbatch size.")] = 8,
-    buffers_in: Annotated[
-        int, typer.Option("--buffers-in", "-i", help="Input buffers of a stage, in microbatches.")
-    ] = 2,
-    buffers_out: Annotated[
-        int, typer.Option("--buffers-out", "-o", help="Output buffers of a stage, in microbatches.")
-    ] = 2,
-    model_name: Annotated[str, typer.Option("--model-name", "-m", help="Model name in the models file.")] = MODEL,
-    models_file: Annotated[Path, typer.Option("--models-file", "-M", help="Layers, memory and sizes.")] = MODELS,
+    dtype: Annotated[str, Option("--dtype", "-d", help="PyTorch dtype of the profile.")] = "torch.float32",
+    batch_size: Annotated[int, Option("--batch-size", "-b", help="Microbatch size.")] = 8,
+    buffers_in: Annotated[int, Option("--buffers-in", "-i", help="Input buffers of a stage, in microbatches.")] = 2,
+    buffers_out: Annotated[int, Option("--buffers-out", "-o", help="Output buffers of a stage, in microbatches.")] = 2,
+    model_name: Annotated[str, Option("--model-name", "-m", help="Model name in the models file.")] = MODEL,
+    models_file: Annotated[Path, Option("--models-file", "-M", help="Layers, memory and sizes.")] = MODELS,
     dev_types_file: Annotated[
-        Path, typer.Option("--dev-types-file", "-T", help="Bandwidth, memory and profiles of device types.")
+        Path, Option("--dev-types-file", "-T", help="Bandwidth, memory and profiles of device types.")
     ] = TYPES,
-    dev_file: Annotated[Path, typer.Option("--dev-file", "-D", help="Hosts by device type.")] = DEVICES,
+    dev_file: Annotated[Path, Option("--dev-file", "-D", help="Hosts by device type.")] = DEVICES,
     form: FormatOption = Format.text,
     objective: Annotated[
-        Goal, typer.Option(help="Minimise the time between microbatches, or the latency of a microbatch.")
+        Goal, Option(help="Minimise the time between microbatches, or the latency of a microbatch.")
     ] = Goal.throughput,
-    headroom: Annotated[str, typer.Option(help="Share of every device's memory to keep free.")] = "0%",
+    headroom: Annotated[str, Option(help="Share of every device's memory to keep free.")] = "0%",
     links: Annotated[
-        Path | None, typer.Option(help="Bandwidth and latency between hosts; overrides the device types.")
+        Path | None, Option(help="Bandwidth and latency between hosts; overrides the device types.")
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Source host of the data; its transfer counts.")] = None,
-    sink: Annotated[str | None, typer.Option(help="Destination host of the results; its transfer counts.")] = None,
-    max_devices: Annotated[int | None, typer.Option(help="Maximum number of devices.")] = None,
+    source: Annotated[str | None, Option(help="Source host of the data; its transfer counts.")] = None,
+    sink: Annotated[str | None, Option(help="Destination host of the results; its transfer counts.")] = None,
+    max_devices: Annotated[int | None, Option(help="Maximum number of devices.")] = None,
     cut_every: Annotated[
-        int, typer.Option(help="Cut only after multiples of this number of layers (the layers of a decoder block).")
+        int, Option(help="Cut only after multiples of this number of layers (the layers of a decoder block).")
     ] = 1,
     frontier: Annotated[
-        bool, typer.Option("--frontier", help="Also show the best bottleneck for 1, 2, ... devices.")
+        bool, Option("--frontier", help="Also show the best bottleneck for 1, 2, ... devices.")
     ] = False,
-    emit: Annotated[SplitTarget | None, typer.Option(help="Print only the split, in this engine's form.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
+    emit: Annotated[SplitTarget | None, Option(help="Print only the split, in this engine's form.")] = None,
+    report: Annotated[Path | None, Option(help="Write an HTML report.")] = None,
     devices_from_ray: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local cluster)."
-        ),
+        Option(metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local cluster)."),
     ] = None,
-    run: Annotated[bool, typer.Option("--run", help="Run the schedule with the model, as Ray actors.")] = False,
+    run: Annotated[bool, Option("--run", help="Run the schedule with the model, as Ray actors.")] = False,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="Run the schedule with emulated stages, on any machine.")
+        bool, Option("--emulate", help="Run the schedule with emulated stages, on any machine.")
     ] = False,
     factory: Annotated[
-        str | None, typer.Option(help="Factory of the model to run: package.module:factory or file.py:factory.")
+        str | None, Option(help="Factory of the model to run: package.module:factory or file.py:factory.")
     ] = None,
-    blocks: Annotated[str, typer.Option(help="Path of the sequence of blocks in the model.")] = "",
-    model_input: Annotated[str, typer.Option("--input", help="Input factory, or a shape: 128,2048.")] = "",
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches to run.")] = 24,
-    stretch: Annotated[float | None, typer.Option(help="Factor for emulated times.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
-    address: Annotated[str | None, typer.Option(help="Ray cluster to run on.  [default: a new local cluster]")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Timeout of a run in seconds.")] = None,
+    blocks: Annotated[str, Option(help="Path of the sequence of blocks in the model.")] = "",
+    model_input: Annotated[str, Option("--input", help="Input factory, or a shape: 128,2048.")] = "",
+    microbatches: Annotated[int, Option(min=1, help="Microbatches to run.")] = 24,
+    stretch: Annotated[float | None, Option(help="Factor for emulated times.")] = None,
+    threads: Annotated[int, Option(min=1, help="Threads per stage.")] = 1,
+    address: Annotated[str | None, Option(help="Ray cluster to run on.  [default: a new local cluster]")] = None,
+    timeout: Annotated[float | None, Option(help="Timeout of a run in seconds.")] = None,
 ) -> None:
     """Assign layers to heterogeneous devices: the pipeline with the best throughput, proven optimal.
 
@@ -276,8 +270,7 @@ def run_answer(
 
     if factory is None and not emulate:
         raise InputError(
-            "--factory is missing: the model to run",
-            hint="--factory file.py:factory --input 128,2048, or --emulate",
+            "--factory is missing: the model to run", hint="--factory file.py:factory --input 128,2048, or --emulate"
         )
     with err.status("running") as status:
 
@@ -355,10 +348,7 @@ def run_text(run: PipelineRun) -> None:
     )
     for stage in run.stages:
         if run.emulated and stage.compute_s > run.stretch * stage.planned_compute_s:
-            out.print(
-                f"{stage.host} computes longer than its emulated time: use a larger --stretch",
-                markup=False,
-            )
+            out.print(f"{stage.host} computes longer than its emulated time: use a larger --stretch", markup=False)
     texts = {
         "equal": "output: bit-identical to the model's",
         "close": f"output: equal to the model's within its precision (largest difference {run.largest_difference:.3g})",

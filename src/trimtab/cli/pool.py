@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, NameOption
 from trimtab.core.errors import InputError, UnreachableError, meant
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Pools: quota, slots and tasks.", no_args_is_help=True)
 
 AddressOption = Annotated[
-    str | None,
-    typer.Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or the cluster on this machine]"),
+    str | None, Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or the cluster on this machine]")
 ]
 DEFAULT_NAME = "trimtab"  # default name of a controller
 ANSWER_S = 30.0
@@ -51,7 +51,7 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
 
 
 def explain(
-    task: Annotated[str, typer.Argument(help="Task, elastic group, or node (prefix of its id).")],
+    task: Annotated[str, Argument(help="Task, elastic group, or node (prefix of its id).")],
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
@@ -98,7 +98,7 @@ def list_pools(address: AddressOption = None, name: NameOption = None, form: For
 
 @app.command()
 def show(
-    pool: Annotated[str, typer.Argument(help="Pool name.")],
+    pool: Annotated[str, Argument(help="Pool name.")],
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
@@ -119,8 +119,8 @@ def show(
 
 @app.command()
 def drain(
-    pool: Annotated[str, typer.Argument(help="Pool name.")],
-    off: Annotated[bool, typer.Option("--off", help="Start tasks again.")] = False,
+    pool: Annotated[str, Argument(help="Pool name.")],
+    off: Annotated[bool, Option("--off", help="Start tasks again.")] = False,
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
@@ -145,7 +145,7 @@ def drain(
 @app.command()
 def free(
     address: AddressOption = None,
-    name: Annotated[str, typer.Option("--name", "-n", help="Name of the controller.")] = DEFAULT_NAME,
+    name: Annotated[str, Option("--name", "-n", help="Name of the controller.")] = DEFAULT_NAME,
     form: FormatOption = Format.text,
 ) -> None:
     """Remove the actors and placement groups of a controller that is dead or refuses its journal.

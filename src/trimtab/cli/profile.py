@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption
 from trimtab.core.errors import InputError
@@ -25,33 +26,27 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Costs: times from logs, memory from a model's configuration.", no_args_is_help=True)
 
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the profile to this file.")]
+OutputOption = Annotated[Path | None, Option("--output", "-o", help="Also write the profile to this file.")]
 
 
 @app.command()
 def logs(
-    files: Annotated[list[Path], typer.Argument(help="Logs of a run, in order, or folders of event files.")],
+    files: Annotated[list[Path], Argument(help="Logs of a run, in order, or folders of event files.")],
     gpus: Annotated[
-        list[str] | None,
-        typer.Option("--gpus", help="GPUs of all components (16) or of a component (rollout=8); repeatable."),
+        list[str] | None, Option(help="GPUs of all components (16) or of a component (rollout=8); repeatable.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Configuration of the run (YAML), for its GPU counts.")
-    ] = None,
+    config: Annotated[Path | None, Option(help="Configuration of the run (YAML), for its GPU counts.")] = None,
     framework: Annotated[
-        str | None,
-        typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf.  [default: detected from the log]"),
+        str | None, Option(help="verl, rlinf, nemo_rl or openrlhf.  [default: detected from the log]")
     ] = None,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps to skip after every start of the run.")] = 2,
-    kind: Annotated[str, typer.Option("--kind", help="GPU kind of the run, e.g. H100.")] = "",
+    warmup: Annotated[int, Option(help="Steps to skip after every start of the run.")] = 2,
+    kind: Annotated[str, Option(help="GPU kind of the run, e.g. H100.")] = "",
     lengths: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--lengths", help="Dumped answers (JSON lines, or a folder of them), for the distribution of lengths."
-        ),
+        Option(help="Dumped answers (JSON lines, or a folder of them), for the distribution of lengths."),
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option("--group-size", help="Answers per prompt in the dump.  [default: grouped by prompt]")
+        int | None, Option(help="Answers per prompt in the dump.  [default: grouped by prompt]")
     ] = None,
     output: OutputOption = None,
     form: FormatOption = Format.text,
@@ -84,7 +79,7 @@ def logs(
 
 @app.command()
 def merge(
-    files: Annotated[list[Path], typer.Argument(help="Profiles of runs on different GPU counts.")],
+    files: Annotated[list[Path], Argument(help="Profiles of runs on different GPU counts.")],
     output: OutputOption = None,
     form: FormatOption = Format.text,
 ) -> None:
@@ -101,44 +96,30 @@ def merge(
 
 @app.command()
 def memory(
-    model: Annotated[Path, typer.Option("--model", help="Hugging Face config.json, or its folder.")],
-    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the component.")] = 8,
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size of trainer and inference.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of trainer and inference.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel size.")] = 1,
-    zero: Annotated[
-        int, typer.Option("--zero", help="ZeRO stage: 0 none, 1 optimiser, 2 and gradients, 3 (FSDP) and weights.")
-    ] = 3,
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", help="adam, adam8bit, adafactor, muon, sgd, sgd-momentum.")
-    ] = "adam",
-    precision: Annotated[str, typer.Option("--precision", help="Precision of the weights in training.")] = "bf16",
-    gradients: Annotated[str, typer.Option("--gradients", help="Precision of the gradients.")] = "fp32",
+    model: Annotated[Path, Option(help="Hugging Face config.json, or its folder.")],
+    gpus: Annotated[int, Option(help="GPUs of the component.")] = 8,
+    tp: Annotated[int, Option(help="Tensor-parallel size of trainer and inference.")] = 1,
+    pp: Annotated[int, Option(help="Pipeline-parallel size of trainer and inference.")] = 1,
+    ep: Annotated[int, Option(help="Expert-parallel size.")] = 1,
+    zero: Annotated[int, Option(help="ZeRO stage: 0 none, 1 optimiser, 2 and gradients, 3 (FSDP) and weights.")] = 3,
+    optimizer: Annotated[str, Option(help="adam, adam8bit, adafactor, muon, sgd, sgd-momentum.")] = "adam",
+    precision: Annotated[str, Option(help="Precision of the weights in training.")] = "bf16",
+    gradients: Annotated[str, Option(help="Precision of the gradients.")] = "fp32",
     master_weights: Annotated[
-        bool, typer.Option("--master-weights/--no-master-weights", help="Whether the optimiser keeps fp32 weights.")
+        bool, Option("--master-weights/--no-master-weights", help="Whether the optimiser keeps fp32 weights.")
     ] = True,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing/--no-checkpointing", help="Whether activations are recomputed.")
+        bool, Option("--checkpointing/--no-checkpointing", help="Whether activations are recomputed.")
     ] = True,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences in a micro-batch per GPU.")] = 1,
-    sequence_length: Annotated[int, typer.Option("--sequence-length", help="Tokens of prompt and answer.")] = 4096,
-    offload: Annotated[
-        str, typer.Option("--offload", help="What is offloaded while other components run: none, optimizer, all.")
-    ] = "all",
-    rollout_tp: Annotated[int, typer.Option("--rollout-tp", help="Tensor-parallel size of a rollout engine.")] = 1,
-    rollout_precision: Annotated[
-        str, typer.Option("--rollout-precision", help="Precision of the weights in the engine.")
-    ] = ("bf16"),
-    kv_precision: Annotated[str, typer.Option("--kv-precision", help="Precision of the KV cache.")] = "bf16",
-    kv_share: Annotated[
-        float, typer.Option("--kv-share", help="Share of the GPU for the engine (gpu_memory_utilization).")
-    ] = 0.6,
-    gpu_memory_gb: Annotated[
-        float | None, typer.Option("--gpu-memory-gb", help="Memory of a GPU, for the size of the KV cache.")
-    ] = None,
-    concurrent: Annotated[
-        int, typer.Option("--concurrent", help="Concurrent answers, if --gpu-memory-gb is not given.")
-    ] = 64,
+    micro_batch: Annotated[int, Option(help="Sequences in a micro-batch per GPU.")] = 1,
+    sequence_length: Annotated[int, Option(help="Tokens of prompt and answer.")] = 4096,
+    offload: Annotated[str, Option(help="What is offloaded while other components run: none, optimizer, all.")] = "all",
+    rollout_tp: Annotated[int, Option(help="Tensor-parallel size of a rollout engine.")] = 1,
+    rollout_precision: Annotated[str, Option(help="Precision of the weights in the engine.")] = ("bf16"),
+    kv_precision: Annotated[str, Option(help="Precision of the KV cache.")] = "bf16",
+    kv_share: Annotated[float, Option(help="Share of the GPU for the engine (gpu_memory_utilization).")] = 0.6,
+    gpu_memory_gb: Annotated[float | None, Option(help="Memory of a GPU, for the size of the KV cache.")] = None,
+    concurrent: Annotated[int, Option(help="Concurrent answers, if --gpu-memory-gb is not given.")] = 64,
     form: FormatOption = Format.text,
 ) -> None:
     """Estimate the memory of trainer, rollout and inference from the model's configuration, term by term.
@@ -243,47 +224,34 @@ def _memory_text(shape: Architecture, needs: Iterable[MemoryNeed]) -> None:
 @app.command()
 def layers(
     factory: Annotated[
-        str | None,
-        typer.Argument(metavar="FACTORY", help="Factory of the model: package.module:factory or file.py:factory."),
+        str | None, Argument(metavar="FACTORY", help="Factory of the model: package.module:factory or file.py:factory.")
     ] = None,
     model_input: Annotated[
         str,
-        typer.Option(
+        Option(
             "--input",
             help="Input shape without the batch (128,2048), or package.module:make_input (called with the batch size).",
         ),
     ] = "",
-    blocks: Annotated[
-        str, typer.Option("--blocks", help="Path of the sequence of blocks in the model, e.g. model.layers.")
-    ] = "",
+    blocks: Annotated[str, Option(help="Path of the sequence of blocks in the model, e.g. model.layers.")] = "",
     device_type: Annotated[
-        str | None,
-        typer.Option("--type", help="Device type to save the profile under; without it nothing is saved."),
+        str | None, Option("--type", help="Device type to save the profile under; without it nothing is saved.")
     ] = None,
     model_name: Annotated[
-        str | None,
-        typer.Option("--model-name", "-m", help="Name of the model in the files.  [default: the factory's]"),
+        str | None, Option("--model-name", "-m", help="Name of the model in the files.  [default: the factory's]")
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Microbatch size.")] = 8,
-    dtype: Annotated[str, typer.Option("--dtype", "-d", help="torch.float32, torch.bfloat16, ...")] = "torch.float32",
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:1.")] = "cpu",
-    repeats: Annotated[int, typer.Option("--repeats", help="Measured passes; the median counts.")] = 5,
-    warmup: Annotated[int, typer.Option("--warmup", help="Warm-up passes.")] = 2,
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads.  [default: torch's]")] = None,
-    bw_mbps: Annotated[
-        float | None, typer.Option("--bw-mbps", help="Bandwidth of the device type; required for a new type.")
-    ] = None,
-    mem_mb: Annotated[
-        float | None, typer.Option("--mem-mb", help="Memory of the device type.  [default: 90 % of the device's]")
-    ] = None,
-    models_file: Annotated[Path, typer.Option("--models-file", "-M", help="Models file.")] = Path("models.yml"),
-    types_file: Annotated[Path, typer.Option("--dev-types-file", "-T", help="Device types file.")] = Path(
-        "device_types.yml"
-    ),
-    force: Annotated[bool, typer.Option("--force", help="Replace contradicting entries.")] = False,
-    from_json: Annotated[
-        Path | None, typer.Option("--from-json", help="Save a profile measured elsewhere, without measuring.")
-    ] = None,
+    batch_size: Annotated[int, Option("--batch-size", "-b", help="Microbatch size.")] = 8,
+    dtype: Annotated[str, Option("--dtype", "-d", help="torch.float32, torch.bfloat16, ...")] = "torch.float32",
+    device: Annotated[str, Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    repeats: Annotated[int, Option(help="Measured passes; the median counts.")] = 5,
+    warmup: Annotated[int, Option(help="Warm-up passes.")] = 2,
+    threads: Annotated[int | None, Option(help="CPU threads.  [default: torch's]")] = None,
+    bw_mbps: Annotated[float | None, Option(help="Bandwidth of the device type; required for a new type.")] = None,
+    mem_mb: Annotated[float | None, Option(help="Memory of the device type.  [default: 90 % of the device's]")] = None,
+    models_file: Annotated[Path, Option("--models-file", "-M", help="Models file.")] = Path("models.yml"),
+    types_file: Annotated[Path, Option("--dev-types-file", "-T", help="Device types file.")] = Path("device_types.yml"),
+    force: Annotated[bool, Option("--force", help="Replace contradicting entries.")] = False,
+    from_json: Annotated[Path | None, Option(help="Save a profile measured elsewhere, without measuring.")] = None,
     form: FormatOption = Format.text,
 ) -> None:
     """Measure seconds, memory and transferred elements of each block of a PyTorch model.

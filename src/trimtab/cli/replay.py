@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import save_report
 from trimtab.cli.simulate import SimulateFormat, write_comparison
@@ -22,13 +22,13 @@ HINT = "`trimtab status` shows the directory of a controller's journal"
 
 
 def replay(
-    journal: Annotated[Path, typer.Argument(help="Journal of a controller: the directory shown by `trimtab status`.")],
+    journal: Annotated[Path, Argument(help="Journal of a controller: the directory shown by `trimtab status`.")],
     others: Annotated[
         list[str] | None,
-        typer.Option("--with", "-w", help="Policy to try: a YAML file, or a name such as fifo (repeatable)."),
+        Option("--with", "-w", help="Policy to try: a YAML file, or a name such as fifo (repeatable)."),
     ] = None,
-    form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
-    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with plots.")] = None,
+    form: Annotated[SimulateFormat, Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
+    html: Annotated[Path | None, Option(help="Write an HTML report with plots.")] = None,
 ) -> None:
     """Replay a journal: compare the instructions, show how tasks fared, and try other policies on the workload.
 

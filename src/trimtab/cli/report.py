@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, called
 from trimtab.formats.files import write_text
@@ -13,13 +13,11 @@ from trimtab.render.output import Format, answer, err, out, warn
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Output file.  [default: DIR/report.html]")
-    ] = None,
+    folder: Annotated[Path, Argument(metavar="DIR", help="Folder of a run.")],
+    output: Annotated[Path | None, Option("--output", "-o", help="Output file.  [default: DIR/report.html]")] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="Metric to plot, as component.name or name (repeatable).  [default: those named reward]"),
+        Option(help="Metric to plot, as component.name or name (repeatable).  [default: those named reward]"),
     ] = None,
     form: FormatOption = Format.text,
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import DashboardPortOption, JsonOption
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
@@ -24,33 +25,27 @@ STOPPED = 130
 
 
 def run(
-    job: Annotated[Path | None, typer.Argument(help="Job file in trimtab's own form, with `use` or `emulate`.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Run in this process, without Ray.")] = False,
+    job: Annotated[Path | None, Argument(help="Job file in trimtab's own form, with `use` or `emulate`.")] = None,
+    local: Annotated[bool, Option("--local", help="Run in this process, without Ray.")] = False,
     address: Annotated[
-        str | None,
-        typer.Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or a new local Ray]"),
+        str | None, Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or a new local Ray]")
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--folder", "-o", help="Folder for events, summary and checkpoints.  [default: runs/NAME-N]"),
+        Option("--folder", "-o", help="Folder for events, summary and checkpoints.  [default: runs/NAME-N]"),
     ] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Resume the run in this folder.")] = None,
-    iterations: Annotated[int | None, typer.Option("--iterations", "-n", help="Override run.iterations.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Override run.seed.")] = None,
-    mode: Annotated[
-        ReplanMode | None, typer.Option("--mode", help="What re-planning may do: advise, or migrate the run.")
-    ] = None,
+    resume: Annotated[Path | None, Option(help="Resume the run in this folder.")] = None,
+    iterations: Annotated[int | None, Option("--iterations", "-n", help="Override run.iterations.")] = None,
+    seed: Annotated[int | None, Option(help="Override run.seed.")] = None,
+    mode: Annotated[ReplanMode | None, Option(help="What re-planning may do: advise, or migrate the run.")] = None,
     plan: Annotated[
-        Path | None,
-        typer.Option("--plan", help="Use this plan (output of `trimtab plan -f json`) instead of the best."),
+        Path | None, Option(help="Use this plan (output of `trimtab plan -f json`) instead of the best.")
     ] = None,
-    dashboard: Annotated[
-        bool, typer.Option("--dashboard", help="Serve a local dashboard while the run goes on.")
-    ] = False,
+    dashboard: Annotated[bool, Option("--dashboard", help="Serve a local dashboard while the run goes on.")] = False,
     port: DashboardPortOption = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format of the result.")] = Format.text,
+    form: Annotated[Format, Option("--format", "-f", help="Output format of the result.")] = Format.text,
     as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="No progress, only the result.")] = False,
 ) -> None:
     """Run a job: measure missing costs, plan, run, and re-plan when the plan is no longer the best.
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import save_report
 from trimtab.core.errors import InputError, check_known
@@ -32,18 +32,15 @@ class SimulateFormat(str, enum.Enum):
 
 
 def simulate(
-    scenario: Annotated[
-        Path, typer.Argument(help="Scenario file: a cluster with tasks, engines with rollouts, or a job.")
-    ],
-    seed: Annotated[list[int] | None, typer.Option("--seed", help="Only this seed (repeatable).")] = None,
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="Only this policy (repeatable).")] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="Parallel runs.")] = 1,
+    scenario: Annotated[Path, Argument(help="Scenario file: a cluster with tasks, engines with rollouts, or a job.")],
+    seed: Annotated[list[int] | None, Option(help="Only this seed (repeatable).")] = None,
+    policy: Annotated[list[str] | None, Option(help="Only this policy (repeatable).")] = None,
+    jobs: Annotated[int, Option("--jobs", "-j", min=1, max=256, help="Parallel runs.")] = 1,
     sweep: Annotated[
-        str | None,
-        typer.Option("--sweep", help="Sweep a setting: starvation_timeout_s=60,600,3600 or same_pool_gap=1..5."),
+        str | None, Option(help="Sweep a setting: starvation_timeout_s=60,600,3600 or same_pool_gap=1..5.")
     ] = None,
-    form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
-    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with plots.")] = None,
+    form: Annotated[SimulateFormat, Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
+    html: Annotated[Path | None, Option(help="Write an HTML report with plots.")] = None,
 ) -> None:
     """Run policies on simulated clusters under a virtual clock: the machines that run live, and baselines."""
     from trimtab.formats.yaml_text import read_mapping

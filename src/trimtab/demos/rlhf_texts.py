@@ -22,10 +22,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "Only {count} processes are warm yet: starts take longer.",
         "只有 {count} 个预热进程就绪：启动会慢一些。",
     ),
-    "scene_1": (
-        "\n=== Scene 1: rollouts start (dynamic slots) ===",
-        "\n=== 场景 1: Rollout 角色启动（动态 PG） ===",
-    ),
+    "scene_1": ("\n=== Scene 1: rollouts start (dynamic slots) ===", "\n=== 场景 1: Rollout 角色启动（动态 PG） ==="),
     "scene_2": (
         "\n=== Scene 2: reward arrives (high priority, reserved slot) ===",
         "\n=== 场景 2: Reward 角色到达（高优运行） ===",
@@ -71,10 +68,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "the slot path refuses it without affecting other tasks: {reason}",
         "PG 路径拒绝，且不影响任何任务：{reason}",
     ),
-    "falls_back": (
-        "  It is submitted again with preemption allowed.",
-        "  改用允许抢占的提交方式。",
-    ),
+    "falls_back": ("  It is submitted again with preemption allowed.", "  改用允许抢占的提交方式。"),
     "dry_run": ("    a dry run would evict: {victims}", "    预演（不执行）将抢占：{victims}"),
     "victim_is_a_rollout": ("evicted: {victims}, a rollout", "被抢占：{victims}（Rollout）"),
     "why_not_reward": (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, not_installed
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, meant
@@ -25,33 +26,28 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Rollout engines behind one gateway, scaled with the load.", no_args_is_help=True)
 
 UrlOption = Annotated[
-    str | None,
-    typer.Option("--url", help="Gateway address.  [default: TRIMTAB_ROLLOUT_URL, or your only local gateway]"),
+    str | None, Option("--url", help="Gateway address.  [default: TRIMTAB_ROLLOUT_URL, or your only local gateway]")
 ]
 TokenOption = Annotated[
     Path | None,
-    typer.Option(
-        "--token-file", help="File with the token.  [default: TRIMTAB_ROLLOUT_TOKEN, or the file written by serve]"
-    ),
+    Option("--token-file", help="File with the token.  [default: TRIMTAB_ROLLOUT_TOKEN, or the file written by serve]"),
 ]
-WorkerArgument = Annotated[str, typer.Argument(help="Worker name, as in `trimtab rollout status`.")]
+WorkerArgument = Annotated[str, Argument(help="Worker name, as in `trimtab rollout status`.")]
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @app.command()
 def serve(
-    job: Annotated[Path, typer.Argument(help="Job file with a `rollout:` section.")],
+    job: Annotated[Path, Argument(help="Job file with a `rollout:` section.")],
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 0: any free port.  [default: as in the job file]")
+        int | None, Option(help="Port to listen on; 0: any free port.  [default: as in the job file]")
     ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; beyond loopback the token is required.")
-    ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File for the generated token.")] = None,
+    host: Annotated[str | None, Option(help="Address to listen on; beyond loopback the token is required.")] = None,
+    token_file: Annotated[Path | None, Option(help="File for the generated token.")] = None,
     resume_every: Annotated[
         str | None,
-        typer.Option(help="What a lost engine costs a request: tokens, '10 s', or inf.  [default: as in the job file]"),
+        Option(help="What a lost engine costs a request: tokens, '10 s', or inf.  [default: as in the job file]"),
     ] = None,
 ) -> None:
     """Serve the engines of a job file behind one HTTP gateway; show them until Ctrl-C, which drains and stops them.
@@ -88,7 +84,7 @@ def serve(
 
 @app.command()
 def status(
-    name: Annotated[str | None, typer.Argument(help="Worker or request: show its story.")] = None,
+    name: Annotated[str | None, Argument(help="Worker or request: show its story.")] = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
@@ -123,12 +119,9 @@ def status(
 def drain(
     worker: WorkerArgument,
     deadline: Annotated[
-        str | None,
-        typer.Option(
-            "--deadline", help="When remaining requests move to other workers: 30, 90s, 5m.  [default: drain_timeout]"
-        ),
+        str | None, Option(help="When remaining requests move to other workers: 30, 90s, 5m.  [default: drain_timeout]")
     ] = None,
-    why: Annotated[str, typer.Option(help="Reason, shown in status.")] = "drained by `trimtab rollout drain`",
+    why: Annotated[str, Option(help="Reason, shown in status.")] = "drained by `trimtab rollout drain`",
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
@@ -168,12 +161,10 @@ def resume(
 
 @app.command()
 def scale(
-    workers: Annotated[int | None, typer.Argument(metavar="[N]", help="Number of workers.")] = None,
-    for_: Annotated[
-        str | None, typer.Option("--for", help="Duration: 90s, 10m, 2h.  [default: until --release]")
-    ] = None,
-    release: Annotated[bool, typer.Option("--release", help="Return scaling to the policy.")] = False,
-    why: Annotated[str, typer.Option(help="Reason, shown in status.")] = "set by `trimtab rollout scale`",
+    workers: Annotated[int | None, Argument(metavar="[N]", help="Number of workers.")] = None,
+    for_: Annotated[str | None, Option("--for", help="Duration: 90s, 10m, 2h.  [default: until --release]")] = None,
+    release: Annotated[bool, Option("--release", help="Return scaling to the policy.")] = False,
+    why: Annotated[str, Option(help="Reason, shown in status.")] = "set by `trimtab rollout scale`",
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
@@ -206,9 +197,7 @@ def scale(
 
 @app.command()
 def doctor(
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Check this job file only, without a gateway.")
-    ] = None,
+    config: Annotated[Path | None, Option(help="Check this job file only, without a gateway.")] = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,

@@ -102,11 +102,7 @@ def groups_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def print_text(
-    answer: PlacementAnswer,
-    settings: PlanSettings,
-    searched: float,
-    noise: float,
-    other: PlanSettings | None = None,
+    answer: PlacementAnswer, settings: PlanSettings, searched: float, noise: float, other: PlanSettings | None = None
 ) -> None:
     """Print the answer; the placement block comes last, ready to copy."""
     best = answer.best

@@ -39,11 +39,7 @@ class PriorityClass:
     share: Amount  # of all tasks, at random
 
 
-CLASSES = (
-    PriorityClass("high", 8.0, 0.1),
-    PriorityClass("normal", 5.0, 0.3),
-    PriorityClass("low", 2.0, 0.6),
-)
+CLASSES = (PriorityClass("high", 8.0, 0.1), PriorityClass("normal", 5.0, 0.3), PriorityClass("low", 2.0, 0.6))
 
 
 @dataclass(frozen=True)
