@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.render.html.advise_report import AdvisePanels
-from trimtab.render.html.dashboard import page as dashboard
+from trimtab.render.html.dashboard import panels as dashboard
 from trimtab.render.html.dashboard.board import LiveTimeline, RunBoard
 from trimtab.render.html.dashboard.panels import Panels, controller_panels, fleet_panel, run_panels, workers_panel
 from trimtab.render.output import clock, counts

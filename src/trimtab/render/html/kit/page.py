@@ -18,20 +18,7 @@ from trimtab.render.html.kit.timeline import COLOURS, Chart, svg
 WIDE_PX, NARROW_PX = 960, 420
 WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
 
-# Without scripts the block can still be selected; the button appears only where the clipboard is available.
-COPY_SCRIPT = """
-for (const box of document.querySelectorAll(".copy")) {
-  if (!navigator.clipboard) break;
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Copy";
-  button.setAttribute("aria-live", "polite");
-  button.addEventListener("click", () => navigator.clipboard.writeText(box.querySelector("pre").textContent).then(
-    () => { button.textContent = "Copied"; setTimeout(() => { button.textContent = "Copy"; }, 1500); },
-    () => { getSelection().selectAllChildren(box.querySelector("pre")); }));
-  box.append(button);
-}
-"""
+COPY_SCRIPT = "copy.js"
 
 
 def document(
@@ -47,14 +34,14 @@ def document(
     made = f" Made by <code>{escape(command)}</code>." if command else ""
     foot = (
         f"</main>\n<footer><p>trimtab {escape(__version__)}.{more}{made}</p></footer>\n"
-        f"<script>{script}</script>\n</body>\n</html>\n"
+        f"<script>{asset(script)}</script>\n</body>\n</html>\n"
     )
     return "\n".join([page_head(title, script, style), *(part for part in parts if part), foot])
 
 
 def page_head(title: str, script: str = COPY_SCRIPT, style: str = "") -> str:
     """The head of a page. Only this script may run in it."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(asset(script).encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'"

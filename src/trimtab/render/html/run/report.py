@@ -64,7 +64,7 @@ def run_report(story: RunStory, *, title: str, command: str | None, metrics: Seq
         figures_section(story, names),
     ]
     more = f" {story.events:,} events."
-    return page.document(title, parts, command=command, more=more, script=asset(SCRIPT), style=asset(STYLE))
+    return page.document(title, parts, command=command, more=more, script=SCRIPT, style=asset(STYLE))
 
 
 def _headline(story: RunStory, chart: RunChart, spent: list[figures.ReportCost], names: list[str], title: str) -> str:
