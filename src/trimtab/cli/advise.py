@@ -81,11 +81,8 @@ def advise(
     Examples:
 
         trimtab advise verl_config.yaml trainer.nnodes=4 --follow run.log
-
         trimtab advise config.yaml --follow run.log --dashboard
-
         trimtab advise config.yaml --follow run.jsonl --once -o report.html
-
         trimtab advise config.yaml --follow run.log --restart-hook ./restart.sh --least-gain 15%
     """
     form = Format.json if as_json else form

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 import traceback
 from typing import Annotated, Any
@@ -93,12 +94,12 @@ def _common(
 
 
 def command() -> Any:
-    """All commands; brackets in help texts are escaped, not parsed as markup."""
+    """All commands; in help texts brackets are no markup, and indented lines (examples) stay lines of their own."""
     root = get_command(app)
     stack: list[Any] = [root]
     while stack:
         item = stack.pop()
-        item.help = escape(item.help or "")
+        item.help = re.sub(r"(?<![\\\n])\n(?=    )", "\n\n", escape(item.help or ""))
         for parameter in item.params:
             if getattr(parameter, "help", None):
                 parameter.help = escape(parameter.help)

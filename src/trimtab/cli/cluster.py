@@ -66,9 +66,7 @@ def start(
     Examples:
 
         trimtab cluster start
-
         trimtab cluster start 2 --fake-gpus 4
-
         trimtab cluster start 7 --detach --port 6400 --dashboard-port 8300
     """
     from trimtab.render.text import cluster as cluster_text
@@ -139,9 +137,7 @@ def add(
     Examples:
 
         trimtab cluster add
-
         trimtab cluster add --gpu 3
-
         trimtab cluster add --address 10.0.0.1:6379
     """
     from trimtab.render.text import cluster as cluster_text
@@ -191,7 +187,6 @@ def drain(
     Examples:
 
         trimtab cluster drain gpu-2 --deadline 60
-
         trimtab cluster drain 4f1c09 --deadline 5 --wait
     """
     from trimtab.render.text import cluster as cluster_text
@@ -228,7 +223,6 @@ def remove(
     Examples:
 
         trimtab cluster remove gpu-2
-
         trimtab cluster remove gpu-2 --grace 60
     """
     from trimtab.runtime.localcluster import nodes as local
@@ -256,7 +250,6 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
     Examples:
 
         trimtab cluster status
-
         trimtab cluster status --format json
     """
     from trimtab.render.text import cluster as cluster_text
@@ -321,7 +314,6 @@ def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) ->
 
 
 def _status_now(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
-    """The current status of a cluster."""
     from trimtab.render.text import cluster as cluster_text
 
     with contextlib.closing(cluster_text.ClusterStatusLoop(ledger, cluster)) as look:
@@ -397,7 +389,6 @@ def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
 
 
 def _disown(ledger: Ledger, cluster: ClusterRecord) -> None:
-    """Detaches the cluster from this command."""
     with ledger.change() as state:
         state.clusters[cluster.address] = dataclasses.replace(state.clusters[cluster.address], owner=None)
 

@@ -71,11 +71,8 @@ def advise(
     Examples:
 
         trimtab cluster advise job.yaml --join 1
-
         trimtab cluster advise job.yaml --join 2x4 --kind L40S
-
         trimtab cluster advise job.yaml --leave node3 --format json
-
         trimtab cluster advise job.yaml --address 10.0.0.1:6379
     """
     from trimtab.formats.load import load
@@ -213,7 +210,6 @@ def kuberay(
     Examples:
 
         trimtab cluster export kuberay job.yaml --image registry/ray-trimtab:1 -o cluster.yaml
-
         trimtab cluster export kuberay job.yaml --autoscale --min 1 --max 8 | kubectl apply -f -
     """
     from trimtab.formats.export import kuberay as writer
@@ -264,7 +260,6 @@ def slurm(
     Examples:
 
         trimtab cluster export slurm job.yaml -o job.sbatch -- python train.py --config job.yaml
-
         trimtab cluster export slurm job.yaml --partition gpu --setup 'source venv/bin/activate' | sbatch
     """
     from trimtab.formats.export import slurm as writer
@@ -347,7 +342,6 @@ def hook(
     Examples:
 
         trimtab cluster hook --address 10.0.0.1:6379
-
         curl -X POST -H "Authorization: Bearer $(cat TOKEN_FILE)" -d '{"deadline_s": 120, "cause": "spot"}' \\
             http://127.0.0.1:8267/nodes/10.0.0.7/drain
     """

@@ -46,7 +46,6 @@ def dashboard(
     Examples:
 
         trimtab dashboard runs/grpo-1
-
         trimtab dashboard runs/grpo-1 --address auto --port 9000
     """
     with _stop_event() as stopped, served(source_of(folder, address, name), port, token_file=token_file) as server:
@@ -132,7 +131,6 @@ def top(
     Examples:
 
         trimtab top runs/grpo-1
-
         trimtab top runs/grpo-1 --once
     """
     from trimtab.render.text.top import picture, print_once

@@ -34,7 +34,6 @@ def read_profile(path: Path | None) -> Profile | None:
 
 
 def called() -> str:
-    """The command as it was called."""
     return shlex.join(["trimtab", *sys.argv[1:]])
 
 

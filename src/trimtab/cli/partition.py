@@ -100,13 +100,9 @@ def partition(
     Examples:
 
         trimtab partition -M models.yml -T device_types.yml -D devices.yml --report pipeline.html
-
         trimtab partition --objective latency --headroom 10% --format json
-
         trimtab partition --frontier --max-devices 6
-
         trimtab partition --emit vllm --cut-every 4
-
         trimtab partition --emulate
     """
     if devices_from_ray is not None:

@@ -62,25 +62,17 @@ def plan(
     A job file in trimtab's own form:
 
         cluster: {nodes: 2, gpus_per_node: 8}
-
         workflow:
-
           batches: 512
-
           components:
-
             rollout: {seconds: {16: 59.9}}
-
             trainer: {seconds: {16: 95.7}, after: [rollout], granularity: 128}
 
     Examples:
 
         trimtab plan job.yaml
-
         trimtab plan job.yaml cluster.nodes=4 --report plan.html
-
         trimtab plan verl_config.yaml --profile profile.yaml --format overrides
-
         trimtab plan --from-run runs/grpo-1 cluster.nodes=4
     """
     from trimtab.plan.placement.planner import best_plan, explain

@@ -36,7 +36,6 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
     Examples:
 
         trimtab status
-
         trimtab status --address 10.0.0.1:6379 --format json
     """
     from trimtab.render.text import pool as pool_text
@@ -61,9 +60,7 @@ def explain(
     Examples:
 
         trimtab explain rollout-03
-
         trimtab explain trainers
-
         trimtab explain 4f1c09
     """
     from trimtab.render.text import pool as pool_text
@@ -130,7 +127,6 @@ def drain(
     Examples:
 
         trimtab pool drain rlhf
-
         trimtab pool drain rlhf --off
     """
     from trimtab.render.text import pool as pool_text

@@ -58,7 +58,6 @@ def logs(
     Examples:
 
         trimtab profile logs verl.jsonl --gpus 16 --output profile.yaml
-
         trimtab profile logs run.log --gpus rollout=8 --gpus trainer=8 --lengths rollouts/
     """
     from trimtab.formats.logs import gpus as logs_gpus
@@ -261,7 +260,6 @@ def layers(
     Examples:
 
         trimtab profile layers my_models.py:decoder --input 128,2048 --type A100 --device cuda --bw-mbps 100000
-
         trimtab profile layers --from-json h200.json --type H200 --bw-mbps 200000
     """
     from trimtab.formats.pipeline import layer_files

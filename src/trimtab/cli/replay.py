@@ -35,7 +35,6 @@ def replay(
     Examples:
 
         trimtab replay /tmp/ray/session_latest/trimtab/trimtab
-
         trimtab replay journal --with fifo --with patient.yaml --html report.html
     """
     from trimtab.render.text import journal as replay_text

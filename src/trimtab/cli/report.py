@@ -28,7 +28,6 @@ def report(
     Examples:
 
         trimtab report out/grpo
-
         trimtab report out/grpo -o grpo.html --metric trainer.loss --metric reward
     """
     from trimtab.render.html.run.figures import all_metrics, metric_names, status_sentence, story_lines

@@ -55,9 +55,7 @@ def run(
     Examples:
 
         trimtab run examples/grpo/job.yaml --local
-
         trimtab run job.yaml --iterations 200 --mode auto
-
         trimtab run --resume runs/grpo-1 --iterations 400
     """
     from trimtab.cli.dashboard import beside
@@ -162,7 +160,6 @@ def _is_over(folder: Path, iterations: int, form: Format) -> bool:
 
 
 def _measures(job: Job, resume: Path | None) -> bool:
-    """Whether costs are measured before the first plan."""
     if not job.run_job.unmeasured:
         return False
     from trimtab.runtime.run.folder import read_run
@@ -215,7 +212,6 @@ def _print_result(data: dict[str, Any], form: Format) -> None:
 
 
 def _exit(end: RunEnd) -> None:
-    """Exits with the status of the run; its error is reported like any other."""
     if end.state == "failed":
         error: TrimtabError = end.error or UnreachableError(end.reason.sentence)
         raise error

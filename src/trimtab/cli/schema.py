@@ -32,7 +32,6 @@ def schema(
     Examples:
 
         trimtab schema --output job.schema.json
-
         trimtab schema scenario
     """
     from trimtab.formats.json_schema import file_schema

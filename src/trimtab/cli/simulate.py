@@ -76,7 +76,6 @@ def write_comparison(data: dict[str, Any], as_csv: Callable[[], str], form: Simu
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:
-    """Parses the setting and its values."""
     key, equals, values = text.partition("=")
     if not equals:
         raise InputError(f"{key} has no values", where=SWEEP, hint=f"{key}=1,2,3 or {key}=1..3")

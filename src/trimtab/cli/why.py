@@ -57,11 +57,8 @@ def why(
     Examples:
 
         trimtab why
-
         trimtab why --address 10.0.0.1:6379 --format json
-
         trimtab why --watch 2
-
         trimtab why --would-fit job.yaml cluster.nodes=4
     """
     if would_fit is None and (overrides or profile is not None):

@@ -58,7 +58,6 @@ class _Demo:
         self.failed = 0
 
     def check(self, holds: bool, words: str, otherwise: str = "") -> None:
-        """Prints a check and its result."""
         self.passed, self.failed = self.passed + holds, self.failed + (not holds)
         self._talk.lines(f"  {'✓' if holds else '✗'} {words}" + (f" ({otherwise})" if otherwise and not holds else ""))
 
@@ -176,12 +175,10 @@ class _Training:
                 )
 
     def in_step(self) -> None:
-        """Waits until a step is running."""
         self._begun.clear()
         self._begun.wait(SIZE_S)
 
     def stop(self) -> None:
-        """Stops after the current step."""
         self._stopped.set()
         self._thread.join(SIZE_S)
 
@@ -210,9 +207,7 @@ class _ProcessCensus:
         return len(self._seen)
 
     def look(self) -> None:
-        """Records the current descendants."""
         self._seen.update(set(processes.descendants(os.getpid())) - self._before)
 
     def left(self, timeout_s: float) -> list[int]:
-        """Pids that still exist after the timeout."""
         return sorted(process.pid for process in processes.gone(self._seen, timeout_s))

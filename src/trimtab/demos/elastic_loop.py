@@ -57,7 +57,6 @@ class LoopPrinter:
         )
 
     def lines(self, *lines: str) -> None:
-        """Prints lines together."""
         with self._lock:
             for line in lines:
                 self._say(line)
@@ -120,7 +119,6 @@ def _actor(value: Any) -> str:
 
 
 def _shortened(sentence: str) -> str:
-    """Shortens node ids and capitalises a sentence."""
     short = re.sub(r"\b([0-9a-f]{10})[0-9a-f]{46}\b", r"\1...", sentence)
     return short[:1].upper() + short[1:]
 

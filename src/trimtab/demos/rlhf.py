@@ -79,7 +79,6 @@ class RLHFWorker:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The demo as a program."""
     parser = argparse.ArgumentParser(description="Rollout, reward and train in one pool on Ray, with preemption.")
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="the language of the output")
     parser.add_argument("--address", help="a Ray cluster (default: RAY_ADDRESS, a running local cluster, or a new one)")
@@ -119,7 +118,6 @@ def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], 
 
 
 def texts() -> dict[str, dict[str, str]]:
-    """Texts by key and language."""
     file = resources.files("trimtab.demos") / "rlhf_texts.yaml"
     found: dict[str, dict[str, str]] = yaml_text.parse(file.read_text(encoding="utf-8"), file.name)
     return found
@@ -141,7 +139,6 @@ class BilingualPrinter:
         self._say(self.text(key, **values))
 
     def check(self, holds: bool, key: str, **values: Any) -> bool:
-        """Prints a check and its result."""
         if holds:
             self.passed += 1
         else:
@@ -163,7 +160,6 @@ class _Demo:
     # ---- preparation
 
     def prepare(self) -> None:
-        """Sizes, policy, pool, warm hosts."""
         from trimtab.compat.simple_scheduler.scheduler import PreemptionAggressiveness
 
         free = _free(self._scheduler)

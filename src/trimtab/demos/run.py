@@ -56,7 +56,6 @@ class DemoEvents:
                 self._once("evaluation", self._evaluate)
 
     def wait(self) -> None:
-        """Waits until all events are over."""
         for thread in self._threads:
             thread.join(timeout=60)
 

@@ -108,7 +108,6 @@ def print_story(story: Sequence[Data]) -> None:
 
 
 def facts(*rows: tuple[str, str]) -> None:
-    """Print label and value pairs, a line each."""
     show(facts_table(rows))
 
 
@@ -126,7 +125,6 @@ def show(parts: RenderableType) -> None:
 
 
 def text_lines(parts: RenderableType) -> list[str]:
-    """One row per line, without trailing spaces."""
     page = io.StringIO()
     Console(file=page, highlight=False, width=PIPE_WIDTH).print(parts)
     return [line.rstrip() for line in page.getvalue().splitlines()]
@@ -169,7 +167,6 @@ def clock(at: float) -> str:
 
 
 def picked(record: object, *names: str) -> dict[str, Any]:
-    """Attributes of a record as data."""
     return {name: getattr(record, name) for name in names}
 
 

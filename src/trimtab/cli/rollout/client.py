@@ -157,22 +157,18 @@ class GatewayClient:
         return self._call("GET", "/status")
 
     def story(self, name: str) -> dict[str, Any]:
-        """The story of a worker or a request."""
         return self._call("GET", f"/story/{_path(name)}")
 
     def drain(self, worker: str, deadline_s: float | None, why: str) -> dict[str, Any]:
-        """Stops new requests to a worker until it is resumed."""
         return self._call("POST", f"/workers/{_path(worker)}/drain", {"deadline_s": deadline_s, "why": why})
 
     def resume(self, worker: str) -> dict[str, Any]:
         return self._call("POST", f"/workers/{_path(worker)}/resume", {})
 
     def scale(self, workers: int, for_s: float | None, why: str) -> dict[str, Any]:
-        """Sets the number of workers until released or for a time."""
         return self._call("POST", "/scale", {"workers": workers, "for_s": for_s, "why": why})
 
     def release(self) -> dict[str, Any]:
-        """Returns scaling to the policy."""
         return self._call("DELETE", "/scale")
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

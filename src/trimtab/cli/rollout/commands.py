@@ -62,7 +62,6 @@ def serve(
     Examples:
 
         trimtab rollout serve job.yaml
-
         trimtab rollout serve job.yaml --port 9000
     """
     import asyncio
@@ -94,9 +93,7 @@ def status(
     Examples:
 
         trimtab rollout status
-
         trimtab rollout status engine-0
-
         trimtab rollout status --url http://10.0.0.1:8268 --format json
     """
     from trimtab.render.text import rollout as rollout_text
@@ -133,7 +130,6 @@ def drain(
     Examples:
 
         trimtab rollout drain engine-2
-
         trimtab rollout drain engine-2 --deadline 5m --why "its GPU is needed"
     """
     client = _client(url, token_file)
@@ -174,7 +170,6 @@ def scale(
     Examples:
 
         trimtab rollout scale 8 --for 10m
-
         trimtab rollout scale --release
     """
     from trimtab.render.text import rollout as rollout_text
@@ -209,7 +204,6 @@ def doctor(
     Examples:
 
         trimtab rollout doctor
-
         trimtab rollout doctor --config job.yaml
     """
     from trimtab.machines.diagnose.rollout_findings import Severity

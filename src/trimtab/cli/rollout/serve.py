@@ -54,7 +54,6 @@ class StopRequests:
         self.forced = asyncio.Event()
 
     def request(self) -> None:
-        """Registers a stop request."""
         if self.requested.is_set():
             self.forced.set()
         self.requested.set()
@@ -198,7 +197,6 @@ def _quiet() -> Iterator[None]:
 
 
 async def _follow(pool: RolloutPool) -> None:
-    """Follows weights that a trainer sends to the engines directly."""
     from trimtab.integrations.following import follow
 
     await follow(pool)
@@ -256,7 +254,6 @@ class ServedEngines:
         self._devices: dict[str, Callable[[], str]] = {}
 
     def gpus_of(self, worker: str) -> tuple[int, ...]:
-        """GPUs of this machine that a worker uses, if known."""
         named = self._devices.get(worker, str)().split(",")
         return tuple(int(word) for word in named if word.strip().isdecimal())
 

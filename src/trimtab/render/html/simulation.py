@@ -59,7 +59,6 @@ def runs_text(compared: Comparison[Any, Any], what: str) -> str:
 
 
 def figures_table(heads: Sequence[str], rows: Sequence[PolicySummary], cells: Callable[..., Sequence[str]]) -> Table:
-    """A row per policy."""
     return text_table(("policy", *(f">{head.lower()}" for head in heads)), ((row.policy, *cells(row)) for row in rows))
 
 
@@ -74,7 +73,6 @@ def brief(seconds: float) -> str:
 
 
 def policy_table(label: str, heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], css: str = "") -> str:
-    """A row per policy, in its colour."""
     drawn = ([page.keyed(at, escape(name)), *cells] for at, (name, cells) in enumerate(rows))
     return page.table(label, ("Policy", *heads), drawn, numeric=range(1, len(heads) + 1), css=css)
 

@@ -30,7 +30,6 @@ EVENTS_SHOWN = 8
 
 
 def picture(frame: FollowFrame) -> RenderableType:
-    """The current state as a renderable."""
     parts: list[RenderableType] = [*_status(frame), *_advised(frame.picture)]
     parts.append(Text("\nCtrl-C ends", style="dim"))
     return Group(*parts)

@@ -74,7 +74,6 @@ class RunNarrator:
         return list(handler(facts)) if handler is not None else []
 
     def report_next_decision(self) -> None:
-        """Print the next decision, whatever it is."""
         self._print_next = True
 
     @property

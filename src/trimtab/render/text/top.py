@@ -24,7 +24,6 @@ _TALL = 10_000
 
 
 def picture(source: DashboardSource, height: int) -> RenderableType:
-    """The screen, cut to `height` lines."""
     return Group(*_parts(source, height))
 
 

@@ -162,7 +162,6 @@ class Comparison(Generic[ScenarioT, FiguresT]):
 
     @property
     def over(self) -> str:
-        """What a figure is, for a heading."""
         return f"mean of {self.seeds} seeds, ± their standard deviation" if self.seeds > 1 else "one seed"
 
     @property
@@ -170,7 +169,6 @@ class Comparison(Generic[ScenarioT, FiguresT]):
         return [run for run in self.runs if run.seed == self.scenario.seeds[0]]
 
     def total(self, name: str) -> Any:
-        """Sum of a figure over all runs."""
         return sum(getattr(run, name) for run in self.runs)
 
     def data(self) -> dict[str, Any]:

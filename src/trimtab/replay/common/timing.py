@@ -49,7 +49,6 @@ class Agenda(Generic[Event]):
         return event
 
     def advance_to(self, at: float) -> None:
-        """Sets the clock without popping an event."""
         self.now = max(self.now, at)
 
 

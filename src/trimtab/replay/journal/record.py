@@ -89,7 +89,6 @@ class TaskStory:
 
     @property
     def open(self) -> RecordedAttempt | None:
-        """The attempt under way."""
         last = self.attempts[-1] if self.attempts else None
         return last if last is not None and last.stopped_s is None else None
 

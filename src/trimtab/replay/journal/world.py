@@ -46,7 +46,6 @@ class CountedUnit:
         return Resources(tuple(sorted(units.items())))
 
     def whole(self, bundles: Iterable[Resources]) -> int:
-        """Units of all bundles together."""
         return sum(round(bundle.get(self.resource) / self.each) for bundle in bundles) // GRAIN
 
 

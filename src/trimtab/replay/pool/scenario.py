@@ -283,7 +283,6 @@ class WorkloadSettings:
         return [replace(row, submit_s=row.submit_s - rows[0].submit_s) for row in rows] if self.skip else rows
 
     def rows(self, seed: int) -> list[JobRow]:
-        """Jobs in order of submission."""
         rows = self.generate.rows(seed) if self.generate is not None else self._read
         return [row for row in rows if self.most_gpus is None or row.gpus <= self.most_gpus]
 

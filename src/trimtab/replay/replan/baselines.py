@@ -109,7 +109,6 @@ class KeptPlanPolicy:
         self._sited, self._lost = moving.to, ()
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
         moving = self._migrations.moving
         return None if moving is None else moving.deadline
 
@@ -170,7 +169,6 @@ def throughout(truth: TrueCosts, rules: ReplanRules) -> Cluster:
 
 
 def _candidates(truth: TrueCosts, cluster: Cluster) -> list[PlacedPlan]:
-    """Plans that are best at some iteration."""
     try:
         found = [truth.best(cluster, number) for number in range(1, truth.reality.iterations + 1)]
     except (InfeasibleError, InputError):
@@ -224,7 +222,6 @@ def loop_run(
     on_event: ReplanListener | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> ReplanOutcome:
-    """Runs with the replan machine that runs live."""
     reality, first = truth.reality, truth.first()
     machine = ReplanMachine(reality.job.workflow, reality.job.cluster, first.plan, rules, reality.allowed)
     return ReplanReplay(machine, truth, rules, on_event=on_event, progress=progress).run()

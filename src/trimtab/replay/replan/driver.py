@@ -83,7 +83,6 @@ class _SavedState:
     after: int = 0
 
     def is_over(self, iteration: int) -> None:
-        """Saves after the iteration if it is due."""
         if not self.every or iteration % self.every == 0:
             self.after = iteration
 

@@ -124,7 +124,6 @@ class SimulatedEngine:
         return max(self.at, self.reading_until) + seconds, key
 
     def flush_cache(self) -> None:
-        """Flushes the prefix cache."""
         self.read.clear()
 
     def _step_s(self) -> float:
@@ -388,7 +387,6 @@ class RolloutReplay:
                 self._send_event(e.RolloutTick())
 
     def _count_busy(self, name: str) -> None:
-        """Updates the busy time of an engine."""
         if self._engines[name].running:
             self._busy.setdefault(name, self._agenda.now)
         elif name in self._busy:

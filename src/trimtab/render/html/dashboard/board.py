@@ -160,7 +160,6 @@ class RunBoard:
 
     @property
     def status_sentence(self) -> str:
-        """The state of the run as a sentence."""
         story = self.story
         if not story.events or story.state or story.is_advised or self.is_alive is None:
             return status_sentence(story)
@@ -332,7 +331,6 @@ class LiveTimeline:
         self.used_gpu_s = 0.0
 
     def whole(self) -> dict[str, Any]:
-        """The whole timeline."""
         data = chart_data(run_chart(self._story))
         _name(data, self._story.timeline_events, 0)
         return data

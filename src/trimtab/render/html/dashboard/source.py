@@ -81,7 +81,6 @@ class DashboardSource:
         return {"panels": panels}
 
     def whole(self) -> Mapping[str, Any]:
-        """Everything sent so far."""
         return {**self._shown, "timeline": self._line.whole() if self._line is not None else None}
 
     def _now(self) -> dict[str, Any]:

@@ -107,12 +107,10 @@ def card(body: str) -> str:
 
 
 def folded(summary: str, body: str) -> str:
-    """A card that is opened by its summary."""
     return f'<details class="card"><summary>{summary}</summary>{body}</details>'
 
 
 def cards(items: Iterable[str], *, ordered: bool = True) -> str:
-    """A list of `card_item`."""
     tag = "ol" if ordered else "ul"
     return f'<{tag} class="plans">\n' + "\n".join(items) + f"\n</{tag}>"
 
@@ -143,7 +141,6 @@ def picture(
 
 
 def chart_picture(chart: Chart, prefix: str, *, compact: bool = False) -> str:
-    """A timeline."""
     return picture(lambda width, name: svg(chart, width, standalone=False, compact=compact, prefix=name), prefix)
 
 
@@ -192,10 +189,8 @@ def facts_list(facts: Iterable[tuple[str, str]], attributes: str = 'class="figur
 
 
 def code_of(code: str) -> str:
-    """A reason code, small beside its sentence."""
     return f' <small class="code">{escape(code)}</small>' if code else ""
 
 
 def why_of(code: str, reason: str) -> str:
-    """A reason with its code, as markup."""
     return f"{escape(reason) or '–'}{code_of(code)}"

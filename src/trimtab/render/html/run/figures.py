@@ -219,13 +219,11 @@ def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], met
 
 
 def story_lines(story: RunStory, metrics: Sequence[str] = ()) -> list[str]:
-    """The summary of a story by itself."""
     spent = costs(story, idle_shares(story))
     return summary_lines(story, run_chart(story), spent, metric_names(story, metrics))
 
 
 def status_sentence(story: RunStory) -> str:
-    """The state of the run as a sentence."""
     if not story.events:
         return "No events yet: the run has just started, or never did."
     if not story.state and story.is_advised:

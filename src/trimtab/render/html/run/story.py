@@ -103,7 +103,6 @@ class ReportMigration:
 
     @property
     def is_open(self) -> bool:
-        """Whether more events may follow."""
         return self.ended_s is None or self.state == MOVE_INTERRUPTED
 
     @property
@@ -345,7 +344,6 @@ class RunStory:
         self.bars = [replace(bar, void=True) if bar.iteration in numbers else bar for bar in self.bars]
 
     def _voided(self, after: int) -> int:
-        """Number of iterations that a loss has just made void."""
         numbers = [record.iteration.number for record in self.done if record.void and record.iteration.number > after]
         is_lost = bool(self.timeline_events) and self.timeline_events[-1].kind == "lost"
         return len(set(numbers)) if is_lost else 0

@@ -228,7 +228,6 @@ def chart_data(chart: RunChart) -> dict[str, Any]:
 
 
 def static_svg(chart: RunChart, width: int, prefix: str, title: str) -> str:
-    """The run as a still picture."""
     return _Drawing(chart, width, escape(prefix)).draw(title)
 
 
@@ -391,7 +390,6 @@ def _crowds(marks: list[ReportEvent], x: Any) -> Iterator[list[ReportEvent]]:
 
 
 def glyph(kind: str, x: float, y: float, tip: str = "") -> str:
-    """The mark of a kind around a point."""
     title = tooltip(tip) if tip else ""
     where = f"translate({px(x)} {px(y)}) scale({px(_GLYPH_PX)})"
     return f'<path class="glyph {_tone(kind)}" transform="{where}" d="{SHAPES[kind]}">{title}</path>'
