@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,16 +104,19 @@ def start(
     with signals_interrupt():
         try:
             with err.status("starting the head"):
-                _find_ray(import_ray)
+                if importlib.util.find_spec("ray") is None:  # without the second that importing it takes
+                    import_ray()
                 local.start_all(ledger, cluster, wanted, ip, timeout, _print_started)
         except KeyboardInterrupt:
             err.print("interrupted; all started processes have ended")
             raise typer.Exit(130) from None
         hints = cluster_text.next_steps(cluster, wanted[auth.MODE] == auth.ON)
         if detach:
-            _disown(ledger, cluster)
+            with ledger.change() as state:
+                state.clusters[cluster.address] = dataclasses.replace(state.clusters[cluster.address], owner=None)
             data = _status_now(ledger, cluster)
-            answer(data, form, lambda: _print_detached(data, hints))
+            hints.append("trimtab cluster stop                       # stops it")
+            answer(data, form, lambda: out.print(cluster_text.picture(data, hints)))
             return
         _show_until_end(ledger, cluster, hints)
 
@@ -388,17 +392,6 @@ def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
     return "" if head.alive else "its supervisor was killed"
 
 
-def _disown(ledger: Ledger, cluster: ClusterRecord) -> None:
-    with ledger.change() as state:
-        state.clusters[cluster.address] = dataclasses.replace(state.clusters[cluster.address], owner=None)
-
-
-def _print_detached(data: dict[str, Any], hints: list[str]) -> None:
-    from trimtab.render.text import cluster as cluster_text
-
-    out.print(cluster_text.picture(data, [*hints, "trimtab cluster stop                       # stops it"]))
-
-
 def _print_started(node: NodeRecord) -> None:
     from trimtab.runtime.procs.gpus import ids_text
 
@@ -430,14 +423,6 @@ def _bytes(text: str | None, option: str) -> int | None:
     if size <= 0:
         raise InputError(f"{text} is not a size", where=f"command line: {option}", hint="such as 16GB, 500MB or 4GiB")
     return size
-
-
-def _find_ray(import_ray: Any) -> None:
-    """Fails early if Ray is missing, without the second that importing it takes."""
-    import importlib.util
-
-    if importlib.util.find_spec("ray") is None:
-        import_ray()
 
 
 def _warn_all(notes: list[str]) -> None:

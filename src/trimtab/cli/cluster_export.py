@@ -24,7 +24,6 @@ from trimtab.render.output import Format, answer, err, share
 
 if TYPE_CHECKING:
     from trimtab.formats.loaded import LoadedJob
-    from trimtab.machines.nodes.roles import PlanningContext
     from trimtab.model.profile import Profile
     from trimtab.model.workflow import Cluster, Node
 
@@ -94,17 +93,11 @@ def advise(
         cluster = roles.with_joined(cluster, *_parse_join(join), kind)
     after = _on_cluster(loaded, cluster, measured)
     before = roles.PlanningContext(loaded.job, loaded.rules, loaded.current)
-    advice = roles.advise(before, _context(after), noise=noise_share)
+    advice = roles.advise(before, roles.PlanningContext(after.job, after.rules), noise=noise_share)
     advice = replace(advice, notes=(*notes, *advice.notes))
     settings = None if advice.stay else after.settings(advice.after)
     data = outside_text.advice_data(advice, loaded.job.cluster, after.job.cluster, settings)
     answer(data, form, lambda: outside_text.print_advice(advice, loaded.job.cluster, after.job.cluster, settings))
-
-
-def _context(loaded: LoadedJob) -> PlanningContext:
-    from trimtab.machines.nodes.roles import PlanningContext
-
-    return PlanningContext(loaded.job, loaded.rules)
 
 
 def _parse_join(text: str) -> tuple[int, int | None]:

@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption
 from trimtab.core.errors import InputError
-from trimtab.render.output import Format, answer, err, out, text_table, warn
+from trimtab.render.output import Format, answer, err, out, print_lines, text_table, warn
 
 if TYPE_CHECKING:
     from trimtab.formats.pipeline.layer_files import MergedFiles
@@ -156,8 +156,7 @@ def _profile_text(profile: Profile, output: Path | None) -> None:
             rows.append((component.name if not position else "", gpus, f"{seconds:.4g}", *about))
     heads = ("component", ">GPUs", ">seconds", ">spread", ">drift", ">s per 1k tok", ">steps", "")
     out.print(text_table(heads, rows, no_wrap=True, title=f"Profile of {profile.source}: seconds of one iteration"))
-    for note in profile.notes:
-        out.print(f"- {note}", markup=False)
+    print_lines(f"- {note}" for note in profile.notes)
     if output is not None:
         out.print(f"written to {output}", markup=False)
 
@@ -197,8 +196,7 @@ def _memory_text(shape: Architecture, needs: Iterable[MemoryNeed]) -> None:
 
     active = "" if shape.active_parameters == shape.parameters else f", {shape.active_parameters:,} used by a token"
     out.print(f"{shape.parameters:,} parameters{active}; GB are 2^30 bytes on one GPU", markup=False)
-    for note in shape.notes:
-        out.print(f"- {note}", markup=False)
+    print_lines(f"- {note}" for note in shape.notes)
     blocks: dict[str, Mapping[str, Any]] = {}
     for need in needs:
         heads = (
@@ -212,9 +210,7 @@ def _memory_text(shape: Architecture, needs: Iterable[MemoryNeed]) -> None:
         moved = ", ".join(f"{term.name} {term.gb:.2f}" for term in need.host) or "nothing"
         out.print(f"while parked: {need.resident_gb:.2f} GB on the GPU ({kept})", markup=False)
         out.print(f"              {need.host_gb:.2f} GB per GPU in host memory ({moved})", markup=False)
-        for note in need.notes:
-            if note not in shape.notes:
-                out.print(f"- {note}", markup=False)
+        print_lines(f"- {note}" for note in need.notes if note not in shape.notes)
         blocks[need.component] = need.block()
     out.print("\nTo paste into a job file's components:\n", markup=False)
     out.print(dump(blocks), markup=False, end="")
@@ -360,8 +356,7 @@ def _layers_text(data: Mapping[str, Any], merged: MergedFiles | None) -> None:
         )
     out.print(table)
     out.print(f"model input: {data['parameters_in']:,} elements per batch item", markup=False)
-    for note in data.get("notes") or ():
-        out.print(f"- {note}", markup=False)
+    print_lines(f"- {note}" for note in data.get("notes") or ())
     if merged is not None:
         how = "written to" if merged.changed else "already in"
         out.print(f"{how} {merged.models_file} and {merged.types_file} as {merged.device_type}", markup=False)

@@ -71,7 +71,10 @@ def read_journal_path(path: Path) -> JournalContents:
             files = sorted(file for file in path.iterdir() if file.name.startswith("journal-"))
             snapshots = [file for file in path.iterdir() if file.name.startswith("snapshot-")]
             if not files and not snapshots:
-                raise InputError("there is no journal here", where=str(path), hint=_hint(path))
+                of_run = (
+                    "this is the folder of a run, not of a controller; " if (path / "events.jsonl").exists() else ""
+                )
+                raise InputError("there is no journal here", where=str(path), hint=of_run + HINT)
             for file in files:
                 _segment_number(file, torn_is_empty=True)
             return read_journal(path)
@@ -85,12 +88,6 @@ def read_journal_path(path: Path) -> JournalContents:
         return read_segment(path)
     except OSError as fault:
         raise InputError(f"the journal cannot be read: {fault.strerror or fault}", where=str(path), hint=HINT) from None
-
-
-def _hint(path: Path) -> str:
-    if (path / "events.jsonl").exists():
-        return f"this is the folder of a run, not of a controller; {HINT}"
-    return HINT
 
 
 def _segment_number(path: Path, *, torn_is_empty: bool = False) -> int:

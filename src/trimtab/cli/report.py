@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, called
 from trimtab.formats.files import write_text
-from trimtab.render.output import Format, answer, err, out, warn
+from trimtab.render.output import Format, answer, err, print_lines, warn
 
 
 def report(
@@ -55,9 +55,5 @@ def report(
         "words": lines,
     }
 
-    def text() -> None:
-        for line in lines:
-            out.print(line, markup=False)
-
-    answer(data, form, text)
+    answer(data, form, lambda: print_lines(lines))
     err.print(f"report written to {target}", markup=False)

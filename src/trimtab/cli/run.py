@@ -13,7 +13,7 @@ from typer import Argument, Option
 from trimtab.cli.options import DashboardPortOption, JsonOption
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.run import ReplanMode
-from trimtab.render.output import Format, answer, err, out
+from trimtab.render.output import Format, answer, err, out, print_lines
 
 if TYPE_CHECKING:
     from trimtab.model.plan import Plan
@@ -60,7 +60,7 @@ def run(
     """
     from trimtab.cli.dashboard import beside
     from trimtab.render.live import RunDisplay, signal_callbacks, stdout_to_stderr
-    from trimtab.render.text.run import RunNarrator
+    from trimtab.render.text.run import RunNarrator, last_lines
 
     if local and address:
         raise InputError("--local and --address exclude each other", where="command line")
@@ -107,8 +107,13 @@ def run(
                 beside=beside(say, port) if dashboard or port is not None else None,
             )
     again = " --local" if local else f" --address {address}" if address else ""
-    _print_result(_end_data(end, story, where["folder"], request, again), form)
-    _exit(end)
+    data = _end_data(end, story, where["folder"], request)
+    answer(data, form, lambda: print_lines(last_lines({**data, "again": again})))
+    sys.stdout.flush()
+    if end.state == "failed":
+        raise end.error or UnreachableError(end.reason.sentence)
+    if end.state == "stopped":
+        raise typer.Exit(STOPPED)
 
 
 def _job(
@@ -177,7 +182,7 @@ def _summary(job: Job) -> str:
     )
 
 
-def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job, again: str) -> dict[str, Any]:
+def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job) -> dict[str, Any]:
     """The result of a run as plain data, for `--format json` and `yaml`."""
     from trimtab.runtime.run.folder import read_saved
     from trimtab.runtime.run.measurements import summary_facts
@@ -196,24 +201,4 @@ def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job, again: str
             "pieces of advice": story.counts["advice"],
             "losses": story.counts["lost"],
         },
-        "again": again,
     }
-
-
-def _print_result(data: dict[str, Any], form: Format) -> None:
-    from trimtab.render.text.run import last_lines
-
-    def text() -> None:
-        for line in last_lines(data):
-            out.print(line, markup=False)
-
-    answer({key: value for key, value in data.items() if key != "again"}, form, text)
-    sys.stdout.flush()
-
-
-def _exit(end: RunEnd) -> None:
-    if end.state == "failed":
-        error: TrimtabError = end.error or UnreachableError(end.reason.sentence)
-        raise error
-    if end.state == "stopped":
-        raise typer.Exit(STOPPED)

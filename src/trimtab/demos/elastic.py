@@ -40,7 +40,7 @@ def run_demo(backend: str = "auto", say: Say | None = None) -> int:
         demo.train()
         seen.look()
     left = seen.left(GONE_S)
-    demo.check(not left, f"no process is left: all {seen.count} have ended", f"left: {left}")
+    demo.check(not left, f"no process is left: all {len(seen.found)} have ended", f"left: {left}")
     talk.lines("", demo.verdict())
     return NOT_DONE if demo.failed else 0
 
@@ -200,14 +200,10 @@ class _ProcessCensus:
 
     def __init__(self) -> None:
         self._before = set(processes.descendants(os.getpid()))
-        self._seen: set[processes.ProcessIdentity] = set()
-
-    @property
-    def count(self) -> int:
-        return len(self._seen)
+        self.found: set[processes.ProcessIdentity] = set()
 
     def look(self) -> None:
-        self._seen.update(set(processes.descendants(os.getpid())) - self._before)
+        self.found.update(set(processes.descendants(os.getpid())) - self._before)
 
     def left(self, timeout_s: float) -> list[int]:
-        return sorted(process.pid for process in processes.gone(self._seen, timeout_s))
+        return sorted(process.pid for process in processes.gone(self.found, timeout_s))

@@ -82,6 +82,11 @@ def print_list(heading: str, sentences: Iterable[str]) -> None:
         out.print(f"  - {sentence}", markup=False)
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        out.print(line, markup=False)
+
+
 def warn(sentence: str) -> None:
     err.print(f"[yellow]warning:[/] {sentence}", markup=True)
 

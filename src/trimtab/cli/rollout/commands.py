@@ -21,7 +21,6 @@ from trimtab.render.output import Format, answer, warn
 
 if TYPE_CHECKING:
     from trimtab.cli.rollout.client import GatewayClient
-    from trimtab.machines.diagnose.rollout_findings import RolloutFinding
 
 app = typer.Typer(help="Rollout engines behind one gateway, scaled with the load.", no_args_is_help=True)
 
@@ -206,38 +205,27 @@ def doctor(
         trimtab rollout doctor
         trimtab rollout doctor --config job.yaml
     """
+    from trimtab.formats.rollout import job_section as rollout_file
+    from trimtab.machines.diagnose.rollout import examine, examine_settings
     from trimtab.machines.diagnose.rollout_findings import Severity
     from trimtab.render.text import rollout as rollout_text
+    from trimtab.runtime.procs import gpus
 
     if config is not None:
         if url is not None:
             raise InputError("--config and --url exclude each other", where="command line")
-        found, of_what = _diagnose_file(config), str(config)
+        settings, of_what = rollout_file.read(config), str(config)
+        _import_serve().commands(settings)
+        found = examine_settings(settings.warnings(), settings.public_addresses())
     else:
         client = _client(url, token_file)
-        found, of_what = _diagnose_gateway(client), client.at.url
+        found, of_what = examine(_status(client), gpus.pids_by_gpu()), client.at.url
     answer(rollout_text.doctor_data(found, of_what), form, lambda: rollout_text.print_findings(found, of_what))
     worst = {finding.severity for finding in found}
     if Severity.fault in worst:
         raise typer.Exit(UnreachableError.exit_status)
     if Severity.stuck in worst:
         raise typer.Exit(InfeasibleError.exit_status)
-
-
-def _diagnose_gateway(client: GatewayClient) -> tuple[RolloutFinding, ...]:
-    from trimtab.machines.diagnose.rollout import examine
-    from trimtab.runtime.procs import gpus
-
-    return examine(_status(client), gpus.pids_by_gpu())
-
-
-def _diagnose_file(path: Path) -> tuple[RolloutFinding, ...]:
-    from trimtab.formats.rollout import job_section as rollout_file
-    from trimtab.machines.diagnose.rollout import examine_settings
-
-    settings = rollout_file.read(path)
-    _import_serve().commands(settings)
-    return examine_settings(settings.warnings(), settings.public_addresses())
 
 
 def _import_serve() -> Any:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.markup import counted, duration, escape, known, share
@@ -22,7 +21,6 @@ from trimtab.render.html.run.story import finite
 from trimtab.render.text.advise import drift_text, gpus_text, mark_text, spread_text
 from trimtab.runtime.advise.analysis import ComponentSummary, RunPicture
 from trimtab.runtime.advise.follower import Follower, FollowFrame
-from trimtab.runtime.advise.replanner import Advice
 from trimtab.runtime.run.folder import SUMMARY
 
 STEPS_DRAWN = 14
@@ -73,17 +71,14 @@ def _advice(follower: Follower, seen: RunPicture, names: tuple[str, ...]) -> str
         body = f"<p>{escape(plan.describe())} GPUs</p>{page.chart_picture(chart, f'plan{at}', compact=True)}"
         items.append(page.card_item(title, duration(seconds), body))
     overrides = "\n".join(shell_words(advice.settings))
+    extrapolated = f" Not measured on that many GPUs: {', '.join(advice.extrapolated)}." if advice.extrapolated else ""
+    more = "".join(f" {sentence}." for sentence in advice.settings.advice)
+    lede = f"Since step {advice.since}: {advice.reason.sentence}.{extrapolated}{more}"
     return (
-        page.section("advice", "Advice", escape(_sentence(advice)), page.cards(items, ordered=False))
+        page.section("advice", "Advice", escape(lede), page.cards(items, ordered=False))
         + "\n"
         + page.copy_section("apply", "What to apply", "Add to the run's command line.", "Overrides", overrides)
     )
-
-
-def _sentence(advice: Advice) -> str:
-    extrapolated = f" Not measured on that many GPUs: {', '.join(advice.extrapolated)}." if advice.extrapolated else ""
-    more = "".join(f" {sentence}." for sentence in advice.settings.advice)
-    return f"Since step {advice.since}: {advice.reason.sentence}.{extrapolated}{more}"
 
 
 def _steps(follower: Follower, seen: RunPicture) -> str:
@@ -111,7 +106,9 @@ def _steps(follower: Follower, seen: RunPicture) -> str:
 def _step_chart(follower: Follower, parts: Sequence[ComponentSummary]) -> Chart:
     """A sample of steps from the first to the last, each as its components in sequence."""
     notes = {part.name: ", a wait" if part.wait else "" for part in parts}
-    steps = _some(follower.advising.counted)
+    steps = follower.advising.counted
+    if len(steps) > STEPS_DRAWN:
+        steps = [steps[round(at * (len(steps) - 1) / (STEPS_DRAWN - 1))] for at in range(STEPS_DRAWN)]
     rows, longest = [], 0.0
     for step in steps:
         at, bars = 0.0, []
@@ -122,13 +119,6 @@ def _step_chart(follower: Follower, parts: Sequence[ComponentSummary]) -> Chart:
         longest = max(longest, at)
         rows.append(ChartRow(f"step {step.number}", tuple(bars), shaded=False))
     return Chart("Steps of the run", tuple(rows), tuple(notes), max(longest, 1e-9))
-
-
-def _some(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
-    if len(steps) <= STEPS_DRAWN:
-        return list(steps)
-    last = len(steps) - 1
-    return [steps[round(at * last / (STEPS_DRAWN - 1))] for at in range(STEPS_DRAWN)]
 
 
 ENGINES_SHOWN = 100
@@ -230,7 +220,7 @@ def _engine(engine: Mapping[str, Any]) -> list[str]:
         escape(str(engine["url"])),
         _number(engine["running"]),
         _number(engine["waiting"]),
-        _share(engine["cache_share"]),
+        known(finite(engine["cache_share"]), share),
         _number(engine["tokens_per_second"]),
         "answers" if engine["fault"] is None else f'<span class="warn">{escape(silent)}</span>',
     ]
@@ -243,10 +233,6 @@ def _node(node: Mapping[str, Any]) -> list[str]:
 
 def _number(value: Any) -> str:
     return "–" if finite(value) is None else f"{value:,.0f}"
-
-
-def _share(value: Any) -> str:
-    return "–" if finite(value) is None else share(float(value))
 
 
 def _shares(values: Iterable[Any]) -> str:

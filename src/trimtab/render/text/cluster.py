@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -23,7 +23,7 @@ from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase
 from trimtab.runtime.procs import gpus
 from trimtab.runtime.procs.gpus import LocalGpus, ids_text
 from trimtab.runtime.rayapi.node_view import FIRST_ANSWER_S, RayViewProcess, shown
-from trimtab.runtime.rayapi.nodes import RayHolder, RayNode
+from trimtab.runtime.rayapi.nodes import RayNode
 
 Data = Mapping[str, Any]
 COLOURS = {"running": "green", "starting": "cyan", "draining": "yellow", "ending": "yellow", "not in Ray": "red"}
@@ -38,7 +38,8 @@ def status_data(
 ) -> dict[str, Any]:
     """The cluster as data. `seen` None: Ray does not answer."""
     by_id = {node.node_id: node for node in seen or ()}
-    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.live_nodes)]
+    in_order = sorted(cluster.live_nodes, key=lambda node: (not node.head, node.slot))
+    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in in_order]
     known = {node.node_id for node in cluster.nodes}
     others = [_other_node(node) for node in seen or () if node.node_id not in known]
     given = {gpu: node for node in cluster.live_nodes for gpu in node.gpus}
@@ -87,7 +88,7 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
     if data["gpus"]:
         parts += ["", _gpu_line(data["gpus"])]
     if data["ended"]:
-        parts += ["", *(_ended_line(node) for node in data["ended"][-5:])]
+        parts += ["", *(Text(_ended_words(node), style="yellow") for node in data["ended"][-5:])]
     parts += [Text.from_markup(f"[yellow]{escape(note)}[/]") for note in data["notes"]]
     if hints:
         parts += ["", *(Text(line, style="dim") for line in hints)]
@@ -187,17 +188,9 @@ def _held(seen: RayNode | None) -> dict[str, Any]:
         "free": shown(seen.free),
         "holders": [
             {"kind": holder.kind, "name": holder.name, "holds": holder.holds, "pid": holder.pid}
-            for holder in _holders_by_gpus(seen.holders)
+            for holder in sorted(seen.holders, key=lambda holder: (-holder.holds.get("gpu", 0.0), holder.name))
         ],
     }
-
-
-def _holders_by_gpus(holders: Iterable[RayHolder]) -> list[RayHolder]:
-    return sorted(holders, key=lambda holder: (-holder.holds.get("gpu", 0.0), holder.name))
-
-
-def _in_order(nodes: Iterable[NodeRecord]) -> list[NodeRecord]:
-    return sorted(nodes, key=lambda node: (not node.head, node.slot))
 
 
 def _headline(data: Data) -> Text:
@@ -251,10 +244,6 @@ def _gpu_line(gpus: Sequence[Data]) -> Text:
     what = "faked GPUs" if gpus[0]["fake"] else "GPUs"
     text = f"{len(gpus)} {what}, free: {ids_text(free) or 'none'}"
     return Text(text + (f"  (used by other processes: {', '.join(busy)})" if busy else ""))
-
-
-def _ended_line(node: Data) -> Text:
-    return Text(_ended_words(node), style="yellow")
 
 
 def _ended_words(node: Data) -> str:

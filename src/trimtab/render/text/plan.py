@@ -106,8 +106,7 @@ def print_text(
 ) -> None:
     """Print the answer; the placement block comes last, ready to copy."""
     best = answer.best
-    proof = _proof(answer)
-    out.print(f"[bold]{time_text(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {proof}")
+    out.print(f"[bold]{time_text(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {_proof(answer)}")
     out.print(
         f"{best.mode}: {escape(best.describe())} GPUs; {best.gpus} of {best.total_gpus} GPUs used, "
         f"{best.idle_share:.0%} of the GPU time idle"
@@ -157,7 +156,8 @@ def _proof(answer: PlacementAnswer) -> str:
         return "the placement in the file: keep it"
     if answer.scaling is not None and answer.scaling.plan is not None:
         return "best if scaling is perfect, which was not measured"
-    return "proven optimal" if answer.optimal else f"at most {_gap(answer):.1%} above the optimum"
+    gap = answer.best.iteration_seconds / max(answer.lower_bound_seconds, 1e-12) - 1
+    return "proven optimal" if answer.optimal else f"at most {gap:.1%} above the optimum"
 
 
 def _print_scaling(scaling: ScalingCaveat) -> None:
@@ -171,10 +171,6 @@ def _print_scaling(scaling: ScalingCaveat) -> None:
     if scaling.measure is not None:
         name, gpus = scaling.measure
         out.print(f"Measure {escape(name)} on {gpus} GPUs: that decides between the two.")
-
-
-def _gap(answer: PlacementAnswer) -> float:
-    return answer.best.iteration_seconds / max(answer.lower_bound_seconds, 1e-12) - 1
 
 
 def _rate(plan: Plan) -> str:

@@ -390,6 +390,7 @@ def print_pool(data: Data) -> None:
     reserved = "; ".join(amounts(resources) for resources in data["reserved"]) or "none"
     access = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
     evicted = ", ".join(f"{n} {code}" for code, n in data["evictions"].items()) or "none"
+    imports = f" that import {', '.join(data['preload'])}" if data["preload"] else ""
     facts(
         ("pool", data["name"] + (" (drained: starts nothing new)" if data["drained"] else "")),
         ("used", _used(data)),
@@ -397,7 +398,7 @@ def print_pool(data: Data) -> None:
         ("dynamic", f"{limit}, {kept}" if data["dynamic"] else "no dynamic slots"),
         ("slots", counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
         ("counts", f"{data['made_count']} made, {data['reuse_count']} reused, {data['destroyed_count']} destroyed"),
-        ("warm hosts", f"{data['target_hosts']} requested" + _with(" that import ", data["preload"])),
+        ("warm hosts", f"{data['target_hosts']} requested{imports}"),
         ("evictions", evicted),
     )
     if data["tasks"]:
@@ -478,7 +479,3 @@ def _used(view: Data) -> str:
         unit, size = unit_of(name, quota)
         parts.append(f"{view['used'].get(name, 0) / size:.4g}/{quota / size:.4g} {unit}")
     return ", ".join(parts)
-
-
-def _with(words: str, names: Sequence[str]) -> str:
-    return words + ", ".join(names) if names else ""

@@ -280,8 +280,9 @@ class _JournalReader:
         if isinstance(event, e.TaskSubmitted):
             self._submitted(event.spec)
         elif isinstance(event, e.TaskStarted):
-            if (attempt := self._attempt(event.task)) is not None and attempt.started_s is None:
-                attempt.started_s = self._now_s
+            started = self._stories.get(event.task)
+            if started is not None and started.open is not None and started.open.started_s is None:
+                started.open.started_s = self._now_s
         elif isinstance(event, (e.TaskStopped, e.TaskStartFailed)):
             self._stopped(event)
         elif isinstance(event, e.PlacementGroupReady):
@@ -304,10 +305,6 @@ class _JournalReader:
         self._stories[spec.id] = story
         self._record.tasks.append(story)
         return story
-
-    def _attempt(self, task: str) -> RecordedAttempt | None:
-        story = self._stories.get(task)
-        return None if story is None else story.open
 
     def _stopped(self, event: e.TaskStopped | e.TaskStartFailed) -> None:
         story = self._stories.get(event.task)

@@ -10,7 +10,7 @@ the fewest GPU-seconds run first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -90,9 +90,6 @@ class FreeGpuIndex:
     def _push(self, node: str) -> None:
         heapq.heappush(self._by_free[self.free[node]], (self._order[node], node))
 
-    def free_by_node(self) -> Iterable[tuple[str, int]]:
-        return self.free.items()
-
 
 @dataclass
 class BaselineJob:
@@ -166,7 +163,7 @@ class BaselineScheduler:
         for job in self.jobs.values():
             for node, size in zip(job.nodes, job.sizes, strict=False):
                 held[node] = held.get(node, 0) + size
-        for node, free in self.free_gpus.free_by_node():
+        for node, free in self.free_gpus.free.items():
             assert free >= 0, f"{node} is overcommitted"
             assert free + held.get(node, 0) + self.reserved(node) == self.free_gpus.total[node], (
                 f"{node}: free GPUs do not add up"
@@ -376,7 +373,7 @@ class LeastAttained(BaselineScheduler):
         """Preempts on the nodes with the fewest victims; False if that is impossible."""
         wanted = list(job.sizes)
         candidates = []
-        for node, free in self.free_gpus.free_by_node():
+        for node, free in self.free_gpus.free.items():
             second_level = self._second.get(node, {})
             if free + sum(second_level.values()) >= wanted[0]:
                 leaving, available = [], free

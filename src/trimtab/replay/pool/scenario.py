@@ -193,17 +193,16 @@ class NodeEventSection(Section):
     notice_s: Amount = 120.0
 
 
-def _event(section: NodeEventSection) -> ChurnEvent:
-    return ChurnEvent(section.at_s, f"n{section.node:05d}", section.what, section.notice_s)
-
-
 def _classes(stated: dict[str, dict[str, float]]) -> tuple[PriorityClass, ...]:
     if not sum(settings["share"] for settings in stated.values()) > 0:
         raise InputError("shares must not all be 0", hint="{high: {priority: 8, share: 0.1}}")
     return tuple(PriorityClass(name, **settings) for name, settings in stated.items())
 
 
-Event = Annotated[ChurnEvent, Made(NodeEventSection, _event)]
+Event = Annotated[
+    ChurnEvent,
+    Made(NodeEventSection, lambda event: ChurnEvent(event.at_s, f"n{event.node:05d}", event.what, event.notice_s)),
+]
 Class = Annotated[dict[str, Any], FieldsOf(PriorityClass, only=("priority", "share"))]
 Classes = Annotated[tuple[PriorityClass, ...], Made(dict[Name, Class], _classes)]
 

@@ -23,7 +23,7 @@ from trimtab.machines.replan.decision import ReplanPlanner
 from trimtab.machines.replan.events import ClusterChangeCause, ClusterChanged
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.plan import FrameworkRules, Plan
-from trimtab.model.run import ComponentTiming, Iteration, MigrationStage
+from trimtab.model.run import STAGES, ComponentTiming, Iteration, MigrationStage
 from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.plan.placement.simulate import Floats
 from trimtab.replay.common.timing import P99, Distribution, Durations, NodeEventKind
@@ -248,15 +248,7 @@ class MigrationTimes:
         source = random.Random(f"move fails {seed} {move}")
         if source.random() >= self.fails:
             return None
-        return source.choice(
-            (
-                MigrationStage.save,
-                MigrationStage.release,
-                MigrationStage.place,
-                MigrationStage.load,
-                MigrationStage.check,
-            )
-        )
+        return source.choice(STAGES[1:-1])
 
     def text(self) -> list[str]:
         times = [
@@ -311,13 +303,7 @@ class SimulatedNodes:
         if before == (self.there, self.leaving):
             return None
         what = {event.what for event in happens}
-        why = (
-            ClusterChangeCause.lost
-            if "lost" in what
-            else ClusterChangeCause.draining
-            if "draining" in what
-            else ClusterChangeCause.joined
-        )
+        why = ClusterChangeCause[next(word for word in ("lost", "draining", "joined") if word in what)]
         deadline = min(self.leaving.values(), default=None)
         return ClusterChanged(self.cluster, why, tuple(name for name in self.there if name in self.leaving), deadline)
 

@@ -115,6 +115,11 @@ def cards(items: Iterable[str], *, ordered: bool = True) -> str:
     return f'<{tag} class="plans">\n' + "\n".join(items) + f"\n</{tag}>"
 
 
+def cards_section(name: str, title: str, lede: str, items: Sequence[str]) -> str:
+    """A section with a list of `card_item`; empty without any."""
+    return section(name, title, lede, cards(items)) if items else ""
+
+
 def card_item(title: str, time: str, body: str, *, attributes: str = ' class="card"', css: str = "") -> str:
     """An entry of `cards`: a heading with a time at its right. All is markup."""
     at_right = f'<span class="time{f" {css}" if css else ""}">{time}</span>'

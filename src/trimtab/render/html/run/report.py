@@ -54,8 +54,15 @@ def run_report(story: RunStory, *, title: str, command: str | None, metrics: Seq
         _headline(story, chart, spent, names, title),
         _timeline(story, chart),
         _happened(story),
-        _plans(story),
-        _moves(story.moves),
+        page.cards_section(
+            "plans",
+            "Plans",
+            "In sequence, with predicted and measured times.",
+            [_plan(story, plan) for plan in story.plans],
+        ),
+        page.cards_section(
+            "moves", "Moves", "Each with its reason, and the time of its stages.", [_move(move) for move in story.moves]
+        ),
         _decisions(story),
         predicted_section(story),
         costs_section(story, spent),
@@ -157,13 +164,6 @@ def _happened(story: RunStory) -> str:
 # ---- plans, moves, decisions -----------------------------------------------------------------------------------------
 
 
-def _plans(story: RunStory) -> str:
-    if not story.plans:
-        return ""
-    items = page.cards(_plan(story, plan) for plan in story.plans)
-    return page.section("plans", "Plans", "In sequence, with predicted and measured times.", items)
-
-
 def _plan(story: RunStory, plan: ReportPlan) -> str:
     under = [record for record in story.iterations if record.plan == plan.number]
     measured = [record.iteration.wall_s for record in under if not record.iteration.extra] or [
@@ -200,13 +200,6 @@ def _slots_text(gpu_slots: tuple[tuple[str, int], ...]) -> str:
     listed = [f"{node} {ranks_text(gpus)}".strip() for node, gpus in nodes.items()]
     shown = ", ".join(listed[:6]) + (f" and {len(listed) - 6} more nodes" if len(listed) > 6 else "")
     return f"{counted(len(gpu_slots), 'GPU')} ({shown})"
-
-
-def _moves(moves: list[ReportMigration]) -> str:
-    if not moves:
-        return ""
-    lede = "Each with its reason, and the time of its stages."
-    return page.section("moves", "Moves", lede, page.cards(map(_move, moves)))
 
 
 def _move(move: ReportMigration) -> str:

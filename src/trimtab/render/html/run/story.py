@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -328,8 +328,10 @@ class RunStory:
 
     def _void_after(self, after: int) -> int:
         """Mark iterations after a checkpoint as void; returns how many there were."""
-        if after >= self._last:
-            return self._voided(after)
+        if after >= self._last:  # a loss may just have made them void
+            is_lost = bool(self.timeline_events) and self.timeline_events[-1].kind == "lost"
+            void = {record.iteration.number for record in self.done if record.void and record.iteration.number > after}
+            return len(void) if is_lost else 0
         numbers = {
             record.iteration.number for record in self.done if not record.void and record.iteration.number > after
         }
@@ -342,11 +344,6 @@ class RunStory:
             replace(record, void=True) if record.iteration.number in numbers else record for record in self.done
         ]
         self.bars = [replace(bar, void=True) if bar.iteration in numbers else bar for bar in self.bars]
-
-    def _voided(self, after: int) -> int:
-        numbers = [record.iteration.number for record in self.done if record.void and record.iteration.number > after]
-        is_lost = bool(self.timeline_events) and self.timeline_events[-1].kind == "lost"
-        return len(set(numbers)) if is_lost else 0
 
     def _take_plan(self, event: Mapping[str, Any]) -> None:
         t_s = self._time(event)
@@ -584,18 +581,12 @@ def read_story(folder: Path) -> RunStory:
     except OSError as fault:
         raise InputError(f"cannot be read: {fault.strerror or fault}", where=str(path)) from None
     story = RunStory()
-    for number, line in _lines(data):
+    whole_lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]  # a half-written last line is dropped
+    for number, line in enumerate(whole_lines, 1):
         try:
-            story.take(read_event(line))
+            story.take(read_event(line.decode("utf-8", "replace")))
         except ODD:  # noqa: PERF203
             story.unparsed_lines.append(number)
     if story.unparsed_lines and len(story.unparsed_lines) >= data.count(b"\n"):
         raise InputError("no line can be parsed", where=str(path), hint="is it the folder of a run?")
     return story
-
-
-def _lines(data: bytes) -> Iterator[tuple[int, str]]:
-    """Complete lines with their numbers; a half-written last line is dropped."""
-    whole = data[: data.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
-        yield number, line.decode("utf-8", "replace")

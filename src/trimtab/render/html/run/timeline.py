@@ -392,11 +392,9 @@ def _crowds(marks: list[ReportEvent], x: Any) -> Iterator[list[ReportEvent]]:
 def glyph(kind: str, x: float, y: float, tip: str = "") -> str:
     title = tooltip(tip) if tip else ""
     where = f"translate({px(x)} {px(y)}) scale({px(_GLYPH_PX)})"
-    return f'<path class="glyph {_tone(kind)}" transform="{where}" d="{SHAPES[kind]}">{title}</path>'
-
-
-def _tone(kind: str) -> str:
-    return "bad" if kind in ("lost", "evicted", "rollback") else "good" if kind in ("joined", "arrived") else "plain"
+    bad, good = kind in ("lost", "evicted", "rollback"), kind in ("joined", "arrived")
+    tone = "bad" if bad else "good" if good else "plain"
+    return f'<path class="glyph {tone}" transform="{where}" d="{SHAPES[kind]}">{title}</path>'
 
 
 def _move_tip(move: ReportMigration) -> str:
