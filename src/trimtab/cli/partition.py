@@ -11,7 +11,7 @@ import enum
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -252,14 +252,12 @@ def run_answer(
     factory: str | None = None,
     blocks: str = "",
     model_input: str = "",
-    microbatches: int = 24,
-    stretch: float | None = None,
-    devices: Mapping[str, str] | None = None,
-    address: str | None = None,
-    threads: int = 1,
-    timeout_s: float | None = None,
+    **options: Any,
 ) -> PipelineRun:
-    """Runs a planned schedule. Raises UnreachableError if the output differs from that of the model."""
+    """Runs a planned schedule; `options` are those of `run_pipeline`.
+
+    Raises UnreachableError if the output differs from that of the model.
+    """
     from rich.markup import escape
 
     from trimtab.runtime.pipeline.runner import run_pipeline
@@ -289,14 +287,9 @@ def run_answer(
             batch_size=planned.job.batch_size,
             buffers_in=planned.job.buffers_in,
             buffers_out=planned.job.buffers_out,
-            microbatches=microbatches,
             emulate=emulate,
-            stretch=stretch,
-            devices=devices,
-            address=address,
-            threads=threads,
-            timeout_s=timeout_s,
             progress=progress,
+            **options,
         )
     if done.output == "different":
         raise UnreachableError(

@@ -241,19 +241,7 @@ def demo(folder: Annotated[Path, Option(help="Folder for the report.")] = Path("
     job = folder / EXAMPLE
     job.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     report = folder / "plan.html"
-    plan(
-        job,
-        overrides=[],
-        profile=None,
-        from_run=None,
-        form=PlanFormat.text,
-        apply=False,
-        output=None,
-        report=report,
-        svg=folder / "plan.svg",
-        noise="5%",
-        sensitivity=True,
-    )
+    plan(job, report=report, svg=folder / "plan.svg")
     out.print()
     out.print("[bold]Results[/]")
     out.print(f"  {report}   the plan as a timeline, beside rejected plans: open it in a browser")

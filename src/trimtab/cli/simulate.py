@@ -76,10 +76,21 @@ def write_comparison(data: dict[str, Any], as_csv: Callable[[], str], form: Simu
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:
-    key, equals, values = text.partition("=")
+    key, equals, stated = text.partition("=")
     if not equals:
         raise InputError(f"{key} has no values", where=SWEEP, hint=f"{key}=1,2,3 or {key}=1..3")
-    return key, _values(values, SWEEP)
+    try:
+        if ".." in stated:
+            low, high = (float(word) for word in stated.split(".."))
+            found = [low + (high - low) * at / (POINTS - 1) for at in range(POINTS)]
+        else:
+            found = [float(word) for word in stated.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(math.isfinite(value) for value in found) or len(found) > 100:
+        hint = "numbers with commas, or a range: 0.5..0.95"
+        raise InputError(f"{stated!r} is not a list of values", where=SWEEP, hint=hint)
+    return key, found
 
 
 def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
@@ -87,19 +98,3 @@ def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
     check_known(policies, known, "command line: --policy", "the scenario has no policy {}")
     kept = tuple(known[name] for name in dict.fromkeys(policies)) or scenario.policies
     return replace(scenario, policies=kept, seeds=tuple(dict.fromkeys(seeds)) or scenario.seeds)
-
-
-def _values(text: str, where: str) -> list[float]:
-    try:
-        if ".." in text:
-            low, high = (float(word) for word in text.split(".."))
-            found = [low + (high - low) * at / (POINTS - 1) for at in range(POINTS)]
-        else:
-            found = [float(word) for word in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(math.isfinite(value) for value in found) or len(found) > 100:
-        raise InputError(
-            f"{text!r} is not a list of values", where=where, hint="numbers with commas, or a range: 0.5..0.95"
-        )
-    return found

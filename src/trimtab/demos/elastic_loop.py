@@ -8,6 +8,7 @@ elastic demo uses the same printer.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 import threading
@@ -197,13 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             min_actors=options.min,
             max_actors=options.max,
             wait_s=options.wait,
-            say=_print,
+            say=functools.partial(print, flush=True),
         )
     except TrimtabError as fault:
         parser.exit(fault.exit_status, f"error: {fault}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\nstopped: the training actors are gone, the cluster is unchanged\n")
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)

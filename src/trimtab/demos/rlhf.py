@@ -139,10 +139,7 @@ class BilingualPrinter:
         self._say(self.text(key, **values))
 
     def check(self, holds: bool, key: str, **values: Any) -> bool:
-        if holds:
-            self.passed += 1
-        else:
-            self.failed += 1
+        self.passed, self.failed = self.passed + holds, self.failed + (not holds)
         self._say(f"  {'✓' if holds else '✗'} {self.text(key, **values)}")
         return holds
 

@@ -155,7 +155,9 @@ async def _until_over(
     joining = asyncio.create_task(engines.join(logs), name="rollout-join")
     beside = [showing, joining]
     if settings.section.follow_weights:
-        beside.append(pool.background.start("follow weights", functools.partial(_follow, pool)))
+        from trimtab.integrations.following import follow
+
+        beside.append(pool.background.start("follow weights", functools.partial(follow, pool)))
     left: set[asyncio.Task[Any]] = {requested, *beside}
     try:
         while not requested.done():
@@ -194,12 +196,6 @@ def _quiet() -> Iterator[None]:
     finally:
         log.removeHandler(silent)
         log.propagate = before
-
-
-async def _follow(pool: RolloutPool) -> None:
-    from trimtab.integrations.following import follow
-
-    await follow(pool)
 
 
 async def _end(pool: RolloutPool, gateway: Gateway, drain_s: float, stops: StopRequests) -> None:

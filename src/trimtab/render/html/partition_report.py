@@ -6,6 +6,8 @@ and shares are written out, and every mark has a tooltip.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit import page
@@ -51,13 +53,16 @@ def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
             tip = f"{stage.host} to {stages[index + 1].host}: {duration(stage.transfer_seconds)}"
             middle = y + _BOX_HEIGHT / 2
             if column + 1 < in_row:
-                out += _arrow(f"M{px(x + box + 4)} {px(middle)}H{px(x + box + gap - 6)}", tip)
+                end = x + box + gap - 6
+                head = ((end - 5, middle - 4), (end, middle), (end - 5, middle + 4))
+                out += _arrow(f"M{px(x + box + 4)} {px(middle)}H{px(end)}", head, tip)
                 out.append(text_at(x + box + gap / 2, middle - 8, words, "quiet", anchor="middle"))
             else:
                 # The next row begins at the left: route the line between the rows.
                 between = y + _BOX_HEIGHT + _ROW_GAP / 2
                 way = f"M{px(x + box / 2)} {px(y + _BOX_HEIGHT + 3)}V{px(between)}H{px(1 + box / 2)}"
-                out += _arrow(f"{way}V{px(between + _ROW_GAP / 2 - 5)}", tip)
+                left, end = 1 + box / 2, between + _ROW_GAP / 2 - 5
+                out += _arrow(f"{way}V{px(end)}", ((left - 4, end - 5), (left, end), (left + 4, end - 5)), tip)
                 left = (x + 1 + box) / 2 if in_row > 1 else 1 + box / 2 + 8 + text_width(words, 12) / 2
                 out.append(text_at(left, between - 5, words, "quiet", anchor="middle"))
     height = y + _BOX_HEIGHT + 2
@@ -66,27 +71,11 @@ def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
     return svg_document("".join(out), width, height, prefix, title, listed)
 
 
-def _arrow(way: str, tip: str) -> list[str]:
-    return [f'<path class="bracket" d="{way}"><title>{escape(tip)}</title></path>', _head(way)]
-
-
-def _head(way: str) -> str:
-    """An arrow head at the end of a path of `M`, `H` and `V`."""
-    parts = way.replace("M", " M").replace("H", " H").replace("V", " V").split()
-    x, y = 0.0, 0.0
-    numbers = [part for part in parts if part]
-    for at, part in enumerate(numbers):
-        if part[0] == "M":
-            x, y = float(part[1:]), float(numbers[at + 1])
-        elif part[0] == "H":
-            x = float(part[1:])
-        elif part[0] == "V":
-            y = float(part[1:])
-    down = numbers[-1][0] == "V"
-    drawn = f"M{px(x - 4)} {px(y - 5)}L{px(x)} {px(y)}L{px(x + 4)} {px(y - 5)}"
-    if not down:
-        drawn = f"M{px(x - 5)} {px(y - 4)}L{px(x)} {px(y)}L{px(x - 5)} {px(y + 4)}"
-    return f'<path class="bracket" d="{drawn}"/>'
+def _arrow(way: str, head: Sequence[tuple[float, float]], tip: str) -> list[str]:
+    """A line with a tooltip, and the arrow head at its end, through three points."""
+    strokes = "L".join(f"{px(x)} {px(y)}" for x, y in head)
+    line = f'<path class="bracket" d="{way}"><title>{escape(tip)}</title></path>'
+    return [line, f'<path class="bracket" d="M{strokes}"/>']
 
 
 def _box(

@@ -198,8 +198,9 @@ class _JournalReader:
     def process(self, number: int, now: float, event: Any, recorded: InstructionLines | None) -> None:
         record = self._record
         self._now_s, self._event = now - record.began, event
-        if recorded is None:
-            self._check_outcome(event)
+        # The only check if a journal has no recorded instructions.
+        if recorded is None and (key := _outcome_key(event)) is not None and key not in self._given:
+            record.unrequested.append(f"{type(event).__name__} of {key[1]}")
         known = set(self._machine.pools)
         try:
             out = self._machine.handle(event, now)
@@ -339,16 +340,6 @@ class _JournalReader:
             task = self._machine.tasks.get(found.spec.id)
             if task is not None and task.attempt == found.attempt:
                 self._submitted(found.spec).attempts.append(RecordedAttempt(self._now_s, self._now_s))
-
-    # ---- outcomes --------------------------------------------------------------------------------------------------
-
-    def _check_outcome(self, event: Any) -> None:
-        """Records the outcome of an instruction that the machine did not give. The only check if a journal has no
-        recorded instructions.
-        """
-        key = _outcome_key(event)
-        if key is not None and key not in self._given:
-            self._record.unrequested.append(f"{type(event).__name__} of {key[1]}")
 
 
 def _loaded(snapshot: dict[str, Any]) -> PoolMachine:

@@ -268,7 +268,8 @@ class PoolReplay:
             what = agenda.pop()
             self._sample()
             self._process(what)
-        self._finish()
+        self._count_capacity()
+        self._check()
         return PoolOutcome(
             self._order, self._events, self._evictions, agenda.now, self._window_s, self._capacity, self._held,
             self._worked, self._curves, self._invariants.looks, self._checks,
@@ -283,8 +284,7 @@ class PoolReplay:
         if self._progress is not None:
             self._progress(now / self._window_s if self._window_s else 1.0)
 
-    def _finish(self) -> None:
-        self._count_capacity()
+    def _check(self) -> None:
         self._invariants.check_totals()
         self._scheduler.check()
         self._checks += 1
@@ -298,9 +298,7 @@ class PoolReplay:
         for instruction in out:
             self._execute(instruction, now)
         if self._events % self._check_every == 0:
-            self._invariants.check_totals()
-            self._scheduler.check()
-            self._checks += 1
+            self._check()
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
@@ -315,13 +313,10 @@ class PoolReplay:
             self._invariants.task_submitted(event.spec.id)
             self._waiting += 1
             self._send_event(event)
-        elif isinstance(event, e.PlacementGroupReady):
+        elif isinstance(event, e.PlacementGroupReady | e.PlacementGroupRemoved):
             if event.group in self._invariants.groups:
-                self._invariants.group_ready(event.group)
-                self._send_event(event)
-        elif isinstance(event, e.PlacementGroupRemoved):
-            if event.group in self._invariants.groups:
-                self._invariants.group_removed(event.group)
+                ready = isinstance(event, e.PlacementGroupReady)
+                (self._invariants.group_ready if ready else self._invariants.group_removed)(event.group)
                 self._send_event(event)
         elif isinstance(event, ChurnEvent):
             self._node(event)
