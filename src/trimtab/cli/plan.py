@@ -242,8 +242,7 @@ def demo(folder: Annotated[Path, Option(help="Folder for the report.")] = Path("
     job.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     report = folder / "plan.html"
     plan(job, report=report, svg=folder / "plan.svg")
-    out.print()
-    out.print("[bold]Results[/]")
+    out.print("\n[bold]Results[/]")
     out.print(f"  {report}   the plan as a timeline, beside rejected plans: open it in a browser")
     out.print(f"  {job}   the job file: change a cost and plan again with")
     # The program as it was called: make runs it from a virtual environment that is not on PATH.

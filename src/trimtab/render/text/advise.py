@@ -40,8 +40,7 @@ def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
     for part in _status(frame):
         out.print(part)
     if history:
-        out.print()
-        out.print("[bold]What happened[/]")
+        out.print("\n[bold]What happened[/]")
         if len(history) > EVENTS_SHOWN:
             out.print(f"  ({len(history) - EVENTS_SHOWN} earlier events left out)", style="dim")
         for event in history[-EVENTS_SHOWN:]:

@@ -132,8 +132,7 @@ class ReplaySummary:
         if self.world is None:
             out.print(escape(self.why_none))
             return
-        out.print()
-        out.print("Waits and completions by class")
+        out.print("\nWaits and completions by class")
         show(pool_table(self._compared()))
 
     def _compared(self) -> PoolComparison:

@@ -127,14 +127,12 @@ def print_text(answer: PartitionAnswer, searched: float) -> None:
     out.print(f"[dim]searched in {searched:.3f} s[/]")
     out.print()
     out.print(_stages(answer))
-    out.print()
-    out.print(f"[bold]Improve first[/]: {escape(improve_sentence(answer))}")
+    out.print(f"\n[bold]Improve first[/]: {escape(improve_sentence(answer))}")
     if answer.frontier:
         out.print()
         out.print(_frontier(answer))
     print_list("Assumed", answer.assumptions)
-    out.print()
-    out.print("Best schedule for this pipeline is:")
+    out.print("\nBest schedule for this pipeline is:")
     out.print()
     out.print(schedule_yaml(schedule).rstrip("\n"), markup=False)
 

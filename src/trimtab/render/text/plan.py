@@ -120,8 +120,7 @@ def print_text(
         out.print()
         out.print(_alternatives(answer.alternatives, best))
     if answer.near_ties:
-        out.print()
-        out.print(f"[bold]Near ties[/] (within {noise:.0%}, the noise of a measurement; prefer the simpler plan)")
+        out.print(f"\n[bold]Near ties[/] (within {noise:.0%}, the noise of a measurement; prefer the simpler plan)")
         for tie in answer.near_ties:
             out.print(f"  {time_text(tie.iteration_seconds)}  {escape(tie.describe())}")
     if answer.unrestricted is not None:
@@ -141,8 +140,7 @@ def print_text(
             out.print(f"  {escape(row.component.ljust(width))}  {escape(_range(row))}")
     print_list("Assumed", (*answer.assumptions, *settings.advice))
     if other is not None and answer.scaling is not None:
-        out.print()
-        out.print(f"If each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
+        out.print(f"\nIf each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
         out.print()
         out.print(other.block.rstrip("\n"), markup=False, highlight=False)
     out.print()
@@ -282,8 +280,7 @@ def print_advice(advice: RoleAdvice, before: Cluster, after: Cluster, settings: 
     for note in advice.notes:
         out.print(f"  - {escape(note)}")
     if settings is not None:
-        out.print()
-        out.print("Resulting placement:")
+        out.print("\nResulting placement:")
         out.print()
         out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
 
