@@ -610,8 +610,8 @@ def test_a_scenario_says_settings_of_each_loop_and_nodes_that_join_are_like_the_
     assert [one.name for one in asked.policies] == ["trimtab", "kept", "static", "oracle", "slow"]
     slow = asked.policies[-1].rules
     assert (slow.dwell_iterations, slow.least_iterations, slow.mode.value) == (15, 4, "auto")
-    assert asked.events[0].node == Node("node2", 4)
-    assert asked.save_every == 10
+    assert asked.reality.happens[0].node == Node("node2", 4)
+    assert asked.reality.save_every == 10
 
 
 def test_a_job_file_says_what_the_scenario_leaves_out(tmp_path: Path) -> None:
@@ -621,11 +621,12 @@ def test_a_job_file_says_what_the_scenario_leaves_out(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(text + run_section, encoding="utf-8")
     (tmp_path / "some.yaml").write_text("job: job.yaml\n", encoding="utf-8")
     asked = read(tmp_path / "some.yaml")
-    assert (asked.iterations, asked.save_every, asked.job.cluster.gpus) == (7, 3, 8)
+    known = asked.reality
+    assert (known.iterations, known.save_every, known.job.cluster.gpus) == (7, 3, 8)
     assert (asked.policies[0].rules.margin, asked.policies[0].rules.mode.value) == (0.25, "auto")
     (tmp_path / "some.yaml").write_text("job: job.yaml\ncluster: {nodes: 3}\niterations: 9\n", encoding="utf-8")
     asked = read(tmp_path / "some.yaml")
-    assert (asked.iterations, asked.job.cluster.gpus) == (9, 24)
+    assert (asked.reality.iterations, asked.reality.job.cluster.gpus) == (9, 24)
 
 
 @pytest.mark.parametrize(

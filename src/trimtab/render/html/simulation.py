@@ -351,7 +351,7 @@ def print_replans(compared: ReplanComparison) -> None:
 
 
 def _replan_heading(compared: ReplanComparison) -> str:
-    return f"Time of {compared.scenario.iterations} iterations: {compared.over}"
+    return f"Time of {compared.scenario.reality.iterations} iterations: {compared.over}"
 
 
 def _checks(compared: ReplanComparison) -> str:

@@ -108,72 +108,54 @@ class ReplanScenario:
     """A replan scenario."""
 
     name: str
-    job: PlacementJob
-    iterations: int
+    reality: ReplanReality  # without a seed, and without random failures
     policies: tuple[ReplanPolicy, ...]
     seeds: tuple[int, ...]
-    allowed: FrameworkRules | None = None
-    drift: Mapping[str, Drift] = field(default_factory=dict)
-    noise: Noise = field(default_factory=SyntheticNoise)
-    moves: MigrationTimes = field(default_factory=MigrationTimes)
-    events: tuple[ScheduledNodeEvent, ...] = ()
     churn: Churn | None = None
-    save_every: int = 10
-    periodic: PeriodicWork | None = None
 
     @cached_property
     def plans(self) -> PlanCache:
-        return PlanCache(self.job, self.allowed)
+        return PlanCache(self.reality.job, self.reality.allowed)
 
     def truth(self, seed: int) -> TrueCosts:
         """The job with everything that will happen to it under a seed."""
-        reality = ReplanReality(
-            self.job,
-            self.iterations,
-            self.drift,
-            self.noise,
-            self.moves,
-            self.events,
-            self.save_every,
-            self.periodic,
-            self.allowed,
-            seed,
-        )
+        reality = replace(self.reality, seed=seed)
         if self.churn is None:
             return TrueCosts(reality, self.plans)
-        plan = self.plans.best(self.job.cluster, {}).plan
-        numbers = range(1, self.iterations + 1)
+        cluster, numbers = reality.job.cluster, range(1, reality.iterations + 1)
+        plan = self.plans.best(cluster, {}).plan
         until_s = FAR * sum(self.plans.planner.seconds(plan, reality.levels(number)) for number in numbers)
-        by_name = {node.name: node for node in self.job.cluster.nodes}
-        by_chance = self.churn.events(list(by_name), until_s, seed)
-        happens = [
-            ScheduledNodeEvent(by_name[event.node], event.what, event.at_s, None, event.notice_s) for event in by_chance
-        ]
-        return TrueCosts(replace(reality, happens=(*self.events, *happens)), self.plans)
+        by_name = {node.name: node for node in cluster.nodes}
+        happens = (
+            ScheduledNodeEvent(by_name[event.node], event.what, event.at_s, None, event.notice_s)
+            for event in self.churn.events(list(by_name), until_s, seed)
+        )
+        return TrueCosts(replace(reality, happens=(*reality.happens, *happens)), self.plans)
 
     def assumptions(self) -> list[str]:
         """The assumptions of a scenario, for a report."""
-        nodes = self.job.cluster.nodes
-        names = ", ".join(self.job.workflow.names)
-        size = f"{len(nodes)} nodes, {self.job.cluster.gpus} GPUs"
-        more = ["; ".join(event.text() for event in self.events[:NAMED])] if self.events else []
-        more += [f"and {len(self.events) - NAMED} more events"] if len(self.events) > NAMED else []
+        reality = self.reality
+        nodes = reality.job.cluster.nodes
+        names = ", ".join(reality.job.workflow.names)
+        size = f"{len(nodes)} nodes, {reality.job.cluster.gpus} GPUs"
+        more = ["; ".join(event.text() for event in reality.happens[:NAMED])] if reality.happens else []
+        more += [f"and {len(reality.happens) - NAMED} more events"] if len(reality.happens) > NAMED else []
         lines = [
-            f"{self.iterations} iterations of {names} on {size}",
-            *(f"{name} drifts {drift.text()}" for name, drift in self.drift.items() if len(drift.points) <= NAMED),
-            self.noise.text(),
-            *([self.periodic.text()] if self.periodic else []),
+            f"{reality.iterations} iterations of {names} on {size}",
+            *(f"{name} drifts {drift.text()}" for name, drift in reality.drift.items() if len(drift.points) <= NAMED),
+            reality.noise.text(),
+            *([reality.periodic.text()] if reality.periodic else []),
             *more,
             *([self.churn.text()] if self.churn else []),
             "an iteration takes what the planner's model predicts for the true costs under the current plan",
-            *self.moves.text(),
+            *reality.moves.text(),
         ]
-        staleness = self.job.workflow.staleness
+        staleness = reality.job.workflow.staleness
         if staleness:
             lines.append(
                 f"iterations started ahead, up to {staleness}, end before a migration; the first after it is cold"
             )
-        kept = f"every {self.save_every} iterations" if self.save_every else "after every iteration"
+        kept = f"every {reality.save_every} iterations" if reality.save_every else "after every iteration"
         lines.append(f"a loss voids the work since the last checkpoint; checkpoints are saved {kept}, at no cost")
         return lines
 
@@ -331,21 +313,18 @@ def read(path: Path) -> ReplanScenario:
     policies = tuple(_policy(section, {**run.loop, **spec.loop, **section.loop}) for section in spec.policies)
     with source.located("policies"):
         check_unique(policies)
-    return ReplanScenario(
-        spec.name or path.stem,
+    reality = ReplanReality(
         job,
         iterations,
-        policies,
-        spec.seeds,
-        allowed,
         past.drift if past is not None else spec.drift,
         past.noise if past is not None else _noise(spec.noise, path),
         replace(past.moves if past is not None else MigrationTimes(), **spec.moves),
         events,
-        spec.cluster.churn,
         spec.save_every if spec.save_every is not None else run.save_every,
         spec.periodic,
+        allowed,
     )
+    return ReplanScenario(spec.name or path.stem, reality, policies, spec.seeds, spec.cluster.churn)
 
 
 def _job(spec: ReplanScenarioFile, path: Path) -> tuple[PlacementJob, FrameworkRules | None, RunSection]:
