@@ -41,10 +41,6 @@ class RunningGateway:
     job: str
     token_file: str  # empty: its token is in the environment of its process
 
-    @property
-    def is_alive(self) -> bool:
-        return ProcessIdentity(self.pid, self.born).alive
-
 
 @dataclass(frozen=True)
 class GatewayTarget:
@@ -91,7 +87,7 @@ def running_gateways(environment: Mapping[str, str]) -> list[RunningGateway]:
             gateway = RunningGateway(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue  # incompletely written, or of another release
-        if gateway.is_alive:
+        if ProcessIdentity(gateway.pid, gateway.born).alive:
             found.append(gateway)
         else:
             with contextlib.suppress(OSError):
@@ -157,13 +153,13 @@ class GatewayClient:
         return self._call("GET", "/status")
 
     def story(self, name: str) -> dict[str, Any]:
-        return self._call("GET", f"/story/{_path(name)}")
+        return self._call("GET", f"/story/{quote(name, safe='')}")
 
     def drain(self, worker: str, deadline_s: float | None, why: str) -> dict[str, Any]:
-        return self._call("POST", f"/workers/{_path(worker)}/drain", {"deadline_s": deadline_s, "why": why})
+        return self._call("POST", f"/workers/{quote(worker, safe='')}/drain", {"deadline_s": deadline_s, "why": why})
 
     def resume(self, worker: str) -> dict[str, Any]:
-        return self._call("POST", f"/workers/{_path(worker)}/resume", {})
+        return self._call("POST", f"/workers/{quote(worker, safe='')}/resume", {})
 
     def scale(self, workers: int, for_s: float | None, why: str) -> dict[str, Any]:
         return self._call("POST", "/scale", {"workers": workers, "for_s": for_s, "why": why})
@@ -192,10 +188,6 @@ class GatewayClient:
         except (OSError, http.client.HTTPException, ValueError) as fault:
             why = getattr(fault, "reason", None) or fault
             raise UnreachableError(f"the gateway at {self.at.url} cannot be reached: {why}", hint=START_ONE) from None
-
-
-def _path(name: str) -> str:
-    return quote(name, safe="")
 
 
 def _parsed(raw: bytes, url: str) -> dict[str, Any]:
