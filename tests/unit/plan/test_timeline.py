@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import plans_for_pictures as samples
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan
-from trimtab.render.html.kit.markup import duration, escape, fit, share, text_width, ticks, wrap
+from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
 from trimtab.render.html.kit.timeline import (
     JOIN_PX,
     Chart,

@@ -19,8 +19,8 @@ from run_report_samples import NODES, SEPARATE, WIDER, Writing, plan_of
 from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
 from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg, thinned
-from trimtab.render.html.kit.markup import asset
 from trimtab.render.html.kit.page import page_head
+from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import (
     MAX_LINES,
     costs,

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.formats.write_back import shell_words
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.markup import counted, duration, escape, known, share
+from trimtab.render.html.kit.labels import counted, duration, escape, known, share
 from trimtab.render.html.kit.page import Tile
 from trimtab.render.html.kit.timeline import Chart, ChartBar, ChartRow, plan_chart
 from trimtab.render.html.run.story import finite

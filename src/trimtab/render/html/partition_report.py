@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit import page
+from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width
 from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg
-from trimtab.render.html.kit.markup import duration, escape, fit, px, rect, share, svg_document, text_at, text_width
 from trimtab.render.html.kit.page import Tile
+from trimtab.render.html.kit.svg import px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS, Chart, ChartBar, ChartRow, ChartSpan
 from trimtab.render.text.partition import MIB, frontier_gains, improve_sentence, limit_words
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import PlacedComponent, PlacementAnswer, Plan, Sensitivity
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.markup import capitalised, counted, duration, escape, listed, share
+from trimtab.render.html.kit.labels import capitalised, counted, duration, escape, listed, share
 from trimtab.render.html.kit.page import Tile
 from trimtab.render.html.kit.timeline import ChartMark, plan_chart
 

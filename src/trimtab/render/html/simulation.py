@@ -14,9 +14,10 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from trimtab.render.html.kit import page
+from trimtab.render.html.kit.labels import capitalised, escape, fit, text_width
 from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg
-from trimtab.render.html.kit.markup import capitalised, escape, fit, px, rect, svg_document, text_at, text_width
 from trimtab.render.html.kit.page import NARROW_PX, WIDE_PX, Tile
+from trimtab.render.html.kit.svg import px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.output import out, show, text_table
 from trimtab.replay.common.comparison import (

@@ -14,7 +14,7 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
-from trimtab.render.html.kit.markup import known
+from trimtab.render.html.kit.labels import known
 from trimtab.render.output import out, picked, print_list, text_table
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
 from trimtab.runtime.advise.engines import EngineSample

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import FrontierPoint, PartitionAnswer, PipelineLimit, PipelineStage
-from trimtab.render.html.kit.markup import duration, share
+from trimtab.render.html.kit.labels import duration, share
 from trimtab.render.output import out, picked, print_list, text_table
 
 MIB = 2**20

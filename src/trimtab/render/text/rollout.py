@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from trimtab.machines.diagnose.rollout_findings import RolloutFinding, Severity
-from trimtab.render.html.kit.markup import counted
+from trimtab.render.html.kit.labels import counted
 from trimtab.render.output import clock, facts, facts_table, out, reason_text, show, span, text_table
 
 Data = Mapping[str, Any]

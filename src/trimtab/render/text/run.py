@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab.render.html.kit.markup import counted
+from trimtab.render.html.kit.labels import counted
 from trimtab.render.output import span
 
 EventFacts = Mapping[str, Any]

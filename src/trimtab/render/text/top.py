@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.render.html.dashboard.board import RunBoard
-from trimtab.render.html.kit.markup import duration, known, reason_text, share
+from trimtab.render.html.kit.labels import duration, known, reason_text, share
 from trimtab.render.html.run.figures import course, ends_of, metric_names
 from trimtab.render.output import amounts, show, text_table
 

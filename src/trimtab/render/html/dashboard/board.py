@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.run_events import ODD
-from trimtab.render.html.kit.markup import counted, duration, gpus_words, known, reason_text, share
+from trimtab.render.html.kit.labels import counted, duration, gpus_words, known, reason_text, share
 from trimtab.render.html.run.figures import ReportCost, costs, idle_shares, status_sentence
 from trimtab.render.html.run.story import (
     ReportBar,

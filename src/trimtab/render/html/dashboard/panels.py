@@ -16,8 +16,9 @@ from trimtab import __version__
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.dashboard.board import RECENT, LiveTimeline, RunBoard, SubjectStatus
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.markup import asset, counted, duration, escape, gpus_words, known, share
+from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, known, share
 from trimtab.render.html.kit.page import Row, Tile, table_row, why_of
+from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import metric_names
 from trimtab.render.html.run.report import MOVE_LOOKS, change_of, metric_curve, predicted_curves, reward_tiles
 from trimtab.render.html.run.story import RunStory

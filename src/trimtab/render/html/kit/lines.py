@@ -11,19 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab.render.html.kit.markup import (
-    duration,
-    escape,
-    fit,
-    px,
-    round_step,
-    share,
-    svg_document,
-    text_at,
-    text_width,
-    ticks,
-    tooltip,
-)
+from trimtab.render.html.kit.labels import duration, escape, fit, round_step, share, text_width, ticks
+from trimtab.render.html.kit.svg import px, svg_document, text_at, tooltip
 from trimtab.render.html.kit.timeline import COLOURS
 
 Unit = Literal["seconds", "share", "number"]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from trimtab import __version__
-from trimtab.render.html.kit.markup import asset, escape, escape_block
+from trimtab.render.html.kit.labels import escape, escape_block
+from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.kit.timeline import COLOURS, Chart, svg
 
 WIDE_PX, NARROW_PX = 960, 420

@@ -15,21 +15,8 @@ from typing import Literal
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan, TimelineBar
-from trimtab.render.html.kit.markup import (
-    asset,
-    duration,
-    escape,
-    fit,
-    hatch_pattern,
-    px,
-    rect,
-    share,
-    svg_document,
-    text_at,
-    text_width,
-    ticks,
-    wrap,
-)
+from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
+from trimtab.render.html.kit.svg import asset, hatch_pattern, px, rect, svg_document, text_at
 
 BarLook = Literal["run", "switch", "sync"]
 

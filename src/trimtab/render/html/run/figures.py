@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from statistics import fmean, median
 
-from trimtab.render.html.kit.markup import counted, duration, share
+from trimtab.render.html.kit.labels import counted, duration, share
 from trimtab.render.html.run.story import ReportDecision, ReportIteration, ReportMigration, RunStory, finite
 from trimtab.render.html.run.timeline import RunChart, run_chart
 

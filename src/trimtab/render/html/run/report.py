@@ -13,9 +13,10 @@ from typing import Any
 
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.kit import page
+from trimtab.render.html.kit.labels import counted, duration, escape, known, listed, share
 from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
-from trimtab.render.html.kit.markup import asset, counted, duration, escape, known, listed, share
 from trimtab.render.html.kit.page import WIDTHS, Tile, code_of
+from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.html.run import figures
 from trimtab.render.html.run.figures import (

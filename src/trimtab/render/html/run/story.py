@@ -23,7 +23,7 @@ from trimtab.core.numbers import is_number, is_whole
 from trimtab.core.ranks import rank_range
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, read_event
-from trimtab.render.html.kit.markup import counted
+from trimtab.render.html.kit.labels import counted
 from trimtab.runtime.run.folder import EVENTS
 from trimtab.runtime.run.job import UNMEASURED_S
 

@@ -14,22 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.markup import (
-    asset,
-    counted,
-    duration,
-    escape,
-    fit,
-    gpus_words,
-    hatch_pattern,
-    px,
-    reason_text,
-    rect,
-    svg_document,
-    text_at,
-    text_width,
-    tooltip,
-)
+from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width
+from trimtab.render.html.kit.svg import asset, hatch_pattern, px, rect, svg_document, text_at, tooltip
 from trimtab.render.html.kit.timeline import JOIN_PX, NARROW_TIMELINE_PX, BarLook, ChartBar, TimeCanvas, merge_bars
 from trimtab.render.html.run.story import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode, RunStory
 

@@ -1,4 +1,4 @@
-"""Text and SVG elements of pictures and pages: escaping, text width, durations, axis ticks, asset files.
+"""Text in pictures and pages: escaping, text width, durations, axis ticks.
 
 Widths are estimates for an unknown system font and err on the wide side: a label that fits here fits in the browser.
 Must never happen: text from outside reaches markup without `escape`.
@@ -11,8 +11,6 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import resources
 
 # XML allows no control characters and no surrogates; direction marks would reorder adjacent text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -151,53 +149,3 @@ def round_step(at_least: float, *, minutes: bool = False) -> float:
         return next(step for step in _STEPS_S if step >= at_least)
     power = 10.0 ** math.floor(math.log10(at_least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= at_least * (1 - _LESS_THAN_A_TICK))
-
-
-@cache
-def asset(name: str) -> str:
-    """The text of a file in `assets`."""
-    return resources.files("trimtab.render.html").joinpath(f"assets/{name}").read_text(encoding="utf-8")
-
-
-def px(number: float) -> str:
-    """A number in at most two decimals, without trailing zeros."""
-    return f"{number:.2f}".rstrip("0").rstrip(".")
-
-
-def rect(
-    x: float, y: float, width: float, height: float, css: str, tip: str = "", *, rx: float = 0, more: str = ""
-) -> str:
-    # Round both edges, not the width: adjacent rectangles then meet exactly.
-    wide = round(x + width, 2) - round(x, 2)
-    rounded = f' rx="{px(rx)}"' if rx else ""
-    start = f'<rect class="{css}" x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="{px(height)}"{rounded}{more}'
-    return f"{start}>{tooltip(tip)}</rect>" if tip else f"{start}/>"
-
-
-def tooltip(text: str) -> str:
-    """Line breaks are kept as references: as plain characters an XML reader may fold them."""
-    return f"<title>{'&#10;'.join(map(escape, text.splitlines()))}</title>"
-
-
-def text_at(x: float, y: float, words: str, css: str, *, anchor: str = "", tip: str = "", more: str = "") -> str:
-    anchored = f' text-anchor="{anchor}"' if anchor else ""
-    title = f"<title>{escape(tip)}</title>" if tip and tip != words else ""
-    return f'<text class="{css}" x="{px(x)}" y="{px(y)}"{anchored}>{escape(words)}{more}{title}</text>'
-
-
-def svg_document(body: str, width: int, height: float, prefix: str, title: str, description: str) -> str:
-    """An SVG element with its title and description; `prefix` keeps ids apart on a page with several."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
-        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
-        f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(description)}</desc>'
-        f"{body}</svg>\n"
-    )
-
-
-def hatch_pattern(prefix: str) -> str:
-    """The pattern that `fill="url(#{prefix}-hatch)"` refers to."""
-    return (
-        f'<defs><pattern id="{prefix}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-        'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
-    )
