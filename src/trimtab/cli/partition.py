@@ -2,6 +2,8 @@
 
 Both read the same files and use the same planner. `sched-pipeline` has the flags, defaults and standard output of the
 public tool of that name, except that errors never exit with 0: an infeasible problem prints `[]` and exits with 3.
+
+`--run` and `--emulate` run the planned schedule; running is in `runtime.pipeline`, which is imported when needed.
 """
 
 from __future__ import annotations

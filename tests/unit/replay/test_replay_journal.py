@@ -37,9 +37,9 @@ from trimtab.replay.journal.replay import (
     run_alternative,
 )
 from trimtab.replay.journal.world import length_s, world_of
-from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay, TaskGenerator, workload
+from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay
 from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
-from trimtab.replay.pool.scenario import figures
+from trimtab.replay.pool.scenario import TaskGenerator, figures, workload
 from trimtab.runtime.store.compact import compact
 from trimtab.runtime.store.journal import NODE_EVENTS, Journal, read_journal
 

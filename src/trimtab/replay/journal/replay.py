@@ -3,6 +3,10 @@
 The pool machine has the pools, quotas and rules of the journal, with a policy's changes; baselines know nodes and sizes
 only. An operation takes its recorded duration if it was recorded, else one drawn from the measured ones. The row
 `recorded` is not a replay: it is the journal itself.
+
+Policies to try are given by name, or by a file with a policy, a list of policies, or `policies` with a list, as in a
+scenario. `preemption` changes the preemption rules, `pool` settings of all pools, `pools` settings of a pool by name.
+Everything else stays as recorded.
 """
 
 from __future__ import annotations

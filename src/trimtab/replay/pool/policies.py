@@ -3,8 +3,7 @@
 Baselines take the events and give the instructions of the pool machine, so the same driver runs both on the same
 reality. They create a placement group for every start and remove it at the end. A job at the head that does not fit
 blocks the jobs behind it (strict), or jobs that fit pass it (`fill`). A task lost with its node returns to its place in
-the order. They never evict a task, except from a draining node, and except for least attained service, where jobs with
-the fewest GPU-seconds run first.
+the order. They never evict a task, except from a draining node; only least attained service preempts.
 """
 
 from __future__ import annotations
@@ -300,7 +299,13 @@ class _PendingClaim:
 
 
 class LeastAttained(BaselineScheduler):
-    """Scheduler with two levels of attained service."""
+    """Least attained service first, similar to Tiresias: jobs with the fewest GPU-seconds run first.
+
+    Two levels: jobs below `threshold_gpu_s` are in the first, others in the second; within a level the order is by
+    submission. A first-level job that does not fit preempts second-level jobs, most service first, on the nodes where
+    the fewest have to go. Priorities and lengths are unknown to it. Jobs that wait long are not promoted. GPUs freed by
+    preemption are reserved for the job they were freed for.
+    """
 
     def __init__(self, node_gpus: int, threshold_gpu_s: float = THRESHOLD_GPU_S) -> None:
         super().__init__(node_gpus)

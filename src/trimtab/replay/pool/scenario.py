@@ -2,11 +2,20 @@
 
 The file is validated before anything runs: an unknown key is refused with the nearest known key, an invalid value with
 its place. Trace paths are relative to the file.
+
+Job tables have no priorities. Every job gets a class at random, with the shares of the scenario, independent of its
+size and length: it depends on the seed and its position in the trace alone, so it is the same for every policy. A job
+larger than a node becomes a gang of whole nodes and a remainder.
+
+Wait: all time in the queue, including after evictions. Completion: from submission to the end of the work. Percentiles
+are values of the sorted list, nothing is fitted. Utilisation counts work that was not redone, until the last
+submission: after that the cluster only drains.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -17,6 +26,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trimtab.core.errors import InputError, check_known
+from trimtab.core.resources import Resources
 from trimtab.formats.sections import (
     Amount,
     Count,
@@ -24,6 +34,7 @@ from trimtab.formats.sections import (
     Made,
     Name,
     Positive,
+    Priority,
     Section,
     Seed,
     Shorthand,
@@ -31,7 +42,7 @@ from trimtab.formats.sections import (
     checked_by,
 )
 from trimtab.formats.yaml_text import read_source
-from trimtab.model.pool import PoolSpec, PreemptionPolicy
+from trimtab.model.pool import PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.comparison import (
     Comparison,
     PolicySummary,
@@ -44,20 +55,17 @@ from trimtab.replay.common.comparison import (
     spread,
     spreads,
 )
-from trimtab.replay.common.timing import MEASURED, Churn, ChurnEvent, NodeEventKind, PoolTimes
+from trimtab.replay.common.timing import MEASURED, Churn, ChurnEvent, Durations, NodeEventKind, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.clairvoyant import Clairvoyant
 from trimtab.replay.pool.driver import (
-    CLASSES,
+    POOL,
     PoolCurves,
     PoolOutcome,
     PoolReality,
     PoolReplay,
-    PriorityClass,
     SimulatedTask,
-    TaskGenerator,
     WorkloadTask,
-    workload,
 )
 from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, THRESHOLD_GPU_S, PoolPolicy, scheduler
 
@@ -173,6 +181,95 @@ SEEDS = (1, 2, 3, 4, 5)
 MAX_WAIT_RATIO, NEGLIGIBLE_WAIT_S = 1.05, 10.0  # of the first class's waits
 MIN_UTILISATION_RATIO = 0.99
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
+
+
+Sizes = Annotated[
+    tuple[tuple[int, float], ...],
+    Made(Annotated[dict[Count, Positive], Field(min_length=1)], lambda shares: tuple(sorted(shares.items()))),
+]
+
+
+@dataclass(frozen=True)
+class PriorityClass:
+    """A priority class and its share of the tasks."""
+
+    name: str
+    priority: Priority
+    share: Amount  # of all tasks, at random
+
+
+CLASSES = (PriorityClass("high", 8.0, 0.1), PriorityClass("normal", 5.0, 0.3), PriorityClass("low", 2.0, 0.6))
+
+
+@dataclass(frozen=True)
+class TaskGenerator:
+    """Generated jobs: Poisson arrivals, random durations, sizes by share."""
+
+    count: Count
+    per_hour: Positive
+    duration_s: Durations
+    gpus: Sizes = ((1, 1.0),)  # sizes and their shares
+
+    def rows(self, seed: int) -> list[JobRow]:
+        """Jobs in order of submission."""
+        source = random.Random(f"tasks {seed}")
+        sizes, shares = zip(*self.gpus, strict=True)
+        at, found = 0.0, []
+        for _ in range(self.count):
+            at += source.expovariate(self.per_hour / 3600.0)
+            size = source.choices(sizes, shares)[0]
+            found.append(JobRow(at, max(1.0, self.duration_s.draw(source)), size))
+        return found
+
+    def text(self) -> str:
+        sizes = ", ".join(f"{size} GPUs {share:g}" for size, share in self.gpus)
+        return (
+            f"{self.count:,} generated jobs, {self.per_hour:g} an hour at random, lasting {self.duration_s.text()}; "
+            f"shares of sizes: {sizes}"
+        )
+
+
+def workload(
+    rows: Sequence[JobRow],
+    *,
+    seed: int,
+    node_gpus: int,
+    classes: Sequence[PriorityClass] = CLASSES,
+    rate: float = 1.0,
+    saves: bool = True,
+    estimates: bool = False,
+) -> list[WorkloadTask]:
+    """Turns rows into tasks. `rate` 2: they arrive twice as fast; `estimates`: tasks state their length."""
+    source = random.Random(f"classes {seed}")
+    names = [item.name for item in classes]
+    by_name = {item.name: item for item in classes}
+    drawn = source.choices(names, [item.share for item in classes], k=len(rows))
+    sizes: dict[int, tuple[Resources, ...]] = {}
+    found = []
+    for number, (row, name) in enumerate(zip(rows, drawn, strict=True)):
+        if row.gpus not in sizes:
+            sizes[row.gpus] = bundles(row.gpus, node_gpus)
+        spec = TaskSpec(
+            f"t{number}",
+            POOL,
+            sizes[row.gpus],
+            priority=by_name[name].priority,
+            estimate_s=row.duration_s if estimates else 0.0,
+            strategy=PlacementStrategy.pack,
+            restarts=-1,
+            saves=saves,
+            awaits_node=True,  # a failed node comes back
+        )
+        found.append(WorkloadTask(spec, row.submit_s / rate, row.duration_s, row.gpus, name))
+    return found
+
+
+def bundles(gpus: int, node_gpus: int) -> tuple[Resources, ...]:
+    """Bundles of a job: one if it fits on a node, else whole nodes and a remainder."""
+    if gpus <= node_gpus:
+        return (Resources.of(gpu=gpus),)
+    whole, rest = divmod(gpus, node_gpus)
+    return (Resources.of(gpu=node_gpus),) * whole + ((Resources.of(gpu=rest),) if rest else ())
 
 
 # ---- file ---------------------------------------------------------------------------------------------------------

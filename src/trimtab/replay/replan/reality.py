@@ -3,6 +3,10 @@
 The replan machine sees only what it could measure; the truth is here. An iteration takes what the planner's simulation
 predicts for the true costs (profile x drift x noise); how close that simulation is to reality is measured elsewhere, on
 real runs.
+
+Noise is a factor for each component and iteration, around its level: cut from traces of real training steps, synthetic
+with stated parameters, drawn from a distribution, or as measured by a past run. The seed decides all of it before a run
+begins, so that every policy meets the same iterations; an iteration that is run again after a loss takes the same time.
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ Two kinds of load. Closed loop: all prompts of a step arrive at once; the next s
 training and the weight update. Open loop: requests arrive as in a trace. Invariants are checked on every event: every
 request is answered once, with exactly its number of tokens, by engines that are awake. The machine checks its own state
 every CHECK_EVERY events and at the end.
+
+Engines: every running request gets a token per decode step; a step takes a fixed time plus a share per request and per
+cached token. Prefill comes first and blocks decoding; a prompt that is cached from the same group is not prefilled
+again. Deterministic. Answer lengths are generated, as no public trace of them exists, and every parameter is stated:
+lognormal, a part of the variance belongs to the prompt, so that samples of a prompt are similar, the rest to the
+sample. The median drifts from step to step. Lengths are capped at `most` tokens.
 """
 
 from __future__ import annotations

@@ -2,6 +2,14 @@
 
 In closed loop the load is a length profile and a number of steps; in open loop a request trace. Every policy runs on
 the same load. `static` tries every number of engines, so that the best is known in hindsight.
+
+Policies to compare with: `as_documented` is the common rule with thresholds, cooldowns and one worker per step,
+`ray_serve` the rule of Ray Serve: ongoing requests over a target, averaged over a window, with delays up and down. Both
+have the interface of `trimtab.machines.rollout.policies.policy`, and keep plain data as memory.
+
+The clairvoyant bound: for steps, the engine-seconds in which a static fleet of the best pace had any work, which is
+what a policy needs that knows the future and sleeps and wakes at no cost. For a trace, the fewest engines that serve
+the load in every second.
 """
 
 from __future__ import annotations

@@ -19,17 +19,6 @@ from trimtab.render.html.kit.page import WIDTHS, Tile, code_of
 from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.html.run import figures
-from trimtab.render.html.run.figures import (
-    ReportCost,
-    all_metrics,
-    course,
-    ends_of,
-    errors,
-    expected,
-    has_virtual_clock,
-    status_sentence,
-    summary_lines,
-)
 from trimtab.render.html.run.story import ReportMigration, ReportPlan, RunStory, finite
 from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
 
@@ -76,14 +65,14 @@ def run_report(story: RunStory, *, title: str, command: str | None, metrics: Seq
 
 
 def _headline(story: RunStory, chart: RunChart, spent: list[figures.ReportCost], names: list[str], title: str) -> str:
-    lines = page.plain_list(map(escape, summary_lines(story, chart, spent, names)), "said")
+    lines = page.plain_list(map(escape, figures.summary_lines(story, chart, spent, names)), "said")
     warned = ""
     if story.unparsed_lines:
         where = ", ".join(map(str, story.unparsed_lines[:5])) + (" …" if len(story.unparsed_lines) > 5 else "")
         count = counted(len(story.unparsed_lines), "line")
         warned = f'<p class="lede warn">{count} of events.jsonl could not be parsed and left out: {where}.</p>\n'
     eyebrow, tiles = f"trimtab report · {story.job or 'run'}", _tiles(story, chart, names)
-    return page.header(eyebrow, title, status_sentence(story), tiles, notice=warned, more=f"{lines}\n")
+    return page.header(eyebrow, title, figures.status_sentence(story), tiles, notice=warned, more=f"{lines}\n")
 
 
 def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[Tile]:
@@ -91,7 +80,7 @@ def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[Tile]:
     back = sum(move.state == "rolled back" for move in story.moves)
     tiles = [
         Tile("Iterations", str(len(story.iterations)), f"of {story.wanted}" if story.wanted else "done"),
-        Tile("Time", duration(story.end_s), "of the plan" if has_virtual_clock(story) else "in all"),
+        Tile("Time", duration(story.end_s), "of the plan" if figures.has_virtual_clock(story) else "in all"),
         Tile("Moves", str(arrived), f"{back or 'none'} rolled back"),
     ]
     if chart.available_gpu_s > 0:
@@ -121,7 +110,7 @@ def _timeline(story: RunStory, chart: RunChart) -> str:
     drawn = page.picture(lambda width, name: static_svg(chart, width, name, "The run over time"), "run", css="still")
     clock = (
         "Time is that of the plan, as if components ran in parallel"
-        if has_virtual_clock(story)
+        if figures.has_virtual_clock(story)
         else "Time is wall-clock time"
     )
     lede = f"{clock}; a row for each GPU. Grey is idle; an empty row means that the node was absent."
@@ -305,10 +294,10 @@ def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str
         steps = tuple((at, float("nan") if value is None else value) for at, value in promised)
         curves.append(ReportCurve("predicted", steps, 0, dashed=True))
         key.append(("line-0", "predicted"))
-    if current := _few(expected(story), widths):
+    if current := _few(figures.expected(story), widths):
         curves.append(ReportCurve("expected by the costs measured so far", current, 1))
         key.append(("line-1", curves[-1].name))
-    off = [abs(error) for _, error in errors(story)]
+    off = [abs(error) for _, error in figures.errors(story)]
     sentence = f"Prediction error {share(median(off))} (median), {share(max(off))} (maximum)." if off else ""
     chart = CurveChart("Iteration time, predicted and measured", tuple(curves), "seconds", sentence, _changes(story))
     lede = f"{sentence} Dashed: predicted. Vertical: the plan changed." if known else "No prediction."
@@ -317,10 +306,10 @@ def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str
 
 def metric_curve(story: RunStory, name: str, prefix: str, widths: Widths = WIDTHS) -> tuple[str, str] | None:
     """A metric over the iterations: a sentence, and the picture. None where it has no values."""
-    points = course(story.iterations, name)
+    points = figures.course(story.iterations, name)
     if not points:
         return None
-    first, last = ends_of([value for _, value in points])
+    first, last = figures.ends_of([value for _, value in points])
     sentence = f"{name}: from {first:.3g} to {last:.3g}."
     chart = CurveChart(name, (ReportCurve(name, _few(points, widths), 2),), "number", sentence, _changes(story))
     return sentence, _drawn(chart, prefix, widths=widths)
@@ -333,7 +322,7 @@ def predicted_section(story: RunStory) -> str:
     return page.section("predicted", "Predicted against measured", lede, page.card(drawn))
 
 
-def costs_section(story: RunStory, spent: list[ReportCost]) -> str:
+def costs_section(story: RunStory, spent: list[figures.ReportCost]) -> str:
     """Cost of each component, as curves and as a table."""
     if not story.iterations:
         return ""
@@ -359,7 +348,7 @@ def costs_section(story: RunStory, spent: list[ReportCost]) -> str:
     return page.section("costs", "Cost of components", lede, page.card(_drawn(chart, "costs", key) + table))
 
 
-def _cost(at: int, cost: ReportCost) -> list[str]:
+def _cost(at: int, cost: figures.ReportCost) -> list[str]:
     return [
         page.keyed(at, escape(cost.component)),
         ", ".join(str(count) if count else "CPU" for count in cost.gpus[-8:]) or "–",
@@ -388,7 +377,7 @@ def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> s
 def metrics_section(story: RunStory, names: list[str], wanted: Sequence[str]) -> str:
     """Rewards, or the requested metrics."""
     if not names:
-        available = ", ".join(all_metrics(story)[:20])
+        available = ", ".join(figures.all_metrics(story)[:20])
         if wanted and available:
             lede = f"None of the requested metrics exists; available: {escape(available)}."
             return page.section("metrics", "Metrics", lede, "")
@@ -408,7 +397,7 @@ def figures_section(story: RunStory, names: list[str]) -> str:
         return ""
     every = -(-len(done) // _MAX_FIGURES)
     heads = ("Iteration", "Ended at", "Took", "Predicted", *map(escape, (*story.components, *names)))
-    by_number = {name: dict(course(done, name)) for name in names}
+    by_number = {name: dict(figures.course(done, name)) for name in names}
     rows = []
     for record in done[::every]:
         number = record.iteration.number
