@@ -502,7 +502,7 @@ def _with_setting(base: PoolPolicy, key: str, value: float, where: str) -> PoolP
 
 def _rejection(name: str, runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
     """Values with which the first class waits longer, or less work is done."""
-    first = next(iter(base[0].classes))
+    first = next(name for name in base[0].classes if all(name in run.classes for run in (*runs, *base)))
     wait, base_wait = (spread(run.classes[first].wait_mean_s for run in side)[0] for side in (runs, base))
     if wait > max(MAX_WAIT_RATIO * base_wait, NEGLIGIBLE_WAIT_S):
         return f"with {name} the class {first} waits longer"
