@@ -233,7 +233,7 @@ class SweepRules(Generic[FiguresT]):
     base: Callable[[Any], Any]  # the policy of a scenario whose setting is swept
     vary: Callable[
         [Any, str, float, str], Any
-    ]  # it with a value of a setting, and where that was stated; None: the same
+    ]  # it with a value of a setting, stated somewhere; None: it has it already
     figure: Callable[[FiguresT], float]
     what: str  # the figure, in words
     rejection: Callable[[str, Sequence[FiguresT], Sequence[FiguresT]], str]  # of a setting beside the base; or empty
