@@ -231,9 +231,7 @@ class SweepRules(Generic[FiguresT]):
     """How a kind of simulation sweeps a setting; the value with the lowest figure is best unless it is rejected."""
 
     base: Callable[[Any], Any]  # the policy of a scenario whose setting is swept
-    vary: Callable[
-        [Any, str, float, str], Any
-    ]  # it with a value of a setting, stated somewhere; None: it has it already
+    vary: Callable[[Any, str, float, str], Any]  # it with a value of a setting, stated somewhere; None: it has it
     figure: Callable[[FiguresT], float]
     what: str  # the figure, in words
     rejection: Callable[[str, Sequence[FiguresT], Sequence[FiguresT]], str]  # of a setting beside the base; or empty
