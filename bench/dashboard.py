@@ -55,7 +55,7 @@ def _measured(count: int) -> None:
 
     import run_report_samples as samples
     from pages import ARGUMENTS
-    from trimtab.render.html.dashboard import page as dashboard
+    from trimtab.render.html.dashboard import panels as dashboard
     from trimtab.render.html.dashboard.source import DashboardSource
     from trimtab.runtime.dashboard.server import DashboardServer
 

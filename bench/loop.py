@@ -24,17 +24,19 @@ from trimtab.machines.replan.machine import ReplanMachine
 from trimtab.model.run import ComponentTiming, Iteration, ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.replay.common.timing import Distribution
-from trimtab.replay.replan.noise import Factors, SyntheticNoise, TraceNoise
+from trimtab.replay.replan.baselines import run_policy
 from trimtab.replay.replan.reality import (
     Drift,
+    Factors,
     MigrationTimes,
     PeriodicWork,
     PlanCache,
     ReplanReality,
     ScheduledNodeEvent,
+    SyntheticNoise,
+    TraceNoise,
     TrueCosts,
 )
-from trimtab.replay.replan.runner import run_policy
 
 TRACES = Path(os.environ.get("TRIMTAB_TRACES") or Path(__file__).parents[2] / "shared" / "data")
 MOVE_S = 20.0  # what a move really costs; the loop assumes 60 until it has seen one

@@ -23,11 +23,10 @@ from pathlib import Path
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.common.traces import JobRow, jobs
-from trimtab.replay.pool.driver import PoolReality, PoolReplay
+from trimtab.replay.pool.driver import PoolReality, PoolReplay, WorkloadTask
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
-from trimtab.replay.pool.workload import TaskGenerator, WorkloadTask, workload
-from trimtab.replay.rollout.driver import RolloutReplay, SimulatedFleet
-from trimtab.replay.rollout.workload import PROFILES
+from trimtab.replay.pool.scenario import TaskGenerator, workload
+from trimtab.replay.rollout.driver import PROFILES, RolloutReplay, SimulatedFleet
 
 TRACES = Path(os.environ.get("TRIMTAB_TRACES") or Path(__file__).parents[2] / "shared" / "data")
 JOBS, NODES, PER_NODE = 82_247, 313, 8

@@ -13,9 +13,8 @@ from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 from trimtab.formats.pipeline.pipeedge import PartitionRequest, load
 from trimtab.model.pipeline import DeviceType, Host, ModelChain, PartitionAnswer, PipelineJob
 from trimtab.plan.partition.planner import plan_partition
-from trimtab.render.html.kit.chart import gaps
-from trimtab.render.html.partition.pictures import PERIODS, stages_svg, steady_chart
-from trimtab.render.html.partition.report import partition_report
+from trimtab.render.html.kit.timeline import gaps
+from trimtab.render.html.partition_report import PERIODS, partition_report, stages_svg, steady_chart
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline"
 

@@ -30,14 +30,12 @@ from storm import below, kill
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import PlacementStrategy, TaskSpec
-from trimtab.replay.common.churn import ChurnEvent
-from trimtab.replay.common.timing import Distribution, PoolTimes
+from trimtab.replay.common.timing import ChurnEvent, Distribution, PoolTimes
 from trimtab.replay.journal.record import JournalRecord, read_record
 from trimtab.replay.journal.replay import UNCHANGED, JournalRun, ReplayAgreement, agreement, recorded, run_alternative
 from trimtab.replay.journal.world import JournalWorld
-from trimtab.replay.pool.driver import PoolReality, PoolReplay
+from trimtab.replay.pool.driver import PoolReality, PoolReplay, WorkloadTask
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
-from trimtab.replay.pool.workload import WorkloadTask
 from trimtab.runtime.client.session import connect
 from trimtab.runtime.store.journal import read_journal
 from waiting import until

@@ -17,8 +17,8 @@ from trimtab.cli.app import run
 from trimtab.core.reasons import ReasonCode
 from trimtab.formats import yaml_text
 from trimtab.model.pool import Aggressiveness, TaskState
+from trimtab.render.output import span
 from trimtab.render.text import pool as pool_text
-from trimtab.render.text.formatting import span
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.metrics import METRICS
 from trimtab.runtime.controller.metrics import NODE_METRICS as FLEET_METRICS

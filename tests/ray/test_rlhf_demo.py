@@ -13,8 +13,7 @@ import pytest
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.demos import rlhf as rlhf_demo
-from trimtab.demos.rlhf import fitting_shares, main, run_demo
-from trimtab.demos.rlhf_texts import TEXTS
+from trimtab.demos.rlhf import fitting_shares, main, run_demo, texts
 from trimtab.runtime.rayapi.connect import connected
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pg_pool_rlhf_full_demo.py"
@@ -127,5 +126,5 @@ def test_both_languages_say_the_same_things() -> None:
     def values(text: str) -> set[str]:
         return {name for _, name, _, _ in string.Formatter().parse(text) if name}
 
-    for key, (english, chinese) in TEXTS.items():
-        assert values(chinese) - {"kind"} == values(english), key
+    for key, text in texts().items():
+        assert values(text["zh"]) - {"kind"} == values(text["en"]), key

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import DashboardPortOption, FormatOption, JsonOption, ProfileOption, read_profile
 from trimtab.core.errors import InputError
@@ -36,53 +36,38 @@ SHORTEST_S = 0.05  # between two reads of the log
 
 
 def advise(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of the run.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the run.")
-    ] = None,
+    config: Annotated[Path, Argument(metavar="CONFIG", help="Configuration of the run.")],
+    overrides: Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Overrides of the run.")] = None,
     follow: Annotated[
-        list[Path] | None,
-        typer.Option("--follow", metavar="RUN", help="Log of the run, or folder of its event files (repeatable)."),
+        list[Path] | None, Option(metavar="RUN", help="Log of the run, or folder of its event files (repeatable).")
     ] = None,
     profile: ProfileOption = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Read a finished log to its end, print the advice, and exit.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write an HTML report.")] = None,
+    once: Annotated[bool, Option("--once", help="Read a finished log to its end, print the advice, and exit.")] = False,
+    output: Annotated[Path | None, Option("--output", "-o", help="Also write an HTML report.")] = None,
     folder: Annotated[
-        Path | None,
-        typer.Option("--folder", metavar="DIR", help="Folder for the observations.  [default: runs/advise-LOG-ID]"),
+        Path | None, Option(metavar="DIR", help="Folder for the observations.  [default: runs/advise-LOG-ID]")
     ] = None,
-    dashboard: Annotated[bool, typer.Option("--dashboard", help="Serve a local dashboard while following.")] = False,
+    dashboard: Annotated[bool, Option("--dashboard", help="Serve a local dashboard while following.")] = False,
     port: DashboardPortOption = None,
     engine: Annotated[
-        list[str] | None,
-        typer.Option("--engine", metavar="URL", help="Rollout engine to read metrics from (repeatable)."),
+        list[str] | None, Option(metavar="URL", help="Rollout engine to read metrics from (repeatable).")
     ] = None,
     address: Annotated[
-        str | None, typer.Option("--address", "-a", help="Ray cluster of the run (host:6379, or auto).")
+        str | None, Option("--address", "-a", help="Ray cluster of the run (host:6379, or auto).")
     ] = None,
     restart_hook: Annotated[
-        str | None,
-        typer.Option("--restart-hook", metavar="CMD", help="Command to run at the next checkpoint, if a restart pays."),
+        str | None, Option(metavar="CMD", help="Command to run at the next checkpoint, if a restart pays.")
     ] = None,
-    least_gain: Annotated[str, typer.Option("--least-gain", help="With --restart-hook: minimum gain.")] = "10%",
-    restart_s: Annotated[
-        float, typer.Option("--restart-s", help="Cost of a restart in seconds; the gain must exceed it.")
-    ] = 300.0,
-    hook_s: Annotated[
-        float, typer.Option("--hook-s", help="With --restart-hook: time limit of the command, in seconds.")
-    ] = 600.0,
+    least_gain: Annotated[str, Option(help="With --restart-hook: minimum gain.")] = "10%",
+    restart_s: Annotated[float, Option(help="Cost of a restart in seconds; the gain must exceed it.")] = 300.0,
+    hook_s: Annotated[float, Option(help="With --restart-hook: time limit of the command, in seconds.")] = 600.0,
     framework: Annotated[
-        str | None,
-        typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf.  [default: detected from CONFIG]"),
+        str | None, Option(help="verl, rlinf, nemo_rl or openrlhf.  [default: detected from CONFIG]")
     ] = None,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps to skip after every start of the run.")] = 2,
-    every: Annotated[float, typer.Option("--every", metavar="S", help="Seconds between two reads.")] = 2.0,
-    at_most: Annotated[float | None, typer.Option("--at-most", metavar="S", help="Stop after this time.")] = None,
-    silent: Annotated[
-        float, typer.Option("--silent", metavar="S", help="Stop if the log shows no step for this time.")
-    ] = 7200.0,
+    warmup: Annotated[int, Option(help="Steps to skip after every start of the run.")] = 2,
+    every: Annotated[float, Option(metavar="S", help="Seconds between two reads.")] = 2.0,
+    at_most: Annotated[float | None, Option(metavar="S", help="Stop after this time.")] = None,
+    silent: Annotated[float, Option(metavar="S", help="Stop if the log shows no step for this time.")] = 7200.0,
     form: FormatOption = Format.text,
     as_json: JsonOption = False,
 ) -> None:
@@ -96,11 +81,8 @@ def advise(
     Examples:
 
         trimtab advise verl_config.yaml trainer.nnodes=4 --follow run.log
-
         trimtab advise config.yaml --follow run.log --dashboard
-
         trimtab advise config.yaml --follow run.jsonl --once -o report.html
-
         trimtab advise config.yaml --follow run.log --restart-hook ./restart.sh --least-gain 15%
     """
     form = Format.json if as_json else form
@@ -281,7 +263,7 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
 @contextlib.contextmanager
 def _shown(form: Format) -> Iterator[Show]:
     """Yields a function that shows a frame: a live view, lines of text, or JSON/YAML lines."""
-    from trimtab.render.live.view import LiveView
+    from trimtab.render.live import LiveView
     from trimtab.render.text import advise as advise_text
 
     if form is Format.text:
@@ -309,7 +291,7 @@ def _line(form: Format, data: dict[str, Any]) -> None:
 def _report(follower: Follower, frame: FollowFrame, output: Path | None) -> None:
     if output is None:
         return
-    from trimtab.render.html.advise.report import advise_report
+    from trimtab.render.html.advise_report import advise_report
 
     write_text(output, advise_report(follower, frame))
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 import traceback
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer import Option
 from typer.main import get_command
 
 from trimtab import __version__
@@ -22,7 +24,6 @@ from trimtab.cli import cluster as cluster_commands
 from trimtab.cli import cluster_export as outside_commands
 from trimtab.cli import dashboard as dashboard_commands
 from trimtab.cli import demo as demo_commands
-from trimtab.cli import layers as layer_commands
 from trimtab.cli import partition as partition_commands
 from trimtab.cli import plan as plan_commands
 from trimtab.cli import pool as pool_commands
@@ -57,7 +58,6 @@ app.command("report")(run_report_command.report)
 app.command("dashboard")(dashboard_commands.dashboard)
 app.command("top")(dashboard_commands.top)
 app.add_typer(demo_commands.app, name="demo")
-profile_commands.app.command("layers")(layer_commands.layers)
 app.add_typer(profile_commands.app, name="profile")
 app.command("status")(pool_commands.status)
 app.command("explain")(pool_commands.explain)
@@ -78,8 +78,8 @@ _WrongCall: type[Any] = next(base for base in typer.BadParameter.__mro__ if base
 
 @app.callback()
 def _common(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and detailed logs.")] = False,
-    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks and detailed logs.")] = False,
+    version: Annotated[bool, Option("--version", "-V", help="Show the version and exit.")] = False,
 ) -> None:
     global _debug
     _debug = debug
@@ -94,12 +94,12 @@ def _common(
 
 
 def command() -> Any:
-    """All commands; brackets in help texts are escaped, not parsed as markup."""
+    """All commands; in help texts brackets are no markup, and indented lines (examples) stay lines of their own."""
     root = get_command(app)
     stack: list[Any] = [root]
     while stack:
         item = stack.pop()
-        item.help = escape(item.help or "")
+        item.help = re.sub(r"(?<![\\\n])\n(?=    )", "\n\n", escape(item.help or ""))
         for parameter in item.params:
             if getattr(parameter, "help", None):
                 parameter.help = escape(parameter.help)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption
 from trimtab.core.errors import InputError, UnreachableError, meant
@@ -29,39 +31,34 @@ INTERRUPTED = "its command was interrupted"
 
 AddressOption = Annotated[
     str | None,
-    typer.Option(
-        "--address", "-a", help="Cluster address, host:port.  [default: RAY_ADDRESS, or the only local cluster]"
-    ),
+    Option("--address", "-a", help="Cluster address, host:port.  [default: RAY_ADDRESS, or the only local cluster]"),
 ]
 FakeOption = Annotated[
-    int | None,
-    typer.Option("--fake-gpus", envvar="TRIMTAB_FAKE_GPUS", help="Number of fake GPUs of this machine."),
+    int | None, Option("--fake-gpus", envvar="TRIMTAB_FAKE_GPUS", help="Number of fake GPUs of this machine.")
 ]
-TimeoutOption = Annotated[float, typer.Option("--timeout", help="Start timeout in seconds.")]
-NodeArgument = Annotated[str, typer.Argument(help="Node name, GPU index, or prefix of the Ray node id.")]
+TimeoutOption = Annotated[float, Option("--timeout", help="Start timeout in seconds.")]
+NodeArgument = Annotated[str, Argument(help="Node name, GPU index, or prefix of the Ray node id.")]
 
 
 @app.command()
 def start(
-    workers: Annotated[int, typer.Argument(metavar="[N]", help="Worker nodes besides the head.")] = 0,
-    port: Annotated[int, typer.Option(help="Port of the head.")] = 6379,
-    dashboard_port: Annotated[int, typer.Option(help="Port of Ray's dashboard.")] = 8265,
-    no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Do not start Ray's dashboard.")] = False,
-    client_port: Annotated[
-        int | None, typer.Option(help="Port of the Ray client server.  [default: 10001 if free]")
-    ] = None,
-    ports_from: Annotated[int, typer.Option(help="First port of node managers, object managers and agents.")] = 6380,
-    worker_ports_from: Annotated[int, typer.Option(help="First port of worker processes.")] = 10_002,
+    workers: Annotated[int, Argument(metavar="[N]", help="Worker nodes besides the head.")] = 0,
+    port: Annotated[int, Option(help="Port of the head.")] = 6379,
+    dashboard_port: Annotated[int, Option(help="Port of Ray's dashboard.")] = 8265,
+    no_dashboard: Annotated[bool, Option("--no-dashboard", help="Do not start Ray's dashboard.")] = False,
+    client_port: Annotated[int | None, Option(help="Port of the Ray client server.  [default: 10001 if free]")] = None,
+    ports_from: Annotated[int, Option(help="First port of node managers, object managers and agents.")] = 6380,
+    worker_ports_from: Annotated[int, Option(help="First port of worker processes.")] = 10_002,
     fake_gpus: FakeOption = None,
-    gpus_per_node: Annotated[int, typer.Option(min=0)] = 1,
-    cpus_per_node: Annotated[int, typer.Option(min=0)] = 1,
-    memory: Annotated[str | None, typer.Option(help="Memory per node, e.g. 16GB.  [default: an equal share]")] = None,
-    object_store: Annotated[str | None, typer.Option(help="Object store per node.  [default: an equal share]")] = None,
-    ip: Annotated[str | None, typer.Option(help="IP address of this machine.")] = None,
+    gpus_per_node: Annotated[int, Option(min=0)] = 1,
+    cpus_per_node: Annotated[int, Option(min=0)] = 1,
+    memory: Annotated[str | None, Option(help="Memory per node, e.g. 16GB.  [default: an equal share]")] = None,
+    object_store: Annotated[str | None, Option(help="Object store per node.  [default: an equal share]")] = None,
+    ip: Annotated[str | None, Option(help="IP address of this machine.")] = None,
     quick_loss: Annotated[
-        bool, typer.Option("--quick-loss", help="Ray detects a killed node in 2 s instead of 14 s.")
+        bool, Option("--quick-loss", help="Ray detects a killed node in 2 s instead of 14 s.")
     ] = False,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return as soon as the cluster runs.")] = False,
+    detach: Annotated[bool, Option("--detach", "-d", help="Return as soon as the cluster runs.")] = False,
     timeout: TimeoutOption = 120.0,
     form: FormatOption = Format.text,
 ) -> None:
@@ -70,9 +67,7 @@ def start(
     Examples:
 
         trimtab cluster start
-
         trimtab cluster start 2 --fake-gpus 4
-
         trimtab cluster start 7 --detach --port 6400 --dashboard-port 8300
     """
     from trimtab.render.text import cluster as cluster_text
@@ -109,16 +104,19 @@ def start(
     with signals_interrupt():
         try:
             with err.status("starting the head"):
-                _find_ray(import_ray)
+                if importlib.util.find_spec("ray") is None:  # without the second that importing it takes
+                    import_ray()
                 local.start_all(ledger, cluster, wanted, ip, timeout, _print_started)
         except KeyboardInterrupt:
             err.print("interrupted; all started processes have ended")
             raise typer.Exit(130) from None
         hints = cluster_text.next_steps(cluster, wanted[auth.MODE] == auth.ON)
         if detach:
-            _disown(ledger, cluster)
+            with ledger.change() as state:
+                state.clusters[cluster.address] = dataclasses.replace(state.clusters[cluster.address], owner=None)
             data = _status_now(ledger, cluster)
-            answer(data, form, lambda: _print_detached(data, hints))
+            hints.append("trimtab cluster stop                       # stops it")
+            answer(data, form, lambda: out.print(cluster_text.picture(data, hints)))
             return
         _show_until_end(ledger, cluster, hints)
 
@@ -126,15 +124,15 @@ def start(
 @app.command()
 def add(
     address: AddressOption = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU index.  [default: the next free GPU]")] = None,
+    gpu: Annotated[str | None, Option(help="GPU index.  [default: the next free GPU]")] = None,
     fake_gpus: FakeOption = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="Default: as the other nodes.")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(min=0)] = None,
-    memory: Annotated[str | None, typer.Option(help="E.g. 16GB.")] = None,
-    object_store: Annotated[str | None, typer.Option(help="E.g. 4GB.")] = None,
-    ports_from: Annotated[int | None, typer.Option(help="Default: as the other nodes.")] = None,
-    worker_ports_from: Annotated[int | None, typer.Option(help="Default: as the other nodes.")] = None,
-    ip: Annotated[str | None, typer.Option(help="IP address of this machine.")] = None,
+    gpus_per_node: Annotated[int | None, Option(min=0, help="Default: as the other nodes.")] = None,
+    cpus_per_node: Annotated[int | None, Option(min=0)] = None,
+    memory: Annotated[str | None, Option(help="E.g. 16GB.")] = None,
+    object_store: Annotated[str | None, Option(help="E.g. 4GB.")] = None,
+    ports_from: Annotated[int | None, Option(help="Default: as the other nodes.")] = None,
+    worker_ports_from: Annotated[int | None, Option(help="Default: as the other nodes.")] = None,
+    ip: Annotated[str | None, Option(help="IP address of this machine.")] = None,
     timeout: TimeoutOption = 120.0,
     form: FormatOption = Format.text,
 ) -> None:
@@ -143,9 +141,7 @@ def add(
     Examples:
 
         trimtab cluster add
-
         trimtab cluster add --gpu 3
-
         trimtab cluster add --address 10.0.0.1:6379
     """
     from trimtab.render.text import cluster as cluster_text
@@ -184,9 +180,9 @@ def add(
 @app.command()
 def drain(
     node: NodeArgument,
-    deadline: Annotated[float, typer.Option("--deadline", help="Seconds until the node is stopped.")] = 30.0,
-    cause: Annotated[str, typer.Option(help="Reason, shown in status.")] = "drained by `trimtab cluster drain`",
-    wait: Annotated[bool, typer.Option("--wait", help="Return when the node has stopped.")] = False,
+    deadline: Annotated[float, Option(help="Seconds until the node is stopped.")] = 30.0,
+    cause: Annotated[str, Option(help="Reason, shown in status.")] = "drained by `trimtab cluster drain`",
+    wait: Annotated[bool, Option("--wait", help="Return when the node has stopped.")] = False,
     address: AddressOption = None,
     form: FormatOption = Format.text,
 ) -> None:
@@ -195,7 +191,6 @@ def drain(
     Examples:
 
         trimtab cluster drain gpu-2 --deadline 60
-
         trimtab cluster drain 4f1c09 --deadline 5 --wait
     """
     from trimtab.render.text import cluster as cluster_text
@@ -223,7 +218,7 @@ def drain(
 @app.command()
 def remove(
     node: NodeArgument,
-    grace: Annotated[float, typer.Option("--grace", help="Seconds for running work to leave.")] = 10.0,
+    grace: Annotated[float, Option(help="Seconds for running work to leave.")] = 10.0,
     address: AddressOption = None,
     form: FormatOption = Format.text,
 ) -> None:
@@ -232,7 +227,6 @@ def remove(
     Examples:
 
         trimtab cluster remove gpu-2
-
         trimtab cluster remove gpu-2 --grace 60
     """
     from trimtab.runtime.localcluster import nodes as local
@@ -260,7 +254,6 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
     Examples:
 
         trimtab cluster status
-
         trimtab cluster status --format json
     """
     from trimtab.render.text import cluster as cluster_text
@@ -295,15 +288,15 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
 def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     """Shows the cluster until it ends or is interrupted, then cleans up."""
-    from trimtab.render.live import cluster as cluster_live
+    from trimtab.render.text import cluster as cluster_text
     from trimtab.runtime.localcluster import nodes as local
     from trimtab.runtime.procs.interrupts import signals_ignored
 
     if not out.is_terminal:
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
     try:
-        with contextlib.closing(cluster_live.ClusterStatusLoop(ledger, cluster)) as look:
-            cluster_live.watch(look.status_while_alive, hints)
+        with contextlib.closing(cluster_text.ClusterStatusLoop(ledger, cluster)) as look:
+            cluster_text.watch(look.status_while_alive, hints)
         cause = _head_cause(ledger, cluster)
     except KeyboardInterrupt:
         cause = ""
@@ -325,10 +318,9 @@ def _show_until_end(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) ->
 
 
 def _status_now(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
-    """The current status of a cluster."""
-    from trimtab.render.live import cluster as cluster_live
+    from trimtab.render.text import cluster as cluster_text
 
-    with contextlib.closing(cluster_live.ClusterStatusLoop(ledger, cluster)) as look:
+    with contextlib.closing(cluster_text.ClusterStatusLoop(ledger, cluster)) as look:
         return look.now()
 
 
@@ -400,18 +392,6 @@ def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
     return "" if head.alive else "its supervisor was killed"
 
 
-def _disown(ledger: Ledger, cluster: ClusterRecord) -> None:
-    """Detaches the cluster from this command."""
-    with ledger.change() as state:
-        state.clusters[cluster.address] = dataclasses.replace(state.clusters[cluster.address], owner=None)
-
-
-def _print_detached(data: dict[str, Any], hints: list[str]) -> None:
-    from trimtab.render.text import cluster as cluster_text
-
-    out.print(cluster_text.picture(data, [*hints, "trimtab cluster stop                       # stops it"]))
-
-
 def _print_started(node: NodeRecord) -> None:
     from trimtab.runtime.procs.gpus import ids_text
 
@@ -443,14 +423,6 @@ def _bytes(text: str | None, option: str) -> int | None:
     if size <= 0:
         raise InputError(f"{text} is not a size", where=f"command line: {option}", hint="such as 16GB, 500MB or 4GiB")
     return size
-
-
-def _find_ray(import_ray: Any) -> None:
-    """Fails early if Ray is missing, without the second that importing it takes."""
-    import importlib.util
-
-    if importlib.util.find_spec("ray") is None:
-        import_ray()
 
 
 def _warn_all(notes: list[str]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, NameOption, ProfileOption, not_installed, read_profile
 from trimtab.cli.pool import AddressOption
@@ -23,17 +24,16 @@ from trimtab.render.output import Format, answer, err, share
 
 if TYPE_CHECKING:
     from trimtab.formats.loaded import LoadedJob
-    from trimtab.machines.nodes.roles import PlanningContext
     from trimtab.model.profile import Profile
     from trimtab.model.workflow import Cluster, Node
 
 export = typer.Typer(help="Export the job's cluster for KubeRay or Slurm.", no_args_is_help=True)
 
 JobArgument = Annotated[
-    Path, typer.Argument(help="Job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config.")
+    Path, Argument(help="Job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config.")
 ]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Output file.  [default: standard output]")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")]
+OutputOption = Annotated[Path | None, Option("--output", "-o", help="Output file.  [default: standard output]")]
+ForceOption = Annotated[bool, Option("--force", help="Overwrite an existing file.")]
 
 NODES_KEY = {
     "rlinf": "cluster.num_nodes",
@@ -53,16 +53,12 @@ DEFAULT_RAY = "2.60.0"
 def advise(
     file: JobArgument,
     join: Annotated[
-        str | None,
-        typer.Option("--join", metavar="N[xGPUS]", help="N nodes join, like the others or with GPUS GPUs each."),
+        str | None, Option(metavar="N[xGPUS]", help="N nodes join, like the others or with GPUS GPUs each.")
     ] = None,
-    leave: Annotated[
-        str | None,
-        typer.Option("--leave", metavar="N|NODE", help="The last N nodes leave, or the named node."),
-    ] = None,
-    kind: Annotated[str | None, typer.Option("--kind", help="GPU kind of joining nodes.")] = None,
+    leave: Annotated[str | None, Option(metavar="N|NODE", help="The last N nodes leave, or the named node.")] = None,
+    kind: Annotated[str | None, Option(help="GPU kind of joining nodes.")] = None,
     profile: ProfileOption = None,
-    noise: Annotated[str, typer.Option(help="Gains below this are ignored.")] = "5%",
+    noise: Annotated[str, Option(help="Gains below this are ignored.")] = "5%",
     address: AddressOption = None,
     form: FormatOption = Format.text,
 ) -> None:
@@ -74,16 +70,13 @@ def advise(
     Examples:
 
         trimtab cluster advise job.yaml --join 1
-
         trimtab cluster advise job.yaml --join 2x4 --kind L40S
-
         trimtab cluster advise job.yaml --leave node3 --format json
-
         trimtab cluster advise job.yaml --address 10.0.0.1:6379
     """
     from trimtab.formats.load import load
     from trimtab.machines.nodes import roles
-    from trimtab.render.text import roles as outside_text
+    from trimtab.render.text import plan as outside_text
 
     if kind is not None and join is None:
         raise InputError("--kind needs --join", where="command line", hint="--join 1 --kind H100")
@@ -100,17 +93,11 @@ def advise(
         cluster = roles.with_joined(cluster, *_parse_join(join), kind)
     after = _on_cluster(loaded, cluster, measured)
     before = roles.PlanningContext(loaded.job, loaded.rules, loaded.current)
-    advice = roles.advise(before, _context(after), noise=noise_share)
+    advice = roles.advise(before, roles.PlanningContext(after.job, after.rules), noise=noise_share)
     advice = replace(advice, notes=(*notes, *advice.notes))
     settings = None if advice.stay else after.settings(advice.after)
     data = outside_text.advice_data(advice, loaded.job.cluster, after.job.cluster, settings)
     answer(data, form, lambda: outside_text.print_advice(advice, loaded.job.cluster, after.job.cluster, settings))
-
-
-def _context(loaded: LoadedJob) -> PlanningContext:
-    from trimtab.machines.nodes.roles import PlanningContext
-
-    return PlanningContext(loaded.job, loaded.rules)
 
 
 def _parse_join(text: str) -> tuple[int, int | None]:
@@ -130,9 +117,7 @@ def _on_cluster(loaded: LoadedJob, cluster: Cluster, measured: Profile | None) -
 
     if loaded.file_format == job.NAME:
         return replace(
-            loaded,
-            job=replace(loaded.job, cluster=cluster),
-            settings=lambda plan: job.settings(plan, cluster),
+            loaded, job=replace(loaded.job, cluster=cluster), settings=lambda plan: job.settings(plan, cluster)
         )
     own_form = "for nodes of several kinds use trimtab's own form of a job file"
     kinds = {replace(node, name="") for node in (*loaded.job.cluster.nodes, *cluster.nodes)}
@@ -200,27 +185,24 @@ def kuberay(
     file: JobArgument,
     output: OutputOption = None,
     force: ForceOption = False,
-    cluster_name: Annotated[
-        str | None, typer.Option(help="Name of the RayCluster.  [default: the file's name]")
-    ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace.")] = None,
-    image: Annotated[str | None, typer.Option(help="Image of all pods, with Ray and trimtab.")] = None,
-    autoscale: Annotated[bool, typer.Option("--autoscale", help="Use Ray's autoscaler (v2).")] = False,
-    min_workers: Annotated[int | None, typer.Option("--min", help="Minimum of worker pods, with --autoscale.")] = None,
-    max_workers: Annotated[int | None, typer.Option("--max", help="Maximum of worker pods, with --autoscale.")] = None,
-    head_gpus: Annotated[int, typer.Option(help="GPUs of the head pod.")] = 0,
-    drain: Annotated[int, typer.Option(help="Termination grace period of a pod, in seconds.")] = 120,
+    cluster_name: Annotated[str | None, Option(help="Name of the RayCluster.  [default: the file's name]")] = None,
+    namespace: Annotated[str | None, Option(help="Kubernetes namespace.")] = None,
+    image: Annotated[str | None, Option(help="Image of all pods, with Ray and trimtab.")] = None,
+    autoscale: Annotated[bool, Option("--autoscale", help="Use Ray's autoscaler (v2).")] = False,
+    min_workers: Annotated[int | None, Option("--min", help="Minimum of worker pods, with --autoscale.")] = None,
+    max_workers: Annotated[int | None, Option("--max", help="Maximum of worker pods, with --autoscale.")] = None,
+    head_gpus: Annotated[int, Option(help="GPUs of the head pod.")] = 0,
+    drain: Annotated[int, Option(help="Termination grace period of a pod, in seconds.")] = 120,
     selector: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Node labels instead of the GPU kind's.")
+        list[str] | None, Option(metavar="KEY=VALUE", help="Node labels instead of the GPU kind's.")
     ] = None,
-    token: Annotated[bool, typer.Option("--token", help="Use Ray's token authentication.")] = False,
+    token: Annotated[bool, Option("--token", help="Use Ray's token authentication.")] = False,
 ) -> None:
     """Write a KubeRay RayCluster manifest for the job's cluster. Nothing is applied.
 
     Examples:
 
         trimtab cluster export kuberay job.yaml --image registry/ray-trimtab:1 -o cluster.yaml
-
         trimtab cluster export kuberay job.yaml --autoscale --min 1 --max 8 | kubectl apply -f -
     """
     from trimtab.formats.export import kuberay as writer
@@ -250,25 +232,19 @@ def kuberay(
 @export.command()
 def slurm(
     file: JobArgument,
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND", help="Command to run on the cluster.")
-    ] = None,
+    command: Annotated[list[str] | None, Argument(metavar="-- COMMAND", help="Command to run on the cluster.")] = None,
     output: OutputOption = None,
     force: ForceOption = False,
-    job_name: Annotated[str | None, typer.Option(help="Slurm job name.  [default: the file's name]")] = None,
-    time: Annotated[str, typer.Option(help="Time limit.")] = "24:00:00",
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
-    gpu_type: Annotated[
-        str | None, typer.Option(help="Slurm GPU type; '' for any.  [default: the job's GPU kind]")
-    ] = None,
-    min_nodes: Annotated[
-        int | None, typer.Option("--min", help="Minimum of nodes to start with.  [default: all]")
-    ] = None,
-    join_timeout: Annotated[int, typer.Option(help="Timeout for nodes to join, in seconds.")] = 300,
-    drain: Annotated[int, typer.Option(help="Drain nodes this many seconds before the time limit.")] = 120,
-    port: Annotated[int, typer.Option(help="Port of the Ray head.")] = 6379,
-    setup: Annotated[str, typer.Option(help="Shell lines to run first.")] = "",
+    job_name: Annotated[str | None, Option(help="Slurm job name.  [default: the file's name]")] = None,
+    time: Annotated[str, Option(help="Time limit.")] = "24:00:00",
+    partition: Annotated[str | None, Option(help="Slurm partition.")] = None,
+    account: Annotated[str | None, Option(help="Slurm account.")] = None,
+    gpu_type: Annotated[str | None, Option(help="Slurm GPU type; '' for any.  [default: the job's GPU kind]")] = None,
+    min_nodes: Annotated[int | None, Option("--min", help="Minimum of nodes to start with.  [default: all]")] = None,
+    join_timeout: Annotated[int, Option(help="Timeout for nodes to join, in seconds.")] = 300,
+    drain: Annotated[int, Option(help="Drain nodes this many seconds before the time limit.")] = 120,
+    port: Annotated[int, Option(help="Port of the Ray head.")] = 6379,
+    setup: Annotated[str, Option(help="Shell lines to run first.")] = "",
 ) -> None:
     """Write a Slurm batch script for the job's cluster: Ray on every node, a command, a drain before the time limit.
 
@@ -277,7 +253,6 @@ def slurm(
     Examples:
 
         trimtab cluster export slurm job.yaml -o job.sbatch -- python train.py --config job.yaml
-
         trimtab cluster export slurm job.yaml --partition gpu --setup 'source venv/bin/activate' | sbatch
     """
     from trimtab.formats.export import slurm as writer
@@ -340,14 +315,14 @@ def _ray_version() -> str:
 
 
 def hook(
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = DEFAULT_PORT,
+    port: Annotated[int, Option(help="Port to listen on; 0: any free port.")] = DEFAULT_PORT,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond loopback, reading needs the token, too.")
+        str, Option(help="Address to listen on; beyond loopback, reading needs the token, too.")
     ] = "127.0.0.1",
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Host name that callers use (Host header; repeatable).")
+        list[str] | None, Option(help="Host name that callers use (Host header; repeatable).")
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File for the generated token.")] = None,
+    token_file: Annotated[Path | None, Option(help="File for the generated token.")] = None,
     address: AddressOption = None,
     name: NameOption = None,
 ) -> None:
@@ -360,7 +335,6 @@ def hook(
     Examples:
 
         trimtab cluster hook --address 10.0.0.1:6379
-
         curl -X POST -H "Authorization: Bearer $(cat TOKEN_FILE)" -d '{"deadline_s": 120, "cause": "spot"}' \\
             http://127.0.0.1:8267/nodes/10.0.0.7/drain
     """

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import NameOption, not_installed
 from trimtab.core.errors import InputError, TrimtabError
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
     from trimtab.runtime.dashboard.server import DashboardServer
 
-FolderArgument = Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder of a running or finished run.")]
+FolderArgument = Annotated[Path | None, Argument(metavar="DIR", help="Folder of a running or finished run.")]
 AddressOption = Annotated[
-    str | None, typer.Option("--address", "-a", help="Ray cluster, for pools, queue, nodes and evictions.")
+    str | None, Option("--address", "-a", help="Ray cluster, for pools, queue, nodes and evictions.")
 ]
 
 
@@ -34,12 +34,9 @@ def dashboard(
     address: AddressOption = None,
     name: NameOption = None,
     port: Annotated[
-        int | None,
-        typer.Option("--port", "-p", help="Port to listen on.  [default: 8270, or the next free port]"),
+        int | None, Option("--port", "-p", help="Port to listen on.  [default: 8270, or the next free port]")
     ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File for the token that changes require.")
-    ] = None,
+    token_file: Annotated[Path | None, Option(help="File for the token that changes require.")] = None,
 ) -> None:
     """Serve a local page that shows a run live: timeline per GPU, costs, workers, moves, reward.
 
@@ -49,13 +46,9 @@ def dashboard(
     Examples:
 
         trimtab dashboard runs/grpo-1
-
         trimtab dashboard runs/grpo-1 --address auto --port 9000
     """
-    with (
-        _stop_event() as stopped,
-        served(source_of(folder, address, name), port, token_file=token_file) as server,
-    ):
+    with _stop_event() as stopped, served(source_of(folder, address, name), port, token_file=token_file) as server:
         out.print(server.announcement, markup=False)
         err.print(f"{server.token_source}; Ctrl-C stops the dashboard", markup=False)
         with contextlib.suppress(KeyboardInterrupt):
@@ -128,8 +121,8 @@ def top(
     folder: FolderArgument = None,
     address: AddressOption = None,
     name: NameOption = None,
-    every: Annotated[float, typer.Option("--every", help="Seconds between two updates.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
+    every: Annotated[float, Option(help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, Option("--once", help="Print the current state and exit.")] = False,
 ) -> None:
     """Show a run or cluster in the terminal: iterations, components, workers, tasks, nodes, latest events.
 
@@ -138,7 +131,6 @@ def top(
     Examples:
 
         trimtab top runs/grpo-1
-
         trimtab top runs/grpo-1 --once
     """
     from trimtab.render.text.top import picture, print_once

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from trimtab.cli import plan as plan_commands
 
@@ -31,8 +32,7 @@ class Backend(str, enum.Enum):
 
 @app.callback()
 def demo(
-    context: typer.Context,
-    folder: Annotated[Path, typer.Option("--folder", help="Folder for the run and its report.")] = Path("out"),
+    context: typer.Context, folder: Annotated[Path, Option(help="Folder for the run and its report.")] = Path("out")
 ) -> None:
     """Train a policy on a local Ray: plan, a joining node, a preempting evaluation, drift, migrations, a report.
 
@@ -46,12 +46,10 @@ def demo(
 
 @app.command()
 def rlhf(
-    lang: Annotated[Language, typer.Option("--lang", help="Language of the output.")] = Language.en,
+    lang: Annotated[Language, Option(help="Language of the output.")] = Language.en,
     address: Annotated[
         str | None,
-        typer.Option(
-            "--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, a running local cluster, or a new one]"
-        ),
+        Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, a running local cluster, or a new one]"),
     ] = None,
 ) -> None:
     """Run rollout, reward and train in one pool on Ray, then two pools with preemption across them."""
@@ -62,9 +60,7 @@ def rlhf(
 
 @app.command()
 def elastic(
-    backend: Annotated[
-        Backend, typer.Option("--backend", help="Compute backend; auto: PyTorch if installed, else numpy.")
-    ] = Backend.auto,
+    backend: Annotated[Backend, Option(help="Compute backend; auto: PyTorch if installed, else numpy.")] = Backend.auto,
 ) -> None:
     """Train while nodes join, are killed and drained, on a local Ray of several nodes; about a minute."""
     from trimtab.demos.elastic import run_demo

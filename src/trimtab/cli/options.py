@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text
@@ -16,16 +16,12 @@ from trimtab.render.output import Format, err
 if TYPE_CHECKING:
     from trimtab.model.profile import Profile
 
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="Output format.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Same as --format json.")]
-ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
-]
-NameOption = Annotated[
-    str | None, typer.Option("--name", "-n", help="Name of the controller, if the cluster has several.")
-]
+FormatOption = Annotated[Format, Option("--format", "-f", help="Output format.")]
+JsonOption = Annotated[bool, Option("--json", help="Same as --format json.")]
+ProfileOption = Annotated[Path | None, Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")]
+NameOption = Annotated[str | None, Option("--name", "-n", help="Name of the controller, if the cluster has several.")]
 DashboardPortOption = Annotated[
-    int | None, typer.Option("--port", help="Port of the dashboard.  [default: 8270, or the next free port]")
+    int | None, Option("--port", help="Port of the dashboard.  [default: 8270, or the next free port]")
 ]
 
 
@@ -38,7 +34,6 @@ def read_profile(path: Path | None) -> Profile | None:
 
 
 def called() -> str:
-    """The command as it was called."""
     return shlex.join(["trimtab", *sys.argv[1:]])
 
 

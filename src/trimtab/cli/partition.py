@@ -2,32 +2,37 @@
 
 Both read the same files and use the same planner. `sched-pipeline` has the flags, defaults and standard output of the
 public tool of that name, except that errors never exit with 0: an infeasible problem prints `[]` and exits with 3.
+
+`--run` and `--emulate` run the planned schedule; running is in `runtime.pipeline`, which is imported when needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import enum
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.markup import escape
+from typer import Option
 
 from trimtab.cli.options import FormatOption, called, save_report
-from trimtab.core.errors import InfeasibleError, TrimtabError
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
 from trimtab.formats.pipeline.split import SplitTarget
-from trimtab.render.output import Format, answer, err, out, share, warn
+from trimtab.render.output import Format, answer, err, out, picked, share, warn
 
 if TYPE_CHECKING:
     from trimtab.formats.pipeline.pipeedge import PartitionRequest
     from trimtab.model.pipeline import PartitionAnswer
+    from trimtab.runtime.pipeline.runner import PipelineRun
     from trimtab.runtime.rayapi.nodes import RayNode
+
 
 MODEL = "google/vit-base-patch16-224"
 MODELS, TYPES, DEVICES = Path("models.yml"), Path("device_types.yml"), Path("devices.yml")
@@ -41,59 +46,53 @@ class Goal(str, enum.Enum):
 
 
 def partition(
-    dtype: Annotated[str, typer.Option("--dtype", "-d", help="PyTorch dtype of the profile.")] = "torch.float32",
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Microbatch size.")] = 8,
-    buffers_in: Annotated[
-        int, typer.Option("--buffers-in", "-i", help="Input buffers of a stage, in microbatches.")
-    ] = 2,
-    buffers_out: Annotated[
-        int, typer.Option("--buffers-out", "-o", help="Output buffers of a stage, in microbatches.")
-    ] = 2,
-    model_name: Annotated[str, typer.Option("--model-name", "-m", help="Model name in the models file.")] = MODEL,
-    models_file: Annotated[Path, typer.Option("--models-file", "-M", help="Layers, memory and sizes.")] = MODELS,
+    dtype: Annotated[str, Option("--dtype", "-d", help="PyTorch dtype of the profile.")] = "torch.float32",
+    batch_size: Annotated[int, Option("--batch-size", "-b", help="Microbatch size.")] = 8,
+    buffers_in: Annotated[int, Option("--buffers-in", "-i", help="Input buffers of a stage, in microbatches.")] = 2,
+    buffers_out: Annotated[int, Option("--buffers-out", "-o", help="Output buffers of a stage, in microbatches.")] = 2,
+    model_name: Annotated[str, Option("--model-name", "-m", help="Model name in the models file.")] = MODEL,
+    models_file: Annotated[Path, Option("--models-file", "-M", help="Layers, memory and sizes.")] = MODELS,
     dev_types_file: Annotated[
-        Path, typer.Option("--dev-types-file", "-T", help="Bandwidth, memory and profiles of device types.")
+        Path, Option("--dev-types-file", "-T", help="Bandwidth, memory and profiles of device types.")
     ] = TYPES,
-    dev_file: Annotated[Path, typer.Option("--dev-file", "-D", help="Hosts by device type.")] = DEVICES,
+    dev_file: Annotated[Path, Option("--dev-file", "-D", help="Hosts by device type.")] = DEVICES,
     form: FormatOption = Format.text,
     objective: Annotated[
-        Goal, typer.Option(help="Minimise the time between microbatches, or the latency of a microbatch.")
+        Goal, Option(help="Minimise the time between microbatches, or the latency of a microbatch.")
     ] = Goal.throughput,
-    headroom: Annotated[str, typer.Option(help="Share of every device's memory to keep free.")] = "0%",
+    headroom: Annotated[str, Option(help="Share of every device's memory to keep free.")] = "0%",
     links: Annotated[
-        Path | None, typer.Option(help="Bandwidth and latency between hosts; overrides the device types.")
+        Path | None, Option(help="Bandwidth and latency between hosts; overrides the device types.")
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Source host of the data; its transfer counts.")] = None,
-    sink: Annotated[str | None, typer.Option(help="Destination host of the results; its transfer counts.")] = None,
-    max_devices: Annotated[int | None, typer.Option(help="Maximum number of devices.")] = None,
+    source: Annotated[str | None, Option(help="Source host of the data; its transfer counts.")] = None,
+    sink: Annotated[str | None, Option(help="Destination host of the results; its transfer counts.")] = None,
+    max_devices: Annotated[int | None, Option(help="Maximum number of devices.")] = None,
     cut_every: Annotated[
-        int, typer.Option(help="Cut only after multiples of this number of layers (the layers of a decoder block).")
+        int, Option(help="Cut only after multiples of this number of layers (the layers of a decoder block).")
     ] = 1,
     frontier: Annotated[
-        bool, typer.Option("--frontier", help="Also show the best bottleneck for 1, 2, ... devices.")
+        bool, Option("--frontier", help="Also show the best bottleneck for 1, 2, ... devices.")
     ] = False,
-    emit: Annotated[SplitTarget | None, typer.Option(help="Print only the split, in this engine's form.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
+    emit: Annotated[SplitTarget | None, Option(help="Print only the split, in this engine's form.")] = None,
+    report: Annotated[Path | None, Option(help="Write an HTML report.")] = None,
     devices_from_ray: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local cluster)."
-        ),
+        Option(metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local cluster)."),
     ] = None,
-    run: Annotated[bool, typer.Option("--run", help="Run the schedule with the model, as Ray actors.")] = False,
+    run: Annotated[bool, Option("--run", help="Run the schedule with the model, as Ray actors.")] = False,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="Run the schedule with emulated stages, on any machine.")
+        bool, Option("--emulate", help="Run the schedule with emulated stages, on any machine.")
     ] = False,
     factory: Annotated[
-        str | None, typer.Option(help="Factory of the model to run: package.module:factory or file.py:factory.")
+        str | None, Option(help="Factory of the model to run: package.module:factory or file.py:factory.")
     ] = None,
-    blocks: Annotated[str, typer.Option(help="Path of the sequence of blocks in the model.")] = "",
-    model_input: Annotated[str, typer.Option("--input", help="Input factory, or a shape: 128,2048.")] = "",
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches to run.")] = 24,
-    stretch: Annotated[float | None, typer.Option(help="Factor for emulated times.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads per stage.")] = 1,
-    address: Annotated[str | None, typer.Option(help="Ray cluster to run on.  [default: a new local cluster]")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Timeout of a run in seconds.")] = None,
+    blocks: Annotated[str, Option(help="Path of the sequence of blocks in the model.")] = "",
+    model_input: Annotated[str, Option("--input", help="Input factory, or a shape: 128,2048.")] = "",
+    microbatches: Annotated[int, Option(min=1, help="Microbatches to run.")] = 24,
+    stretch: Annotated[float | None, Option(help="Factor for emulated times.")] = None,
+    threads: Annotated[int, Option(min=1, help="Threads per stage.")] = 1,
+    address: Annotated[str | None, Option(help="Ray cluster to run on.  [default: a new local cluster]")] = None,
+    timeout: Annotated[float | None, Option(help="Timeout of a run in seconds.")] = None,
 ) -> None:
     """Assign layers to heterogeneous devices: the pipeline with the best throughput, proven optimal.
 
@@ -103,13 +102,9 @@ def partition(
     Examples:
 
         trimtab partition -M models.yml -T device_types.yml -D devices.yml --report pipeline.html
-
         trimtab partition --objective latency --headroom 10% --format json
-
         trimtab partition --frontier --max-devices 6
-
         trimtab partition --emit vllm --cut-every 4
-
         trimtab partition --emulate
     """
     if devices_from_ray is not None:
@@ -133,7 +128,7 @@ def partition(
     )
     found, searched = _plan((models_file, dev_types_file, dev_file), request, links, objective, frontier)
     if report is not None:
-        from trimtab.render.html.partition.report import partition_report
+        from trimtab.render.html.partition_report import partition_report
 
         save_report(report, partition_report(found, command=called(), search_seconds=searched))
     if emit is not None:
@@ -148,8 +143,6 @@ def partition(
     if not (run or emulate):
         answer(as_data(found, searched), form, lambda: print_text(found, searched))
         return
-    from trimtab.cli.pipeline_run import run_answer, run_data, run_text
-
     done = run_answer(
         found,
         emulate=emulate,
@@ -248,3 +241,113 @@ def sched_pipeline(arguments: Sequence[str] | None = None) -> int:
         return 130
     sys.stdout.write(schedule_yaml(found.schedule))
     return 0
+
+
+STAGE_TIMES = ("planned_compute_s", "planned_transfer_s", "compute_s", "starved_s", "blocked_s")
+
+
+def run_answer(
+    planned: PartitionAnswer,
+    *,
+    emulate: bool,
+    dtype: str = "torch.float32",
+    factory: str | None = None,
+    blocks: str = "",
+    model_input: str = "",
+    **options: Any,
+) -> PipelineRun:
+    """Runs a planned schedule; `options` are those of `run_pipeline`.
+
+    Raises UnreachableError if the output differs from that of the model.
+    """
+    from rich.markup import escape
+
+    from trimtab.runtime.pipeline.runner import run_pipeline
+
+    if factory is None and not emulate:
+        raise InputError(
+            "--factory is missing: the model to run", hint="--factory file.py:factory --input 128,2048, or --emulate"
+        )
+    with err.status("running") as status:
+
+        def progress(sentence: str) -> None:
+            status.update(f"running: {escape(sentence)}")
+
+        chain = make_input = None
+        if factory is not None:
+            from trimtab.profile import block_chain
+
+            progress(f"building {factory}")
+            chain = block_chain.load_chain(factory, blocks=blocks, dtype=dtype)
+            make_input = block_chain.input_maker(
+                model_input, batch_size=planned.job.batch_size, dtype=dtype, device="cpu"
+            )
+        done = run_pipeline(
+            planned.schedule,
+            chain,
+            make_input,
+            batch_size=planned.job.batch_size,
+            buffers_in=planned.job.buffers_in,
+            buffers_out=planned.job.buffers_out,
+            emulate=emulate,
+            progress=progress,
+            **options,
+        )
+    if done.output == "different":
+        raise UnreachableError(
+            f"the output of the pipeline differs from the model's by up to {done.largest_difference:g}",
+            hint="models with dropout or other randomness cannot be compared",
+        )
+    return done
+
+
+def run_data(run: PipelineRun) -> dict[str, Any]:
+    return {
+        **picked(run, "emulated", "stretch", "microbatches", "batch_size"),
+        "predicted_throughput": _finite(run.predicted_throughput),
+        "measured_throughput": _finite(run.measured_throughput),
+        "ratio": _finite(run.ratio),
+        **picked(run, "predicted_period_s", "measured_period_s", "output", "largest_difference"),
+        "stages": [
+            {"host": stage.host, "layers": [stage.first, stage.last], **picked(stage, *STAGE_TIMES)}
+            for stage in run.stages
+        ],
+    }
+
+
+def run_text(run: PipelineRun) -> None:
+    from rich.table import Table
+
+    how = "emulated" if run.emulated else "run"
+    slower = f", {run.stretch:.3g} times slower" if run.emulated and run.stretch != 1 else ""
+    table = Table(title=f"{run.microbatches} microbatches of {run.batch_size}, {how}{slower}", title_justify="left")
+    table.add_column("stage")
+    table.add_column("layers", justify="right")
+    for heading in ("planned compute s", "planned transfer s", "computed s", "starved s", "blocked s"):
+        table.add_column(heading, justify="right")
+    for stage in run.stages:
+        table.add_row(
+            stage.host.replace("[", "\\["),
+            f"{stage.first}-{stage.last}",
+            *(f"{seconds:.4g}" for seconds in picked(stage, *STAGE_TIMES).values()),
+        )
+    out.print(table)
+    out.print(
+        f"throughput: {run.measured_throughput:.4g} items/s measured, {run.predicted_throughput:.4g} predicted "
+        f"({run.ratio:.1%})",
+        markup=False,
+    )
+    for stage in run.stages:
+        if run.emulated and stage.compute_s > run.stretch * stage.planned_compute_s:
+            out.print(f"{stage.host} computes longer than its emulated time: use a larger --stretch", markup=False)
+    texts = {
+        "equal": "output: bit-identical to the model's",
+        "close": f"output: equal to the model's within its precision (largest difference {run.largest_difference:.3g})",
+        "different": f"output: differs from the model's (largest difference {run.largest_difference:.3g})",
+        "not compared": "output: no model was run",
+    }
+    out.print(texts[run.output], markup=False)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

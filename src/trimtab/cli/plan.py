@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import ProfileOption, called, read_profile, save_report
 from trimtab.core.errors import InputError, TrimtabError
@@ -38,55 +38,41 @@ class PlanFormat(str, enum.Enum):
 
 def plan(
     file: Annotated[
-        Path | None,
-        typer.Argument(help="Job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config."),
+        Path | None, Argument(help="Job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
+        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
     ] = None,
     profile: ProfileOption = None,
     from_run: Annotated[
-        Path | None,
-        typer.Option("--from-run", help="Use the costs measured by the run in this folder; without FILE also its job."),
+        Path | None, Option(help="Use the costs measured by the run in this folder; without FILE also its job.")
     ] = None,
-    form: Annotated[PlanFormat, typer.Option("--format", "-f", help="Output format.")] = PlanFormat.text,
-    apply: Annotated[bool, typer.Option("--apply", help="Write the placement into FILE (keeps a backup).")] = False,
+    form: Annotated[PlanFormat, Option("--format", "-f", help="Output format.")] = PlanFormat.text,
+    apply: Annotated[bool, Option("--apply", help="Write the placement into FILE (keeps a backup).")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write FILE with the new placement to this file.")
+        Path | None, Option("--output", "-o", help="Write FILE with the new placement to this file.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report with timelines.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the timeline of the plan as SVG.")] = None,
-    noise: Annotated[
-        str, typer.Option(help="Differences below this count as noise, for near ties and sensitivity.")
-    ] = "5%",
-    sensitivity: Annotated[
-        bool, typer.Option(help="Show how far each cost may be off before the choice changes.")
-    ] = True,
+    report: Annotated[Path | None, Option(help="Write an HTML report with timelines.")] = None,
+    svg: Annotated[Path | None, Option(help="Write the timeline of the plan as SVG.")] = None,
+    noise: Annotated[str, Option(help="Differences below this count as noise, for near ties and sensitivity.")] = "5%",
+    sensitivity: Annotated[bool, Option(help="Show how far each cost may be off before the choice changes.")] = True,
 ) -> None:
     """Find the best placement of every component under the job's measured costs, with proof and reasons.
 
     A job file in trimtab's own form:
 
         cluster: {nodes: 2, gpus_per_node: 8}
-
         workflow:
-
           batches: 512
-
           components:
-
             rollout: {seconds: {16: 59.9}}
-
             trainer: {seconds: {16: 95.7}, after: [rollout], granularity: 128}
 
     Examples:
 
         trimtab plan job.yaml
-
         trimtab plan job.yaml cluster.nodes=4 --report plan.html
-
         trimtab plan verl_config.yaml --profile profile.yaml --format overrides
-
         trimtab plan --from-run runs/grpo-1 cluster.nodes=4
     """
     from trimtab.plan.placement.planner import best_plan, explain
@@ -248,30 +234,15 @@ def _apply(loaded: LoadedJob, settings: PlanSettings) -> None:
     )
 
 
-def demo(
-    folder: Annotated[Path, typer.Option("--folder", help="Folder for the report.")] = Path("out"),
-) -> None:
+def demo(folder: Annotated[Path, Option(help="Folder for the report.")] = Path("out")) -> None:
     """Plan the bundled example and write its report."""
     source = resources.files("trimtab") / "examples" / EXAMPLE
     folder.mkdir(parents=True, exist_ok=True)
     job = folder / EXAMPLE
     job.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     report = folder / "plan.html"
-    plan(
-        job,
-        overrides=[],
-        profile=None,
-        from_run=None,
-        form=PlanFormat.text,
-        apply=False,
-        output=None,
-        report=report,
-        svg=folder / "plan.svg",
-        noise="5%",
-        sensitivity=True,
-    )
-    out.print()
-    out.print("[bold]Results[/]")
+    plan(job, report=report, svg=folder / "plan.svg")
+    out.print("\n[bold]Results[/]")
     out.print(f"  {report}   the plan as a timeline, beside rejected plans: open it in a browser")
     out.print(f"  {job}   the job file: change a cost and plan again with")
     # The program as it was called: make runs it from a virtual environment that is not on PATH.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, NameOption
 from trimtab.core.errors import InputError, UnreachableError, meant
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Pools: quota, slots and tasks.", no_args_is_help=True)
 
 AddressOption = Annotated[
-    str | None,
-    typer.Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or the cluster on this machine]"),
+    str | None, Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or the cluster on this machine]")
 ]
 DEFAULT_NAME = "trimtab"  # default name of a controller
 ANSWER_S = 30.0
@@ -36,7 +36,6 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
     Examples:
 
         trimtab status
-
         trimtab status --address 10.0.0.1:6379 --format json
     """
     from trimtab.render.text import pool as pool_text
@@ -51,7 +50,7 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
 
 
 def explain(
-    task: Annotated[str, typer.Argument(help="Task, elastic group, or node (prefix of its id).")],
+    task: Annotated[str, Argument(help="Task, elastic group, or node (prefix of its id).")],
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
@@ -61,21 +60,18 @@ def explain(
     Examples:
 
         trimtab explain rollout-03
-
         trimtab explain trainers
-
         trimtab explain 4f1c09
     """
-    from trimtab.render.text import nodes as fleet_text
     from trimtab.render.text import pool as pool_text
 
     with controller_session(address, name) as session:
         try:
             explanation = session.explain(task)
         except InputError as unknown:
-            group = fleet_text.group_data(task, session.status())
+            group = pool_text.group_data(task, session.status())
             data = group or _node_data(session, task, unknown)
-            answer(data, form, lambda: (fleet_text.print_group if group else fleet_text.print_node)(data))
+            answer(data, form, lambda: (pool_text.print_group if group else pool_text.print_node)(data))
             return
         seen = session.status()
     data = pool_text.explanation_data(explanation, seen)
@@ -99,7 +95,7 @@ def list_pools(address: AddressOption = None, name: NameOption = None, form: For
 
 @app.command()
 def show(
-    pool: Annotated[str, typer.Argument(help="Pool name.")],
+    pool: Annotated[str, Argument(help="Pool name.")],
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
@@ -120,8 +116,8 @@ def show(
 
 @app.command()
 def drain(
-    pool: Annotated[str, typer.Argument(help="Pool name.")],
-    off: Annotated[bool, typer.Option("--off", help="Start tasks again.")] = False,
+    pool: Annotated[str, Argument(help="Pool name.")],
+    off: Annotated[bool, Option("--off", help="Start tasks again.")] = False,
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
@@ -131,7 +127,6 @@ def drain(
     Examples:
 
         trimtab pool drain rlhf
-
         trimtab pool drain rlhf --off
     """
     from trimtab.render.text import pool as pool_text
@@ -146,7 +141,7 @@ def drain(
 @app.command()
 def free(
     address: AddressOption = None,
-    name: Annotated[str, typer.Option("--name", "-n", help="Name of the controller.")] = DEFAULT_NAME,
+    name: Annotated[str, Option("--name", "-n", help="Name of the controller.")] = DEFAULT_NAME,
     form: FormatOption = Format.text,
 ) -> None:
     """Remove the actors and placement groups of a controller that is dead or refuses its journal.
@@ -207,7 +202,7 @@ def _known(session: Session, pool: str) -> dict[str, Any]:
 
 def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, Any]:
     """A node's story; raises `unknown` if the name is not a node's."""
-    from trimtab.render.text import nodes as fleet_text
+    from trimtab.render.text import pool as pool_text
 
     try:
         node, story = session.ask("node_story", name)
@@ -217,4 +212,4 @@ def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, An
                 "`trimtab status` shows running and waiting tasks, `trimtab pool show POOL` all tasks of a pool"
             )
         raise unknown from None
-    return fleet_text.node_data(node, story, session.status(), session.tasks())
+    return pool_text.node_data(node, story, session.status(), session.tasks())

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import save_report
 from trimtab.cli.simulate import SimulateFormat, write_comparison
@@ -22,25 +22,24 @@ HINT = "`trimtab status` shows the directory of a controller's journal"
 
 
 def replay(
-    journal: Annotated[Path, typer.Argument(help="Journal of a controller: the directory shown by `trimtab status`.")],
+    journal: Annotated[Path, Argument(help="Journal of a controller: the directory shown by `trimtab status`.")],
     others: Annotated[
         list[str] | None,
-        typer.Option("--with", "-w", help="Policy to try: a YAML file, or a name such as fifo (repeatable)."),
+        Option("--with", "-w", help="Policy to try: a YAML file, or a name such as fifo (repeatable)."),
     ] = None,
-    form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
-    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with plots.")] = None,
+    form: Annotated[SimulateFormat, Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
+    html: Annotated[Path | None, Option(help="Write an HTML report with plots.")] = None,
 ) -> None:
     """Replay a journal: compare the instructions, show how tasks fared, and try other policies on the workload.
 
     Examples:
 
         trimtab replay /tmp/ray/session_latest/trimtab/trimtab
-
         trimtab replay journal --with fifo --with patient.yaml --html report.html
     """
     from trimtab.render.text import journal as replay_text
-    from trimtab.replay.journal.policies import read_alternatives
     from trimtab.replay.journal.record import read_record
+    from trimtab.replay.journal.replay import read_alternatives
 
     policies = read_alternatives(others or [])
     found = read_journal_path(journal)
@@ -72,7 +71,10 @@ def read_journal_path(path: Path) -> JournalContents:
             files = sorted(file for file in path.iterdir() if file.name.startswith("journal-"))
             snapshots = [file for file in path.iterdir() if file.name.startswith("snapshot-")]
             if not files and not snapshots:
-                raise InputError("there is no journal here", where=str(path), hint=_hint(path))
+                of_run = (
+                    "this is the folder of a run, not of a controller; " if (path / "events.jsonl").exists() else ""
+                )
+                raise InputError("there is no journal here", where=str(path), hint=of_run + HINT)
             for file in files:
                 _segment_number(file, torn_is_empty=True)
             return read_journal(path)
@@ -86,12 +88,6 @@ def read_journal_path(path: Path) -> JournalContents:
         return read_segment(path)
     except OSError as fault:
         raise InputError(f"the journal cannot be read: {fault.strerror or fault}", where=str(path), hint=HINT) from None
-
-
-def _hint(path: Path) -> str:
-    if (path / "events.jsonl").exists():
-        return f"this is the folder of a run, not of a controller; {HINT}"
-    return HINT
 
 
 def _segment_number(path: Path, *, torn_is_empty: bool = False) -> int:

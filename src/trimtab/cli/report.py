@@ -5,21 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, called
 from trimtab.formats.files import write_text
-from trimtab.render.output import Format, answer, err, out, warn
+from trimtab.render.output import Format, answer, err, print_lines, warn
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Output file.  [default: DIR/report.html]")
-    ] = None,
+    folder: Annotated[Path, Argument(metavar="DIR", help="Folder of a run.")],
+    output: Annotated[Path | None, Option("--output", "-o", help="Output file.  [default: DIR/report.html]")] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="Metric to plot, as component.name or name (repeatable).  [default: those named reward]"),
+        Option(help="Metric to plot, as component.name or name (repeatable).  [default: those named reward]"),
     ] = None,
     form: FormatOption = Format.text,
 ) -> None:
@@ -30,13 +28,11 @@ def report(
     Examples:
 
         trimtab report out/grpo
-
         trimtab report out/grpo -o grpo.html --metric trainer.loss --metric reward
     """
-    from trimtab.render.html.run.figures import all_metrics, metric_names
+    from trimtab.render.html.run.figures import all_metrics, metric_names, status_sentence, story_lines
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import status_sentence, story_lines
 
     story = read_story(folder)
     target = output if output is not None else folder / "report.html"
@@ -59,9 +55,5 @@ def report(
         "words": lines,
     }
 
-    def text() -> None:
-        for line in lines:
-            out.print(line, markup=False)
-
-    answer(data, form, text)
+    answer(data, form, lambda: print_lines(lines))
     err.print(f"report written to {target}", markup=False)

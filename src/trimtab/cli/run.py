@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import DashboardPortOption, JsonOption
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.run import ReplanMode
-from trimtab.render.output import Format, answer, err, out
+from trimtab.render.output import Format, answer, err, out, print_lines
 
 if TYPE_CHECKING:
     from trimtab.model.plan import Plan
@@ -24,33 +25,27 @@ STOPPED = 130
 
 
 def run(
-    job: Annotated[Path | None, typer.Argument(help="Job file in trimtab's own form, with `use` or `emulate`.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Run in this process, without Ray.")] = False,
+    job: Annotated[Path | None, Argument(help="Job file in trimtab's own form, with `use` or `emulate`.")] = None,
+    local: Annotated[bool, Option("--local", help="Run in this process, without Ray.")] = False,
     address: Annotated[
-        str | None,
-        typer.Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or a new local Ray]"),
+        str | None, Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or a new local Ray]")
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--folder", "-o", help="Folder for events, summary and checkpoints.  [default: runs/NAME-N]"),
+        Option("--folder", "-o", help="Folder for events, summary and checkpoints.  [default: runs/NAME-N]"),
     ] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Resume the run in this folder.")] = None,
-    iterations: Annotated[int | None, typer.Option("--iterations", "-n", help="Override run.iterations.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Override run.seed.")] = None,
-    mode: Annotated[
-        ReplanMode | None, typer.Option("--mode", help="What re-planning may do: advise, or migrate the run.")
-    ] = None,
+    resume: Annotated[Path | None, Option(help="Resume the run in this folder.")] = None,
+    iterations: Annotated[int | None, Option("--iterations", "-n", help="Override run.iterations.")] = None,
+    seed: Annotated[int | None, Option(help="Override run.seed.")] = None,
+    mode: Annotated[ReplanMode | None, Option(help="What re-planning may do: advise, or migrate the run.")] = None,
     plan: Annotated[
-        Path | None,
-        typer.Option("--plan", help="Use this plan (output of `trimtab plan -f json`) instead of the best."),
+        Path | None, Option(help="Use this plan (output of `trimtab plan -f json`) instead of the best.")
     ] = None,
-    dashboard: Annotated[
-        bool, typer.Option("--dashboard", help="Serve a local dashboard while the run goes on.")
-    ] = False,
+    dashboard: Annotated[bool, Option("--dashboard", help="Serve a local dashboard while the run goes on.")] = False,
     port: DashboardPortOption = None,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Output format of the result.")] = Format.text,
+    form: Annotated[Format, Option("--format", "-f", help="Output format of the result.")] = Format.text,
     as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="No progress, only the result.")] = False,
 ) -> None:
     """Run a job: measure missing costs, plan, run, and re-plan when the plan is no longer the best.
 
@@ -60,14 +55,12 @@ def run(
     Examples:
 
         trimtab run examples/grpo/job.yaml --local
-
         trimtab run job.yaml --iterations 200 --mode auto
-
         trimtab run --resume runs/grpo-1 --iterations 400
     """
     from trimtab.cli.dashboard import beside
-    from trimtab.render.live.run import RunDisplay, signal_callbacks, stdout_to_stderr
-    from trimtab.render.text.run import RunNarrator
+    from trimtab.render.live import RunDisplay, signal_callbacks, stdout_to_stderr
+    from trimtab.render.text.run import RunNarrator, last_lines
 
     if local and address:
         raise InputError("--local and --address exclude each other", where="command line")
@@ -114,8 +107,13 @@ def run(
                 beside=beside(say, port) if dashboard or port is not None else None,
             )
     again = " --local" if local else f" --address {address}" if address else ""
-    _print_result(_end_data(end, story, where["folder"], request, again), form)
-    _exit(end)
+    data = _end_data(end, story, where["folder"], request)
+    answer(data, form, lambda: print_lines(last_lines({**data, "again": again})))
+    sys.stdout.flush()
+    if end.state == "failed":
+        raise end.error or UnreachableError(end.reason.sentence)
+    if end.state == "stopped":
+        raise typer.Exit(STOPPED)
 
 
 def _job(
@@ -167,7 +165,6 @@ def _is_over(folder: Path, iterations: int, form: Format) -> bool:
 
 
 def _measures(job: Job, resume: Path | None) -> bool:
-    """Whether costs are measured before the first plan."""
     if not job.run_job.unmeasured:
         return False
     from trimtab.runtime.run.folder import read_run
@@ -185,7 +182,7 @@ def _summary(job: Job) -> str:
     )
 
 
-def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job, again: str) -> dict[str, Any]:
+def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job) -> dict[str, Any]:
     """The result of a run as plain data, for `--format json` and `yaml`."""
     from trimtab.runtime.run.folder import read_saved
     from trimtab.runtime.run.measurements import summary_facts
@@ -204,25 +201,4 @@ def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job, again: str
             "pieces of advice": story.counts["advice"],
             "losses": story.counts["lost"],
         },
-        "again": again,
     }
-
-
-def _print_result(data: dict[str, Any], form: Format) -> None:
-    from trimtab.render.text.run import last_lines
-
-    def text() -> None:
-        for line in last_lines(data):
-            out.print(line, markup=False)
-
-    answer({key: value for key, value in data.items() if key != "again"}, form, text)
-    sys.stdout.flush()
-
-
-def _exit(end: RunEnd) -> None:
-    """Exits with the status of the run; its error is reported like any other."""
-    if end.state == "failed":
-        error: TrimtabError = end.error or UnreachableError(end.reason.sentence)
-        raise error
-    if end.state == "stopped":
-        raise typer.Exit(STOPPED)

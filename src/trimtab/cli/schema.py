@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from trimtab.formats.files import write_text
 
@@ -22,8 +22,8 @@ class SchemaKind(str, enum.Enum):
 
 
 def schema(
-    kind: Annotated[SchemaKind, typer.Argument(help="job, scenario (of `simulate`) or profile.")] = SchemaKind.job,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
+    kind: Annotated[SchemaKind, Argument(help="job, scenario (of `simulate`) or profile.")] = SchemaKind.job,
+    output: Annotated[Path | None, Option("--output", "-o", help="Write to this file.")] = None,
 ) -> None:
     """Print the JSON Schema of a file, for completion and checks in an editor.
 
@@ -32,7 +32,6 @@ def schema(
     Examples:
 
         trimtab schema --output job.schema.json
-
         trimtab schema scenario
     """
     from trimtab.formats.json_schema import file_schema

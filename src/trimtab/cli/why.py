@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.advise import check_seconds
 from trimtab.cli.options import FormatOption, read_profile
@@ -32,25 +33,21 @@ SHORTEST_S = 0.2  # between two snapshots
 def why(
     address: Annotated[
         str | None,
-        typer.Option("--address", "-a", help="Ray cluster (host:6379).  [default: RAY_ADDRESS, or the local cluster]"),
+        Option("--address", "-a", help="Ray cluster (host:6379).  [default: RAY_ADDRESS, or the local cluster]"),
     ] = None,
     would_fit: Annotated[
-        Path | None,
-        typer.Option("--would-fit", metavar="JOB", help="Check whether the plan of this job file would fit."),
+        Path | None, Option(metavar="JOB", help="Check whether the plan of this job file would fit.")
     ] = None,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="With --would-fit: keys of the job file to override."),
+        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="With --would-fit: keys of the job file to override.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option("--profile", "-p", help="With --would-fit: measured costs for the plan.")
+        Path | None, Option("--profile", "-p", help="With --would-fit: measured costs for the plan.")
     ] = None,
     watch: Annotated[
-        float | None, typer.Option("--watch", "-w", metavar="S", help="Repeat every S seconds until nothing waits.")
+        float | None, Option("--watch", "-w", metavar="S", help="Repeat every S seconds until nothing waits.")
     ] = None,
-    at_most: Annotated[
-        float, typer.Option("--at-most", metavar="S", help="With --watch: stop after this time.")
-    ] = 3600.0,
+    at_most: Annotated[float, Option(metavar="S", help="With --watch: stop after this time.")] = 3600.0,
     form: FormatOption = Format.text,
 ) -> None:
     """Explain every actor, task and placement group of a Ray cluster that waits, and what would help.
@@ -60,11 +57,8 @@ def why(
     Examples:
 
         trimtab why
-
         trimtab why --address 10.0.0.1:6379 --format json
-
         trimtab why --watch 2
-
         trimtab why --would-fit job.yaml cluster.nodes=4
     """
     if would_fit is None and (overrides or profile is not None):
@@ -133,7 +127,7 @@ def _diagnoses(reader: GcsReader, every_s: float, at_most_s: float) -> Iterator[
 
 def _watch_text(reader: GcsReader, every_s: float, at_most_s: float) -> bool:
     """A live view on a terminal, otherwise a new text whenever it changes. Ctrl-C ends it with the last result."""
-    from trimtab.render.live.view import LiveView
+    from trimtab.render.live import LiveView
     from trimtab.render.text import why as why_text
 
     never = False

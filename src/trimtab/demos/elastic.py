@@ -40,7 +40,7 @@ def run_demo(backend: str = "auto", say: Say | None = None) -> int:
         demo.train()
         seen.look()
     left = seen.left(GONE_S)
-    demo.check(not left, f"no process is left: all {seen.count} have ended", f"left: {left}")
+    demo.check(not left, f"no process is left: all {len(seen.found)} have ended", f"left: {left}")
     talk.lines("", demo.verdict())
     return NOT_DONE if demo.failed else 0
 
@@ -58,7 +58,6 @@ class _Demo:
         self.failed = 0
 
     def check(self, holds: bool, words: str, otherwise: str = "") -> None:
-        """Prints a check and its result."""
         self.passed, self.failed = self.passed + holds, self.failed + (not holds)
         self._talk.lines(f"  {'✓' if holds else '✗'} {words}" + (f" ({otherwise})" if otherwise and not holds else ""))
 
@@ -176,12 +175,10 @@ class _Training:
                 )
 
     def in_step(self) -> None:
-        """Waits until a step is running."""
         self._begun.clear()
         self._begun.wait(SIZE_S)
 
     def stop(self) -> None:
-        """Stops after the current step."""
         self._stopped.set()
         self._thread.join(SIZE_S)
 
@@ -203,16 +200,10 @@ class _ProcessCensus:
 
     def __init__(self) -> None:
         self._before = set(processes.descendants(os.getpid()))
-        self._seen: set[processes.ProcessIdentity] = set()
-
-    @property
-    def count(self) -> int:
-        return len(self._seen)
+        self.found: set[processes.ProcessIdentity] = set()
 
     def look(self) -> None:
-        """Records the current descendants."""
-        self._seen.update(set(processes.descendants(os.getpid())) - self._before)
+        self.found.update(set(processes.descendants(os.getpid())) - self._before)
 
     def left(self, timeout_s: float) -> list[int]:
-        """Pids that still exist after the timeout."""
-        return sorted(process.pid for process in processes.gone(self._seen, timeout_s))
+        return sorted(process.pid for process in processes.gone(self.found, timeout_s))

@@ -8,6 +8,7 @@ elastic demo uses the same printer.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 import threading
@@ -57,7 +58,6 @@ class LoopPrinter:
         )
 
     def lines(self, *lines: str) -> None:
-        """Prints lines together."""
         with self._lock:
             for line in lines:
                 self._say(line)
@@ -120,7 +120,6 @@ def _actor(value: Any) -> str:
 
 
 def _shortened(sentence: str) -> str:
-    """Shortens node ids and capitalises a sentence."""
     short = re.sub(r"\b([0-9a-f]{10})[0-9a-f]{46}\b", r"\1...", sentence)
     return short[:1].upper() + short[1:]
 
@@ -199,13 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             min_actors=options.min,
             max_actors=options.max,
             wait_s=options.wait,
-            say=_print,
+            say=functools.partial(print, flush=True),
         )
     except TrimtabError as fault:
         parser.exit(fault.exit_status, f"error: {fault}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\nstopped: the training actors are gone, the cluster is unchanged\n")
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)

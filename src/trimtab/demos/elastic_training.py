@@ -79,7 +79,6 @@ class ElasticTrainer:
         self._own = (float("nan"), 0, 0.0)
 
     def enter(self, world: Any) -> None:
-        """Takes the share of the new world."""
         self.rank, self.size = world.rank, world.size
 
     def compute(self, step: int, batch: Any = None) -> GradientShare:

@@ -13,10 +13,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InfeasibleError, TrimtabError
-from trimtab.demos.rlhf_texts import TEXTS
+from trimtab.formats import yaml_text
 
 if TYPE_CHECKING:
     from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler
@@ -78,7 +79,6 @@ class RLHFWorker:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The demo as a program."""
     parser = argparse.ArgumentParser(description="Rollout, reward and train in one pool on Ray, with preemption.")
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="the language of the output")
     parser.add_argument("--address", help="a Ray cluster (default: RAY_ADDRESS, a running local cluster, or a new one)")
@@ -117,27 +117,29 @@ def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], 
     return 0
 
 
+def texts() -> dict[str, dict[str, str]]:
+    file = resources.files("trimtab.demos") / "rlhf_texts.yaml"
+    found: dict[str, dict[str, str]] = yaml_text.parse(file.read_text(encoding="utf-8"), file.name)
+    return found
+
+
 class BilingualPrinter:
     """Prints in one of two languages and counts passed and failed checks."""
 
     def __init__(self, lang: str, say: Callable[[str], None]) -> None:
-        self._at = ("en", "zh").index(lang)
+        self._texts = {key: by_language[lang] for key, by_language in texts().items()}
         self._say = say
         self.passed = 0
         self.failed = 0
 
     def text(self, key: str, **values: Any) -> str:
-        return TEXTS[key][self._at].format(**values)
+        return self._texts[key].format(**values)
 
     def line(self, key: str, **values: Any) -> None:
         self._say(self.text(key, **values))
 
     def check(self, holds: bool, key: str, **values: Any) -> bool:
-        """Prints a check and its result."""
-        if holds:
-            self.passed += 1
-        else:
-            self.failed += 1
+        self.passed, self.failed = self.passed + holds, self.failed + (not holds)
         self._say(f"  {'✓' if holds else '✗'} {self.text(key, **values)}")
         return holds
 
@@ -155,7 +157,6 @@ class _Demo:
     # ---- preparation
 
     def prepare(self) -> None:
-        """Sizes, policy, pool, warm hosts."""
         from trimtab.compat.simple_scheduler.scheduler import PreemptionAggressiveness
 
         free = _free(self._scheduler)

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.model.workflow import Node
-from trimtab.render.live.run import RunDisplay, signal_callbacks
-from trimtab.render.output import out
+from trimtab.render.live import RunDisplay, signal_callbacks
+from trimtab.render.output import out, print_lines
 from trimtab.render.text.run import RunNarrator
 
 if TYPE_CHECKING:
-    from trimtab.runtime.client.session import Session
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
     from trimtab.runtime.run.ray_executor import RayExecutor
 
@@ -40,9 +39,8 @@ class EvaluationStub:
 class DemoEvents:
     """External events of the run, once each, in their own threads."""
 
-    def __init__(self, ray: EmbeddedRay, session: Session, display: RunDisplay) -> None:
-        self._ray, self._session, self._display = ray, session, display
-        self.executor: RayExecutor | None = None
+    def __init__(self, ray: EmbeddedRay, executor: RayExecutor, display: RunDisplay) -> None:
+        self._ray, self._executor, self._display = ray, executor, display
         self._started: set[str] = set()
         self._threads: list[threading.Thread] = []
 
@@ -56,7 +54,6 @@ class DemoEvents:
                 self._once("evaluation", self._evaluate)
 
     def wait(self) -> None:
-        """Waits until all events are over."""
         for thread in self._threads:
             thread.join(timeout=60)
 
@@ -72,10 +69,9 @@ class DemoEvents:
         self._ray.add(Node("node2", 4))
 
     def _evaluate(self) -> None:
-        assert self.executor is not None
         self._display.say(f"> an evaluation of priority {EVALUATION_PRIORITY:g} wants a GPU for {EVALUATION_S:g} s")
         try:
-            task = self.executor.pool.submit(
+            task = self._executor.pool.submit(
                 EvaluationStub,
                 resources={"gpu": EVALUATION_GPUS, "cpu": 0.01},
                 id="evaluation",
@@ -93,9 +89,9 @@ class DemoEvents:
 
 def run_demo(folder: Path) -> int:
     """Runs the demo; returns the exit status."""
+    from trimtab.render.html.run.figures import story_lines
     from trimtab.render.html.run.report import run_report
     from trimtab.render.html.run.story import read_story
-    from trimtab.render.html.run.summary import story_lines
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
     from trimtab.runtime.run.folder import new_folder
@@ -110,17 +106,16 @@ def run_demo(folder: Path) -> int:
     with EmbeddedRay(job.job.cluster) as ray, connect(name="demo") as session:
         session.preemption(same_pool=True, same_pool_gap=1.0)
         with RunDisplay("grpo", story) as display, signal_callbacks(display.interrupted, lambda: None):
-            events = DemoEvents(ray, session, display)
-            events.executor = RayExecutor(session)
-            end = Run(job, target, events.executor, on_event=events.on_event).run()
+            executor = RayExecutor(session)
+            events = DemoEvents(ray, executor, display)
+            end = Run(job, target, executor, on_event=events.on_event).run()
             events.wait()
         session.shutdown()
     run_story = read_story(target)
     report = target / "report.html"
     write_text(report, run_report(run_story, title="trimtab demo", command="trimtab demo"))
     out.print()
-    for line in story_lines(run_story):
-        out.print(line, markup=False)
+    print_lines(story_lines(run_story))
     out.print(f"report with timeline: {report}", markup=False)
     return 0 if end.state == "done" else 4
 

@@ -52,7 +52,7 @@ class RunReport:
         )
 
     def __repr__(self) -> str:
-        from trimtab.render.html.run.summary import status_sentence, story_lines
+        from trimtab.render.html.run.figures import status_sentence, story_lines
 
         story = self.story
         return "\n".join([status_sentence(story), *story_lines(story, self.metrics)])

@@ -36,12 +36,12 @@ from trimtab.formats.yaml_text import Source
 from trimtab.profile import architecture
 from trimtab.render.html.run.story import read_story
 from trimtab.replay.common import traces
-from trimtab.replay.journal.policies import read_alternatives
 from trimtab.replay.journal.record import read_record
+from trimtab.replay.journal.replay import read_alternatives
 from trimtab.replay.journal.world import world_of
 from trimtab.replay.pool import scenario
-from trimtab.replay.replan import noise as loop_noise
 from trimtab.replay.replan import past_run as loop_past
+from trimtab.replay.replan import reality as loop_noise
 from trimtab.replay.replan import scenario as loop_scenario
 from trimtab.replay.rollout import scenario as rollout_scenario
 from trimtab.runtime.advise.record import _read as read_advised

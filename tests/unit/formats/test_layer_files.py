@@ -14,7 +14,7 @@ import typer
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from trimtab.cli.layers import layers
+from trimtab.cli.profile import layers
 from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
 from trimtab.formats.pipeline import layer_files
@@ -348,7 +348,7 @@ def test_the_command_needs_a_model_or_a_file(tmp_path: Path) -> None:
 
 def test_importing_the_command_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, trimtab.cli.layers, trimtab.cli.pipeline_run, trimtab.runtime.pipeline.runner; "
+        "import sys, trimtab.cli.profile, trimtab.cli.partition, trimtab.runtime.pipeline.runner; "
         "assert not {'torch', 'ray', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

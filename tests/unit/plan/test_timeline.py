@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 import plans_for_pictures as samples
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan
-from trimtab.render.html.kit.chart import Chart, ChartBar, ChartMark, ChartRow, gaps, merge_bars
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
-from trimtab.render.html.kit.timeline import JOIN_PX, plan_chart, svg
+from trimtab.render.html.kit.timeline import (
+    JOIN_PX,
+    Chart,
+    ChartBar,
+    ChartMark,
+    ChartRow,
+    gaps,
+    merge_bars,
+    plan_chart,
+    svg,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLANS = ["shared", "hybrid", "separate", "unlimited", "stale", "eight_components", "hostile"]

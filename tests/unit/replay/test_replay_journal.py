@@ -25,16 +25,21 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.pool.explain import instruction_text
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
-from trimtab.replay.common.churn import Churn
-from trimtab.replay.common.timing import Distribution
-from trimtab.replay.journal.policies import fitted, read_alternatives
+from trimtab.replay.common.timing import Churn, Distribution
 from trimtab.replay.journal.record import JournalRecord, read_record
-from trimtab.replay.journal.replay import UNCHANGED, AlternativePolicy, agreement, recorded, run_alternative
+from trimtab.replay.journal.replay import (
+    UNCHANGED,
+    AlternativePolicy,
+    agreement,
+    fitted,
+    read_alternatives,
+    recorded,
+    run_alternative,
+)
 from trimtab.replay.journal.world import length_s, world_of
 from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay
-from trimtab.replay.pool.figures import figures
 from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
-from trimtab.replay.pool.workload import TaskGenerator, workload
+from trimtab.replay.pool.scenario import TaskGenerator, figures, workload
 from trimtab.runtime.store.journal import NODE_EVENTS, Journal, compact, read_journal
 
 BUSY = TaskGenerator(50, 40.0, Distribution(1_500.0, 1.0), ((1, 0.7), (2, 0.2), (8, 0.08), (16, 0.02)))

@@ -25,24 +25,26 @@ from trimtab.machines.replan.machine import ReplanMachine
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import DecisionNumbers, Iteration, MigrationStage, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
-from trimtab.replay.common.churn import Churn
-from trimtab.replay.common.recommend import recommend
-from trimtab.replay.common.timing import Distribution
+from trimtab.replay.common.comparison import recommend
+from trimtab.replay.common.timing import Churn, Distribution
 from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.replan import scenario as loop_scenario
-from trimtab.replay.replan.baselines import KeptPlanPolicy
+from trimtab.replay.replan.baselines import KeptPlanPolicy, loop_run, run_policy
 from trimtab.replay.replan.driver import ReplanOutcome, ReplanReplay
 from trimtab.replay.replan.invariants import ReplanInvariants
-from trimtab.replay.replan.noise import DrawnNoise, Factors, SyntheticNoise, TraceNoise, minibatches
 from trimtab.replay.replan.reality import (
+    DrawnNoise,
     Drift,
+    Factors,
     MigrationTimes,
     PeriodicWork,
     ReplanReality,
     ScheduledNodeEvent,
+    SyntheticNoise,
+    TraceNoise,
     TrueCosts,
+    minibatches,
 )
-from trimtab.replay.replan.runner import loop_run, run_policy
 from trimtab.replay.replan.scenario import ReplanScenario, compare_replans, read, run_replan
 from trimtab.runtime.run.emulated import Disturbance, VirtualClock
 from trimtab.runtime.run.job import ComponentCode, RunJob
@@ -607,8 +609,8 @@ def test_a_scenario_says_settings_of_each_loop_and_nodes_that_join_are_like_the_
     assert [one.name for one in asked.policies] == ["trimtab", "kept", "static", "oracle", "slow"]
     slow = asked.policies[-1].rules
     assert (slow.dwell_iterations, slow.least_iterations, slow.mode.value) == (15, 4, "auto")
-    assert asked.events[0].node == Node("node2", 4)
-    assert asked.save_every == 10
+    assert asked.reality.happens[0].node == Node("node2", 4)
+    assert asked.reality.save_every == 10
 
 
 def test_a_job_file_says_what_the_scenario_leaves_out(tmp_path: Path) -> None:
@@ -618,11 +620,12 @@ def test_a_job_file_says_what_the_scenario_leaves_out(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(text + run_section, encoding="utf-8")
     (tmp_path / "some.yaml").write_text("job: job.yaml\n", encoding="utf-8")
     asked = read(tmp_path / "some.yaml")
-    assert (asked.iterations, asked.save_every, asked.job.cluster.gpus) == (7, 3, 8)
+    known = asked.reality
+    assert (known.iterations, known.save_every, known.job.cluster.gpus) == (7, 3, 8)
     assert (asked.policies[0].rules.margin, asked.policies[0].rules.mode.value) == (0.25, "auto")
     (tmp_path / "some.yaml").write_text("job: job.yaml\ncluster: {nodes: 3}\niterations: 9\n", encoding="utf-8")
     asked = read(tmp_path / "some.yaml")
-    assert (asked.iterations, asked.job.cluster.gpus) == (9, 24)
+    assert (asked.reality.iterations, asked.reality.job.cluster.gpus) == (9, 24)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,17 @@ from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.traces import RequestRow
 from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.rollout import scenario as rollout_scenario
-from trimtab.replay.rollout.driver import RolloutOutcome, RolloutReplay, SimulatedFleet
-from trimtab.replay.rollout.engine_model import EngineSpeed, SimulatedEngine, least_engine_s
-from trimtab.replay.rollout.policies import as_documented, ray_serve
-from trimtab.replay.rollout.runner import clairvoyant_engine_s, run_rollout
-from trimtab.replay.rollout.workload import PROFILES, LengthProfile
+from trimtab.replay.rollout.driver import (
+    PROFILES,
+    EngineSpeed,
+    LengthProfile,
+    RolloutOutcome,
+    RolloutReplay,
+    SimulatedEngine,
+    SimulatedFleet,
+    least_engine_s,
+)
+from trimtab.replay.rollout.scenario import as_documented, clairvoyant_engine_s, ray_serve, run_rollout
 
 QUICK: dict[str, Any] = {
     "monitoring_interval": 1.0,

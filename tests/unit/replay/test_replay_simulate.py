@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from trimtab.cli.app import run
-from trimtab.render.html.simulate.sweeps import pool_sweep
 from trimtab.replay.pool import scenario
 
 TINY = """
@@ -95,8 +94,10 @@ def test_a_sweep_tries_a_setting_of_the_machine_and_recommends_a_value_by_seeds_
 
 def test_settings_that_cannot_be_swept_are_named(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = scenario.read(tiny)
-    assert len(pool_sweep(asked, "same_pool_gap", [1.0, 3.0, 5.0], "here")[0].policies) == 1 + 3 + 3
-    assert pool_sweep(asked, "return_preempts", [1.0], "here")[0].policies[1].pool == {"return_preempts": True}
+    assert len(scenario.SWEEP.sweep(asked, "same_pool_gap", [1.0, 3.0, 5.0], "here")[0].policies) == 1 + 3 + 3
+    assert scenario.SWEEP.sweep(asked, "return_preempts", [1.0], "here")[0].policies[1].pool == {
+        "return_preempts": True
+    }
     for said, why in (
         ("starvation_timeout=1", "did you mean starvation_timeout_s"),
         ("starvation_timeout_s", "no values"),

@@ -26,7 +26,7 @@ import engine_servers
 from tiny_gguf import tiny_gguf
 from trimtab.cli.app import run
 from trimtab.cli.rollout import serve as rollout_serve
-from trimtab.render.live import view as live_view
+from trimtab.render import live as live_view
 from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.procs.processes import descendants
 from waiting import until

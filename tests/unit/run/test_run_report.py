@@ -22,17 +22,20 @@ from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg, t
 from trimtab.render.html.kit.page import page_head
 from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import (
+    MAX_LINES,
     costs,
     errors,
     expected,
     expected_errors,
     group_equal,
+    has_virtual_clock,
     idle_shares,
     metric_names,
+    status_sentence,
+    summary_lines,
 )
 from trimtab.render.html.run.report import SCRIPT, run_report
 from trimtab.render.html.run.story import RunStory, read_story
-from trimtab.render.html.run.summary import MAX_LINES, has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
 from trimtab.runtime.run.emulated import VirtualClock
 from trimtab.runtime.run.local_executor import LocalExecutor

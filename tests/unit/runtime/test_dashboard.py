@@ -19,7 +19,7 @@ import run_report_samples as samples
 from dashboard_pages import Growing
 from trimtab.cli import app as cli
 from trimtab.core.errors import InputError
-from trimtab.render.html.dashboard import page as dashboard
+from trimtab.render.html.dashboard import panels as dashboard
 from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.render.text.top import picture

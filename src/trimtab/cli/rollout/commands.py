@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, not_installed
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, meant
@@ -20,38 +21,32 @@ from trimtab.render.output import Format, answer, warn
 
 if TYPE_CHECKING:
     from trimtab.cli.rollout.client import GatewayClient
-    from trimtab.machines.diagnose.rollout_findings import RolloutFinding
 
 app = typer.Typer(help="Rollout engines behind one gateway, scaled with the load.", no_args_is_help=True)
 
 UrlOption = Annotated[
-    str | None,
-    typer.Option("--url", help="Gateway address.  [default: TRIMTAB_ROLLOUT_URL, or your only local gateway]"),
+    str | None, Option("--url", help="Gateway address.  [default: TRIMTAB_ROLLOUT_URL, or your only local gateway]")
 ]
 TokenOption = Annotated[
     Path | None,
-    typer.Option(
-        "--token-file", help="File with the token.  [default: TRIMTAB_ROLLOUT_TOKEN, or the file written by serve]"
-    ),
+    Option("--token-file", help="File with the token.  [default: TRIMTAB_ROLLOUT_TOKEN, or the file written by serve]"),
 ]
-WorkerArgument = Annotated[str, typer.Argument(help="Worker name, as in `trimtab rollout status`.")]
+WorkerArgument = Annotated[str, Argument(help="Worker name, as in `trimtab rollout status`.")]
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @app.command()
 def serve(
-    job: Annotated[Path, typer.Argument(help="Job file with a `rollout:` section.")],
+    job: Annotated[Path, Argument(help="Job file with a `rollout:` section.")],
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 0: any free port.  [default: as in the job file]")
+        int | None, Option(help="Port to listen on; 0: any free port.  [default: as in the job file]")
     ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; beyond loopback the token is required.")
-    ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File for the generated token.")] = None,
+    host: Annotated[str | None, Option(help="Address to listen on; beyond loopback the token is required.")] = None,
+    token_file: Annotated[Path | None, Option(help="File for the generated token.")] = None,
     resume_every: Annotated[
         str | None,
-        typer.Option(help="What a lost engine costs a request: tokens, '10 s', or inf.  [default: as in the job file]"),
+        Option(help="What a lost engine costs a request: tokens, '10 s', or inf.  [default: as in the job file]"),
     ] = None,
 ) -> None:
     """Serve the engines of a job file behind one HTTP gateway; show them until Ctrl-C, which drains and stops them.
@@ -66,7 +61,6 @@ def serve(
     Examples:
 
         trimtab rollout serve job.yaml
-
         trimtab rollout serve job.yaml --port 9000
     """
     import asyncio
@@ -88,7 +82,7 @@ def serve(
 
 @app.command()
 def status(
-    name: Annotated[str | None, typer.Argument(help="Worker or request: show its story.")] = None,
+    name: Annotated[str | None, Argument(help="Worker or request: show its story.")] = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
@@ -98,9 +92,7 @@ def status(
     Examples:
 
         trimtab rollout status
-
         trimtab rollout status engine-0
-
         trimtab rollout status --url http://10.0.0.1:8268 --format json
     """
     from trimtab.render.text import rollout as rollout_text
@@ -123,12 +115,9 @@ def status(
 def drain(
     worker: WorkerArgument,
     deadline: Annotated[
-        str | None,
-        typer.Option(
-            "--deadline", help="When remaining requests move to other workers: 30, 90s, 5m.  [default: drain_timeout]"
-        ),
+        str | None, Option(help="When remaining requests move to other workers: 30, 90s, 5m.  [default: drain_timeout]")
     ] = None,
-    why: Annotated[str, typer.Option(help="Reason, shown in status.")] = "drained by `trimtab rollout drain`",
+    why: Annotated[str, Option(help="Reason, shown in status.")] = "drained by `trimtab rollout drain`",
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
@@ -140,7 +129,6 @@ def drain(
     Examples:
 
         trimtab rollout drain engine-2
-
         trimtab rollout drain engine-2 --deadline 5m --why "its GPU is needed"
     """
     client = _client(url, token_file)
@@ -168,12 +156,10 @@ def resume(
 
 @app.command()
 def scale(
-    workers: Annotated[int | None, typer.Argument(metavar="[N]", help="Number of workers.")] = None,
-    for_: Annotated[
-        str | None, typer.Option("--for", help="Duration: 90s, 10m, 2h.  [default: until --release]")
-    ] = None,
-    release: Annotated[bool, typer.Option("--release", help="Return scaling to the policy.")] = False,
-    why: Annotated[str, typer.Option(help="Reason, shown in status.")] = "set by `trimtab rollout scale`",
+    workers: Annotated[int | None, Argument(metavar="[N]", help="Number of workers.")] = None,
+    for_: Annotated[str | None, Option("--for", help="Duration: 90s, 10m, 2h.  [default: until --release]")] = None,
+    release: Annotated[bool, Option("--release", help="Return scaling to the policy.")] = False,
+    why: Annotated[str, Option(help="Reason, shown in status.")] = "set by `trimtab rollout scale`",
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
@@ -183,7 +169,6 @@ def scale(
     Examples:
 
         trimtab rollout scale 8 --for 10m
-
         trimtab rollout scale --release
     """
     from trimtab.render.text import rollout as rollout_text
@@ -206,9 +191,7 @@ def scale(
 
 @app.command()
 def doctor(
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Check this job file only, without a gateway.")
-    ] = None,
+    config: Annotated[Path | None, Option(help="Check this job file only, without a gateway.")] = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     form: FormatOption = Format.text,
@@ -220,41 +203,29 @@ def doctor(
     Examples:
 
         trimtab rollout doctor
-
         trimtab rollout doctor --config job.yaml
     """
+    from trimtab.formats.rollout import job_section as rollout_file
+    from trimtab.machines.diagnose.rollout import examine, examine_settings
     from trimtab.machines.diagnose.rollout_findings import Severity
     from trimtab.render.text import rollout as rollout_text
+    from trimtab.runtime.procs import gpus
 
     if config is not None:
         if url is not None:
             raise InputError("--config and --url exclude each other", where="command line")
-        found, of_what = _diagnose_file(config), str(config)
+        settings, of_what = rollout_file.read(config), str(config)
+        _import_serve().commands(settings)
+        found = examine_settings(settings.warnings(), settings.public_addresses())
     else:
         client = _client(url, token_file)
-        found, of_what = _diagnose_gateway(client), client.at.url
+        found, of_what = examine(_status(client), gpus.pids_by_gpu()), client.at.url
     answer(rollout_text.doctor_data(found, of_what), form, lambda: rollout_text.print_findings(found, of_what))
     worst = {finding.severity for finding in found}
     if Severity.fault in worst:
         raise typer.Exit(UnreachableError.exit_status)
     if Severity.stuck in worst:
         raise typer.Exit(InfeasibleError.exit_status)
-
-
-def _diagnose_gateway(client: GatewayClient) -> tuple[RolloutFinding, ...]:
-    from trimtab.machines.diagnose.rollout import examine
-    from trimtab.runtime.procs import gpus
-
-    return examine(_status(client), gpus.pids_by_gpu())
-
-
-def _diagnose_file(path: Path) -> tuple[RolloutFinding, ...]:
-    from trimtab.formats.rollout import job_section as rollout_file
-    from trimtab.machines.diagnose.rollout import examine_settings
-
-    settings = rollout_file.read(path)
-    _import_serve().commands(settings)
-    return examine_settings(settings.warnings(), settings.public_addresses())
 
 
 def _import_serve() -> Any:
@@ -268,8 +239,7 @@ def _import_serve() -> Any:
 
 
 def _client(url: str | None, token_file: Path | None) -> GatewayClient:
-    from trimtab.cli.rollout.address_files import find_gateway
-    from trimtab.cli.rollout.client import GatewayClient
+    from trimtab.cli.rollout.client import GatewayClient, find_gateway
 
     return GatewayClient(find_gateway(os.environ, url, token_file))
 

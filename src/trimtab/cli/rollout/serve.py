@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.cli.pool import controller_session
-from trimtab.cli.rollout import address_files as rollout_place
+from trimtab.cli.rollout import client as rollout_place
 from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.formats.rollout.job_section import RolloutSettings
 from trimtab.formats.rollout.schema import AttachedEngine, StartedEngines
 from trimtab.model.rollout import WorkerSpec
-from trimtab.render.live.view import LiveView
+from trimtab.render.live import LiveView
 from trimtab.render.output import err, out
 from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.engines.http_engine import addresses
@@ -54,7 +54,6 @@ class StopRequests:
         self.forced = asyncio.Event()
 
     def request(self) -> None:
-        """Registers a stop request."""
         if self.requested.is_set():
             self.forced.set()
         self.requested.set()
@@ -156,7 +155,9 @@ async def _until_over(
     joining = asyncio.create_task(engines.join(logs), name="rollout-join")
     beside = [showing, joining]
     if settings.section.follow_weights:
-        beside.append(pool.background.start("follow weights", functools.partial(_follow, pool)))
+        from trimtab.integrations.following import follow
+
+        beside.append(pool.background.start("follow weights", functools.partial(follow, pool)))
     left: set[asyncio.Task[Any]] = {requested, *beside}
     try:
         while not requested.done():
@@ -195,13 +196,6 @@ def _quiet() -> Iterator[None]:
     finally:
         log.removeHandler(silent)
         log.propagate = before
-
-
-async def _follow(pool: RolloutPool) -> None:
-    """Follows weights that a trainer sends to the engines directly."""
-    from trimtab.integrations.following import follow
-
-    await follow(pool)
 
 
 async def _end(pool: RolloutPool, gateway: Gateway, drain_s: float, stops: StopRequests) -> None:
@@ -256,7 +250,6 @@ class ServedEngines:
         self._devices: dict[str, Callable[[], str]] = {}
 
     def gpus_of(self, worker: str) -> tuple[int, ...]:
-        """GPUs of this machine that a worker uses, if known."""
         named = self._devices.get(worker, str)().split(",")
         return tuple(int(word) for word in named if word.strip().isdecimal())
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import PlacedComponent, PlacementAnswer, Plan, Sensitivity
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.chart import ChartMark
 from trimtab.render.html.kit.labels import capitalised, counted, duration, escape, listed, share
 from trimtab.render.html.kit.page import Tile
-from trimtab.render.html.kit.timeline import plan_chart
+from trimtab.render.html.kit.timeline import ChartMark, plan_chart
 
 # A runner-up many times slower must not compress the other charts: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5
@@ -60,7 +59,7 @@ def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
     spare = best.total_gpus - best.gpus
     tiles = [
         Tile("Predicted iteration", duration(best.iteration_seconds), best.mode),
-        Tile("Throughput", _rate(per_hour), "iterations per hour"),
+        Tile("Throughput", f"{per_hour:,.0f}" if per_hour >= 100 else f"{per_hour:.3g}", "iterations per hour"),
         Tile("GPUs idle", share(best.idle_share), "of the GPU time"),
         Tile("GPUs used", f"{best.gpus} of {best.total_gpus}", "all of them" if spare <= 0 else f"{spare} left free"),
         optimal,
@@ -88,10 +87,6 @@ def _scaling(answer: PlacementAnswer) -> str:
     drawn = page.chart_picture(plan_chart(plan, title, keys=keys, axis_seconds=axis), "scaling", compact=True)
     head = f"<h3>{escape(_in_words(plan))}: {duration(plan.iteration_seconds)}</h3>"
     return page.section("scaling", title, escape(words), page.card(head + drawn))
-
-
-def _rate(per_hour: float) -> str:
-    return f"{per_hour:,.0f}" if per_hour >= 100 else f"{per_hour:.3g}"
 
 
 def _chosen(plan: Plan) -> str:
@@ -131,7 +126,9 @@ def _others(answer: PlacementAnswer) -> str:
     plans += [answer.unrestricted] if answer.unrestricted else []
     if not answer.alternatives and not plans:
         return ""
-    axis = _common_axis([best.timeline_seconds, *(plan.timeline_seconds for plan in plans)])
+    lengths = [best.timeline_seconds, *(plan.timeline_seconds for plan in plans)]
+    comparable = max(length for length in lengths if length <= _LONGEST_OVER_BEST * lengths[0])
+    axis = min(max(lengths), _ROOM_BEYOND * comparable)
     items = list(_alternatives(answer, axis))
     out = ""
     if items:
@@ -147,12 +144,6 @@ def _others(answer: PlacementAnswer) -> str:
         lede = "The best plan of all, on the same time scale."
         out += "\n" + page.section("free", title, lede, page.cards([item], ordered=False))
     return out
-
-
-def _common_axis(lengths: list[float]) -> float:
-    """Length of the common time axis; the first length is the chosen plan's."""
-    comparable = max(length for length in lengths if length <= _LONGEST_OVER_BEST * lengths[0])
-    return min(max(lengths), _ROOM_BEYOND * comparable)
 
 
 def _alternatives(answer: PlacementAnswer, axis: float) -> Iterator[str]:

@@ -15,8 +15,7 @@ from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
 from trimtab.render.html.kit.labels import known
-from trimtab.render.output import out, print_list, text_table
-from trimtab.render.text.formatting import picked
+from trimtab.render.output import out, picked, print_list, text_table
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
 from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
@@ -31,7 +30,6 @@ EVENTS_SHOWN = 8
 
 
 def picture(frame: FollowFrame) -> RenderableType:
-    """The current state as a renderable."""
     parts: list[RenderableType] = [*_status(frame), *_advised(frame.picture)]
     parts.append(Text("\nCtrl-C ends", style="dim"))
     return Group(*parts)
@@ -42,8 +40,7 @@ def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
     for part in _status(frame):
         out.print(part)
     if history:
-        out.print()
-        out.print("[bold]What happened[/]")
+        out.print("\n[bold]What happened[/]")
         if len(history) > EVENTS_SHOWN:
             out.print(f"  ({len(history) - EVENTS_SHOWN} earlier events left out)", style="dim")
         for event in history[-EVENTS_SHOWN:]:

@@ -1,12 +1,13 @@
-"""The output of `trimtab cluster`: ledger, Ray's view and GPUs combined as data, and that data as text.
+"""The output of `trimtab cluster`: ledger, Ray's view and GPUs combined as data, that data as text, the live display.
 
 `status_data` is the documented form (docs/cluster.md); all text is made from it. Only reads.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,12 +15,15 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from trimtab.render.output import out, text_table
-from trimtab.render.text.formatting import picked
-from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
+from trimtab.core.errors import UnreachableError
+from trimtab.render.live import LiveView
+from trimtab.render.output import out, picked, text_table
+from trimtab.runtime.localcluster import nodes as local
+from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
+from trimtab.runtime.procs import gpus
 from trimtab.runtime.procs.gpus import LocalGpus, ids_text
-from trimtab.runtime.rayapi.node_view import shown
-from trimtab.runtime.rayapi.nodes import RayHolder, RayNode
+from trimtab.runtime.rayapi.node_view import FIRST_ANSWER_S, RayViewProcess, shown
+from trimtab.runtime.rayapi.nodes import RayNode
 
 Data = Mapping[str, Any]
 COLOURS = {"running": "green", "starting": "cyan", "draining": "yellow", "ending": "yellow", "not in Ray": "red"}
@@ -34,7 +38,8 @@ def status_data(
 ) -> dict[str, Any]:
     """The cluster as data. `seen` None: Ray does not answer."""
     by_id = {node.node_id: node for node in seen or ()}
-    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in _in_order(cluster.live_nodes)]
+    in_order = sorted(cluster.live_nodes, key=lambda node: (not node.head, node.slot))
+    ours = [_our_node(node, by_id.get(node.node_id), seen is not None) for node in in_order]
     known = {node.node_id for node in cluster.nodes}
     others = [_other_node(node) for node in seen or () if node.node_id not in known]
     given = {gpu: node for node in cluster.live_nodes for gpu in node.gpus}
@@ -83,7 +88,7 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
     if data["gpus"]:
         parts += ["", _gpu_line(data["gpus"])]
     if data["ended"]:
-        parts += ["", *(_ended_line(node) for node in data["ended"][-5:])]
+        parts += ["", *(Text(_ended_words(node), style="yellow") for node in data["ended"][-5:])]
     parts += [Text.from_markup(f"[yellow]{escape(note)}[/]") for note in data["notes"]]
     if hints:
         parts += ["", *(Text(line, style="dim") for line in hints)]
@@ -183,17 +188,9 @@ def _held(seen: RayNode | None) -> dict[str, Any]:
         "free": shown(seen.free),
         "holders": [
             {"kind": holder.kind, "name": holder.name, "holds": holder.holds, "pid": holder.pid}
-            for holder in _holders_by_gpus(seen.holders)
+            for holder in sorted(seen.holders, key=lambda holder: (-holder.holds.get("gpu", 0.0), holder.name))
         ],
     }
-
-
-def _holders_by_gpus(holders: Iterable[RayHolder]) -> list[RayHolder]:
-    return sorted(holders, key=lambda holder: (-holder.holds.get("gpu", 0.0), holder.name))
-
-
-def _in_order(nodes: Iterable[NodeRecord]) -> list[NodeRecord]:
-    return sorted(nodes, key=lambda node: (not node.head, node.slot))
 
 
 def _headline(data: Data) -> Text:
@@ -249,10 +246,6 @@ def _gpu_line(gpus: Sequence[Data]) -> Text:
     return Text(text + (f"  (used by other processes: {', '.join(busy)})" if busy else ""))
 
 
-def _ended_line(node: Data) -> Text:
-    return Text(_ended_words(node), style="yellow")
-
-
 def _ended_words(node: Data) -> str:
     gpu = f" (GPU {ids_text(tuple(node['gpus']))})" if node["gpus"] else ""
     return f"{node['name']}{gpu} ended {time.strftime('%H:%M:%S', time.localtime(node['at']))}: {node['cause']}"
@@ -261,3 +254,70 @@ def _ended_words(node: Data) -> str:
 def _left(deadline: float) -> str:
     left_s = deadline - time.time()
     return f"{left_s:.0f} s left" if left_s > 0 else "deadline passed"
+
+
+REFRESH_EVERY_S = 1.0
+GPUS_EVERY_S = 10.0
+LIVE_ANSWER_S = 3.0  # timeout for Ray per refresh; after it the status is shown without Ray's part
+
+
+class ClusterStatusLoop:
+    """Collects the status of a cluster repeatedly; a separate process queries Ray."""
+
+    def __init__(self, ledger: Ledger, cluster: ClusterRecord) -> None:
+        self._ledger = ledger
+        self._cluster = cluster
+        self._ray_view: RayViewProcess | None = None
+        self._gpus: Any = None
+        self._gpus_at = -math.inf
+
+    def now(self, timeout_s: float = FIRST_ANSWER_S) -> dict[str, Any]:
+        """The status; without Ray's part where Ray does not answer in time."""
+        cluster = self._ledger.read().get(self._cluster.address, self._cluster)
+        ray_nodes, notes = None, []
+        try:
+            if self._ray_view is None:
+                local.auth_of(cluster)
+                self._ray_view = RayViewProcess(cluster.address, REFRESH_EVERY_S)
+            ray_nodes = self._ray_view.nodes(timeout_s)
+        except UnreachableError as fault:
+            if self._ray_view is not None and not self._ray_view.is_alive:
+                self.close()
+            if not cluster.live_nodes:
+                raise
+            notes.append(fault.what)
+        local_gpus, gpu_processes = self._gpus_now(cluster)
+        return status_data(cluster, ray_nodes, local_gpus, gpu_processes, notes)
+
+    def status_while_alive(self) -> dict[str, Any] | None:
+        """The status; None when the head process has ended."""
+        cluster = self._ledger.read().get(self._cluster.address, self._cluster)
+        if cluster.head is None or not cluster.head.alive:
+            return None
+        try:
+            return self.now(timeout_s=LIVE_ANSWER_S)
+        except UnreachableError:  # it has just ended
+            return None
+
+    def _gpus_now(self, cluster: ClusterRecord) -> Any:
+        """GPUs and the processes on them, cached for GPUS_EVERY_S: querying the driver is slow."""
+        if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
+            is_local = cluster.head_here or cluster.nodes
+            local_gpus = gpus.local_gpus(cluster.fake_gpus) if is_local else gpus.LocalGpus(())
+            self._gpus = local_gpus, {} if local_gpus.fake else gpus.pids_by_gpu()
+            self._gpus_at = time.monotonic()
+        return self._gpus
+
+    def close(self) -> None:
+        if self._ray_view is not None:
+            self._ray_view.close()
+            self._ray_view = None
+
+
+def watch(read_status: Callable[[], dict[str, Any] | None], hints: Sequence[str]) -> None:
+    """Show the cluster until `read_status` returns None: it has ended."""
+    below = [*hints, "", "Ctrl-C ends the cluster"]
+    with LiveView(lambda data: picture(data, below), change_lines, stays=True) as view:
+        while (data := read_status()) is not None:
+            view.show(data)
+            time.sleep(REFRESH_EVERY_S)

@@ -15,16 +15,15 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.render.html.simulate.pool import PoolComparison, compare_pools, figures_table, report
-from trimtab.render.live.simulate import PROGRESS
-from trimtab.render.output import err, out
-from trimtab.render.text.formatting import show
+from trimtab.render.html.simulation import PoolComparison, pool_page, pool_table
+from trimtab.render.live import PROGRESS
+from trimtab.render.output import err, out, show
 from trimtab.replay.common.comparison import NamedPolicy
 from trimtab.replay.journal import replay
-from trimtab.replay.journal.policies import fitted
 from trimtab.replay.journal.record import JournalRecord
+from trimtab.replay.journal.replay import fitted
 from trimtab.replay.journal.world import JournalWorld, world_of
-from trimtab.replay.pool.figures import PoolFigures
+from trimtab.replay.pool.scenario import PoolFigures, compare_pools
 
 SHOWN = 5  # differences that are listed
 
@@ -121,7 +120,7 @@ class ReplaySummary:
         return self._compared().csv()
 
     def page(self, command: str) -> str:
-        return report(self._compared(), command, "replay", "the end of the last task in the journal")
+        return pool_page(self._compared(), command, "replay", "the end of the last task in the journal")
 
     def show(self) -> None:
         record = self.record
@@ -133,9 +132,8 @@ class ReplaySummary:
         if self.world is None:
             out.print(escape(self.why_none))
             return
-        out.print()
-        out.print("Waits and completions by class")
-        show(figures_table(self._compared()))
+        out.print("\nWaits and completions by class")
+        show(pool_table(self._compared()))
 
     def _compared(self) -> PoolComparison:
         if not self.runs:

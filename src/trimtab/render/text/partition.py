@@ -11,8 +11,7 @@ from rich.table import Table
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import FrontierPoint, PartitionAnswer, PipelineLimit, PipelineStage
 from trimtab.render.html.kit.labels import duration, share
-from trimtab.render.output import out, print_list, text_table
-from trimtab.render.text.formatting import picked
+from trimtab.render.output import out, picked, print_list, text_table
 
 MIB = 2**20
 
@@ -128,14 +127,12 @@ def print_text(answer: PartitionAnswer, searched: float) -> None:
     out.print(f"[dim]searched in {searched:.3f} s[/]")
     out.print()
     out.print(_stages(answer))
-    out.print()
-    out.print(f"[bold]Improve first[/]: {escape(improve_sentence(answer))}")
+    out.print(f"\n[bold]Improve first[/]: {escape(improve_sentence(answer))}")
     if answer.frontier:
         out.print()
         out.print(_frontier(answer))
     print_list("Assumed", answer.assumptions)
-    out.print()
-    out.print("Best schedule for this pipeline is:")
+    out.print("\nBest schedule for this pipeline is:")
     out.print()
     out.print(schedule_yaml(schedule).rstrip("\n"), markup=False)
 

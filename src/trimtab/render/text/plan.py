@@ -1,8 +1,8 @@
-"""A plan as text and as data."""
+"""A plan, and advice on roles, as text and as data."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -11,8 +11,14 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import Alternative, PlacementAnswer, Plan, ScalingCaveat, Sensitivity
 from trimtab.plan.placement.compare import time_text
-from trimtab.render.output import out, print_list, text_table
-from trimtab.render.text.formatting import picked
+from trimtab.render.output import out, picked, print_list, text_table
+
+if TYPE_CHECKING:
+    from trimtab.formats.loaded import PlanSettings
+    from trimtab.machines.nodes.roles import RoleAdvice
+    from trimtab.model.plan import Plan
+    from trimtab.model.workflow import Cluster
+
 
 HEADING = "Best placement for this task is:"
 
@@ -96,16 +102,11 @@ def groups_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def print_text(
-    answer: PlacementAnswer,
-    settings: PlanSettings,
-    searched: float,
-    noise: float,
-    other: PlanSettings | None = None,
+    answer: PlacementAnswer, settings: PlanSettings, searched: float, noise: float, other: PlanSettings | None = None
 ) -> None:
     """Print the answer; the placement block comes last, ready to copy."""
     best = answer.best
-    proof = _proof(answer)
-    out.print(f"[bold]{time_text(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {proof}")
+    out.print(f"[bold]{time_text(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {_proof(answer)}")
     out.print(
         f"{best.mode}: {escape(best.describe())} GPUs; {best.gpus} of {best.total_gpus} GPUs used, "
         f"{best.idle_share:.0%} of the GPU time idle"
@@ -119,8 +120,7 @@ def print_text(
         out.print()
         out.print(_alternatives(answer.alternatives, best))
     if answer.near_ties:
-        out.print()
-        out.print(f"[bold]Near ties[/] (within {noise:.0%}, the noise of a measurement; prefer the simpler plan)")
+        out.print(f"\n[bold]Near ties[/] (within {noise:.0%}, the noise of a measurement; prefer the simpler plan)")
         for tie in answer.near_ties:
             out.print(f"  {time_text(tie.iteration_seconds)}  {escape(tie.describe())}")
     if answer.unrestricted is not None:
@@ -140,8 +140,7 @@ def print_text(
             out.print(f"  {escape(row.component.ljust(width))}  {escape(_range(row))}")
     print_list("Assumed", (*answer.assumptions, *settings.advice))
     if other is not None and answer.scaling is not None:
-        out.print()
-        out.print(f"If each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
+        out.print(f"\nIf each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
         out.print()
         out.print(other.block.rstrip("\n"), markup=False, highlight=False)
     out.print()
@@ -155,7 +154,8 @@ def _proof(answer: PlacementAnswer) -> str:
         return "the placement in the file: keep it"
     if answer.scaling is not None and answer.scaling.plan is not None:
         return "best if scaling is perfect, which was not measured"
-    return "proven optimal" if answer.optimal else f"at most {_gap(answer):.1%} above the optimum"
+    gap = answer.best.iteration_seconds / max(answer.lower_bound_seconds, 1e-12) - 1
+    return "proven optimal" if answer.optimal else f"at most {gap:.1%} above the optimum"
 
 
 def _print_scaling(scaling: ScalingCaveat) -> None:
@@ -169,10 +169,6 @@ def _print_scaling(scaling: ScalingCaveat) -> None:
     if scaling.measure is not None:
         name, gpus = scaling.measure
         out.print(f"Measure {escape(name)} on {gpus} GPUs: that decides between the two.")
-
-
-def _gap(answer: PlacementAnswer) -> float:
-    return answer.best.iteration_seconds / max(answer.lower_bound_seconds, 1e-12) - 1
 
 
 def _rate(plan: Plan) -> str:
@@ -235,3 +231,80 @@ def _range(row: Sensitivity) -> str:
     else:
         parts.append("holds up to double")
     return "; ".join(parts)
+
+
+def advice_data(advice: RoleAdvice, before: Cluster, after: Cluster, settings: PlanSettings | None) -> dict[str, Any]:
+    """The data of `--format json` and `yaml`."""
+    return {
+        "advice": advice.reason.code.value,
+        "sentence": advice.reason.sentence,
+        "stay": advice.stay,
+        "can_stay": advice.can_stay,
+        "cluster": {"before": _cluster_data(before), "after": _cluster_data(after)},
+        "before": _plan_data(advice.before) if advice.before else None,
+        "after": _plan_data(advice.after),
+        "best": _plan_data(advice.best),
+        "components": {
+            change.component: {
+                "code": change.reason.code.value,
+                "sentence": change.reason.sentence,
+                "gpus": {"before": change.gpus_before, "after": change.gpus_after},
+                "kind": {"before": change.kind_before or None, "after": change.kind_after or None},
+                "group": {"before": list(change.group_before), "after": list(change.group_after)},
+                "seconds": {"before": change.seconds_before, "after": change.seconds_after},
+            }
+            for change in advice.changes
+        },
+        "notes": list(advice.notes),
+        "settings": dict(settings.values) if settings else None,
+    }
+
+
+def print_advice(advice: RoleAdvice, before: Cluster, after: Cluster, settings: PlanSettings | None) -> None:
+    """Print the advice, its effect on each component, and the resulting placement."""
+    out.print(f"[bold]{advice.reason.code.value}[/] {escape(advice.reason.sentence)}")
+    out.print(f"{_nodes(before)} before, {_nodes(after)} after")
+    out.print()
+    rows = []
+    for change in advice.changes:
+        seconds = "-" if change.seconds_before is None else f"{change.seconds_before:.1f}"
+        gpus = _from_to(str(change.gpus_before or "-"), str(change.gpus_after or "CPU"))
+        rows.append((change.component, gpus, _from_to(seconds, f"{change.seconds_after:.1f}"), change.reason))
+    out.print(text_table(("component", ">GPUs", ">seconds", "what, and why"), rows))
+    out.print()
+    if advice.before is not None:
+        out.print(f"before  {_described(advice.before)}")
+    out.print(f"after   {_described(advice.after)}")
+    if advice.best.iteration_seconds < advice.after.iteration_seconds * (1 - 1e-9):
+        out.print(f"best    {_described(advice.best)}, a larger move for a gain below measurement noise")
+    for note in advice.notes:
+        out.print(f"  - {escape(note)}")
+    if settings is not None:
+        out.print("\nResulting placement:")
+        out.print()
+        out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
+
+
+def _from_to(before: str, after: str) -> str:
+    if before == "-" and after == "CPU":
+        return after
+    return after if before == after else f"{before} -> {after}"
+
+
+def _described(plan: Plan) -> str:
+    return f"{plan.iteration_seconds:.1f} s  {escape(plan.describe())} of {plan.total_gpus} GPUs"
+
+
+def _nodes(cluster: Cluster) -> str:
+    count = len(cluster.nodes)
+    kinds = [f"{len(cluster.ranks(kind))} {kind or 'GPUs'}" for kind in cluster.kinds]
+    return f"{count} node{'' if count == 1 else 's'} with {' and '.join(kinds) or 'no GPUs'}"
+
+
+def _cluster_data(cluster: Cluster) -> dict[str, Any]:
+    by_kind = {kind or "any": len(cluster.ranks(kind)) for kind in cluster.kinds}
+    return {"nodes": len(cluster.nodes), "gpus": cluster.gpus, "gpus_by_kind": by_kind}
+
+
+def _plan_data(plan: Plan) -> dict[str, Any]:
+    return {"iteration_seconds": plan.iteration_seconds, "gpus": plan.gpus, "groups": groups_data(plan)}

@@ -1,4 +1,4 @@
-"""Pools, tasks and nodes as text and as data. Sends no requests, except to the metrics exporter."""
+"""Pools, tasks, nodes and elastic groups as text and as data. Sends no requests, except to the metrics exporter."""
 
 from __future__ import annotations
 
@@ -10,17 +10,174 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from trimtab.core.codec import decode
+from trimtab.core.reasons import StoryEntry
+from trimtab.model.nodes import NodeView
 from trimtab.model.pool import IN_QUEUE, PoolSpec, TaskExplanation
+from trimtab.render import output
 from trimtab.render.html.kit.labels import counted
-from trimtab.render.output import out, text_table
-from trimtab.render.text import formatting
-from trimtab.render.text.formatting import Data
-from trimtab.render.text.nodes import groups_table, nodes_data, nodes_table
+from trimtab.render.output import Data, out, show, text_table
 from trimtab.runtime.procs.background import sentence
 
 if TYPE_CHECKING:
     from trimtab.runtime.controller.rpc import TaskSnapshot
     from trimtab.runtime.rayapi.nodes import RayNode
+
+
+GONE = ("lost", "left")
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+def nodes_data(status: Data, ray_nodes: Sequence[RayNode]) -> list[dict[str, Any]]:
+    """All nodes that are alive or left recently."""
+    hosts = {node.node_id: node.host or None for node in ray_nodes}
+    used = {node["node"] for node in status["nodes"]}
+    return [
+        {
+            "node": view.node,
+            "name": view.facts.name or None,
+            "host": hosts.get(view.node),
+            "state": view.state.value,
+            "reason": output.reason_data(view.reason),
+            "since": view.since,
+            "deadline": view.deadline,
+            "unlike": view.unlike,
+            "losses": view.losses,
+            "used": view.node in used,
+            "total": view.facts.total.floats(),
+            "outside": view.outside.floats(),
+            "warm_hosts": status["warm_hosts"].get(view.node),
+        }
+        for view in (decode(NodeView, row) for row in status["fleet"])
+    ]
+
+
+def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
+    """The data of `trimtab explain` for a node."""
+    known = next((known_node for known_node in nodes_data(status, ()) if known_node["node"] == node), None)
+    return {
+        "node": node,
+        "there": known is not None and known["state"] not in GONE,
+        **{key: known[key] if known else None for key in ("state", "reason", "deadline", "total", "outside")},
+        "warm_hosts": status["warm_hosts"].get(node),
+        "tasks": sorted({task.id for task in tasks for member in task.members if member.node == node}),
+        "groups": sorted(
+            group["id"]
+            for group in status["groups"]
+            if any(member["node"] == node for member in group.get("members", ()))
+        ),
+        "story": output.story_data(story),
+        "time": status["time"],
+    }
+
+
+def group_data(group: str, status: Data) -> dict[str, Any] | None:
+    """The data of `trimtab explain` for an elastic group; None where there is no such group."""
+    found = next((row for row in status["groups"] if row["id"] == group), None)
+    return None if found is None else {"group": group, **found, "time": status["time"]}
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def nodes_table(nodes: Sequence[Data], now: float) -> Table:
+    """A row per node; with the reason unless it is simply ready."""
+    rows = []
+    for node in nodes:
+        warm = node["warm_hosts"] or {}
+        rows.append(
+            (
+                node["node"][:12],
+                node["name"] or node["host"] or "-",
+                _state(node, now),
+                output.amounts(node["total"]),
+                output.amounts(node["outside"]) if node["outside"] else "-",
+                output.counts(warm, warm) or "-",
+                output.reason_text(node["reason"]) if node["state"] != "ready" or node["unlike"] else "",
+            )
+        )
+    return text_table(("node", "host", "state", "has", "held by others", "warm hosts", "why"), rows)
+
+
+def groups_table(groups: Sequence[Data]) -> Table:
+    heads = ("group", "pool", "members", "limits", ">step", ">redone", ">restarts", "why")
+    rows = (
+        (
+            group["id"],
+            group.get("pool") or "-",
+            f"{group.get('size', 0)} of {group.get('wanted', 0)} wanted",
+            _limits(group),
+            *(group.get(key, 0) for key in ("step", "redone", "restarts")),
+            output.reason_text(group["reason"]) if group.get("reason") else "",
+        )
+        for group in groups
+    )
+    return text_table(heads, rows)
+
+
+def print_node(data: Data) -> None:
+    where = "is gone" if not data["there"] else f"is {_state(data, data['time'])}"
+    out.print(f"node [bold]{data['node']}[/] {where}")
+    if data["reason"]:
+        output.facts(("why", output.reason_text(data["reason"])))
+    if data["there"]:
+        warm = data["warm_hosts"] or {}
+        output.facts(
+            ("has", output.amounts(data["total"])),
+            ("outside", f"{output.amounts(data['outside'])} held outside trimtab"),
+            ("tasks", ", ".join(data["tasks"]) or "none"),
+            ("groups", ", ".join(data["groups"]) or "none"),
+            ("warm hosts", output.counts(warm, warm) or "none"),
+        )
+    output.print_story(data["story"])
+
+
+def print_group(data: Data) -> None:
+    out.print(f"group [bold]{escape(data['group'])}[/] is {data.get('state', 'there')}")
+    reason, deadline = data.get("reason"), data.get("deadline")
+    about = [
+        ("why", output.reason_text(reason) if reason else "-"),
+        ("members", f"{data.get('size', 0)} work, {data.get('wanted', 0)} wanted, limits {_limits(data)}"),
+        ("each requests", output.amounts(data.get("unit") or {})),
+        ("pool", str(data.get("pool") or "-")),
+        ("world", f"number {data.get('epoch', 0)}"),
+        ("steps", f"{data.get('step', 0)} complete, {data.get('redone', 0)} redone"),
+        ("restarts", str(data.get("restarts", 0))),
+    ]
+    if deadline is not None:
+        about.insert(1, ("times out", f"in {output.span(deadline - data['time'])}"))
+    output.facts(*about)
+    members = data.get("members") or []
+    if members:
+        rows = (
+            (
+                "-" if member["rank"] is None else member["rank"],
+                member["member"],
+                member["state"],
+                (member["node"] or "-")[:12],
+                output.reason_text(member["reason"]),
+            )
+            for member in members
+        )
+        out.print()
+        show(text_table((">rank", "member", "state", "node", "why"), rows))
+    if data.get("story"):
+        output.print_story(data["story"])
+
+
+def _state(node: Data, now: float) -> str:
+    if node["deadline"] is None:
+        return str(node["state"])
+    left_s = node["deadline"] - now
+    return f"{node['state']}, {output.span(left_s)} left" if left_s > 0 else f"{node['state']}, past its deadline"
+
+
+def _limits(group: Data) -> str:
+    max_size = group.get("most")
+    return f"{group.get('least', 1)} to {max_size}" if max_size is not None else f"{group.get('least', 1)} or more"
+
 
 EXPORTER_S = 2.0
 WAITING_SHOWN = 20
@@ -66,17 +223,17 @@ def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, An
     """The data of `trimtab explain` for a task. Times are seconds since 1970 on the controller's clock."""
     pool = status["pools"].get(explanation.pool)
     return {
-        **formatting.picked(explanation, "task", "pool"),
+        **output.picked(explanation, "task", "pool"),
         "state": explanation.state.value,
-        "reason": formatting.reason_data(explanation.reason),
-        **formatting.picked(explanation, "priority", "position"),
+        "reason": output.reason_data(explanation.reason),
+        **output.picked(explanation, "priority", "position"),
         "queue_length": len(pool["queue"]) if pool else 0,
         "since": _since(explanation),
         "deadline": explanation.deadline,
         "needs": list(explanation.needs),
-        **formatting.picked(explanation, "evictions", "evicted_s", "attempts", "how"),
-        "places": [formatting.picked(place, "group", "bundle", "node") for place in explanation.places],
-        "story": formatting.story_data(explanation.story),
+        **output.picked(explanation, "evictions", "evicted_s", "attempts", "how"),
+        "places": [output.picked(place, "group", "bundle", "node") for place in explanation.places],
+        "story": output.story_data(explanation.story),
         "time": status["time"],
     }
 
@@ -100,19 +257,17 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
         "labels": dict(spec.labels),
         "strategy": spec.strategy.value,
         "reserved": [resources.floats() for resources in spec.reserved],
-        **formatting.picked(
-            spec, "reserved_priority", "dynamic", "dynamic_limit", "reuse", "borrow", "return_preempts"
-        ),
+        **output.picked(spec, "reserved_priority", "dynamic", "dynamic_limit", "reuse", "borrow", "return_preempts"),
         "preload": list(spec.preload),
-        **formatting.picked(spec, "wait_s", "starvation_timeout_s", "starvation_runs"),
+        **output.picked(spec, "wait_s", "starvation_timeout_s", "starvation_runs"),
         "tasks": [
             {
                 "id": task.id,
                 "state": task.state.value,
-                "reason": formatting.reason_data(task.reason),
+                "reason": output.reason_data(task.reason),
                 "priority": task.priority,
                 "labels": dict(task.labels),
-                **formatting.picked(task, "attempt", "evictions"),
+                **output.picked(task, "attempt", "evictions"),
                 "nodes": sorted({member.node for member in task.members}),
                 "how": task.how,
             }
@@ -156,7 +311,7 @@ def _waiting_data(task: TaskSnapshot, queue: list[str]) -> dict[str, Any]:
         "state": task.state.value,
         "position": queue.index(task.id) + 1 if task.id in queue else None,
         "priority": task.priority,
-        "reason": formatting.reason_data(task.reason),
+        "reason": output.reason_data(task.reason),
     }
 
 
@@ -165,7 +320,7 @@ def _waiting_data(task: TaskSnapshot, queue: list[str]) -> dict[str, Any]:
 
 def print_status(data: Data) -> None:
     controller, journal, metrics, evictions = (data[k] for k in ("controller", "journal", "metrics", "evictions"))
-    formatting.facts(
+    output.facts(
         ("Ray", data["ray"]["how"] + (f"; {data['ray']['fault']}" if data["ray"]["fault"] else "")),
         ("controller", f"{controller['name']}, process {controller['pid']}"),
         ("journal", "; ".join([journal["dir"], *([journal["fault"]] if journal["fault"] else []), *journal["notes"]])),
@@ -177,13 +332,13 @@ def print_status(data: Data) -> None:
     print_pools(data["pools"])
     if data["waiting"]:
         out.print()
-        formatting.show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
-        formatting.print_more(len(data["waiting"]), WAITING_SHOWN)
+        show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
+        output.print_more(len(data["waiting"]), WAITING_SHOWN)
     out.print()
-    formatting.show(nodes_table(data["nodes"], controller["time"]))
+    show(nodes_table(data["nodes"], controller["time"]))
     if data["groups"]:
         out.print()
-        formatting.show(groups_table(data["groups"]))
+        show(groups_table(data["groups"]))
     if data["faults"]:
         out.print("\n[bold]Controller faults[/]; see its log")
         for fault in data["faults"]:
@@ -204,29 +359,30 @@ def print_pools(pools: Mapping[str, Data]) -> None:
         (
             name + (" (drained)" if view["drained"] else ""),
             _used(view),
-            formatting.counts(view["slots"], ("taken", "idle", "making", "removing", "wanted")),
-            formatting.counts(view["tasks"], view["tasks"]),
+            output.counts(view["slots"], ("taken", "idle", "making", "removing", "wanted")),
+            output.counts(view["tasks"], view["tasks"]),
             sum(view["evictions"].values()),
         )
         for name, view in pools.items()
     )
-    formatting.show(text_table(("pool", "used of its quota", "slots", "tasks", ">evictions"), rows))
+    show(text_table(("pool", "used of its quota", "slots", "tasks", ">evictions"), rows))
 
 
 def print_pool(data: Data) -> None:
     limit = "no limit" if data["dynamic_limit"] is None else f"at most {data['dynamic_limit']}"
     kept = "kept for reuse" if data["reuse"] else "removed after use"
-    reserved = "; ".join(formatting.amounts(resources) for resources in data["reserved"]) or "none"
+    reserved = "; ".join(output.amounts(resources) for resources in data["reserved"]) or "none"
     access = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
     evicted = ", ".join(f"{n} {code}" for code, n in data["evictions"].items()) or "none"
-    formatting.facts(
+    imports = f" that import {', '.join(data['preload'])}" if data["preload"] else ""
+    output.facts(
         ("pool", data["name"] + (" (drained: starts nothing new)" if data["drained"] else "")),
         ("used", _used(data)),
         ("reserved", f"{reserved} ({access})" if data["reserved"] else reserved),
         ("dynamic", f"{limit}, {kept}" if data["dynamic"] else "no dynamic slots"),
-        ("slots", formatting.counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
+        ("slots", output.counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
         ("counts", f"{data['made_count']} made, {data['reuse_count']} reused, {data['destroyed_count']} destroyed"),
-        ("warm hosts", f"{data['target_hosts']} requested" + _with(" that import ", data["preload"])),
+        ("warm hosts", f"{data['target_hosts']} requested{imports}"),
         ("evictions", evicted),
     )
     if data["tasks"]:
@@ -236,13 +392,13 @@ def print_pool(data: Data) -> None:
                 task["state"],
                 f"{task['priority']:g}",
                 ", ".join(node[:12] for node in task["nodes"]) or "-",
-                formatting.reason_text(task["reason"]),
+                output.reason_text(task["reason"]),
             )
             for task in data["tasks"][-TASKS_SHOWN:]
         )
         out.print()
-        formatting.show(text_table(("task", "state", ">priority", "nodes", "why"), rows))
-        formatting.print_more(len(data["tasks"]), TASKS_SHOWN)
+        show(text_table(("task", "state", ">priority", "nodes", "why"), rows))
+        output.print_more(len(data["tasks"]), TASKS_SHOWN)
 
 
 def print_drained(pool: str, view: Data) -> None:
@@ -254,23 +410,21 @@ def print_drained(pool: str, view: Data) -> None:
 
 def print_explanation(data: Data) -> None:
     now = data["time"]
-    since = f" for {formatting.span(now - data['since'])}" if data["since"] is not None else ""
+    since = f" for {output.span(now - data['since'])}" if data["since"] is not None else ""
     out.print(
         f"[bold]{escape(data['task'])}[/] is {data['state']}{since}; pool {escape(data['pool'])}, "
         f"priority {data['priority']:g}"
     )
-    rows = [("why", formatting.reason_text(data["reason"]))]
+    rows = [("why", output.reason_text(data["reason"]))]
     if data["position"] is not None:
         rows.append(("position", f"{data['position']} of {data['queue_length']} in the queue of the pool"))
     if data["needs"]:
         rows.append(("needs", f"{', '.join(data['needs'])} would have to end"))
     if data["deadline"] is not None:
         late = data["deadline"] - now
-        rows.append(
-            ("deadline", f"in {formatting.span(late)} ({formatting.clock(data['deadline'])})" if late > 0 else "now")
-        )
+        rows.append(("deadline", f"in {output.span(late)} ({output.clock(data['deadline'])})" if late > 0 else "now"))
     if data["evictions"]:
-        rows.append(("evictions", f"{data['evictions']}; out for {formatting.span(data['evicted_s'])} in all"))
+        rows.append(("evictions", f"{data['evictions']}; out for {output.span(data['evicted_s'])} in all"))
     if data["how"]:
         rows.append(("runs in", data["how"]))
     if data["places"]:
@@ -278,8 +432,8 @@ def print_explanation(data: Data) -> None:
         rows.append(("places", f"{counted(len(data['places']), 'slot')} on {', '.join(nodes)}"))
     if data["attempts"] > 1:
         rows.append(("starts", str(data["attempts"])))
-    formatting.facts(*rows)
-    formatting.print_story(data["story"])
+    output.facts(*rows)
+    output.print_story(data["story"])
 
 
 def _metrics_line(metrics: Data) -> str:
@@ -296,7 +450,7 @@ def _waiting_table(waiting: Sequence[Data]) -> Table:
             task["pool"],
             task["position"] or "-",
             f"{task['priority']:g}",
-            formatting.reason_text(task["reason"]),
+            output.reason_text(task["reason"]),
         )
         for task in waiting
     )
@@ -306,10 +460,6 @@ def _waiting_table(waiting: Sequence[Data]) -> Table:
 def _used(view: Data) -> str:
     parts = []
     for name, quota in view["quota"].items():
-        unit, size = formatting.unit_of(name, quota)
+        unit, size = output.unit_of(name, quota)
         parts.append(f"{view['used'].get(name, 0) / size:.4g}/{quota / size:.4g} {unit}")
     return ", ".join(parts)
-
-
-def _with(words: str, names: Sequence[str]) -> str:
-    return words + ", ".join(names) if names else ""

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from trimtab.machines.diagnose.rollout_findings import RolloutFinding, Severity
 from trimtab.render.html.kit.labels import counted
-from trimtab.render.output import out, text_table
-from trimtab.render.text.formatting import clock, facts, facts_table, reason_text, show, span
+from trimtab.render.output import clock, facts, facts_table, out, reason_text, show, span, text_table
 
 Data = Mapping[str, Any]
 COLOURS = {

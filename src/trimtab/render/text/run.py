@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab.render.html.kit.labels import counted
-from trimtab.render.text.formatting import span
+from trimtab.render.output import span
 
 EventFacts = Mapping[str, Any]
 
@@ -54,27 +54,12 @@ class RunNarrator:
         self._move_s = 0.0  # of the finished stages
         self._is_warm = False
         self._here_s: deque[float] = deque(maxlen=RECENT)
-        self._handlers: dict[str, Callable[[EventFacts], Iterator[str]]] = {
-            "starting": self._starting,
-            "resumed": self._resumed,
-            "plan": self._planned,
-            "iteration": self._iterated,
-            "decided": self._decided,
-            "move": self._moved,
-            "cluster": self._nodes,
-            "range": self._range,
-            "told": self._told,
-            "task": self._task,
-            "worker": self._worker,
-            "lost": self._lost,
-        }
 
     def on_event(self, event: str, facts: EventFacts) -> list[str]:
-        handler = self._handlers.get(event)
+        handler = getattr(self, f"_on_{event}", None)
         return list(handler(facts)) if handler is not None else []
 
     def report_next_decision(self) -> None:
-        """Print the next decision, whatever it is."""
         self._print_next = True
 
     @property
@@ -107,17 +92,17 @@ class RunNarrator:
 
     # ---- one event each --------------------------------------------------------------------------------------------
 
-    def _starting(self, facts: EventFacts) -> Iterator[str]:
+    def _on_starting(self, facts: EventFacts) -> Iterator[str]:
         yield f"on {facts['on']}"
         yield f"folder {facts['folder']}"
 
-    def _resumed(self, facts: EventFacts) -> Iterator[str]:
+    def _on_resumed(self, facts: EventFacts) -> Iterator[str]:
         self.done = int(facts["after"])
         void = int(facts.get("void", 0))
         again = f"; {counted(void, 'iteration')} after that had no checkpoint and will run again" if void else ""
         yield f"continues after iteration {facts['after']}{again}" if self.done else f"starts over{again}"
 
-    def _planned(self, facts: EventFacts) -> Iterator[str]:
+    def _on_plan(self, facts: EventFacts) -> Iterator[str]:
         why = facts.get("why")
         self.plan, self.predicted_s = str(facts["plan"]), facts.get("predicted_s")
         self.groups, self.costs_s = facts.get("groups", ()), facts.get("costs_s", {})
@@ -131,7 +116,7 @@ class RunNarrator:
             return  # printed by the move
         yield f"plan{f' ({at})' if at else ''}: {self.plan} GPUs, {seconds(self.predicted_s or 0.0)} an iteration"
 
-    def _iterated(self, facts: EventFacts) -> Iterator[str]:
+    def _on_iteration(self, facts: EventFacts) -> Iterator[str]:
         iteration = facts["iteration"]
         self.done, self.wall_s = int(iteration["number"]), float(iteration["wall_s"])
         self.components = iteration.get("components", ())
@@ -141,7 +126,7 @@ class RunNarrator:
         self.metrics = flat(facts.get("metrics", {}))
         yield self.line()
 
-    def _decided(self, facts: EventFacts) -> Iterator[str]:
+    def _on_decided(self, facts: EventFacts) -> Iterator[str]:
         if facts["what"] == "advise":
             to = _target(facts)
             if to != self._advised or self._print_next:  # print the same advice once
@@ -154,7 +139,7 @@ class RunNarrator:
             yield f"stays: {facts['reason']}"
         self._stay_code, self._advised, self._print_next = str(facts["code"]), "", False
 
-    def _moved(self, facts: EventFacts) -> Iterator[str]:
+    def _on_move(self, facts: EventFacts) -> Iterator[str]:
         state, name = facts["state"], f"move {facts['move']}"
         why = facts.get("reason") or "no reason was given"
         if state == "begun":
@@ -180,7 +165,7 @@ class RunNarrator:
             self.move = None
             yield f"{name} is {state}: {why}"
 
-    def _nodes(self, facts: EventFacts) -> Iterator[str]:
+    def _on_cluster(self, facts: EventFacts) -> Iterator[str]:
         why = facts.get("why")
         if why == "first":
             return
@@ -190,28 +175,28 @@ class RunNarrator:
         draining = f"; {', '.join(map(str, leaving))} draining" if leaving else ""
         yield f"nodes changed ({why}): {counted(len(nodes), 'node')} with {counted(gpus, 'GPU')} now{draining}"
 
-    def _range(self, facts: EventFacts) -> Iterator[str]:
+    def _on_range(self, facts: EventFacts) -> Iterator[str]:
         yield f"{facts['component']} may use {facts['least']} to {facts['most']} GPUs"
 
-    def _told(self, facts: EventFacts) -> Iterator[str]:
+    def _on_told(self, facts: EventFacts) -> Iterator[str]:
         if facts.get("reason") and facts.get("code") not in SAID_BY_MOVES:
             yield str(facts["reason"])
 
-    def _task(self, facts: EventFacts) -> Iterator[str]:
+    def _on_task(self, facts: EventFacts) -> Iterator[str]:
         """A task of another client in the run's slots: print when it waits, runs and ends."""
         if facts["what"] in PASSING:
             return
         why = facts.get("reason")
         yield f"task {facts['task']}: {facts['what']}{f', {why}' if why else ''}"
 
-    def _worker(self, facts: EventFacts) -> Iterator[str]:
+    def _on_worker(self, facts: EventFacts) -> Iterator[str]:
         """Print only changes that the run did not cause itself."""
         if facts.get("code") not in NEWS and facts["state"] != "lost":
             return
         why = facts.get("reason")
         yield f"{facts['component']}: worker {facts['worker']} is {facts['state']}{f' ({why})' if why else ''}"
 
-    def _lost(self, facts: EventFacts) -> Iterator[str]:
+    def _on_lost(self, facts: EventFacts) -> Iterator[str]:
         self.counts["lost"] += 1
         yield f"{facts['component']} is lost: {facts['why']}"
 
@@ -247,10 +232,12 @@ def last_lines(data: EventFacts) -> list[str]:
     reason = str(data["reason"])
     lines = [reason if reason.startswith(f"{data['state']} ") else f"{data['state']}: {reason}"]
     if data["iterations"]:
-        lines.append(f"plan: {data['plan']} GPUs{_prediction(data)}")
+        took, predicted = data["measured_s"], data["predicted_s"]
+        times = "" if took is None else f", {seconds(took)} an iteration (predicted {seconds(predicted)})"
+        lines.append(f"plan: {data['plan']} GPUs{times}")
     courses = [
         f"{name} {course['first']:.4g} to {course['last']:.4g}"
-        for name, course in _rewards_first(data["metrics"])
+        for name, course in sorted(data["metrics"].items(), key=lambda item: "reward" not in item[0])
         if course["first"] is not None
     ]
     if courses:
@@ -272,13 +259,3 @@ def last_lines(data: EventFacts) -> list[str]:
         lines.append(f"report: trimtab report {folder}")
         lines.append(f"plan with measured costs: trimtab plan --from-run {folder}")
     return lines
-
-
-def _prediction(data: EventFacts) -> str:
-    if data["measured_s"] is None:
-        return ""
-    return f", {seconds(data['measured_s'])} an iteration (predicted {seconds(data['predicted_s'])})"
-
-
-def _rewards_first(metrics: Mapping[str, EventFacts]) -> list[tuple[str, EventFacts]]:
-    return sorted(metrics.items(), key=lambda item: "reward" not in item[0])

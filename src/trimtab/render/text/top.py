@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.kit.labels import duration, known, reason_text, share
 from trimtab.render.html.run.figures import course, ends_of, metric_names
-from trimtab.render.output import text_table
-from trimtab.render.text.formatting import amounts, show
+from trimtab.render.output import amounts, show, text_table
 
 if TYPE_CHECKING:
     from trimtab.render.html.dashboard.source import DashboardSource
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK = 40
 _TALL = 10_000
+_table = partial(text_table, no_wrap=True)
 
 
 def picture(source: DashboardSource, height: int) -> RenderableType:
-    """The screen, cut to `height` lines."""
     return Group(*_parts(source, height))
 
 
@@ -95,7 +95,7 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
                     known(cost.idle, share, "-"),
                 ]
             )
-        parts += ["", _table(("component", "GPUs", "planned", "own time", "waits", "GPUs idle"), rows, right=1)]
+        parts += ["", _table(("component", ">GPUs", ">planned", ">own time", ">waits", ">GPUs idle"), rows)]
     workers = [worker for worker in board.workers.values() if not worker.is_over]
     if workers:
         states: dict[str, int] = {}
@@ -148,11 +148,3 @@ def spark(values: Sequence[float]) -> str:
     if high <= low:
         return _BLOCKS[0] * len(means)
     return "".join(_BLOCKS[min(7, int(8 * (value - low) / (high - low)))] for value in means)
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], right: int = 99) -> Table:
-    columns = [
-        Column(head, justify="right" if at >= right else "left", overflow="ellipsis", no_wrap=True)
-        for at, head in enumerate(heads)
-    ]
-    return text_table(columns, rows)

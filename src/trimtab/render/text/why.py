@@ -12,13 +12,13 @@ from rich.text import Text
 
 from trimtab.core.resources import amount_text, total
 from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, NodeFit
-from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, PendingWorkload, ResourceRequest, WorkloadKind
+from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, PendingWorkload, WorkloadKind
 from trimtab.machines.diagnose.would_fit import WouldFit
-from trimtab.render.output import text_table
-from trimtab.render.text.formatting import clock, picked, show, span, text_lines
+from trimtab.render.output import clock, picked, show, span, text_lines, text_table
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
+_line = Text.from_markup
 MARGIN = 6  # without the 2 characters between columns
 
 
@@ -91,16 +91,18 @@ def _waiting_data(snapshot: GcsSnapshot, workload: PendingWorkload) -> dict[str,
         "since": workload.since,
         "since_is": "unknown" if workload.since is None else "first seen" if workload.at_least else "told by Ray",
         "count": workload.count,
-        "asks": [_ask_data(request) for request in workload.requests],
+        "asks": [
+            {
+                "amounts": request.amounts.floats(),
+                "labels": [[str(label) for label in selector] for selector in request.labels],
+                "node": request.node,
+            }
+            for request in workload.requests
+        ],
         "strategy": workload.strategy.value if workload.kind is WorkloadKind.group else None,
         **picked(workload, "group", "bundle", "pinned"),
         "job": {"id": workload.job, **picked(job, "command", "pid", "address")} if job else None,
     }
-
-
-def _ask_data(request: ResourceRequest) -> dict[str, Any]:
-    labels = [[str(label) for label in selector] for selector in request.labels]
-    return {"amounts": request.amounts.floats(), "labels": labels, "node": request.node}
 
 
 def _row_data(row: NodeFit) -> dict[str, Any]:
@@ -295,7 +297,8 @@ def _nodes(finding: Finding) -> list[RenderableType]:
 
 def _row(finding: Finding, row: NodeFit) -> tuple[str, str, str, str]:
     free = [
-        f"{_number(name, row.free.get(name))} of {amount_text(name, row.total.get(name))}" for name, _ in finding.asked
+        f"{amount_text(name, row.free.get(name)).removesuffix(f' {name}')} of {amount_text(name, row.total.get(name))}"
+        for name, _ in finding.asked
     ]
     notes = [row.note] if row.note else []
     if row.lacks_empty:
@@ -303,14 +306,6 @@ def _row(finding: Finding, row: NodeFit) -> tuple[str, str, str, str]:
     return row.node, ", ".join(free), str(row.lacks) if row.lacks else "-", "; ".join(notes)
 
 
-def _number(name: str, units: int) -> str:
-    return amount_text(name, units).removesuffix(f" {name}")
-
-
 def _names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:NAMES_SHOWN])
     return f"{shown} and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else shown
-
-
-def _line(markup: str) -> Text:
-    return Text.from_markup(markup)

@@ -1,22 +1,56 @@
-"""Durations as distributions: start, bind, stop, save and load times of the simulated cluster.
+"""Virtual time: the clock, durations as distributions, node churn at stated times or at random.
 
-A distribution is given as a number, as a median with a 99th percentile (lognormal), or as measured values (drawn
-uniformly). Every run states what it drew from. Random numbers come from the caller: the same source gives the same
-times.
+Events at the same time occur in the order in which they were put, so a run depends on its inputs alone. Time never goes
+back: an event put for the past occurs now. A distribution is given as a number, as a median with a 99th percentile
+(lognormal), or as measured values (drawn uniformly); every run states what it drew from. Random numbers come from the
+caller: the same source gives the same times. Random churn is drawn before a run begins, so that every policy meets the
+same failures: a node's time to failure is exponential, a repair takes its time, and the node comes back empty.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
 from trimtab.core.errors import InputError
-from trimtab.formats.sections import Amount, Made, Section
+from trimtab.formats.sections import Amount, Made, Section, Share, Within
+
+Event = TypeVar("Event")
+
+
+class Agenda(Generic[Event]):
+    """Events to come, and the current time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Event]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def put(self, at: float, event: Event) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (at if at > self.now else self.now, self._count, event))
+
+    def next_time(self) -> float | None:
+        return self._heap[0][0] if self._heap else None
+
+    def pop(self) -> Event:
+        """Removes the next event and sets the clock to its time."""
+        at, _, event = heapq.heappop(self._heap)
+        self.now = at
+        return event
+
+    def advance_to(self, at: float) -> None:
+        self.now = max(self.now, at)
+
 
 P99 = 2.3263478740408408  # standard deviations at the 99th percentile
 
@@ -109,3 +143,47 @@ class PoolTimes:
 
 
 MEASURED = PoolTimes()
+
+
+AN_HOUR = Distribution(3600.0)
+NodeEventKind = Literal["lost", "joined", "draining"]
+
+
+@dataclass(frozen=True)
+class ChurnEvent:
+    """A change of a node's state. A draining node is lost `notice_s` later."""
+
+    at_s: float
+    node: str
+    what: NodeEventKind
+    notice_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Random failures."""
+
+    days_between: Annotated[float, Within(0.001, 1e12)]  # mean time between failures of a node
+    repair_s: Durations = AN_HOUR
+    drained: Share = 0.0  # share of failures announced by a drain
+    notice_s: Amount = 120.0
+
+    def events(self, nodes: list[str], until_s: float, seed: int) -> list[ChurnEvent]:
+        """Events in order of time."""
+        found = []
+        for node in nodes:
+            source = random.Random(f"churn {seed} {node}")
+            at = 0.0
+            while True:
+                at += source.expovariate(1.0 / (self.days_between * 86_400.0))
+                if at >= until_s:
+                    break
+                announced = source.random() < self.drained
+                found.append(ChurnEvent(at, node, "draining" if announced else "lost", self.notice_s * announced))
+                at += (self.notice_s if announced else 0.0) + self.repair_s.draw(source)
+                found.append(ChurnEvent(at, node, "joined"))
+        return sorted(found, key=lambda event: (event.at_s, event.node))
+
+    def text(self) -> str:
+        text = f"each node fails every {self.days_between:g} days on average and is back after {self.repair_s.text()}"
+        return text + (f"; {self.drained:.0%} announced {self.notice_s:g} s ahead" if self.drained else "")

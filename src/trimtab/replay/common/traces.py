@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats.files import unreadable
@@ -143,7 +143,14 @@ class TraceRow:
 
 def rows(path: Path, kinds: Sequence[TraceKind]) -> Iterator[tuple[int, TraceRow]]:
     """Rows of a trace of one of these kinds, with their line numbers."""
-    with _opened(path) as raw, _text(raw) as file:
+    try:
+        raw = path.open("rb")
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    with raw:
+        zipped = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        file = io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if zipped else raw, encoding="utf-8", newline="")
         reader = csv.reader(file, strict=True)
         try:
             head = next(reader, None)
@@ -168,19 +175,6 @@ def rows(path: Path, kinds: Sequence[TraceKind]) -> Iterator[tuple[int, TraceRow
             raise InputError(f"not a text table: {error}", where=str(path)) from None
         except OSError as error:
             raise unreadable(path, error) from None
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from None
-
-
-def _text(raw: BinaryIO) -> io.TextIOWrapper:
-    zipped = raw.read(2) == b"\x1f\x8b"
-    raw.seek(0)
-    return io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if zipped else raw, encoding="utf-8", newline="")
 
 
 def _known(head: list[str], kinds: Sequence[TraceKind], path: Path) -> None:

@@ -89,7 +89,6 @@ class TaskStory:
 
     @property
     def open(self) -> RecordedAttempt | None:
-        """The attempt under way."""
         last = self.attempts[-1] if self.attempts else None
         return last if last is not None and last.stopped_s is None else None
 
@@ -199,8 +198,9 @@ class _JournalReader:
     def process(self, number: int, now: float, event: Any, recorded: InstructionLines | None) -> None:
         record = self._record
         self._now_s, self._event = now - record.began, event
-        if recorded is None:
-            self._check_outcome(event)
+        # The only check if a journal has no recorded instructions.
+        if recorded is None and (key := _outcome_key(event)) is not None and key not in self._given:
+            record.unrequested.append(f"{type(event).__name__} of {key[1]}")
         known = set(self._machine.pools)
         try:
             out = self._machine.handle(event, now)
@@ -281,8 +281,9 @@ class _JournalReader:
         if isinstance(event, e.TaskSubmitted):
             self._submitted(event.spec)
         elif isinstance(event, e.TaskStarted):
-            if (attempt := self._attempt(event.task)) is not None and attempt.started_s is None:
-                attempt.started_s = self._now_s
+            started = self._stories.get(event.task)
+            if started is not None and started.open is not None and started.open.started_s is None:
+                started.open.started_s = self._now_s
         elif isinstance(event, (e.TaskStopped, e.TaskStartFailed)):
             self._stopped(event)
         elif isinstance(event, e.PlacementGroupReady):
@@ -305,10 +306,6 @@ class _JournalReader:
         self._stories[spec.id] = story
         self._record.tasks.append(story)
         return story
-
-    def _attempt(self, task: str) -> RecordedAttempt | None:
-        story = self._stories.get(task)
-        return None if story is None else story.open
 
     def _stopped(self, event: e.TaskStopped | e.TaskStartFailed) -> None:
         story = self._stories.get(event.task)
@@ -343,16 +340,6 @@ class _JournalReader:
             task = self._machine.tasks.get(found.spec.id)
             if task is not None and task.attempt == found.attempt:
                 self._submitted(found.spec).attempts.append(RecordedAttempt(self._now_s, self._now_s))
-
-    # ---- outcomes --------------------------------------------------------------------------------------------------
-
-    def _check_outcome(self, event: Any) -> None:
-        """Records the outcome of an instruction that the machine did not give. The only check if a journal has no
-        recorded instructions.
-        """
-        key = _outcome_key(event)
-        if key is not None and key not in self._given:
-            self._record.unrequested.append(f"{type(event).__name__} of {key[1]}")
 
 
 def _loaded(snapshot: dict[str, Any]) -> PoolMachine:

@@ -20,11 +20,11 @@ from statistics import median
 from trimtab.core.errors import InputError
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.machines.pool import events as e
-from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
+from trimtab.model.pool import PreemptionPolicy, TaskSpec
 from trimtab.replay.common.timing import MEASURED, Distribution, PoolTimes
 from trimtab.replay.journal.record import JournalRecord, RecordedAttempt, SettingEvent, TaskStory
+from trimtab.replay.pool.driver import WorkloadTask
 from trimtab.replay.pool.policies import UNLIMITED_S
-from trimtab.replay.pool.workload import WorkloadTask
 
 COUNTED = "gpu"  # name of the counted resource in a replay, whatever it was
 MOST_CLASSES = 6  # with more, tasks are classed by pool alone
@@ -46,7 +46,6 @@ class CountedUnit:
         return Resources(tuple(sorted(units.items())))
 
     def whole(self, bundles: Iterable[Resources]) -> int:
-        """Units of all bundles together."""
         return sum(round(bundle.get(self.resource) / self.each) for bundle in bundles) // GRAIN
 
 
@@ -92,7 +91,8 @@ def world_of(record: JournalRecord) -> JournalWorld:
         )
         for story, length in kept
     )
-    until_s = max(_last(story, record.end_s) for story in stories)
+    ends = (record.end_s if story.ended_s is None else max(story.ended_s, story.submitted_s) for story in stories)
+    in_order = sorted(stories, key=lambda story: (story.spec.pool, -story.spec.priority))
     return JournalWorld(
         record,
         units,
@@ -101,10 +101,10 @@ def world_of(record: JournalRecord) -> JournalWorld:
         tuple(_settings(record, units)),
         took,
         times,
-        until_s,
+        max(ends),
         tuple(_facts(record, stories, left_out, units)),
         tuple(_assumed(record, stories)),
-        tuple(dict.fromkeys(classes[story.name] for story in sorted(stories, key=_rank))),
+        tuple(dict.fromkeys(classes[story.name] for story in in_order)),
     )
 
 
@@ -140,12 +140,6 @@ def _with_lengths(record: JournalRecord) -> tuple[list[tuple[TaskStory, float]],
     return kept, [f"{_tasks(many)} {which}" for which, many in sorted(left_out.items())]
 
 
-def _last(story: TaskStory, end_s: float) -> float:
-    if story.ended_s is None:
-        return end_s
-    return max(story.ended_s, story.submitted_s)
-
-
 def _tasks(many: int) -> str:
     return f"{many:,} task" if many == 1 else f"{many:,} tasks"
 
@@ -176,11 +170,6 @@ def _spec(story: TaskStory, units: CountedUnit) -> TaskSpec:
     )
 
 
-def _pool(spec: PoolSpec, units: CountedUnit) -> PoolSpec:
-    reserved = tuple(units.counted(bundle) for bundle in spec.reserved)
-    return replace(spec, quota=units.counted(spec.quota), reserved=reserved, wait_s=UNLIMITED_S, client=None)
-
-
 def _settings(record: JournalRecord, units: CountedUnit) -> Iterable[tuple[float, SettingEvent]]:
     """Recorded settings, in units; at the end of the journal pools and nodes are opened again."""
     nodes: dict[str, e.NodeJoined] = {}
@@ -190,7 +179,9 @@ def _settings(record: JournalRecord, units: CountedUnit) -> Iterable[tuple[float
     names = [event.spec.name for _, event in record.settings if isinstance(event, e.PoolEnsured)]
     for at_s, event in record.settings:
         if isinstance(event, e.PoolEnsured):
-            yield at_s, e.PoolEnsured(_pool(event.spec, units))
+            quota, reserved = units.counted(event.spec.quota), tuple(map(units.counted, event.spec.reserved))
+            spec = replace(event.spec, quota=quota, reserved=reserved, wait_s=UNLIMITED_S, client=None)
+            yield at_s, e.PoolEnsured(spec)
         elif isinstance(event, e.QuotaSet):
             yield at_s, e.QuotaSet(event.pool, units.counted(event.quota))
         elif isinstance(event, e.PolicySet):
@@ -238,8 +229,10 @@ def _protecting(policy: PreemptionPolicy, names: Sequence[str]) -> PreemptionPol
 def _times(stories: Sequence[TaskStory], record: JournalRecord) -> tuple[MeasuredDurations, PoolTimes]:
     """Measured durations, and the distributions for operations that were not measured."""
     took: MeasuredDurations = {}
-    fresh = [a.started_s - a.assigned_s for a in _begun(stories) if not a.restored and a.started_s is not None]
-    plain = [a.stopped_s - a.work_ended_s for a in _stopped(stories) if not a.saved and a.stopped_s and a.work_ended_s]
+    attempts = [(story, attempt) for story in stories for attempt in story.attempts]
+    begun = [attempt for story, attempt in attempts if not story.before and not attempt.restored]
+    fresh = [attempt.started_s - attempt.assigned_s for attempt in begun if attempt.started_s is not None]
+    plain = [a.stopped_s - a.work_ended_s for _, a in attempts if not a.saved and a.stopped_s and a.work_ended_s]
     usual_start, usual_stop = (median(seconds) if seconds else 0.0 for seconds in (fresh, plain))
     loads, saves = [], []
     for story in stories:
@@ -276,14 +269,6 @@ def _times(stories: Sequence[TaskStory], record: JournalRecord) -> tuple[Measure
     )
 
 
-def _begun(stories: Sequence[TaskStory]) -> list[RecordedAttempt]:
-    return [a for story in stories for a in story.attempts if a.started_s is not None and not story.before]
-
-
-def _stopped(stories: Sequence[TaskStory]) -> list[RecordedAttempt]:
-    return [attempt for story in stories for attempt in story.attempts if attempt.stopped_s is not None]
-
-
 def _drawn(measured: Sequence[float], usual: Distribution) -> Distribution:
     return Distribution(values=tuple(sorted(round(seconds, 4) for seconds in measured))) if measured else usual
 
@@ -301,10 +286,6 @@ def _classes(stories: Sequence[TaskStory]) -> dict[str, str]:
         return ", ".join(words) or "tasks"
 
     return {story.name: name(story) for story in stories}
-
-
-def _rank(story: TaskStory) -> tuple[str, float]:
-    return story.spec.pool, -story.spec.priority
 
 
 def _facts(

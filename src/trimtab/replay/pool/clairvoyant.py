@@ -10,11 +10,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from trimtab.replay.common.agenda import Agenda
-from trimtab.replay.common.churn import ChurnEvent
-from trimtab.replay.pool.driver import BINS, PoolCurves, PoolOutcome, PoolReality, SimulatedTask
+from trimtab.replay.common.timing import Agenda, ChurnEvent
+from trimtab.replay.pool.driver import BINS, PoolCurves, PoolOutcome, PoolReality, SimulatedTask, WorkloadTask
 from trimtab.replay.pool.invariants import InvariantError
-from trimtab.replay.pool.workload import WorkloadTask
 
 
 class Clairvoyant:

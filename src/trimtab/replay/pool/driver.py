@@ -15,14 +15,24 @@ from typing import Protocol
 
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
-from trimtab.replay.common.agenda import Agenda
-from trimtab.replay.common.churn import ChurnEvent
-from trimtab.replay.common.timing import MEASURED, Distribution, PoolTimes
+from trimtab.model.pool import TaskSpec
+from trimtab.replay.common.timing import MEASURED, Agenda, ChurnEvent, Distribution, PoolTimes
 from trimtab.replay.pool.invariants import InvariantError, PoolInvariants
-from trimtab.replay.pool.workload import WorkloadTask
 
+POOL = "pool"
 CHECK_EVERY = 100_000  # events between two full checks
 BINS = 240  # points of the curves over time
+
+
+@dataclass(frozen=True)
+class WorkloadTask:
+    """A task, its submission time, and the length of its work, which only the simulation knows."""
+
+    spec: TaskSpec
+    submit_s: float
+    work_s: float
+    gpus: int
+    class_: str
 
 
 class PoolScheduler(Protocol):
@@ -165,7 +175,8 @@ class PoolReplay:
             what = agenda.pop()
             self._sample()
             self._process(what)
-        self._finish()
+        self._count_capacity()
+        self._check()
         return PoolOutcome(
             self._order, self._events, self._evictions, agenda.now, self._window_s, self._capacity, self._held,
             self._worked, self._curves, self._invariants.looks, self._checks,
@@ -180,8 +191,7 @@ class PoolReplay:
         if self._progress is not None:
             self._progress(now / self._window_s if self._window_s else 1.0)
 
-    def _finish(self) -> None:
-        self._count_capacity()
+    def _check(self) -> None:
         self._invariants.check_totals()
         self._scheduler.check()
         self._checks += 1
@@ -195,9 +205,7 @@ class PoolReplay:
         for instruction in out:
             self._execute(instruction, now)
         if self._events % self._check_every == 0:
-            self._invariants.check_totals()
-            self._scheduler.check()
-            self._checks += 1
+            self._check()
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
@@ -212,13 +220,10 @@ class PoolReplay:
             self._invariants.task_submitted(event.spec.id)
             self._waiting += 1
             self._send_event(event)
-        elif isinstance(event, e.PlacementGroupReady):
+        elif isinstance(event, e.PlacementGroupReady | e.PlacementGroupRemoved):
             if event.group in self._invariants.groups:
-                self._invariants.group_ready(event.group)
-                self._send_event(event)
-        elif isinstance(event, e.PlacementGroupRemoved):
-            if event.group in self._invariants.groups:
-                self._invariants.group_removed(event.group)
+                ready = isinstance(event, e.PlacementGroupReady)
+                (self._invariants.group_ready if ready else self._invariants.group_removed)(event.group)
                 self._send_event(event)
         elif isinstance(event, ChurnEvent):
             self._node(event)

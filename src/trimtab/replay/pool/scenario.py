@@ -2,19 +2,31 @@
 
 The file is validated before anything runs: an unknown key is refused with the nearest known key, an invalid value with
 its place. Trace paths are relative to the file.
+
+Job tables have no priorities. Every job gets a class at random, with the shares of the scenario, independent of its
+size and length: it depends on the seed and its position in the trace alone, so it is the same for every policy. A job
+larger than a node becomes a gang of whole nodes and a remainder.
+
+Wait: all time in the queue, including after evictions. Completion: from submission to the end of the work. Percentiles
+are values of the sorted list, nothing is fitted. Utilisation counts work that was not redone, until the last
+submission: after that the cluster only drains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InputError, check_known
+from trimtab.core.resources import Resources
 from trimtab.formats.sections import (
     Amount,
     Count,
@@ -22,6 +34,7 @@ from trimtab.formats.sections import (
     Made,
     Name,
     Positive,
+    Priority,
     Section,
     Seed,
     Shorthand,
@@ -29,20 +42,234 @@ from trimtab.formats.sections import (
     checked_by,
 )
 from trimtab.formats.yaml_text import read_source
-from trimtab.model.pool import PoolSpec, PreemptionPolicy
-from trimtab.replay.common.churn import Churn, ChurnEvent, NodeEventKind
-from trimtab.replay.common.comparison import check_unique
-from trimtab.replay.common.timing import MEASURED, PoolTimes
+from trimtab.model.pool import PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
+from trimtab.replay.common.comparison import (
+    Comparison,
+    PolicySummary,
+    Recommendation,
+    ScenarioKind,
+    Spread,
+    SweepRules,
+    by_policy,
+    check_unique,
+    spread,
+    spreads,
+)
+from trimtab.replay.common.timing import MEASURED, Churn, ChurnEvent, Durations, NodeEventKind, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.clairvoyant import Clairvoyant
-from trimtab.replay.pool.driver import PoolReality, PoolReplay
-from trimtab.replay.pool.figures import PoolFigures, figures
-from trimtab.replay.pool.las import THRESHOLD_GPU_S
-from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, PoolPolicy, scheduler
-from trimtab.replay.pool.workload import CLASSES, PriorityClass, TaskGenerator, WorkloadTask, workload
+from trimtab.replay.pool.driver import (
+    POOL,
+    PoolCurves,
+    PoolOutcome,
+    PoolReality,
+    PoolReplay,
+    SimulatedTask,
+    WorkloadTask,
+)
+from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, THRESHOLD_GPU_S, PoolPolicy, scheduler
+
+ALL = "all"
+OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """Figures of a class of tasks, or of all tasks."""
+
+    tasks: int
+    wait_mean_s: float
+    wait_p50_s: float
+    wait_p99_s: float
+    completion_mean_s: float
+    completion_p99_s: float
+    slowdown_mean: float  # completion time over length of work
+    evictions: int
+
+
+OF_CLASS = tuple(item.name for item in fields(ClassFigures) if item.name != "tasks")
+
+
+@dataclass(frozen=True)
+class PoolFigures:
+    """Figures of a run."""
+
+    policy: str
+    seed: int
+    classes: dict[str, ClassFigures]
+    evictions: int
+    losses: int
+    redone_gpu_h: float  # lost work
+    utilisation: float  # useful work as a share of capacity
+    held: float  # held by processes, as a share of capacity
+    makespan_s: float
+    events: int
+    looks: int  # invariant checks
+    checks: int  # full consistency checks of the scheduler
+    curves: PoolCurves
+    seconds: float = 0.0  # wall time of the simulation
+
+    def record(self) -> dict[str, Any]:
+        """One flat record, for JSON and CSV."""
+        by_class = {
+            f"{class_}.{name}": getattr(known, name)
+            for class_, known in self.classes.items()
+            for name in ("tasks", *OF_CLASS)
+        }
+        before, after = ("policy", "seed", *OF_RUN), ("events", "looks", "checks", "seconds")
+        return {name: getattr(self, name) for name in before} | by_class | {name: getattr(self, name) for name in after}
+
+
+def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
+    by_class = {name: [task for task in outcome.tasks if task.work.class_ == name] for name in classes}
+    found = {name: _class_figures(tasks) for name, tasks in by_class.items() if tasks}
+    found[ALL] = _class_figures(outcome.tasks)
+    capacity = outcome.capacity_gpu_s or 1.0
+    return PoolFigures(
+        policy,
+        seed,
+        found,
+        outcome.evictions,
+        sum(task.losses for task in outcome.tasks),
+        sum(task.redone_s * task.work.gpus for task in outcome.tasks) / 3600.0,
+        outcome.work_gpu_s / capacity,
+        outcome.held_gpu_s / capacity,
+        outcome.end_s,
+        outcome.events,
+        outcome.looks,
+        outcome.checks,
+        outcome.curves,
+    )
+
+
+def _class_figures(tasks: Sequence[SimulatedTask]) -> ClassFigures:
+    waits = sorted(task.waited_s for task in tasks)
+    took = [(math.nan if task.done_s is None else task.done_s) - task.work.submit_s for task in tasks]
+    completions = sorted(took)
+    return ClassFigures(
+        len(tasks),
+        fmean(waits),
+        percentile(waits, 0.5),
+        percentile(waits, 0.99),
+        fmean(completions),
+        percentile(completions, 0.99),
+        fmean(seconds / max(task.work.work_s, 1.0) for seconds, task in zip(took, tasks, strict=True)),
+        sum(task.evictions for task in tasks),
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest-rank percentile of a sorted list."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+def summary(runs: Sequence[PoolFigures]) -> list[PolicySummary]:
+    """One row per policy, in the order of the runs; figures of a class are named `high.wait_mean_s`."""
+    return [PolicySummary(policy, _means(known)) for policy, known in by_policy(runs).items()]
+
+
+def _means(runs: Sequence[PoolFigures]) -> dict[str, Spread]:
+    found = spreads(runs, OF_RUN)
+    for class_ in runs[0].classes:
+        known = [run.classes[class_] for run in runs if class_ in run.classes]
+        for name in OF_CLASS:
+            found[f"{class_}.{name}"] = spread(getattr(figures, name) for figures in known)
+    return found
+
 
 SEEDS = (1, 2, 3, 4, 5)
+MAX_WAIT_RATIO, NEGLIGIBLE_WAIT_S = 1.05, 10.0  # of the first class's waits
+MIN_UTILISATION_RATIO = 0.99
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
+
+
+Sizes = Annotated[
+    tuple[tuple[int, float], ...],
+    Made(Annotated[dict[Count, Positive], Field(min_length=1)], lambda shares: tuple(sorted(shares.items()))),
+]
+
+
+@dataclass(frozen=True)
+class PriorityClass:
+    """A priority class and its share of the tasks."""
+
+    name: str
+    priority: Priority
+    share: Amount  # of all tasks, at random
+
+
+CLASSES = (PriorityClass("high", 8.0, 0.1), PriorityClass("normal", 5.0, 0.3), PriorityClass("low", 2.0, 0.6))
+
+
+@dataclass(frozen=True)
+class TaskGenerator:
+    """Generated jobs: Poisson arrivals, random durations, sizes by share."""
+
+    count: Count
+    per_hour: Positive
+    duration_s: Durations
+    gpus: Sizes = ((1, 1.0),)  # sizes and their shares
+
+    def rows(self, seed: int) -> list[JobRow]:
+        """Jobs in order of submission."""
+        source = random.Random(f"tasks {seed}")
+        sizes, shares = zip(*self.gpus, strict=True)
+        at, found = 0.0, []
+        for _ in range(self.count):
+            at += source.expovariate(self.per_hour / 3600.0)
+            size = source.choices(sizes, shares)[0]
+            found.append(JobRow(at, max(1.0, self.duration_s.draw(source)), size))
+        return found
+
+    def text(self) -> str:
+        sizes = ", ".join(f"{size} GPUs {share:g}" for size, share in self.gpus)
+        return (
+            f"{self.count:,} generated jobs, {self.per_hour:g} an hour at random, lasting {self.duration_s.text()}; "
+            f"shares of sizes: {sizes}"
+        )
+
+
+def workload(
+    rows: Sequence[JobRow],
+    *,
+    seed: int,
+    node_gpus: int,
+    classes: Sequence[PriorityClass] = CLASSES,
+    rate: float = 1.0,
+    saves: bool = True,
+    estimates: bool = False,
+) -> list[WorkloadTask]:
+    """Turns rows into tasks. `rate` 2: they arrive twice as fast; `estimates`: tasks state their length."""
+    source = random.Random(f"classes {seed}")
+    names = [item.name for item in classes]
+    by_name = {item.name: item for item in classes}
+    drawn = source.choices(names, [item.share for item in classes], k=len(rows))
+    sizes: dict[int, tuple[Resources, ...]] = {}
+    found = []
+    for number, (row, name) in enumerate(zip(rows, drawn, strict=True)):
+        if row.gpus not in sizes:
+            sizes[row.gpus] = bundles(row.gpus, node_gpus)
+        spec = TaskSpec(
+            f"t{number}",
+            POOL,
+            sizes[row.gpus],
+            priority=by_name[name].priority,
+            estimate_s=row.duration_s if estimates else 0.0,
+            strategy=PlacementStrategy.pack,
+            restarts=-1,
+            saves=saves,
+            awaits_node=True,  # a failed node comes back
+        )
+        found.append(WorkloadTask(spec, row.submit_s / rate, row.duration_s, row.gpus, name))
+    return found
+
+
+def bundles(gpus: int, node_gpus: int) -> tuple[Resources, ...]:
+    """Bundles of a job: one if it fits on a node, else whole nodes and a remainder."""
+    if gpus <= node_gpus:
+        return (Resources.of(gpu=gpus),)
+    whole, rest = divmod(gpus, node_gpus)
+    return (Resources.of(gpu=node_gpus),) * whole + ((Resources.of(gpu=rest),) if rest else ())
 
 
 # ---- file ---------------------------------------------------------------------------------------------------------
@@ -63,17 +290,16 @@ class NodeEventSection(Section):
     notice_s: Amount = 120.0
 
 
-def _event(section: NodeEventSection) -> ChurnEvent:
-    return ChurnEvent(section.at_s, f"n{section.node:05d}", section.what, section.notice_s)
-
-
 def _classes(stated: dict[str, dict[str, float]]) -> tuple[PriorityClass, ...]:
     if not sum(settings["share"] for settings in stated.values()) > 0:
         raise InputError("shares must not all be 0", hint="{high: {priority: 8, share: 0.1}}")
     return tuple(PriorityClass(name, **settings) for name, settings in stated.items())
 
 
-Event = Annotated[ChurnEvent, Made(NodeEventSection, _event)]
+Event = Annotated[
+    ChurnEvent,
+    Made(NodeEventSection, lambda event: ChurnEvent(event.at_s, f"n{event.node:05d}", event.what, event.notice_s)),
+]
 Class = Annotated[dict[str, Any], FieldsOf(PriorityClass, only=("priority", "share"))]
 Classes = Annotated[tuple[PriorityClass, ...], Made(dict[Name, Class], _classes)]
 
@@ -153,7 +379,6 @@ class WorkloadSettings:
         return [replace(row, submit_s=row.submit_s - rows[0].submit_s) for row in rows] if self.skip else rows
 
     def rows(self, seed: int) -> list[JobRow]:
-        """Jobs in order of submission."""
         rows = self.generate.rows(seed) if self.generate is not None else self._read
         return [row for row in rows if self.most_gpus is None or row.gpus <= self.most_gpus]
 
@@ -251,3 +476,41 @@ def read(path: Path) -> PoolScenario:
     trace = scenario.tasks.trace
     tasks = replace(scenario.tasks, trace=None if trace is None else path.parent / trace)
     return replace(scenario, name=scenario.name or path.stem, tasks=tasks)
+
+
+# ---- comparison and sweeps ------------------------------------------------------------------------------------------
+
+
+def compare_pools(
+    scenario: Any, runs: Sequence[PoolFigures], advice: Recommendation | None = None
+) -> Comparison[Any, PoolFigures]:
+    return Comparison(scenario, runs, summary(runs), advice=advice)
+
+
+def _base(scenario: PoolScenario) -> PoolPolicy:
+    return next((policy for policy in scenario.policies if policy.use == "trimtab"), PoolPolicy("trimtab", "trimtab"))
+
+
+def _with_setting(base: PoolPolicy, key: str, value: float, where: str) -> PoolPolicy:
+    check_known([key], (*PREEMPTION_KEYS, *POOL_KEYS), where, "{} cannot be swept")
+    setting = {key: bool(value) if key in SWITCHES else value}
+    changed = replace(base, name=f"{base.name}, {key} {value:g}")
+    if key in PREEMPTION_KEYS:
+        return replace(changed, preemption={**base.preemption, **setting})
+    return replace(changed, pool={**base.pool, **setting})
+
+
+def _rejection(name: str, runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
+    """Values with which the first class waits longer, or less work is done."""
+    first = next(name for name in base[0].classes if all(name in run.classes for run in (*runs, *base)))
+    wait, base_wait = (spread(run.classes[first].wait_mean_s for run in side)[0] for side in (runs, base))
+    if wait > max(MAX_WAIT_RATIO * base_wait, NEGLIGIBLE_WAIT_S):
+        return f"with {name} the class {first} waits longer"
+    done, base_done = (spread(run.utilisation for run in side)[0] for side in (runs, base))
+    return f"with {name} less work is done" if done < MIN_UTILISATION_RATIO * base_done else ""
+
+
+SWEEP: SweepRules[PoolFigures] = SweepRules(
+    _base, _with_setting, lambda run: run.classes[ALL].wait_mean_s, "the mean wait of all tasks", _rejection
+)
+POOLS = ScenarioKind(read, run_pool, SWEEP, compare_pools)

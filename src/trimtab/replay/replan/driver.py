@@ -15,7 +15,7 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import MigrationStage, ReplanRules
-from trimtab.replay.common.agenda import Agenda
+from trimtab.replay.common.timing import Agenda
 from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.replan.invariants import ReplanDecider, ReplanInvariants
 from trimtab.replay.replan.reality import ReplanReality, ScheduledNodeEvent, SimulatedNodes, TrueCosts
@@ -75,19 +75,6 @@ def pop_simultaneous(agenda: Agenda[ScheduledNodeEvent]) -> list[ScheduledNodeEv
     return found
 
 
-@dataclass
-class _SavedState:
-    """The checkpoint that a run resumes from after a loss."""
-
-    every: int
-    after: int = 0
-
-    def is_over(self, iteration: int) -> None:
-        """Saves after the iteration if it is due."""
-        if not self.every or iteration % self.every == 0:
-            self.after = iteration
-
-
 class ReplanReplay:
     """A simulated run. `on_event` gets every event with its instructions; `progress` the completed share."""
 
@@ -103,7 +90,7 @@ class ReplanReplay:
         self._decider, self._truth, self._reality = decider, truth, truth.reality
         self._nodes, self._agenda, self._before = nodes_of(truth.reality)
         self._invariants = ReplanInvariants.of(decider.placed_plan, rules)
-        self._saved = _SavedState(truth.reality.save_every)
+        self._saved = 0  # the iteration of the checkpoint that the run resumes from after a loss
         self._next_stage: e.RunMigrationStage | e.RollBackMigration | None = None
         self._plan_lost = False  # processes of the current plan are lost: it must be left, even if the node comes back
         self._iterations_ahead = 0  # iterations already started under the old plan; they end before a migration
@@ -220,7 +207,7 @@ class ReplanReplay:
 
     def _restore(self) -> None:
         """Processes are lost: the run goes back to its last checkpoint."""
-        saved, invariants = self._saved.after, self._invariants
+        saved, invariants = self._saved, self._invariants
         again = sum(self._walls[saved:])
         invariants.spend(max(0.0, invariants.spent.pop(TRAINS, 0.0) - again), TRAINS)
         invariants.spend(again, AGAIN)
@@ -246,7 +233,8 @@ class ReplanReplay:
             return
         self._walls.append(iteration.wall_s)
         self._invariants.iteration_done(number)
-        self._saved.is_over(number)
+        if not self._reality.save_every or number % self._reality.save_every == 0:
+            self._saved = number
         self._pipeline_empty, self._iterations_ahead = False, max(0, self._iterations_ahead - 1)
         self._send_event(e.IterationDone(iteration))
         if self._progress is not None:
@@ -341,17 +329,17 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
     waited = 0.0
     now, placed_plan, first = 0.0, None, ""
 
-    def until(at: float) -> None:
-        while (due := agenda.next_time()) is not None and due <= at:
-            _apply_node_events(nodes, agenda)
-
     while len(walls) < truth.reality.iterations:
         number = len(walls) + 1
-        until(now)
+        while (due := agenda.next_time()) is not None and due <= now:
+            happens = pop_simultaneous(agenda)
+            nodes.change(happens, agenda.now)
+            for event in happens:
+                if event.what == "draining" and event.node.name in nodes.leaving:
+                    agenda.put(nodes.leaving[event.node.name], ScheduledNodeEvent(event.node, "lost"))
         nodes.change(before.pop(number, []), now)
         best = _best(truth, nodes, number)
         if best is None:
-            due = agenda.next_time()
             if due is None:
                 break
             waited, now = waited + due - now, due
@@ -364,14 +352,6 @@ def free_oracle(truth: TrueCosts) -> ReplanOutcome:
     last = placed_plan.plan.describe() if placed_plan is not None else ""
     spent = {TRAINS: sum(walls), MOVES: 0.0, AGAIN: 0.0, WAITS: waited}
     return ReplanOutcome(now, walls, moves, spent, first, last, len(walls) == truth.reality.iterations)
-
-
-def _apply_node_events(nodes: SimulatedNodes, agenda: Agenda[ScheduledNodeEvent]) -> None:
-    happens = pop_simultaneous(agenda)
-    nodes.change(happens, agenda.now)
-    for event in happens:
-        if event.what == "draining" and event.node.name in nodes.leaving:
-            agenda.put(nodes.leaving[event.node.name], ScheduledNodeEvent(event.node, "lost"))
 
 
 def _best(truth: TrueCosts, nodes: SimulatedNodes, iteration: int) -> PlacedPlan | None:

@@ -80,7 +80,6 @@ class ReplanInvariants:
 
     @classmethod
     def of(cls, placed_plan: PlacedPlan, rules: ReplanRules) -> ReplanInvariants:
-        """The state at the start of a run."""
         names = [component.name for component in placed_plan.plan.components]
         return cls(rules, {n: placed_plan.slots_of(n) for n in names}, {n: placed_plan.group_of(n) for n in names})
 
@@ -140,7 +139,6 @@ class ReplanInvariants:
         self.moving, self.stages, self.moved_at = None, 0, self.counted
 
     def spend(self, seconds: float, doing: str) -> None:
-        """Accounts time to an activity."""
         if seconds < 0:
             raise InvariantError(f"{doing} took {seconds:g} s")
         self.spent[doing] = self.spent.get(doing, 0.0) + seconds

@@ -22,8 +22,7 @@ from trimtab.model.run import Iteration, MigrationStage
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.model.workflow import Cluster, Node, Workflow
 from trimtab.replay.common.timing import Distribution
-from trimtab.replay.replan.noise import PastNoise
-from trimtab.replay.replan.reality import Drift, MigrationTimes, ScheduledNodeEvent
+from trimtab.replay.replan.reality import Drift, MigrationTimes, PastNoise, ScheduledNodeEvent
 
 EVENTS, JOB = "events.jsonl", "job.yaml"
 NEIGHBOURS = 2  # on each side

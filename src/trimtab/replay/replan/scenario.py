@@ -43,31 +43,36 @@ from trimtab.formats.yaml_text import Source
 from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
-from trimtab.replay.common.churn import Churn, NodeEventKind
 from trimtab.replay.common.comparison import (
     Comparison,
     PolicySummary,
+    Recommendation,
+    ScenarioKind,
     Spread,
+    SweepRules,
     by_policy,
     check_unique,
     spread,
     spreads,
 )
-from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.timing import Durations
+from trimtab.replay.common.timing import Churn, Durations, NodeEventKind
 from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds
-from trimtab.replay.replan.noise import DrawnNoise, Noise, SyntheticNoise, TraceNoise, minibatches
+from trimtab.replay.replan.baselines import USES, ReplanFigures, figures, run_policy
 from trimtab.replay.replan.past_run import JOB, PastRunReality, read_past_run
 from trimtab.replay.replan.reality import (
+    DrawnNoise,
     Drift,
     MigrationTimes,
+    Noise,
     PeriodicWork,
     PlanCache,
     ReplanReality,
     ScheduledNodeEvent,
+    SyntheticNoise,
+    TraceNoise,
     TrueCosts,
+    minibatches,
 )
-from trimtab.replay.replan.runner import USES, ReplanFigures, figures, run_policy
 
 POLICIES = ("trimtab", "kept", "static", "oracle")
 # engines are not simulated
@@ -103,72 +108,54 @@ class ReplanScenario:
     """A replan scenario."""
 
     name: str
-    job: PlacementJob
-    iterations: int
+    reality: ReplanReality  # without a seed, and without random failures
     policies: tuple[ReplanPolicy, ...]
     seeds: tuple[int, ...]
-    allowed: FrameworkRules | None = None
-    drift: Mapping[str, Drift] = field(default_factory=dict)
-    noise: Noise = field(default_factory=SyntheticNoise)
-    moves: MigrationTimes = field(default_factory=MigrationTimes)
-    events: tuple[ScheduledNodeEvent, ...] = ()
     churn: Churn | None = None
-    save_every: int = 10
-    periodic: PeriodicWork | None = None
 
     @cached_property
     def plans(self) -> PlanCache:
-        return PlanCache(self.job, self.allowed)
+        return PlanCache(self.reality.job, self.reality.allowed)
 
     def truth(self, seed: int) -> TrueCosts:
         """The job with everything that will happen to it under a seed."""
-        reality = ReplanReality(
-            self.job,
-            self.iterations,
-            self.drift,
-            self.noise,
-            self.moves,
-            self.events,
-            self.save_every,
-            self.periodic,
-            self.allowed,
-            seed,
-        )
+        reality = replace(self.reality, seed=seed)
         if self.churn is None:
             return TrueCosts(reality, self.plans)
-        plan = self.plans.best(self.job.cluster, {}).plan
-        numbers = range(1, self.iterations + 1)
+        cluster, numbers = reality.job.cluster, range(1, reality.iterations + 1)
+        plan = self.plans.best(cluster, {}).plan
         until_s = FAR * sum(self.plans.planner.seconds(plan, reality.levels(number)) for number in numbers)
-        by_name = {node.name: node for node in self.job.cluster.nodes}
-        by_chance = self.churn.events(list(by_name), until_s, seed)
-        happens = [
-            ScheduledNodeEvent(by_name[event.node], event.what, event.at_s, None, event.notice_s) for event in by_chance
-        ]
-        return TrueCosts(replace(reality, happens=(*self.events, *happens)), self.plans)
+        by_name = {node.name: node for node in cluster.nodes}
+        happens = (
+            ScheduledNodeEvent(by_name[event.node], event.what, event.at_s, None, event.notice_s)
+            for event in self.churn.events(list(by_name), until_s, seed)
+        )
+        return TrueCosts(replace(reality, happens=(*reality.happens, *happens)), self.plans)
 
     def assumptions(self) -> list[str]:
         """The assumptions of a scenario, for a report."""
-        nodes = self.job.cluster.nodes
-        names = ", ".join(self.job.workflow.names)
-        size = f"{len(nodes)} nodes, {self.job.cluster.gpus} GPUs"
-        more = ["; ".join(event.text() for event in self.events[:NAMED])] if self.events else []
-        more += [f"and {len(self.events) - NAMED} more events"] if len(self.events) > NAMED else []
+        reality = self.reality
+        nodes = reality.job.cluster.nodes
+        names = ", ".join(reality.job.workflow.names)
+        size = f"{len(nodes)} nodes, {reality.job.cluster.gpus} GPUs"
+        more = ["; ".join(event.text() for event in reality.happens[:NAMED])] if reality.happens else []
+        more += [f"and {len(reality.happens) - NAMED} more events"] if len(reality.happens) > NAMED else []
         lines = [
-            f"{self.iterations} iterations of {names} on {size}",
-            *(f"{name} drifts {drift.text()}" for name, drift in self.drift.items() if len(drift.points) <= NAMED),
-            self.noise.text(),
-            *([self.periodic.text()] if self.periodic else []),
+            f"{reality.iterations} iterations of {names} on {size}",
+            *(f"{name} drifts {drift.text()}" for name, drift in reality.drift.items() if len(drift.points) <= NAMED),
+            reality.noise.text(),
+            *([reality.periodic.text()] if reality.periodic else []),
             *more,
             *([self.churn.text()] if self.churn else []),
             "an iteration takes what the planner's model predicts for the true costs under the current plan",
-            *self.moves.text(),
+            *reality.moves.text(),
         ]
-        staleness = self.job.workflow.staleness
+        staleness = reality.job.workflow.staleness
         if staleness:
             lines.append(
                 f"iterations started ahead, up to {staleness}, end before a migration; the first after it is cold"
             )
-        kept = f"every {self.save_every} iterations" if self.save_every else "after every iteration"
+        kept = f"every {reality.save_every} iterations" if reality.save_every else "after every iteration"
         lines.append(f"a loss voids the work since the last checkpoint; checkpoints are saved {kept}, at no cost")
         return lines
 
@@ -326,21 +313,18 @@ def read(path: Path) -> ReplanScenario:
     policies = tuple(_policy(section, {**run.loop, **spec.loop, **section.loop}) for section in spec.policies)
     with source.located("policies"):
         check_unique(policies)
-    return ReplanScenario(
-        spec.name or path.stem,
+    reality = ReplanReality(
         job,
         iterations,
-        policies,
-        spec.seeds,
-        allowed,
         past.drift if past is not None else spec.drift,
         past.noise if past is not None else _noise(spec.noise, path),
         replace(past.moves if past is not None else MigrationTimes(), **spec.moves),
         events,
-        spec.cluster.churn,
         spec.save_every if spec.save_every is not None else run.save_every,
         spec.periodic,
+        allowed,
     )
+    return ReplanScenario(spec.name or path.stem, reality, policies, spec.seeds, spec.cluster.churn)
 
 
 def _job(spec: ReplanScenarioFile, path: Path) -> tuple[PlacementJob, FrameworkRules | None, RunSection]:
@@ -428,8 +412,14 @@ def _policy(section: ReplanPolicySection, loop: Mapping[str, Any]) -> ReplanPoli
     return ReplanPolicy(section.name or section.use, section.use, ReplanRules(**stated, mode=ReplanMode.auto), changed)
 
 
-def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> ReplanPolicy:
-    """The policy with a rule set to a value, and a name that says so."""
+# ---- sweeps ---------------------------------------------------------------------------------------------------------
+
+
+def _base(scenario: ReplanScenario) -> ReplanPolicy:
+    return next((policy for policy in scenario.policies if policy.use == "trimtab"), ReplanPolicy("trimtab", "trimtab"))
+
+
+def _with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> ReplanPolicy | None:
     check_known([key], RULE_KEYS, where, "{} cannot be swept")
     whole = isinstance(getattr(policy.rules, key), int)
     if whole and value != int(value):
@@ -440,4 +430,15 @@ def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> Repla
     except InputError as error:
         raise InputError(error.what, where=where) from None
     changed = tuple(dict.fromkeys((*policy.changed, key)))
-    return ReplanPolicy(f"{policy.name}, {key} {value:g}", policy.use, rules, changed)
+    found = ReplanPolicy(f"{policy.name}, {key} {value:g}", policy.use, rules, changed)
+    return found if rules != policy.rules else None
+
+
+def _rejection(name: str, runs: Sequence[ReplanFigures], base: Sequence[ReplanFigures]) -> str:
+    return "" if all(run.finished for run in runs) else f"with {name} the run does not finish"
+
+
+SWEEP: SweepRules[ReplanFigures] = SweepRules(
+    _base, _with_rule, lambda run: run.total_s, "the time of the run", _rejection
+)
+REPLANS = ScenarioKind(read, run_replan, SWEEP, compare_replans)

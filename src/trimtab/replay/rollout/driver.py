@@ -4,14 +4,25 @@ Two kinds of load. Closed loop: all prompts of a step arrive at once; the next s
 training and the weight update. Open loop: requests arrive as in a trace. Invariants are checked on every event: every
 request is answered once, with exactly its number of tokens, by engines that are awake. The machine checks its own state
 every CHECK_EVERY events and at the end.
+
+Engines: every running request gets a token per decode step; a step takes a fixed time plus a share per request and per
+cached token. Prefill comes first and blocks decoding; a prompt that is cached from the same group is not prefilled
+again. Deterministic. Answer lengths are generated, as no public trace of them exists, and every parameter is stated:
+lognormal, a part of the variance belongs to the prompt, so that samples of a prompt are similar, the rest to the
+sample. The median drifts from step to step. Lengths are capped at `most` tokens.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
+from trimtab.core.errors import InputError, check_known
+from trimtab.formats.sections import Count, FieldsOf, Made, Positive, Share, Within
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.machines.rollout.policies.load import Taker
@@ -27,12 +38,179 @@ from trimtab.model.rollout import (
     WorkerState,
     WorkerVerb,
 )
-from trimtab.replay.common.agenda import Agenda
-from trimtab.replay.common.timing import Distribution
+from trimtab.replay.common.timing import P99, Agenda, Distribution
 from trimtab.replay.common.traces import RequestRow
 from trimtab.replay.pool.invariants import InvariantError
-from trimtab.replay.rollout.engine_model import H200_8B, AttemptKey, EngineSpeed, SimulatedEngine
-from trimtab.replay.rollout.workload import LengthProfile
+
+AttemptKey = tuple[str, int]  # request and attempt
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """Speed of an engine. Defaults: an 8B model on one H200, fitted by hand to public measurements."""
+
+    decode_s: float = 4.4e-3  # a decode step without requests
+    request_s: float = 5e-5  # plus per request
+    cached_s: float = 2.2e-8  # plus per token in the KV cache
+    read_s: float = 1 / 50_000  # per prompt token
+
+    def text(self) -> str:
+        return (
+            f"a decode step takes {self.decode_s * 1e3:g} ms, {self.request_s * 1e3:g} ms for each request and "
+            f"{self.cached_s * 1e9:g} ns for each cached token; {1 / self.read_s:,.0f} prompt tokens are read a second"
+        )
+
+
+H200_8B = EngineSpeed()
+
+
+@dataclass
+class _RunningRequest:
+    begun: float  # `made` of the engine when it began
+    brought: int  # cached tokens when it began
+    left: int  # tokens still to generate
+
+
+@dataclass
+class SimulatedEngine:
+    """A simulated engine."""
+
+    speed: EngineSpeed = H200_8B
+    at: float = 0.0  # simulated up to here
+    made: float = 0.0  # tokens of a request that has run since the start
+    cached: float = 0.0
+    reading_until: float = 0.0
+    read: set[str] = field(default_factory=set)  # groups whose prompt is cached
+    running: dict[AttemptKey, _RunningRequest] = field(default_factory=dict)
+    # `made` at the end of a request; entries may be stale
+    ends: list[tuple[float, AttemptKey]] = field(default_factory=list)
+    revision: int = 0  # grows with every change: earlier predictions are void
+
+    def advance(self, now: float) -> None:
+        """Simulates up to `now`."""
+        seconds = now - max(self.at, self.reading_until)
+        self.at = max(self.at, now)
+        if seconds <= 0 or not self.running:
+            return
+        step_s, growth = self._step_s(), self.speed.cached_s * len(self.running)
+        tokens = (math.sqrt(step_s * step_s + 2 * growth * seconds) - step_s) / growth if growth else seconds / step_s
+        self.made += tokens
+        self.cached += tokens * len(self.running)
+
+    def add(self, key: AttemptKey, group: str, prompt: int, resumed: int, left: int, now: float) -> None:
+        """Adds a request; its prefill comes first."""
+        self.advance(now)
+        brings = resumed + (0 if group and group in self.read else prompt)
+        if group:
+            self.read.add(group)
+        self.reading_until = max(self.reading_until, now) + brings * self.speed.read_s
+        self.running[key] = _RunningRequest(self.made, prompt + resumed, left)
+        heapq.heappush(self.ends, (self.made + left, key))
+        self.cached += prompt + resumed
+        self.revision += 1
+
+    def drop(self, key: AttemptKey, now: float) -> int:
+        """Removes a request; returns the tokens generated here."""
+        self.advance(now)
+        request = self.running.pop(key)
+        tokens = min(int(self.made - request.begun + 1e-6), request.left)
+        self.cached = self.cached - request.brought - (self.made - request.begun) if self.running else 0.0
+        self.revision += 1
+        return tokens
+
+    def next_end(self) -> tuple[float, AttemptKey] | None:
+        """Time and key of the next request to end."""
+        while self.ends and self.ends[0][1] not in self.running:
+            heapq.heappop(self.ends)
+        if not self.ends:
+            return None
+        end, key = self.ends[0]
+        tokens = max(end - self.made, 0.0)
+        seconds = tokens * self._step_s() + self.speed.cached_s * len(self.running) * tokens * tokens / 2
+        return max(self.at, self.reading_until) + seconds, key
+
+    def flush_cache(self) -> None:
+        self.read.clear()
+
+    def _step_s(self) -> float:
+        return self.speed.decode_s + self.speed.request_s * len(self.running) + self.speed.cached_s * self.cached
+
+
+def least_engine_s(speed: EngineSpeed, limit: int, answers: list[tuple[int, int]], prompts: int) -> float:
+    """Lower bound of engine-seconds for these answers (prompt tokens, answer tokens), for any policy.
+
+    Every token takes its own share of a step, and the fixed part of a step is shared by at most `limit` requests.
+    `prompts`: tokens that must be prefilled at least once.
+    """
+    fixed = speed.decode_s / limit + speed.request_s
+    total = prompts * speed.read_s
+    for prompt, tokens in answers:
+        total += tokens * fixed + speed.cached_s * tokens * (prompt + tokens / 2)
+    return total
+
+
+@dataclass(frozen=True)
+class LengthProfile:
+    """A distribution of answer lengths."""
+
+    name: str
+    prompt_tokens: Count
+    median: Positive
+    p99: Positive
+    most: Annotated[int, Within(1, 1_000_000_000)]
+    alike: Share = 0.65  # share of the variance (of the logarithm) common to a prompt's samples
+    drift: Annotated[float, Within(-0.999, 1e6)] = 0.0  # growth of the median per step
+
+    def __post_init__(self) -> None:
+        if self.p99 < self.median:
+            raise InputError("p99 must not be below the median", where=f"profile {self.name}")
+
+    def lengths(self, steps: int, prompts: int, samples: int, seed: int) -> list[dict[str, int]]:
+        """Tokens by request, for each step. `s3p7.2` is sample 2 of prompt 7 in step 3."""
+        sigma = math.log(self.p99 / self.median) / P99
+        of_prompt, of_sample = sigma * math.sqrt(self.alike), sigma * math.sqrt(1 - self.alike)
+        source = random.Random(f"lengths {self.name} {seed}")
+        found = []
+        for step in range(steps):
+            middle = math.log(self.median * (1 + self.drift) ** step)
+            batch = {}
+            for prompt in range(prompts):
+                of_this = middle + source.gauss(0, of_prompt)
+                for sample in range(samples):
+                    tokens = int(math.exp(of_this + source.gauss(0, of_sample)))
+                    batch[f"s{step}p{prompt}.{sample}"] = min(max(tokens, 8), self.most)
+            found.append(batch)
+        return found
+
+    def text(self) -> str:
+        drift = f", {self.drift:+.1%} a step" if self.drift else ""
+        return (
+            f"{self.name}: {self.prompt_tokens} prompt tokens, answers of median {self.median:g} and p99 {self.p99:g}"
+            f"{drift}, at most {self.most:,}; {self.alike:.0%} of the variance is the prompt's"
+        )
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        LengthProfile("reasoning", 512, 1_600, 16_000, 32_768),
+        LengthProfile("growing", 512, 1_000, 8_000, 32_768, drift=0.04),
+        LengthProfile("short", 256, 300, 1_200, 2_048, alike=0.4),
+        LengthProfile("agents", 2_048, 4_000, 24_000, 32_768, alike=0.8),
+    )
+}
+
+
+def _profile(stated: str | LengthProfile) -> LengthProfile:
+    if isinstance(stated, str):
+        check_known([stated], PROFILES, "", "unknown profile {}")
+        return PROFILES[stated]
+    return stated
+
+
+Profile = Annotated[LengthProfile, Made(str | Annotated[LengthProfile, FieldsOf(LengthProfile)], _profile)]
+"""A profile by name, or as described in a scenario."""
+
 
 CHECK_EVERY = 20_000
 USABLE_S = 20.0  # an engine that is free for less is not usable by other tasks
@@ -212,7 +390,6 @@ class RolloutReplay:
                 self._send_event(e.RolloutTick())
 
     def _count_busy(self, name: str) -> None:
-        """Updates the busy time of an engine."""
         if self._engines[name].running:
             self._busy.setdefault(name, self._agenda.now)
         elif name in self._busy:

@@ -1,25 +1,74 @@
-"""The dashboard's panels: tables and curves, each as its own markup.
+"""The dashboard's page, its static files, and its panels: tables and curves, each as its own markup.
 
-Pure. Pictures are drawn by the report's code. Text from outside is escaped here. A name with a story is a button:
-`data-kind` and `data-name` identify it.
+The page is the same for every run: the server pushes its content (`source`). Timeline (`run_timeline.js`) and style are
+the report's. Without scripts it says that it needs them. Pure. Text from outside is escaped here. A name with a story
+is a button: `data-kind` and `data-name` identify it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cache
 from statistics import median
 from typing import Any
 
+from trimtab import __version__
 from trimtab.core.ranks import ranks_text
-from trimtab.render.html.dashboard.board import RECENT, RunBoard, SubjectStatus
-from trimtab.render.html.dashboard.timeline import LiveTimeline
+from trimtab.render.html.dashboard.board import RECENT, LiveTimeline, RunBoard, SubjectStatus
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, known, share
 from trimtab.render.html.kit.page import Row, Tile, table_row, why_of
-from trimtab.render.html.run.curves import metric_curve, predicted_curves
+from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import metric_names
-from trimtab.render.html.run.report import MOVE_LOOKS, change_of, reward_tiles
+from trimtab.render.html.run.report import MOVE_LOOKS, change_of, metric_curve, predicted_curves, reward_tiles
 from trimtab.render.html.run.story import RunStory
+
+STYLES = ("report.css", "timeline.css", "run_report.css", "dashboard.css")
+SCRIPTS = ("run_timeline.js", "dashboard.js")
+COLUMNS = (
+    {
+        "advice": "Advice",
+        "components": "Components",
+        "moves": "Moves",
+        "events": "What happened",
+        "tasks": "Tasks in the run's slots",
+        "queue": "Queue",
+        "evictions": "Evictions",
+    },
+    {
+        "predicted": "Predicted against measured",
+        "reward": "Reward",
+        "workers": "Rollout workers",
+        "around": "Engines and GPUs",
+        "nodes": "Nodes",
+        "pools": "Pools",
+        "fleet": "Nodes of the cluster",
+    },
+)
+"""Panels and their titles. Each stays in its column, so that none moves when another grows."""
+
+
+@cache
+def files() -> Mapping[str, tuple[str, bytes]]:
+    """Static files by path."""
+    found = {"/": ("text/html; charset=utf-8", _page().encode())}
+    for name in (*STYLES, *SCRIPTS):
+        kind = "text/css" if name.endswith(".css") else "text/javascript"
+        found[f"/{name}"] = (f"{kind}; charset=utf-8", asset(name).encode())
+    return found
+
+
+def _page() -> str:
+    styles = "".join(f'<link rel="stylesheet" href="/{name}">\n' for name in STYLES)
+    scripts = "".join(f'<script src="/{name}" defer></script>\n' for name in SCRIPTS)
+    panel = (
+        '<section class="panel card" id="p-{0}" aria-labelledby="h-{0}" hidden>'
+        '<h2 id="h-{0}">{1}</h2><div class="body" data-panel="{0}"></div></section>'
+    )
+    drawn = ("".join(panel.format(name, title) for name, title in column.items()) for column in COLUMNS)
+    panels = "\n".join(f'<div class="column">{column}</div>' for column in drawn)
+    return asset("dashboard.html").format(version=escape(__version__), styles=styles, scripts=scripts, panels=panels)
+
 
 Panels = dict[str, str]
 

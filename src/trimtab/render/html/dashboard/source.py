@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.render.html.advise.panels import AdvisePanels
-from trimtab.render.html.dashboard import page as dashboard
-from trimtab.render.html.dashboard.board import RunBoard
+from trimtab.render.html.advise_report import AdvisePanels
+from trimtab.render.html.dashboard import panels as dashboard
+from trimtab.render.html.dashboard.board import LiveTimeline, RunBoard
 from trimtab.render.html.dashboard.panels import Panels, controller_panels, fleet_panel, run_panels, workers_panel
-from trimtab.render.html.dashboard.timeline import LiveTimeline
-from trimtab.render.text.formatting import clock, counts
+from trimtab.render.output import clock, counts
 from trimtab.runtime.run import folder as run_folder
 from trimtab.runtime.run.folder import EventTail, load_path, read_load
 
@@ -81,7 +80,6 @@ class DashboardSource:
         return {"panels": panels}
 
     def whole(self) -> Mapping[str, Any]:
-        """Everything sent so far."""
         return {**self._shown, "timeline": self._line.whole() if self._line is not None else None}
 
     def _now(self) -> dict[str, Any]:
@@ -234,7 +232,6 @@ class _ControllerSource:
         return pool_text.status_data(session.status(), session.tasks(), ray_nodes(import_ray()), none)
 
     def story(self, kind: str, name: str) -> dict[str, Any] | None:
-        from trimtab.render.text import nodes as fleet_text
         from trimtab.render.text import pool as pool_text
 
         session = self._open()
@@ -247,7 +244,7 @@ class _ControllerSource:
                 why = f"{data['reason']['code']}: {data['reason']['sentence']}"
             elif kind == "node":
                 node, story = session.ask("node_story", name)
-                data = fleet_text.node_data(node, story, session.status(), session.tasks())
+                data = pool_text.node_data(node, story, session.status(), session.tasks())
                 keys = ["state", "tasks", "groups"]
                 why = f"{data['reason']['code']}: {data['reason']['sentence']}" if data["reason"] else ""
             else:

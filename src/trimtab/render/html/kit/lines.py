@@ -108,7 +108,6 @@ class _Plot:
             self.out.append(text_at(middle, self.bottom + 36, self.chart.across, "quiet", anchor="middle"))
 
     def positions(self, limit: int) -> list[tuple[float, str]]:
-        """Round positions on the horizontal axis, with labels."""
         if not self.chart.across:
             return ticks(self.last, limit)
         return [(value, f"{value:,}") for value in _whole_steps(self.first, self.last, limit)]

@@ -12,28 +12,14 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from trimtab import __version__
-from trimtab.render.html.kit.chart import Chart
 from trimtab.render.html.kit.labels import escape, escape_block
 from trimtab.render.html.kit.svg import asset
-from trimtab.render.html.kit.timeline import COLOURS, svg
+from trimtab.render.html.kit.timeline import COLOURS, Chart, svg
 
 WIDE_PX, NARROW_PX = 960, 420
 WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
 
-# Without scripts the block can still be selected; the button appears only where the clipboard is available.
-COPY_SCRIPT = """
-for (const box of document.querySelectorAll(".copy")) {
-  if (!navigator.clipboard) break;
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Copy";
-  button.setAttribute("aria-live", "polite");
-  button.addEventListener("click", () => navigator.clipboard.writeText(box.querySelector("pre").textContent).then(
-    () => { button.textContent = "Copied"; setTimeout(() => { button.textContent = "Copy"; }, 1500); },
-    () => { getSelection().selectAllChildren(box.querySelector("pre")); }));
-  box.append(button);
-}
-"""
+COPY_SCRIPT = "copy.js"
 
 
 def document(
@@ -49,14 +35,14 @@ def document(
     made = f" Made by <code>{escape(command)}</code>." if command else ""
     foot = (
         f"</main>\n<footer><p>trimtab {escape(__version__)}.{more}{made}</p></footer>\n"
-        f"<script>{script}</script>\n</body>\n</html>\n"
+        f"<script>{asset(script)}</script>\n</body>\n</html>\n"
     )
     return "\n".join([page_head(title, script, style), *(part for part in parts if part), foot])
 
 
 def page_head(title: str, script: str = COPY_SCRIPT, style: str = "") -> str:
     """The head of a page. Only this script may run in it."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(asset(script).encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'"
@@ -122,14 +108,17 @@ def card(body: str) -> str:
 
 
 def folded(summary: str, body: str) -> str:
-    """A card that is opened by its summary."""
     return f'<details class="card"><summary>{summary}</summary>{body}</details>'
 
 
 def cards(items: Iterable[str], *, ordered: bool = True) -> str:
-    """A list of `card_item`."""
     tag = "ol" if ordered else "ul"
     return f'<{tag} class="plans">\n' + "\n".join(items) + f"\n</{tag}>"
+
+
+def cards_section(name: str, title: str, lede: str, items: Sequence[str]) -> str:
+    """A section with a list of `card_item`; empty without any."""
+    return section(name, title, lede, cards(items)) if items else ""
 
 
 def card_item(title: str, time: str, body: str, *, attributes: str = ' class="card"', css: str = "") -> str:
@@ -158,7 +147,6 @@ def picture(
 
 
 def chart_picture(chart: Chart, prefix: str, *, compact: bool = False) -> str:
-    """A timeline."""
     return picture(lambda width, name: svg(chart, width, standalone=False, compact=compact, prefix=name), prefix)
 
 
@@ -207,10 +195,8 @@ def facts_list(facts: Iterable[tuple[str, str]], attributes: str = 'class="figur
 
 
 def code_of(code: str) -> str:
-    """A reason code, small beside its sentence."""
     return f' <small class="code">{escape(code)}</small>' if code else ""
 
 
 def why_of(code: str, reason: str) -> str:
-    """A reason with its code, as markup."""
     return f"{escape(reason) or '–'}{code_of(code)}"

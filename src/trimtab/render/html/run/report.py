@@ -14,12 +14,12 @@ from typing import Any
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import counted, duration, escape, known, listed, share
-from trimtab.render.html.kit.page import Tile, code_of
+from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
+from trimtab.render.html.kit.page import WIDTHS, Tile, code_of
 from trimtab.render.html.kit.svg import asset
-from trimtab.render.html.run import curves, figures
-from trimtab.render.html.run.facts import ReportMigration, ReportPlan, finite
-from trimtab.render.html.run.story import RunStory
-from trimtab.render.html.run.summary import has_virtual_clock, status_sentence, summary_lines
+from trimtab.render.html.kit.timeline import COLOURS
+from trimtab.render.html.run import figures
+from trimtab.render.html.run.story import ReportMigration, ReportPlan, RunStory, finite
 from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
 
 SCRIPT, STYLE = "run_timeline.js", "run_report.css"
@@ -44,28 +44,35 @@ def run_report(story: RunStory, *, title: str, command: str | None, metrics: Seq
         _headline(story, chart, spent, names, title),
         _timeline(story, chart),
         _happened(story),
-        _plans(story),
-        _moves(story.moves),
+        page.cards_section(
+            "plans",
+            "Plans",
+            "In sequence, with predicted and measured times.",
+            [_plan(story, plan) for plan in story.plans],
+        ),
+        page.cards_section(
+            "moves", "Moves", "Each with its reason, and the time of its stages.", [_move(move) for move in story.moves]
+        ),
         _decisions(story),
-        curves.predicted_section(story),
-        curves.costs_section(story, spent),
-        curves.idle_section(story, idle),
-        curves.metrics_section(story, names, metrics),
-        curves.figures_section(story, names),
+        predicted_section(story),
+        costs_section(story, spent),
+        idle_section(story, idle),
+        metrics_section(story, names, metrics),
+        figures_section(story, names),
     ]
     more = f" {story.events:,} events."
-    return page.document(title, parts, command=command, more=more, script=asset(SCRIPT), style=asset(STYLE))
+    return page.document(title, parts, command=command, more=more, script=SCRIPT, style=asset(STYLE))
 
 
 def _headline(story: RunStory, chart: RunChart, spent: list[figures.ReportCost], names: list[str], title: str) -> str:
-    lines = page.plain_list(map(escape, summary_lines(story, chart, spent, names)), "said")
+    lines = page.plain_list(map(escape, figures.summary_lines(story, chart, spent, names)), "said")
     warned = ""
     if story.unparsed_lines:
         where = ", ".join(map(str, story.unparsed_lines[:5])) + (" …" if len(story.unparsed_lines) > 5 else "")
         count = counted(len(story.unparsed_lines), "line")
         warned = f'<p class="lede warn">{count} of events.jsonl could not be parsed and left out: {where}.</p>\n'
     eyebrow, tiles = f"trimtab report · {story.job or 'run'}", _tiles(story, chart, names)
-    return page.header(eyebrow, title, status_sentence(story), tiles, notice=warned, more=f"{lines}\n")
+    return page.header(eyebrow, title, figures.status_sentence(story), tiles, notice=warned, more=f"{lines}\n")
 
 
 def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[Tile]:
@@ -73,7 +80,7 @@ def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[Tile]:
     back = sum(move.state == "rolled back" for move in story.moves)
     tiles = [
         Tile("Iterations", str(len(story.iterations)), f"of {story.wanted}" if story.wanted else "done"),
-        Tile("Time", duration(story.end_s), "of the plan" if has_virtual_clock(story) else "in all"),
+        Tile("Time", duration(story.end_s), "of the plan" if figures.has_virtual_clock(story) else "in all"),
         Tile("Moves", str(arrived), f"{back or 'none'} rolled back"),
     ]
     if chart.available_gpu_s > 0:
@@ -103,7 +110,7 @@ def _timeline(story: RunStory, chart: RunChart) -> str:
     drawn = page.picture(lambda width, name: static_svg(chart, width, name, "The run over time"), "run", css="still")
     clock = (
         "Time is that of the plan, as if components ran in parallel"
-        if has_virtual_clock(story)
+        if figures.has_virtual_clock(story)
         else "Time is wall-clock time"
     )
     lede = f"{clock}; a row for each GPU. Grey is idle; an empty row means that the node was absent."
@@ -147,13 +154,6 @@ def _happened(story: RunStory) -> str:
 # ---- plans, moves, decisions -----------------------------------------------------------------------------------------
 
 
-def _plans(story: RunStory) -> str:
-    if not story.plans:
-        return ""
-    items = page.cards(_plan(story, plan) for plan in story.plans)
-    return page.section("plans", "Plans", "In sequence, with predicted and measured times.", items)
-
-
 def _plan(story: RunStory, plan: ReportPlan) -> str:
     under = [record for record in story.iterations if record.plan == plan.number]
     measured = [record.iteration.wall_s for record in under if not record.iteration.extra] or [
@@ -190,13 +190,6 @@ def _slots_text(gpu_slots: tuple[tuple[str, int], ...]) -> str:
     listed = [f"{node} {ranks_text(gpus)}".strip() for node, gpus in nodes.items()]
     shown = ", ".join(listed[:6]) + (f" and {len(listed) - 6} more nodes" if len(listed) > 6 else "")
     return f"{counted(len(gpu_slots), 'GPU')} ({shown})"
-
-
-def _moves(moves: list[ReportMigration]) -> str:
-    if not moves:
-        return ""
-    lede = "Each with its reason, and the time of its stages."
-    return page.section("moves", "Moves", lede, page.cards(map(_move, moves)))
 
 
 def _move(move: ReportMigration) -> str:
@@ -259,3 +252,169 @@ def _decisions(story: RunStory) -> str:
     body = page.folded(summary, left + page.table("Decisions", heads, rows, numeric=(3,)))
     lede = "Each with its reason; consecutive equal decisions are counted."
     return page.section("decisions", "Decisions", lede, body)
+
+
+Widths = Sequence[tuple[str, int]]
+
+_MAX_FIGURES = 300
+_MAX_METRICS = 8
+_MAX_POINTS = 600
+
+
+def _drawn(chart: CurveChart, prefix: str, key: str = "", widths: Widths = WIDTHS) -> str:
+    return key + page.picture(lambda width, name: curves_svg(chart, width, name), prefix, widths)
+
+
+def _key(entries: Sequence[tuple[str, str]]) -> str:
+    return page.legend((f'<span class="tt-key {css}"></span>', words) for css, words in entries)
+
+
+def _changes(story: RunStory) -> tuple[tuple[float, str], ...]:
+    return tuple((float(plan.iteration), plan.words) for plan in story.plans if plan.number)
+
+
+def _few(points: Sequence[tuple[int, float]], widths: Widths) -> tuple[Point, ...]:
+    """Points of a long run thinned per pixel: first, lowest, highest and last."""
+    if len(points) <= _MAX_POINTS:
+        return tuple((float(number), value) for number, value in points)
+    first, last = points[0][0], points[-1][0]
+    scale = max(width for _, width in widths) / (last - first)
+    return tuple((round(first + x / scale), y) for x, y in thinned([((x - first) * scale, y) for x, y in points]))
+
+
+def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str]:
+    """Measured and predicted iteration times: a sentence, and the picture with its key."""
+    done = story.iterations
+    notes = tuple(", ".join(record.iteration.extra) for record in done) if len(done) <= _MAX_POINTS else ()
+    measured = _few([(record.iteration.number, record.iteration.wall_s) for record in done], widths)
+    curves, key = [ReportCurve("measured", measured, None, notes=notes)], [("line-ink", "measured")]
+    promised = [(float(plan.iteration), story.prediction(plan.number)) for plan in story.plans]
+    known = any(value is not None for _, value in promised)
+    if known:
+        steps = tuple((at, float("nan") if value is None else value) for at, value in promised)
+        curves.append(ReportCurve("predicted", steps, 0, dashed=True))
+        key.append(("line-0", "predicted"))
+    if current := _few(figures.expected(story), widths):
+        curves.append(ReportCurve("expected by the costs measured so far", current, 1))
+        key.append(("line-1", curves[-1].name))
+    off = [abs(error) for _, error in figures.errors(story)]
+    sentence = f"Prediction error {share(median(off))} (median), {share(max(off))} (maximum)." if off else ""
+    chart = CurveChart("Iteration time, predicted and measured", tuple(curves), "seconds", sentence, _changes(story))
+    lede = f"{sentence} Dashed: predicted. Vertical: the plan changed." if known else "No prediction."
+    return lede.strip(), _drawn(chart, "predicted", _key(key), widths)
+
+
+def metric_curve(story: RunStory, name: str, prefix: str, widths: Widths = WIDTHS) -> tuple[str, str] | None:
+    """A metric over the iterations: a sentence, and the picture. None where it has no values."""
+    points = figures.course(story.iterations, name)
+    if not points:
+        return None
+    first, last = figures.ends_of([value for _, value in points])
+    sentence = f"{name}: from {first:.3g} to {last:.3g}."
+    chart = CurveChart(name, (ReportCurve(name, _few(points, widths), 2),), "number", sentence, _changes(story))
+    return sentence, _drawn(chart, prefix, widths=widths)
+
+
+def predicted_section(story: RunStory) -> str:
+    if not story.iterations:
+        return ""
+    lede, drawn = predicted_curves(story)
+    return page.section("predicted", "Predicted against measured", lede, page.card(drawn))
+
+
+def costs_section(story: RunStory, spent: list[figures.ReportCost]) -> str:
+    """Cost of each component, as curves and as a table."""
+    if not story.iterations:
+        return ""
+    curves = []
+    for at, name in enumerate(story.components):
+        points = tuple(
+            (float(record.iteration.number), m.busy_s)
+            for record in story.iterations
+            for m in record.iteration.components
+            if m.component == name
+        )
+        curves.append(ReportCurve(name, points, at % COLOURS))
+    chart = CurveChart(
+        "Cost of components", tuple(curves), "seconds", "Each component's own time per iteration.", _changes(story)
+    )
+    heads = ("Component", "GPUs", "Predicted", "Measured", "Waited", "Switch", "GPUs idle", "Drift")
+    table = page.table("Cost of components", heads, map(_cost, range(len(spent)), spent), numeric=range(2, 8))
+    key = _key([(f"key{at % COLOURS}", name) for at, name in enumerate(story.components)])
+    lede = (
+        "A component's own time per iteration, without waiting. In the table: medians under the last plan; "
+        "drift is the end relative to the start, on the same GPUs."
+    )
+    return page.section("costs", "Cost of components", lede, page.card(_drawn(chart, "costs", key) + table))
+
+
+def _cost(at: int, cost: figures.ReportCost) -> list[str]:
+    return [
+        page.keyed(at, escape(cost.component)),
+        ", ".join(str(count) if count else "CPU" for count in cost.gpus[-8:]) or "–",
+        *(known(value) for value in (cost.predicted_s, cost.busy_s, cost.wait_s, cost.switch_s)),
+        known(cost.idle, share),
+        known(cost.drift, "× {:.2f}".format),
+    ]
+
+
+def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> str:
+    curves = tuple(
+        ReportCurve(name, tuple((float(number), value) for number, value in idle[name]), at % COLOURS)
+        for at, name in enumerate(story.components)
+        if idle.get(name)
+    )
+    if not curves:
+        return ""
+    chart = CurveChart(
+        "Idle share", curves, "share", "Share of each iteration in which GPUs were idle.", _changes(story)
+    )
+    key = _key([(f"key{curve.colour}", curve.name) for curve in curves])
+    lede = "The share of each iteration in which the GPUs of a component were idle; for CPU components, the component."
+    return page.section("idle", "Idle share", lede, page.card(_drawn(chart, "idle", key)))
+
+
+def metrics_section(story: RunStory, names: list[str], wanted: Sequence[str]) -> str:
+    """Rewards, or the requested metrics."""
+    if not names:
+        available = ", ".join(figures.all_metrics(story)[:20])
+        if wanted and available:
+            lede = f"None of the requested metrics exists; available: {escape(available)}."
+            return page.section("metrics", "Metrics", lede, "")
+        return ""
+    cards = ""
+    for at, name in enumerate(names[:_MAX_METRICS]):
+        if drawn := metric_curve(story, name, f"metric{at}"):
+            cards += page.card(f"<h3>{escape(name)}</h3>{drawn[1]}")
+    title = "Reward" if not wanted else "Metrics"
+    return page.section("metrics", title, "Means over the batches of an iteration.", cards) if cards else ""
+
+
+def figures_section(story: RunStory, names: list[str]) -> str:
+    """The curves as a table."""
+    done = story.iterations
+    if not done:
+        return ""
+    every = -(-len(done) // _MAX_FIGURES)
+    heads = ("Iteration", "Ended at", "Took", "Predicted", *map(escape, (*story.components, *names)))
+    by_number = {name: dict(figures.course(done, name)) for name in names}
+    rows = []
+    for record in done[::every]:
+        number = record.iteration.number
+        busy = {m.component: m.busy_s for m in record.iteration.components}
+        predicted = story.prediction(record.plan) if record.plan >= 0 else None
+        extra = f" <small>{escape(', '.join(record.iteration.extra))}</small>" if record.iteration.extra else ""
+        rows.append(
+            [
+                f"{number}{extra}",
+                duration(record.end_s),
+                duration(record.iteration.wall_s),
+                known(predicted or None),
+                *(known(busy.get(name)) for name in story.components),
+                *(known(by_number[name].get(number), "{:.4g}".format) for name in names),
+            ]
+        )
+    sampled = f", one in {every}" if every > 1 else ""
+    table = page.table("Iterations", heads, rows, numeric=range(1, len(heads)), css="tall")
+    body = page.folded(f"{counted(len(done), 'iteration')} in figures{sampled}", table)
+    return page.section("figures", "Figures", "What the curves are drawn from.", body)

@@ -8,17 +8,16 @@ present is idle; while it is absent, nothing is drawn.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.chart import BarLook, ChartBar, merge_bars
 from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width
-from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at, tooltip
-from trimtab.render.html.kit.timeline import JOIN_PX, NARROW_TIMELINE_PX, TimeCanvas
-from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode
-from trimtab.render.html.run.story import RunStory
+from trimtab.render.html.kit.svg import asset, hatch_pattern, px, rect, svg_document, text_at, tooltip
+from trimtab.render.html.kit.timeline import JOIN_PX, NARROW_TIMELINE_PX, BarLook, ChartBar, TimeCanvas, merge_bars
+from trimtab.render.html.run.story import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode, RunStory
 
 Rows = tuple[tuple[int, int, int], ...]
 """Adjacent rows: node index (-1: CPU components), first and last row."""
@@ -26,36 +25,11 @@ Rows = tuple[tuple[int, int, int], ...]
 LANES = {"moves": "moves", "nodes": "nodes", "tasks": "tasks", "workers": "workers", "run": "run"}
 """Lanes of marks above the rows."""
 
-SHAPES = {
-    "plan": "M-1 0L0 -1L1 0L0 1Z",
-    "move": "M-1 -1H.1L1 0L.1 1H-1L-.3 0Z",
-    "arrived": "M-.7 -1H.7V1H-.7Z",
-    "rollback": "M1 -1H-.1L-1 0L-.1 1H1L.3 0Z",
-    "advice": "M-1 -.8H1V.4H.2L-.5 1V.4H-1Z",
-    "joined": "M0 -1L1 .8H-1Z",
-    "draining": "M-1 -.8H1L.35 0L1 .8H-1L-.35 0Z",
-    "lost": "M-1 -.55L-.55 -1L0 -.45L.55 -1L1 -.55L.45 0L1 .55L.55 1L0 .45L-.55 1L-1 .55L-.45 0Z",
-    "quota": "M-1 -.9H1V-.3H-1ZM-1 .3H1V.9H-1Z",
-    "evicted": "M-1 -.8H1L0 1Z",
-    "task": "M-.8 -.8H.8V.8H-.8Z",
-    "worker": "M-1 .1A1 1 0 0 1 1 .1V.8H-1Z",
-    "left": "M-1 -.1A1 1 0 0 0 1 -.1V-.8H-1Z",
-    "range": "M-1 -.3H1V.3H-1Z",
-    "saved": "M-.3 -.9H.3V.9H-.3Z",
-    "resumed": "M-.8 -1L1 0L-.8 1Z",
-    "began": "M-.8 -1L1 0L-.8 1Z",
-    "ended": "M-.8 -.8H.8V.8H-.8Z",
-    "told": "M-1 -.8H1V.4H.2L-.5 1V.4H-1Z",
-}
+_MARKS: dict[str, dict[str, str]] = json.loads(asset("marks.json"))
+SHAPES = {kind: mark["shape"] for kind, mark in _MARKS.items()}
 """Outlines of marks, two units wide and high around their centre; distinct without colour."""
 
-SHAPE_WORDS = {
-    "plan": "plan", "move": "move begins", "arrived": "move done", "rollback": "rolled back", "advice": "advice",
-    "joined": "node joined", "draining": "node draining", "lost": "lost", "quota": "quota", "evicted": "evicted",
-    "task": "task", "worker": "worker started", "left": "worker stopped", "range": "range", "saved": "checkpoint",
-    "resumed": "resumed", "told": "note",
-}  # fmt: skip
-
+SHAPE_WORDS = {kind: mark["words"] for kind, mark in _MARKS.items() if "words" in mark}
 _LOOKS: tuple[BarLook, ...] = ("run", "switch", "sync")
 _LANE_PX, _GLYPH_PX, _NODE_PX = 20.0, 5.0, 19.0
 _CROWDED_PX = 7.0
@@ -217,7 +191,6 @@ def chart_data(chart: RunChart) -> dict[str, Any]:
 
 
 def static_svg(chart: RunChart, width: int, prefix: str, title: str) -> str:
-    """The run as a still picture."""
     return _Drawing(chart, width, escape(prefix)).draw(title)
 
 
@@ -380,14 +353,11 @@ def _crowds(marks: list[ReportEvent], x: Any) -> Iterator[list[ReportEvent]]:
 
 
 def glyph(kind: str, x: float, y: float, tip: str = "") -> str:
-    """The mark of a kind around a point."""
     title = tooltip(tip) if tip else ""
     where = f"translate({px(x)} {px(y)}) scale({px(_GLYPH_PX)})"
-    return f'<path class="glyph {_tone(kind)}" transform="{where}" d="{SHAPES[kind]}">{title}</path>'
-
-
-def _tone(kind: str) -> str:
-    return "bad" if kind in ("lost", "evicted", "rollback") else "good" if kind in ("joined", "arrived") else "plain"
+    bad, good = kind in ("lost", "evicted", "rollback"), kind in ("joined", "arrived")
+    tone = "bad" if bad else "good" if good else "plain"
+    return f'<path class="glyph {tone}" transform="{where}" d="{SHAPES[kind]}">{title}</path>'
 
 
 def _move_tip(move: ReportMigration) -> str:

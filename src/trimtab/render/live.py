@@ -1,6 +1,7 @@
-"""The display of `trimtab run`: redrawn in place on a terminal, lines otherwise.
+"""What is shown while something runs: redrawn in place on a terminal, otherwise a line for each change; progress bars.
 
-Everything goes to standard error. A display that can no longer be written to is disabled; it never ends a run.
+A display only reads, and one that can no longer be written to is disabled: it never ends a run. A simulated run depends
+only on its scenario, policy and seed: the result is the same with any number of processes.
 """
 
 from __future__ import annotations
@@ -12,17 +13,66 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from trimtab.render.output import err, text_table
+from trimtab.render.output import err, out, text_table
 from trimtab.render.text.run import RunNarrator, seconds
+
+State = TypeVar("State")
+
+
+class LiveView(Generic[State]):
+    """Shows states while the `with` block is active; `stays` leaves the last picture on the terminal.
+
+    `lines` are printed where there is no terminal: what changed since the state before, None at first.
+    """
+
+    def __init__(
+        self,
+        picture: Callable[[State], RenderableType],
+        lines: Callable[[State | None, State], Iterable[str]],
+        *,
+        stays: bool = False,
+    ) -> None:
+        self._picture, self._lines = picture, lines
+        self._before: State | None = None
+        self._live: Live | None = None
+        if out.is_terminal:
+            screen = Console(highlight=False)  # folds long lines; `out` would crop them
+            self._live = Live(console=screen, auto_refresh=False, transient=not stays, vertical_overflow="crop")
+
+    @property
+    def is_redrawn(self) -> bool:
+        return self._live is not None
+
+    def __enter__(self) -> LiveView[State]:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, state: State) -> None:
+        if self._live is not None:
+            self._live.update(self._picture(state), refresh=True)
+            return
+        for line in self._lines(self._before, state):
+            print(line, flush=True)
+        self._before = state
+
 
 LINES_EVERY_S = 0.5  # at most one line of iterations per interval
 REFRESH_PER_S = 4
@@ -185,3 +235,66 @@ def stdout_to_stderr() -> Iterator[None]:
     """Redirect what components print to standard error: standard output carries only the result."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+RunRequest = tuple[int, int]  # index of the policy, seed
+PROGRESS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+
+
+@dataclass(frozen=True)
+class _TimedRun:
+    """A run with its duration; picklable for other processes."""
+
+    scenario: Any
+    run: Callable[..., Any]
+
+    def __call__(self, at: int, seed: int, progress: Callable[[float], None] | None = None) -> Any:
+        began = time.perf_counter()
+        figures = self.run(self.scenario, self.scenario.policies[at], seed, progress)
+        return replace(figures, seconds=time.perf_counter() - began)
+
+
+def run_all(scenario: Any, run: Callable[..., Any], jobs: int) -> list[Any]:
+    """Run every policy with every seed; the result is ordered by policy."""
+    timed, names = _TimedRun(scenario, run), [policy.name for policy in scenario.policies]
+    requests = [(at, seed) for at in range(len(names)) for seed in scenario.seeds]
+    found: dict[RunRequest, Any] = {}
+    columns = (*PROGRESS, TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(f"{len(requests)} runs", total=len(requests))
+        runs = _run_local(timed, names, requests, bar, task) if jobs <= 1 else _run_in_processes(timed, requests, jobs)
+        for number, (request, figures) in enumerate(runs, 1):
+            found[request] = figures
+            bar.update(task, completed=number, description=f"{number} of {len(requests)} runs")
+    return [found[request] for request in requests]
+
+
+@dataclass(frozen=True)
+class _BarProgress:
+    """Advances the progress bar within a run."""
+
+    bar: Progress
+    task: TaskID
+    done: int
+    words: str
+
+    def __call__(self, share: float) -> None:
+        self.bar.update(self.task, completed=self.done + share, description=self.words)
+
+
+def _run_local(
+    run: _TimedRun, names: list[str], requests: list[RunRequest], bar: Progress, task: TaskID
+) -> Iterator[tuple[RunRequest, Any]]:
+    for number, (at, seed) in enumerate(requests):
+        yield (at, seed), run(at, seed, _BarProgress(bar, task, number, f"{names[at]}, seed {seed}"))
+
+
+def _run_in_processes(run: _TimedRun, requests: list[RunRequest], jobs: int) -> Iterator[tuple[RunRequest, Any]]:
+    with ProcessPoolExecutor(min(jobs, len(requests)), mp_context=get_context("spawn")) as executor:
+        by_run = {executor.submit(run, *request): request for request in requests}
+        try:
+            for done in as_completed(by_run):
+                yield by_run[done], done.result()
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,17 +1,22 @@
-"""Pictures of a pipeline: its stages and transfers, its steady state over time, bottleneck over devices.
+"""A partition as an HTML page: the pipeline, its steady state, the numbers, and what to improve.
 
-Pure. Colour is never the only cue: types, limits and shares are written out, and every mark has a tooltip.
+Everything drawn is in tables too, and every number comes from the answer. Colour is never the only cue: types, limits
+and shares are written out, and every mark has a tooltip.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import PartitionAnswer, PipelineStage
-from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow, ChartSpan
+from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width
-from trimtab.render.html.kit.lines import CurveChart, ReportCurve
+from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg
+from trimtab.render.html.kit.page import Tile
 from trimtab.render.html.kit.svg import px, rect, svg_document, text_at
-from trimtab.render.html.kit.timeline import COLOURS
-from trimtab.render.text.partition import MIB, limit_words
+from trimtab.render.html.kit.timeline import COLOURS, Chart, ChartBar, ChartRow, ChartSpan
+from trimtab.render.text.partition import MIB, frontier_gains, improve_sentence, limit_words
 
 PERIODS = 4
 """Periods of the steady state that are drawn."""
@@ -49,13 +54,16 @@ def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
             tip = f"{stage.host} to {stages[index + 1].host}: {duration(stage.transfer_seconds)}"
             middle = y + _BOX_HEIGHT / 2
             if column + 1 < in_row:
-                out += _arrow(f"M{px(x + box + 4)} {px(middle)}H{px(x + box + gap - 6)}", tip)
+                end = x + box + gap - 6
+                head = ((end - 5, middle - 4), (end, middle), (end - 5, middle + 4))
+                out += _arrow(f"M{px(x + box + 4)} {px(middle)}H{px(end)}", head, tip)
                 out.append(text_at(x + box + gap / 2, middle - 8, words, "quiet", anchor="middle"))
             else:
                 # The next row begins at the left: route the line between the rows.
                 between = y + _BOX_HEIGHT + _ROW_GAP / 2
                 way = f"M{px(x + box / 2)} {px(y + _BOX_HEIGHT + 3)}V{px(between)}H{px(1 + box / 2)}"
-                out += _arrow(f"{way}V{px(between + _ROW_GAP / 2 - 5)}", tip)
+                left, end = 1 + box / 2, between + _ROW_GAP / 2 - 5
+                out += _arrow(f"{way}V{px(end)}", ((left - 4, end - 5), (left, end), (left + 4, end - 5)), tip)
                 left = (x + 1 + box) / 2 if in_row > 1 else 1 + box / 2 + 8 + text_width(words, 12) / 2
                 out.append(text_at(left, between - 5, words, "quiet", anchor="middle"))
     height = y + _BOX_HEIGHT + 2
@@ -64,27 +72,11 @@ def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
     return svg_document("".join(out), width, height, prefix, title, listed)
 
 
-def _arrow(way: str, tip: str) -> list[str]:
-    return [f'<path class="bracket" d="{way}"><title>{escape(tip)}</title></path>', _head(way)]
-
-
-def _head(way: str) -> str:
-    """An arrow head at the end of a path of `M`, `H` and `V`."""
-    parts = way.replace("M", " M").replace("H", " H").replace("V", " V").split()
-    x, y = 0.0, 0.0
-    numbers = [part for part in parts if part]
-    for at, part in enumerate(numbers):
-        if part[0] == "M":
-            x, y = float(part[1:]), float(numbers[at + 1])
-        elif part[0] == "H":
-            x = float(part[1:])
-        elif part[0] == "V":
-            y = float(part[1:])
-    down = numbers[-1][0] == "V"
-    drawn = f"M{px(x - 4)} {px(y - 5)}L{px(x)} {px(y)}L{px(x + 4)} {px(y - 5)}"
-    if not down:
-        drawn = f"M{px(x - 5)} {px(y - 4)}L{px(x)} {px(y)}L{px(x - 5)} {px(y + 4)}"
-    return f'<path class="bracket" d="{drawn}"/>'
+def _arrow(way: str, head: Sequence[tuple[float, float]], tip: str) -> list[str]:
+    """A line with a tooltip, and the arrow head at its end, through three points."""
+    strokes = "L".join(f"{px(x)} {px(y)}" for x, y in head)
+    line = f'<path class="bracket" d="{way}"><title>{escape(tip)}</title></path>'
+    return [line, f'<path class="bracket" d="M{strokes}"/>']
 
 
 def _box(
@@ -193,3 +185,98 @@ def frontier_chart(answer: PartitionAnswer) -> CurveChart:
     title = "Bottleneck over the number of devices"
     curve = ReportCurve("minimum bottleneck", points, 0, notes=notes)
     return CurveChart(title, (curve,), "seconds", listed, across="devices")
+
+
+def partition_report(answer: PartitionAnswer, *, command: str | None, search_seconds: float | None) -> str:
+    """The report of an answer as HTML. `command` made it."""
+    parts = [_headline(answer)]
+    if answer.schedule.stages:
+        parts += [_pipeline(answer), _steady(answer), _frontier(answer)]
+    lede = "Hosts in stage order, with their first and last layer."
+    block = schedule_yaml(answer.schedule).rstrip()
+    parts += [page.copy_section("block", "Schedule", lede, "Schedule", block), _assumed(answer)]
+    took = f" Searched in {duration(search_seconds)}." if search_seconds is not None else ""
+    return page.document(answer.job.model.name, parts, command=command, more=took)
+
+
+def _headline(answer: PartitionAnswer) -> str:
+    schedule, job = answer.schedule, answer.job
+    what = "bottleneck" if answer.objective == "throughput" else "latency"
+    proof = Tile("Optimal", "Proven", f"no schedule has a lower {what}", "good")
+    if not answer.optimal:
+        bound = duration(answer.lower_bound_seconds)
+        proof = Tile("Optimal", "Not proven", f"no {what} can be below {bound}", "warn")
+    rate = f"{answer.throughput:.4g}" if answer.throughput is not None else "–"
+    used, spare = len(schedule.stages), len(job.hosts) - len(schedule.stages)
+    tiles = [
+        Tile("Bottleneck", _seconds(schedule.bottleneck_seconds), f"per microbatch of {job.batch_size}"),
+        Tile("Throughput", rate, "items per second"),
+        Tile("Latency", _seconds(schedule.latency_seconds), "from end to end"),
+        Tile("Devices used", f"{used} of {used + spare}", f"{spare} left free")
+        if spare
+        else Tile("Devices used", str(used), "all of them"),
+        proof,
+    ]
+    lede = f"Improve first: {improve_sentence(answer)}."
+    return page.header(f"trimtab partition · {answer.objective}", job.model.name, lede, tiles)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s" if 0.1 <= value < 1000 else duration(value)
+
+
+def _pipeline(answer: PartitionAnswer) -> str:
+    drawn = page.picture(lambda width, name: stages_svg(answer, width, name), "stages")
+    colours, bottleneck = type_colours(answer), answer.schedule.bottleneck_seconds
+    heads = ("Host", "Type", "Layers", "Compute, s", "Send, s", "Memory, MB", "Of, MB", "Busy")
+    rows = [_row(stage, colours[stage.type], bottleneck) for stage in answer.schedule.stages]
+    source = ""
+    if answer.schedule.input_seconds:
+        took = duration(answer.schedule.input_seconds)
+        source = f"<p>The input comes from {escape(answer.job.source or '')} in {took}.</p>\n"
+    lede = "Each box is a stage with its compute time, utilisation and memory. The arrows show transfer times."
+    body = page.card(f"{drawn}\n{page.table('Pipeline', heads, rows, numeric=range(3, 8))}")
+    return page.section("pipeline", "Pipeline", lede, source + body)
+
+
+def _row(stage: PipelineStage, colour: int, bottleneck: float) -> list[str]:
+    busy = stage.compute_seconds / bottleneck if bottleneck > 0 else 0.0
+    return [
+        page.keyed(colour, escape(stage.host)),
+        escape(stage.type),
+        f"{stage.first}–{stage.last}",
+        f"{stage.compute_seconds:.4f}",
+        f"{stage.transfer_seconds:.4f}" if stage.transfer_seconds else "–",
+        f"{stage.memory_bytes / MIB:,.1f}",
+        f"{stage.memory_available_bytes / MIB:,.1f}",
+        share(busy),
+    ]
+
+
+def _steady(answer: PartitionAnswer) -> str:
+    if answer.schedule.bottleneck_seconds <= 0:
+        return ""
+    drawn = page.chart_picture(steady_chart(answer), "steady")
+    lede = "Once the pipeline is full: each colour is one microbatch on its way through the stages."
+    return page.section("steady", "Steady state", lede, page.card(drawn))
+
+
+def _frontier(answer: PartitionAnswer) -> str:
+    if not answer.frontier:
+        return ""
+    drawn = page.picture(lambda width, name: curves_svg(frontier_chart(answer), width, name), "frontier")
+    rows = [
+        [str(point.devices), _seconds(point.bottleneck_seconds), rate, f"+{gain}" if gain else "–"]
+        for point, rate, gain in frontier_gains(answer)
+    ]
+    title = "How many devices are worth it"
+    heads = ("Devices", "Bottleneck", "Items per second", "Gain of the last one")
+    body = page.card(f"{drawn}\n{page.table(title, heads, rows, numeric=range(1, 4))}")
+    return page.section("frontier", title, "The minimum bottleneck for each number of devices.", body)
+
+
+def _assumed(answer: PartitionAnswer) -> str:
+    sentences = [*answer.assumptions, *answer.warnings]
+    if not answer.optimal or not answer.ties_proven:
+        sentences.insert(0, answer.method if not answer.optimal else "schedules of equal cost were not all compared")
+    return page.list_section("assumptions", "What was assumed", sentences)

@@ -1,1 +1,0 @@
-"""Simulations: pages, tables and what sweeps recommend."""

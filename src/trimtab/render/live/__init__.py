@@ -1,1 +1,0 @@
-"""Terminal displays that are redrawn in place."""
