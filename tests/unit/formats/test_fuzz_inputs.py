@@ -20,10 +20,10 @@ from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
 from trimtab.formats import job, load, profile_file, sections
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
-from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
-from trimtab.formats.frameworks.openrlhf import config as openrlhf
-from trimtab.formats.frameworks.rlinf import config as rlinf
-from trimtab.formats.frameworks.verl import config as verl
+from trimtab.formats.frameworks.nemo_rl import NemoRl
+from trimtab.formats.frameworks.openrlhf import OpenRlhf
+from trimtab.formats.frameworks.rlinf import Rlinf
+from trimtab.formats.frameworks.verl import Verl
 from trimtab.formats.logs import lengths as rollout_lengths
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import RunLog
@@ -170,7 +170,7 @@ PLACED = {
     "nemo_rl": _tree(DATA / "nemo" / "base.yaml"),
     "openrlhf": _tree(EXAMPLES / "logs" / "openrlhf.yaml"),
 }
-MODULES = {"verl": verl, "rlinf": rlinf, "rlinf embodied": rlinf, "nemo_rl": nemo_rl, "openrlhf": openrlhf}
+MODULES = {"verl": Verl, "rlinf": Rlinf, "rlinf embodied": Rlinf, "nemo_rl": NemoRl, "openrlhf": OpenRlhf}
 
 
 def _framework(name: str) -> Callable[[Path], tuple[list[Any], Callable[[Any], Any]]]:

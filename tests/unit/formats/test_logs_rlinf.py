@@ -100,7 +100,7 @@ def test_placements_give_the_counts_of_separate_components(tmp_path: Path) -> No
     profile = logs.read([path], config=config)
     assert {c.name: c.seconds[0][0] for c in profile.components} == {"rollout": 4, "inference": 4, "actor": 4}
     config.write_text("cluster: {component_placement: {rollout: '4-', actor: 4-7}}\n")
-    with pytest.raises(InputError, match="cannot be counted"):
+    with pytest.raises(InputError, match="cannot be understood"):
         logs.read([path], config=config)
 
 

@@ -1,4 +1,4 @@
-"""Shared by the framework configs: components from profiles, pools of whole nodes, and checks of a plan.
+"""The base of all framework configs: components from profiles, pools of whole nodes, and checks of a plan.
 
 A framework's pool runs each member on all of its GPUs. So the allowed sizes of a pool are those on which every member
 can run, and a plan is expressible only if its grouping and sizes are in the rules. Nothing here may accept a plan that
@@ -7,15 +7,19 @@ the framework would refuse.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
 from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
 from trimtab.formats.loaded import LoadedJob, PlanSettings
+from trimtab.formats.logs.gpus import RunFacts
+from trimtab.formats.logs.records import LogFramework
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import (
@@ -43,34 +47,134 @@ class AllowedGpuCounts:
     gpus: tuple[int, ...] | None = None
 
 
-def loaded_job(
-    composed: ComposedConfig,
-    name: str,
-    cluster: Cluster,
-    workflow: Workflow,
-    rules: FrameworkRules,
-    settings: Callable[[Plan], PlanSettings],
-    assumptions: Sequence[str],
-    current: CurrentPlacement | None,
-) -> LoadedJob:
-    """A checked job. `settings` expresses a plan that the framework can run."""
-    check_workflow(workflow)
+class FrameworkConfig(ABC):
+    """A framework's config while it is read. A framework is a subclass: a table, and methods for what is odd."""
 
-    def checked(plan: Plan) -> PlanSettings:
-        check_expressible(plan, rules)
-        return settings(plan)
+    NAME: ClassVar[str]
+    TITLE: ClassVar[str]
+    LOG: ClassVar[LogFramework]
+    COMPONENTS: ClassVar[tuple[str, ...]]  # in workflow order
+    REQUIRED: ClassVar[tuple[str, str]]  # in every run: the rollout, and the trainer whose weights it gets
+    NOT_PLACED: ClassVar[tuple[str, ...]] = ()  # measured, but not placed by themselves
+    AFTER: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # those that a run has; without any, the first component
+    GROUPS: ClassVar[bool] = True  # configs are made of Hydra's config groups, not of parent files
 
-    return LoadedJob(
-        file_format=name,
-        path=composed.path,
-        job=PlacementJob(cluster=cluster, workflow=workflow),
-        settings=checked,
-        rules=rules,
-        assumptions=tuple(assumptions),
-        current=current,
-        literal=composed.literal,
-        states=composed.states,
-    )
+    cluster: Cluster
+    batches: int = 1
+    staleness: int = 0
+
+    def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
+        self.composed = composed
+        self.reader = composed.reader
+        self.path = str(composed.path)
+        self.profile = profile
+        self.trainer = self.REQUIRED[1]
+        self.assumptions: list[str] = []
+        self.costs = self.stated_costs()
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, reader: ConfigReader) -> bool:
+        """Whether a config is of this framework."""
+
+    @classmethod
+    @abstractmethod
+    def facts(cls, reader: ConfigReader) -> RunFacts:
+        """GPU counts and batches of a run with this config, for its log. Raises InputError if not stated."""
+
+    @classmethod
+    def asynchronous(cls, reader: ConfigReader) -> str | None:
+        """The mode if generation runs beside training and timers contain waits, else None."""
+        return None
+
+    @classmethod
+    def read(cls, composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
+        return cls(composed, profile).loaded()
+
+    def loaded(self) -> LoadedJob:
+        members = {
+            name: component(
+                measured,
+                after=self.after(name),
+                sizes=self.sizes(name),
+                granularity=self.granularity(name),
+                on_cpu=self.on_cpu(name),
+            )
+            for name, measured in self.costs.items()
+        }
+        sync = weight_sync(self.profile, self.trainer, self.REQUIRED[0])
+        workflow = Workflow(tuple(members.values()), self.batches, self.staleness, sync)
+        check_workflow(workflow)
+        rules = self.rules(members)
+
+        def settings(plan: Plan) -> PlanSettings:
+            check_expressible(plan, rules)
+            return self.settings(plan)
+
+        return LoadedJob(
+            file_format=self.NAME,
+            path=self.composed.path,
+            job=PlacementJob(self.cluster, workflow),
+            settings=settings,
+            rules=rules,
+            current=self.current(),
+            assumptions=(*self.assumptions, *self.notes(), *not_placed(self.profile, (*self.costs, *self.NOT_PLACED))),
+            literal=self.composed.literal,
+            states=self.composed.states,
+        )
+
+    def stated_costs(self) -> dict[str, ComponentProfile]:
+        """The costs of the components, in the order of the workflow."""
+        return costs(self.profile, self.COMPONENTS, self.REQUIRED, self.TITLE, self.path)
+
+    @property
+    def title(self) -> str:
+        return self.TITLE
+
+    def measured(self, *names: str) -> list[str]:
+        return [name for name in names if name in self.costs]
+
+    def after(self, name: str) -> tuple[str, ...]:
+        found = tuple(self.measured(*self.AFTER.get(name, ())))
+        return found or (self.COMPONENTS[:1] if name != self.COMPONENTS[0] else ())
+
+    @abstractmethod
+    def sizes(self, name: str) -> AllowedGpuCounts:
+        """The GPU counts on which a component can run."""
+
+    def granularity(self, name: str) -> int | None:
+        """How many batches a component takes at a time; None: all."""
+        return None
+
+    def on_cpu(self, name: str) -> bool:
+        return False
+
+    def options(self) -> list[list[list[str]]]:
+        """The groupings that the framework can run, each a list of pools."""
+        raise NotImplementedError
+
+    def pool_sizes(self) -> Sequence[int]:
+        return pool_sizes(self.cluster)
+
+    def rules(self, members: Mapping[str, Component]) -> FrameworkRules:
+        allowed = groupings(self.options(), members, self.pool_sizes(), self.path)
+        return FrameworkRules(self.title, allowed, even_nodes=True)
+
+    def notes(self) -> Iterable[str]:
+        """Assumptions beyond the costs."""
+        return ()
+
+    @abstractmethod
+    def current(self) -> CurrentPlacement | None:
+        """Where the file places the components; None if it does not say."""
+
+    @abstractmethod
+    def settings(self, plan: Plan) -> PlanSettings:
+        """A plan within the rules, in the keys of the file."""
+
+    def node_counts(self, plan: Plan, name: str) -> tuple[int, int]:
+        """(nodes, GPUs per node) of the pool of a component."""
+        return node_counts(plan.group_of(name).gpus, self.cluster, name)
 
 
 def gpus_by_component(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -118,7 +222,12 @@ def component(
 
 
 def costs(
-    profile: Profile | None, known: Sequence[str], required: Sequence[str], framework: str, where: str
+    profile: Profile | None,
+    known: Sequence[str],
+    required: Sequence[str],
+    framework: str,
+    where: str,
+    hints: Mapping[str, str] | None = None,
 ) -> dict[str, ComponentProfile]:
     """The measured components that a framework has, in its order. Raises InputError for missing ones and waits."""
     if profile is None:
@@ -137,21 +246,8 @@ def costs(
             raise InputError(
                 f"the profile has no {name}, which {framework} training needs{meant}",
                 where=f"profile ({profile.source})",
-                hint=f"it knows: {', '.join(known)}",
+                hint=(hints or {}).get(name, f"it knows: {', '.join(known)}"),
             )
-    return found
-
-
-def profiled(profile: Profile, names: Iterable[str], **hints: str) -> dict[str, ComponentProfile]:
-    """The measured costs of these components. Raises InputError for a missing one, with its hint, and for waits."""
-    found = {}
-    for name in names:
-        measured = profile.component(name)
-        if measured is None:
-            where = f"profile ({profile.source})"
-            raise InputError(f"the profile has no {name}", where=where, hint=hints.get(name))
-        refuse_waits(measured)
-        found[name] = measured
     return found
 
 
@@ -252,14 +348,6 @@ def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int,
 def divisors_of_batch(batch: int, model_parallel: int, highest: int) -> tuple[int, ...]:
     """GPU counts up to `highest` whose data-parallel size divides a batch."""
     return tuple(dp * model_parallel for dp in range(1, highest // model_parallel + 1) if batch % dp == 0)
-
-
-def product(reader: ConfigReader, keys: Iterable[str]) -> int:
-    """The product of parallel sizes; unset ones count 1."""
-    result = 1
-    for key in keys:
-        result *= int(reader.positive_int(key, 1))
-    return result
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -30,8 +30,6 @@ MAX_COUNT = 65_536
 """GPUs, nodes, batches, parallel sizes: the same limit as in trimtab's job file."""
 MAX_NUMBER = 1e9
 
-_REQUIRED = object()
-
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
     # NeMo RL
     "mul": operator.mul,
@@ -110,30 +108,41 @@ class ConfigReader:
             raise InputError(fault[0], where=self.where(f"{key}.{fault[1]}" if fault[1] else key))
         return default if value is None else value
 
-    def require(self, key: str, hint: str | None = None) -> Any:
-        """The plain value of a required key."""
-        value = self.get(key)
-        if value is None:
-            raise InputError(
-                f"{key} is missing", where=self.where(key), hint=hint or f"add it to the file, or: {key}=VALUE"
-            )
-        return value
+    def missing(self, key: str, hint: str | None = None) -> InputError:
+        return InputError(
+            f"{key} is missing", where=self.where(key), hint=hint or f"add it to the file, or: {key}=VALUE"
+        )
 
-    def positive_int(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
+    def count(self, key: str, default: int | None = None, hint: str | None = None) -> int:
         """A whole number from 1 to `MAX_COUNT`; required without a default."""
         wanted = f"a whole number above 0, from 1 to {MAX_COUNT:,}, is expected"
-        number = self._number(key, default, hint, wanted, lambda found: found == int(found) and 1 <= found <= MAX_COUNT)
-        return number if number is default else int(number)
+        return int(self._number(key, default, hint, wanted, lambda n: n == int(n) and 1 <= n <= MAX_COUNT))
 
-    def number(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A finite number from 0 to `MAX_NUMBER`."""
+    def optional_count(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.count(key)
+
+    def product(self, section: str, *names: str) -> int:
+        """The product of parallel sizes; unset ones count 1."""
+        return math.prod(self.count(f"{section}.{name}", 1) for name in names)
+
+    def counted(self, *keys: str) -> int | None:
+        """The product of counts; None where one is not stated, or no count."""
+        try:
+            return math.prod(self.count(key) for key in keys)
+        except InputError:
+            return None
+
+    def number(self, key: str, default: float | None = None, hint: str | None = None) -> float:
+        """A finite number from 0 to `MAX_NUMBER`; required without a default."""
         wanted = f"a finite number of at least 0, at most {MAX_NUMBER:g}, is expected"
         return self._number(key, default, hint, wanted, lambda found: 0 <= found <= MAX_NUMBER)
 
-    def _number(self, key: str, default: Any, hint: str | None, wanted: str, is_valid: Callable[[float], bool]) -> Any:
-        value = self.require(key, hint) if default is _REQUIRED else self.get(key, default)
-        if value is default:
-            return default
+    def _number(
+        self, key: str, default: float | None, hint: str | None, wanted: str, is_valid: Callable[[float], bool]
+    ) -> float:
+        value = self.get(key, default)
+        if value is None:
+            raise self.missing(key, hint)
         number = as_number(value)
         if number is None or not is_valid(number):
             raise InputError(f"{wanted}, not {value!r:.60}", where=self.where(key), hint=hint)
@@ -225,12 +234,12 @@ class ComposedConfig:
 
     @cached_property
     def _own(self) -> ConfigReader:
-        return ConfigReader(_load(self.path), self.path)
+        return ConfigReader(read_alone(self.path), self.path)
 
 
 def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
     """Read a framework config with its parents and `key=value` overrides."""
-    own = _load(path)
+    own = read_alone(path)
     defaults = _raw(own).get("defaults")
     parsed = _parse_overrides(overrides)
     with warnings.catch_warnings():
@@ -244,7 +253,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
     return ComposedConfig(path=path, reader=ConfigReader(config, path), overridden=keys)
 
 
-def _load(path: Path) -> Any:
+def read_alone(path: Path) -> Any:
     """A YAML file as OmegaConf reads it, without its parents."""
     import yaml  # type: ignore[import-untyped]
     from omegaconf import OmegaConf
@@ -330,7 +339,7 @@ def _with_parents(path: Path, config: Any, children: tuple[Path, ...]) -> Any:
         parent = path.parent / str(name)
         if not parent.is_file():
             raise InputError(f"there is no parent file {parent}", where=f"{path}: defaults")
-        merged = _merge(merged, _with_parents(parent, _load(parent), (*children, here)), path)
+        merged = _merge(merged, _with_parents(parent, read_alone(parent), (*children, here)), path)
     try:
         return _merge(merged, config, path)
     except OmegaConfBaseException as error:

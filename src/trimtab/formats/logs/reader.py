@@ -14,10 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.core.errors import InputError, unknown
-from trimtab.formats.frameworks.nemo_rl.log import NEMO_RL
-from trimtab.formats.frameworks.openrlhf.log import OPENRLHF
-from trimtab.formats.frameworks.rlinf.log import RLINF
-from trimtab.formats.frameworks.verl.log import VERL
+from trimtab.formats.frameworks import registry
 from trimtab.formats.logs import gpus as logs_gpus
 from trimtab.formats.logs import lengths as rollout_lengths
 from trimtab.formats.logs import measured
@@ -28,7 +25,7 @@ from trimtab.formats.logs.records import LogFramework, StepRecord, raw_lines
 from trimtab.formats.logs.wrapped_lines import unwrapped
 from trimtab.model.profile import ComponentProfile, Profile
 
-FRAMEWORKS: Mapping[str, LogFramework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL, OPENRLHF)}
+FRAMEWORKS: Mapping[str, LogFramework] = {name: framework.LOG for name, framework in registry.FRAMEWORKS.items()}
 
 OVERLAP = 1.15
 """Components whose times sum to more than this share of their step ran side by side."""
@@ -136,7 +133,7 @@ def detect(files: Sequence[Path]) -> LogFramework:
                     if scalar.tag.startswith(framework.prefix):
                         return framework
             continue
-        for line in unwrapped(raw_lines(path), VERL.line_start):
+        for line in unwrapped(raw_lines(path), FRAMEWORKS["verl"].line_start):
             for framework in FRAMEWORKS.values():
                 if framework.marker.search(line.text):
                     return framework
@@ -148,10 +145,10 @@ def detect(files: Sequence[Path]) -> LogFramework:
 
 
 def framework_named(name: str) -> LogFramework:
-    known = {**FRAMEWORKS, "nemo-rl": NEMO_RL, "nemo": NEMO_RL}
-    if name.lower() not in known:
+    known = {"nemo": "nemo_rl"}.get(name.lower(), name.lower().replace("-", "_"))
+    if known not in FRAMEWORKS:
         raise unknown(name.lower(), FRAMEWORKS, what="--framework {} is not known")
-    return known[name.lower()]
+    return FRAMEWORKS[known]
 
 
 def files_of(path: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -59,14 +60,43 @@ class LogParser(Protocol):
 
 
 @dataclass(frozen=True)
+class LineParser:
+    """The parser of a framework that logs each step in a line."""
+
+    read: Callable[[LogLine], StepRecord | None]
+
+    def take(self, line: LogLine) -> tuple[StepRecord, ...]:
+        record = self.read(line)
+        return () if record is None else (record,)
+
+    def end(self) -> tuple[StepRecord, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A component's time is a wait in a run that logs one of `timers` (a prefix if it ends in /), but no `unless`."""
+
+    component: str
+    timers: tuple[str, ...]
+    reason: str
+    unless: tuple[str, ...] = ()
+
+    def applies(self, names: frozenset[str]) -> bool:
+        starts = tuple(timer for timer in self.timers if timer.endswith("/"))
+        logged = not names.isdisjoint(self.timers) or any(name.startswith(starts) for name in names if starts)
+        return logged and names.isdisjoint(self.unless)
+
+
+@dataclass(frozen=True)
 class LogFramework:
     """How a training framework logs.
 
     - A line without any of the `needles` is skipped.
     - `parts` maps a component to alternatives, each a set of timers to add up; the first one with any timer counts.
-    - `waiting` takes all names that a run logged and returns the components whose times are waits, with the reason.
-    - `token_counts` returns (response tokens of the step, mean response length), each None if unknown.
-    - `reward` is the name of a step's mean reward.
+    - `waits` are the times that contain waiting; of several reasons for a component the first counts.
+    - `lengths` are names of the mean response length, `answers` the number of responses; `tokens` counts all tokens.
+    - `reward` is the name of a step's mean reward; `kept` are prefixes of further values that are used.
     - `timers_exclude_waits`: timers contain no waiting, even where components run side by side.
     - `last` is the component whose timer may start before its input is there.
     - `other_timers` are timers of no component that are part of a step.
@@ -77,31 +107,59 @@ class LogFramework:
     name: str
     supported_logs: str
     prefix: str
-    kept_prefixes: tuple[str, ...]
     marker: re.Pattern[str]
     parser: Callable[[], LogParser]
     needles: tuple[bytes, ...]
     parts: Mapping[str, tuple[tuple[str, ...], ...]]
     total: str
-    periodic: tuple[str, ...]
-    idle: tuple[str, ...]
-    waiting: Callable[[frozenset[str]], dict[str, str]]
-    token_counts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
+    periodic: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    lengths: tuple[str, ...] = ()
+    answers: str = ""
+    tokens: Callable[[Mapping[str, float]], float | None] | None = None
     reward: str = ""
+    kept: tuple[str, ...] = ()
     timers_exclude_waits: bool = False
     last: str = ""
     other_timers: tuple[str, ...] = ()
     line_start: re.Pattern[str] | None = None
 
+    @cached_property
+    def _kept(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.prefix, *self.lengths, self.answers, self.reward, *self.kept)))
+
     def keeps(self, name: str) -> bool:
         """Whether a logged value is used; the rest is dropped early, as logs are large."""
-        return name.startswith(self.kept_prefixes)
+        return name.startswith(self._kept)
 
     def parse(self, lines: Iterable[LogLine]) -> Iterator[StepRecord]:
         parser = self.parser()
         for line in lines:
             yield from parser.take(line)
         yield from parser.end()
+
+    def metrics(self, text: str, between: str, sign: str, named: Callable[[str], str] = str) -> dict[str, float]:
+        """The used values of a line of `name<sign>number`, under the names that `named` gives them."""
+        values = {}
+        for item in text.split(between):
+            name, found, value = item.rpartition(sign)
+            key = named(name.strip())
+            if found and self.keeps(key) and (read := number(value)) is not None:
+                values[key] = read
+        return values
+
+    def waiting(self, names: frozenset[str]) -> dict[str, str]:
+        """The components whose times are waits in a run that logs these names, with the reason."""
+        return {wait.component: wait.reason for wait in reversed(self.waits) if wait.applies(names)}
+
+    def token_counts(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
+        """(response tokens of the step, mean response length), each None if unknown."""
+        length = next((found for name in self.lengths if (found := values.get(name, 0.0)) > 0), None)
+        if self.tokens is not None:
+            return self.tokens(values), length
+        answers = values.get(self.answers, 0.0)
+        return length * answers if length and answers > 0 else None, length
 
 
 @dataclass(frozen=True)
@@ -170,10 +228,3 @@ def number(text: str) -> float | None:
 
 def step_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_STEP_DIGITS else None
-
-
-def tokens_of(mean_length: float | None, answers: float | None) -> tuple[float | None, float | None]:
-    """(all response tokens, mean length), each None if unknown."""
-    length = mean_length if mean_length and mean_length > 0 else None
-    total = length * answers if length and answers and answers > 0 else None
-    return total, length
