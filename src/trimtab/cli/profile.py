@@ -16,7 +16,7 @@ from trimtab.cli.options import FormatOption
 from trimtab.render.output import Format, answer, out, text_table, warn
 
 if TYPE_CHECKING:
-    from trimtab.model.profile import ComponentProfile, Profile
+    from trimtab.model.workflow import ComponentProfile, Profile
     from trimtab.profile.architecture import Architecture
     from trimtab.profile.memory import MemoryNeed
 

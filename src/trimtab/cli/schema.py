@@ -35,7 +35,7 @@ def schema(
 
         trimtab schema scenario
     """
-    from trimtab.formats.json_schema import file_schema
+    from trimtab.formats.sections import file_schema
 
     if kind is SchemaKind.job:
         from trimtab.formats.job import JobFile

@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import job, yaml_text
 from trimtab.formats.loaded import LoadedJob
-from trimtab.model.profile import Profile
+from trimtab.model.workflow import Profile
 
 _SFT = "supervised fine-tuning"
 _PREFERENCE = "training on preferences (DPO or a reward model)"

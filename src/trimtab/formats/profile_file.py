@@ -17,7 +17,7 @@ from trimtab.core.errors import InputError
 from trimtab.formats import files, sections, yaml_text
 from trimtab.formats.sections import Completion, FieldsOf, Gpus, Made, Measured, Section, Text, Within
 from trimtab.formats.yaml_text import Source
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ComponentProfile, Profile
 
 Points = Annotated[dict[Gpus, Annotated[float, Within(1e-12, 1e9)]], Measured]
 COMPONENT = FieldsOf(

@@ -18,7 +18,7 @@ from trimtab.formats.frameworks.nemo_rl import NemoRl
 from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.frameworks.verl import Verl
 from trimtab.formats.load import load
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ComponentProfile, Profile
 
 TRAIN = DATA / "hydra" / "train.yaml"
 

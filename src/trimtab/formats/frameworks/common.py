@@ -21,13 +21,14 @@ from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
-from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import (
     ANY_KIND,
     Cluster,
     Component,
+    ComponentProfile,
     Node,
     PlacementJob,
+    Profile,
     Variant,
     WeightSync,
     Workflow,

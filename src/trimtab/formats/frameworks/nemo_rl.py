@@ -26,7 +26,7 @@ from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, Wait, number
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.model.profile import Profile
+from trimtab.model.workflow import Profile
 
 _COLOCATED = "policy.generation.colocated"
 _RESOURCES = f"{_COLOCATED}.resources"

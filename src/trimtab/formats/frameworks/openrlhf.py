@@ -28,8 +28,7 @@ from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.model.profile import Profile
-from trimtab.model.workflow import Cluster
+from trimtab.model.workflow import Cluster, Profile
 
 _PER_NODE = 8  # OpenRLHF's default
 

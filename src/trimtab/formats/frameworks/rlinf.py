@@ -25,7 +25,7 @@ from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, Wait
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.profile import Profile
+from trimtab.model.workflow import Profile
 
 KEY = "cluster.component_placement"
 TRAINS = ("embodied", "reasoning", "coding_online_rl")

@@ -20,8 +20,7 @@ from trimtab.formats.frameworks.hydra_config import as_number
 from trimtab.formats.frameworks.rlinf import KEY, Rlinf, placement_text, stated_placement
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
-from trimtab.model.profile import ComponentProfile
-from trimtab.model.workflow import Component
+from trimtab.model.workflow import Component, ComponentProfile
 
 _ADD_PROFILE = (
     "add profile_data: {env_profile_data: {ENVIRONMENTS: SECONDS}, rollout_profile_data: {...}, actor_cost: SECONDS}"

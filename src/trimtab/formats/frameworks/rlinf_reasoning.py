@@ -19,8 +19,7 @@ from trimtab.formats.frameworks.hydra_config import ComposedConfig
 from trimtab.formats.frameworks.rlinf import KEY, Rlinf, placement_text, stated_placement
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
-from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import Component
+from trimtab.model.workflow import Component, ComponentProfile, Profile
 
 _ADD_PROFILE = (
     "add profile_data: {actor_cost: SECONDS, inference_cost: SECONDS, rollout_cost: SECONDS}, each the seconds of one "

@@ -30,8 +30,7 @@ from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait, number, step_number
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.model.profile import Profile
-from trimtab.model.workflow import Cluster, Node
+from trimtab.model.workflow import Cluster, Node, Profile
 from trimtab.plan.placement.spread import positions_of, spread
 
 TRAINING = ("old_log_prob", "ref", "values", "update_critic", "update_actor")

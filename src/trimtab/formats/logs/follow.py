@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trimtab.formats.logs.reader import JoinedSteps, disagree, periodic_work
-from trimtab.formats.logs.records import MAX_LINE_BYTES, LogFramework, LogLine, LogParser, StepRecord
+from trimtab.formats.logs.records import MAX_LINE_BYTES, LogFramework, LogLine, LogParser, StepRecord, WrappedLines
 from trimtab.formats.logs.tensorboard import EventBytes, is_event_head
-from trimtab.formats.logs.wrapped_lines import WrappedLines
 
 NEAR_LINES = 50
 """Processes without a prefix that log the same step do so within this many lines; a restart takes more."""

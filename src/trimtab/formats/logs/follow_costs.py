@@ -23,8 +23,7 @@ from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, StepRecord
 from trimtab.model.plan import CurrentPlacement
-from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import Cluster
+from trimtab.model.workflow import Cluster, ComponentProfile, Profile
 
 WEIGHT_SYNC = "weight_sync"
 

@@ -21,9 +21,8 @@ from trimtab.formats.logs import measured
 from trimtab.formats.logs import tensorboard as tensorboard_events
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.measured import CostSample
-from trimtab.formats.logs.records import LogFramework, StepRecord, raw_lines
-from trimtab.formats.logs.wrapped_lines import unwrapped
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.formats.logs.records import LogFramework, StepRecord, raw_lines, unwrapped
+from trimtab.model.workflow import ComponentProfile, Profile
 
 FRAMEWORKS: Mapping[str, LogFramework] = {name: framework.LOG for name, framework in registry.FRAMEWORKS.items()}
 

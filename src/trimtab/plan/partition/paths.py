@@ -14,8 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.plan.partition.reach import AllowedCuts, DeviceVectors, completable, flags_of
-from trimtab.plan.partition.space import TIE, UNLIMITED, Bools, Floats, Ints, PartitionSpace
+from trimtab.plan.partition.space import (
+    TIE,
+    UNLIMITED,
+    AllowedCuts,
+    Bools,
+    DeviceVectors,
+    Floats,
+    Ints,
+    PartitionSpace,
+    completable,
+    flags_of,
+)
 
 PRICE_ROUNDS = 48
 FIRST_PRICE, FASTER = 0.1, 1.6

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.plan.placement.cost import CostOption
 from trimtab.plan.placement.simulate import Floats, GroupingShapes
-from trimtab.plan.placement.space import Grouping, GroupTable, PlanSpace
+from trimtab.plan.placement.space import CostOption, Grouping, GroupTable, PlanSpace
 
 SMALL = 96
 """Boxes of up to this many plans are simulated whole instead of split."""

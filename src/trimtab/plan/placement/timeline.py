@@ -15,9 +15,8 @@ import numpy as np
 
 from trimtab.model.plan import ComponentGroup, PlacedComponent, PlacementMode, Plan, TimelineBar
 from trimtab.plan.placement.boxes import FoundPlan
-from trimtab.plan.placement.cost import CostOption, is_extrapolated
 from trimtab.plan.placement.simulate import Floats, GroupingShape
-from trimtab.plan.placement.space import PlanSpace
+from trimtab.plan.placement.space import CostOption, PlanSpace, is_extrapolated
 from trimtab.plan.placement.spread import positions_of
 
 SHOWN_PERIODS = 2

@@ -20,9 +20,8 @@ from trimtab.formats.logs.follow_costs import WEIGHT_SYNC, RunConfig, TimerReadi
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework
 from trimtab.model.plan import CurrentPlacement
-from trimtab.model.profile import Profile
 from trimtab.model.run import ReplanRules
-from trimtab.model.workflow import Cluster
+from trimtab.model.workflow import Cluster, Profile
 from trimtab.runtime.advise.replanner import Advice, Adviser
 
 KEPT_STEPS = 2000  # used for drift; older ones are dropped

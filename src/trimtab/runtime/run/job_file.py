@@ -21,8 +21,8 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import job as job_form
 from trimtab.formats import sections, yaml_text
+from trimtab.formats.job import RunSection
 from trimtab.formats.loaded import LoadedJob
-from trimtab.formats.run_section import RunSection
 from trimtab.formats.yaml_text import Source
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.emulated import Disturbance
