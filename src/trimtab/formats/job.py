@@ -264,7 +264,6 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None, 
 
 
 def parsed(config: Mapping[str, Any], source: Source) -> JobFile:
-    """The sections of a job file."""
     try:
         file = sections.read(JobFile, {key: value for key, value in config.items() if value is not None}, source)
     except InputError as error:
@@ -275,7 +274,6 @@ def parsed(config: Mapping[str, Any], source: Source) -> JobFile:
 
 
 def loaded(file: JobFile, path: Path, profile: Profile | None = None) -> LoadedJob:
-    """The job of a file."""
     name = str(path)
     cluster = _cluster(file.cluster)
     components = tuple(

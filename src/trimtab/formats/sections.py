@@ -220,12 +220,10 @@ class FieldsOf:
         return Made(self.section, make).__get_pydantic_core_schema__(source, handler)
 
     def read(self, data: Any, source: Source, *under: str | int) -> dict[str, Any]:
-        """The stated fields. InputError names the place."""
         return _stated(read(self.section, data, source, *under))
 
     @cached_property
     def section(self) -> type[Section]:
-        """The model of the section."""
         hints, ranges = get_type_hints(self.kind, include_extras=True), ranges_of(self.kind)
         made: dict[str, Any] = {}
         for field in dataclasses.fields(self.kind):
@@ -255,7 +253,6 @@ def _stated(section: Section) -> dict[str, Any]:
 
 
 def read(kind: type[SectionT], data: Any, source: Source, *under: str | int) -> SectionT:
-    """The data as a section that stands in a file `under` these keys; InputError names the place."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -93,7 +93,6 @@ def overrides(settings: PlanSettings) -> list[str]:
 
 
 def shell_words(settings: PlanSettings) -> list[str]:
-    """The settings as shell-quoted arguments."""
     return [shlex.quote(line) for line in settings.words or overrides(settings)]
 
 
@@ -121,8 +120,6 @@ def apply(
             hint="give the overrides on the command line of the run instead (--format overrides)",
         )
     changes = {key: value for key, value in settings.values.items() if not _stated(states, key, value)}
-    if not changes:
-        return None
     target = path.resolve()
     raw = yaml_text.read_text(target)
     mark = "\ufeff" if target.read_bytes().startswith(b"\xef\xbb\xbf") else ""

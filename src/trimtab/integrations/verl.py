@@ -146,8 +146,9 @@ class Balancer:
 
     async def release_server(self, server_id: str, request_id: str | None = None) -> None:
         """End a turn. Unknown turns are ignored: verl does not wait for an answer."""
-        key = self._held(server_id, request_id)
-        if key is None:
+        held = (key for key in self._leases if key[0] == server_id)
+        key = next(held, None) if request_id is None else (server_id, request_id)
+        if key is None or key not in self._leases:
             return
         leases = self._leases[key]
         lease = leases.popleft()
@@ -158,16 +159,13 @@ class Balancer:
             del self._inflight[lease.worker]
         await lease.release()
 
-    def _held(self, server: str, request: str | None) -> tuple[str, str] | None:
-        if request is not None:
-            return (server, request) if (server, request) in self._leases else None
-        return next((key for key in self._leases if key[0] == server), None)
-
     def _group(self, request: str, prompt: Sequence[int] | None) -> str:
         """The affinity group of a turn: turns of a trajectory share a prefix, and so do samples of a prompt."""
         group = self._groups.get(request)
         if group is None:
-            start = request if prompt is None or not len(prompt) else _digest(prompt)
+            start = request
+            if prompt is not None and len(prompt):
+                start = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).hexdigest()
             group = self._groups[request] = f"{self._generation}.{start}"
             if len(self._groups) > self._settings.sticky:
                 self._groups.popitem(last=False)
@@ -359,10 +357,6 @@ def _rules(settings: BalancerSettings) -> RolloutRules:
         ownership=Ownership(sleep=trainer, pause=trainer, refit=trainer, abort=trainer),
         classes=(RequestClass(queue_limit=QUEUE_LIMIT, deadline_s=None),),
     )
-
-
-def _digest(prompt: Sequence[int]) -> str:
-    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).hexdigest()
 
 
 LoadBalancer = ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENCY)(Balancer)

@@ -182,7 +182,6 @@ class Migration:
 
     @property
     def touched(self) -> tuple[str, ...]:
-        """The components that change."""
         return tuple(change.component for change in self.changes if change.how is not ChangeKind.stays)
 
 

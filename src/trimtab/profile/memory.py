@@ -94,7 +94,6 @@ class MemoryNeed:
 
     @property
     def host_gb(self) -> float:
-        """In host memory while offloaded."""
         return sum(term.gb for term in self.host)
 
     def block(self) -> dict[str, Any]:

@@ -80,7 +80,6 @@ def in_bytes(resources: Any, where: str) -> dict[str, float]:
 
 
 def in_mb(resources: Mapping[str, float]) -> dict[str, float]:
-    """Amounts with memory in MB."""
     return {name: amount / MB if name == "memory" else amount for name, amount in resources.items()}
 
 
@@ -248,11 +247,9 @@ class HostMethod:
         self._options = {"name": f"{task}.{method}", **(options or {})}  # the name is for Ray's dashboard
 
     def options(self, **options: Any) -> HostMethod:
-        """The same method with these options of Ray."""
         return HostMethod(self._host, self._task, self._method, options)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; returns an object ref."""
         return self._host.call.options(**self._options).remote(self._method, *args, **kwargs)
 
 
@@ -269,7 +266,6 @@ def handle_of(ray: Any, seen: TaskSnapshot) -> Any:
 
 
 def name_of(seen: TaskSnapshot) -> str:
-    """Agent name of a task."""
     return dict(seen.labels).get(AGENT_LABEL, seen.id)
 
 

@@ -125,7 +125,6 @@ class FrameworkConfig(ABC):
         )
 
     def stated_costs(self) -> dict[str, ComponentProfile]:
-        """The costs of the components, in the order of the workflow."""
         return costs(self.profile, self.COMPONENTS, self.REQUIRED, self.TITLE, self.path)
 
     @property
@@ -174,7 +173,6 @@ class FrameworkConfig(ABC):
         """A plan within the rules, in the keys of the file."""
 
     def node_counts(self, plan: Plan, name: str) -> tuple[int, int]:
-        """(nodes, GPUs per node) of the pool of a component."""
         return node_counts(plan.group_of(name).gpus, self.cluster, name)
 
 
@@ -285,7 +283,6 @@ def pool_sizes(cluster: Cluster) -> list[int]:
 
 
 def runnable(sizes: Iterable[int], members: Iterable[Component]) -> tuple[int, ...]:
-    """The sizes on which every member can run."""
     variants = [variant for member in members for variant in member.variants]
     return tuple(size for size in sizes if all(variant.allows(size) for variant in variants))
 
@@ -325,16 +322,16 @@ def check_expressible(plan: Plan, rules: FrameworkRules) -> None:
         wrong = [a for a in grouping if a.sizes is not None and groups[a.components] not in a.sizes]
         if not wrong:
             return
-        names = ", ".join(sorted(wrong[0].components))
-        near = f"{names} cannot have {groups[wrong[0].components]} GPUs, only {_listed(wrong[0].sizes or ())}"
+        names, sizes = ", ".join(sorted(wrong[0].components)), [str(size) for size in wrong[0].sizes or ()]
+        listed = ", ".join(sizes if len(sizes) <= 12 else [*sizes[:10], "...", sizes[-1]])
+        near = f"{names} cannot have {groups[wrong[0].components]} GPUs, only {listed}"
+    known = [" | ".join(", ".join(sorted(pool.components)) for pool in grouping) for grouping in rules.groupings]
     raise InputError(
-        f"{rules.framework} cannot run this plan: {plan.describe()}",
-        hint=near or f"it can run: {'; or '.join(_grouping_text(grouping) for grouping in rules.groupings)}",
+        f"{rules.framework} cannot run this plan: {plan.describe()}", hint=near or f"it can run: {'; or '.join(known)}"
     )
 
 
 def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int, int]:
-    """(nodes, GPUs per node) of a pool. Raises InputError if its nodes have different numbers."""
     ends = list(accumulate(node.gpus for node in cluster.nodes))
     found = Counter(bisect_right(ends, rank) for rank in ranks)
     counts = [found[at] for at in sorted(found)]
@@ -349,12 +346,3 @@ def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int,
 def divisors_of_batch(batch: int, model_parallel: int, highest: int) -> tuple[int, ...]:
     """GPU counts up to `highest` whose data-parallel size divides a batch."""
     return tuple(dp * model_parallel for dp in range(1, highest // model_parallel + 1) if batch % dp == 0)
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    texts = [str(size) for size in sizes]
-    return ", ".join(texts if len(texts) <= 12 else [*texts[:10], "...", texts[-1]])
-
-
-def _grouping_text(grouping: Sequence[AllowedGroup]) -> str:
-    return " | ".join(", ".join(sorted(allowed.components)) for allowed in grouping)

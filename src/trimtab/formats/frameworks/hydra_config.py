@@ -68,7 +68,6 @@ class ConfigReader:
         self.path = path
 
     def where(self, key: str) -> str:
-        """Location of a key, for errors."""
         return f"{self.path}: {key}"
 
     def has(self, key: str) -> bool:
@@ -211,7 +210,7 @@ class ComposedConfig:
 
         if self.on_command_line(key):
             return False
-        key_standing = write_back.key_standing(self._text, key)
+        key_standing = write_back.key_standing(yaml_text.read_text(self.path), key)
         if key_standing == "absent":
             return not self.reader.has(key)
         # A defaults file may add to a mapping, or be merged after this file: then an edit here has no effect.
@@ -227,10 +226,6 @@ class ComposedConfig:
     def on_command_line(self, key: str) -> bool:
         """Whether an override sets the key, its parent or its child."""
         return any(key == k or key.startswith(f"{k}.") or k.startswith(f"{key}.") for k in self.overridden)
-
-    @cached_property
-    def _text(self) -> str:
-        return yaml_text.read_text(self.path)
 
     @cached_property
     def _own(self) -> ConfigReader:
@@ -306,7 +301,6 @@ def _check_aliases(text: str, path: Path) -> None:
 
 
 def _raw(config: Any) -> dict[str, Any]:
-    """The unresolved top level; cannot fail."""
     from omegaconf import OmegaConf
 
     data: Any = OmegaConf.to_container(config, resolve=False)

@@ -332,9 +332,12 @@ class NemoRl(FrameworkConfig):
         groups = [counts["policy"], *([] if shared else [counts["generation"]])]
         if "reward" in counts:
             groups.append(counts["reward"])
+        # On the only node the used GPUs; teachers' nodes keep their size.
+        whole = self.nodes > 1 or self.outside[0]
+        per_node = self.gpus.per_node if whole else self.outside[1] + sum(g for _, g in groups)
         values: dict[str, Any] = {
             "cluster.num_nodes": self.outside[0] + (1 if self.nodes == 1 else sum(nodes for nodes, _ in groups)),
-            "cluster.gpus_per_node": self._per_node(sum(g for _, g in groups)),
+            "cluster.gpus_per_node": per_node,
             f"{_COLOCATED}.enabled": shared,
         }
         if not shared:
@@ -344,7 +347,3 @@ class NemoRl(FrameworkConfig):
         if "reward" in counts:
             values[f"{_REWARD}.num_nodes"], values[f"{_REWARD}.gpus_per_node"] = counts["reward"]
         return PlanSettings(values, block_text(nested(values)))
-
-    def _per_node(self, planned: int) -> int:
-        """GPUs per node: on the only node the used ones; teachers' nodes keep their size."""
-        return self.gpus.per_node if self.nodes > 1 or self.outside[0] else planned + self.outside[1]

@@ -16,5 +16,4 @@ FRAMEWORKS: Mapping[str, type[FrameworkConfig]] = {kind.NAME: kind for kind in (
 
 
 def framework_of(reader: ConfigReader) -> type[FrameworkConfig] | None:
-    """The framework of a config; None if it is of none."""
     return next((kind for kind in FRAMEWORKS.values() if kind.matches(reader)), None)

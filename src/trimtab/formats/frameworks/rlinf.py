@@ -185,7 +185,6 @@ class Rlinf(FrameworkConfig):
         return RunFacts(total, gpus, answers, shared=len(places) == 1)
 
     def block(self, values: dict[str, Any]) -> str:
-        """The cluster section as YAML text."""
         size = {"cluster.num_nodes": self.nodes, "cluster.num_gpus_per_node": self.gpus_per_node}
         return block_text(nested({**size, **values}))
 
@@ -272,7 +271,6 @@ def _all_ranks(reader: ConfigReader, total: int | None) -> dict[str, tuple[int, 
 
 
 def placement_text(gpus: tuple[int, ...], total: int) -> str:
-    """GPUs in RLinf's notation."""
     return "all" if len(gpus) == total else ranks_text(gpus)
 
 

@@ -191,7 +191,6 @@ class Verl(FrameworkConfig):
     # -- the cluster ------------------------------------------------------------------------------------------------
 
     def _pools(self) -> dict[str, tuple[int, int]]:
-        """The pools in the file as (nodes, GPUs per node)."""
         pools = {"trainer": self._pool("trainer", 1, 8)}
         if self.mode in SEPARATE:
             hint = (

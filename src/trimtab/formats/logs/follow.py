@@ -128,7 +128,6 @@ class RunLog:
 
     @property
     def lines(self) -> int:
-        """Lines of text read, of the current files."""
         return sum(file.lines.count for file in self._files.values() if file.lines is not None)
 
     # ---- files -----------------------------------------------------------------------------------------------------
@@ -217,14 +216,13 @@ class RunLog:
     def _emit(self, *, include_newest: bool) -> list[LoggedStep]:
         """The complete steps that were not emitted yet; the newest may still grow."""
         until = len(self._waiting) if include_newest else len(self._waiting) - 1
-        steps = [_step(self.framework, record, restart) for record, restart in self._waiting[: max(until, 0)]]
+        steps = []
+        for record, restart in self._waiting[: max(until, 0)]:
+            values = dict(record.values)
+            saved = any(values.get(self.framework.prefix + name, 0.0) > 0 for name in CHECKPOINTS)
+            steps.append(LoggedStep(record.step, values, restart, periodic_work(self.framework, values), saved))
         del self._waiting[: len(steps)]
         return steps
-
-
-def _step(framework: LogFramework, record: StepRecord, restart: bool) -> LoggedStep:
-    saved = any(record.values.get(framework.prefix + name, 0.0) > 0 for name in CHECKPOINTS)
-    return LoggedStep(record.step, dict(record.values), restart, periodic_work(framework, record.values), saved)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

@@ -85,7 +85,6 @@ class TimerReading:
         return {name: sample.seconds for name, (sample,) in samples.items()}
 
     def costs(self, step: LoggedStep) -> dict[str, float]:
-        """The cost of each component in a step, where known."""
         waits = {*self.waits, *self.framework.waiting(frozenset(step.values))}
         return {name: taken for name, taken in self.seconds(step).items() if name not in waits and taken > 0}
 
@@ -95,7 +94,6 @@ class TimerReading:
         return total if total > 0 and not step.extra else None
 
     def length(self, step: LoggedStep) -> float | None:
-        """Mean response length in tokens."""
         return self.framework.token_counts(step.values)[1]
 
 

@@ -78,7 +78,6 @@ class JoinedSteps:
         return True
 
     def steps(self, warmup: int) -> list[StepRecord]:
-        """The steps without the warm-up of every piece."""
         return [record for piece in self.pieces for record in piece[warmup:]]
 
 
@@ -101,10 +100,10 @@ def read(
     files = list(itertools.chain.from_iterable(files_of(path) for path in paths))
     source = framework_named(framework) if framework else detect(files)
     given = facts or RunFacts()
-    facts = given
-    if config is not None:
-        facts = given.with_defaults(logs_gpus.from_config(config, source.name))
-    run = _join(source, files)
+    facts = given if config is None else given.with_defaults(logs_gpus.from_config(config, source.name))
+    run = JoinedSteps(source)
+    for record in itertools.chain.from_iterable(_records(source, path, run) for path in files):
+        run.take(record)
     steps = run.steps(warmup)
     found = sum(len(piece) for piece in run.pieces)
     if not found:
@@ -185,13 +184,6 @@ def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[
         yield record
 
 
-def _join(framework: LogFramework, files: Iterable[Path]) -> JoinedSteps:
-    run = JoinedSteps(framework)
-    for record in itertools.chain.from_iterable(_records(framework, path, run) for path in files):
-        run.take(record)
-    return run
-
-
 def disagree(framework: LogFramework, record: StepRecord, other: StepRecord) -> bool:
     """Whether two records of a step hold different times: then the step ran twice."""
     return any(
@@ -211,9 +203,10 @@ def _profile(
     completion: tuple[rollout_lengths.CompletionCurve, tuple[str, ...]],
 ) -> Profile:
     if not samples:
+        alternatives = itertools.chain.from_iterable(framework.parts.values())
         raise InputError(
             f"no component's time is among what this {framework.name} log holds",
-            hint=f"timers read are: {', '.join(framework.prefix + name for name in _timers(framework))}",
+            hint=f"timers read are: {', '.join(framework.prefix + timers[0] for timers in alternatives)}",
         )
     missing = [name for name in samples if facts.gpus(name) is None]
     if missing:
@@ -221,7 +214,6 @@ def _profile(
             f"the log does not state the number of GPUs of: {', '.join(missing)}", hint=logs_gpus.GPUS_HINT
         )
     notes = _step_notes(framework, run, steps, warmup)
-    iteration = _iteration(framework, steps)
     waits, derived = waits_of(framework, steps, samples, facts)
     if derived:
         notes.append(
@@ -244,8 +236,11 @@ def _profile(
         drift = measured.drift_note(component, taken, by_length=name not in _NO_TOKENS)
         if drift:
             notes.append(drift)
-    if iteration is not None:
-        notes.append(_iteration_note(iteration, components))
+    totals = [record.values[framework.prefix + framework.total] for record in _plain_steps(framework, steps)]
+    if totals:
+        explained = sum(component.seconds[0][1] for component in components if not component.waits)
+        took = f"an iteration took {statistics.median(totals):.4g} s"
+        notes.append(f"{took}, the components that are costs {explained:.4g} s")
     if not components:
         raise InputError("every component's time in this log is 0")
     return Profile(framework.name, tuple(components), (*notes, *completion[1]))
@@ -260,7 +255,8 @@ def waits_of(
     """
     waits = framework.waiting(frozenset(name for record in steps for name in record.values))
     if facts.asynchronous:
-        waits.setdefault(_first(samples), f"in {facts.asynchronous} mode it runs beside the training")
+        first = next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
+        waits.setdefault(first, f"in {facts.asynchronous} mode it runs beside the training")
     overlap = None if framework.timers_exclude_waits else _overlap(framework, steps, samples, waits)
     if overlap is None:
         return waits, False
@@ -314,14 +310,6 @@ def seconds_of(framework: LogFramework, component: str, record: StepRecord) -> f
     return None
 
 
-def _timers(framework: LogFramework) -> list[str]:
-    return [timers[0] for alternatives in framework.parts.values() for timers in alternatives]
-
-
-def _first(samples: Mapping[str, object]) -> str:
-    return next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
-
-
 def periodic_work(framework: LogFramework, values: Mapping[str, float]) -> tuple[str, ...]:
     """Noticeable timers of validation, checkpoints etc. in a step: its total is not an iteration's."""
     total = values.get(framework.prefix + framework.total, 0.0)
@@ -332,11 +320,6 @@ def _plain_steps(framework: LogFramework, steps: Iterable[StepRecord]) -> list[S
     """Steps with a total and without periodic work: only their totals are an iteration's."""
     total = framework.prefix + framework.total
     return [r for r in steps if r.values.get(total, 0.0) > 0 and not periodic_work(framework, r.values)]
-
-
-def _iteration(framework: LogFramework, steps: Iterable[StepRecord]) -> float | None:
-    totals = [r.values[framework.prefix + framework.total] for r in _plain_steps(framework, steps)]
-    return statistics.median(totals) if totals else None
 
 
 def _overlap(
@@ -379,11 +362,6 @@ def _step_notes(framework: LogFramework, run: JoinedSteps, steps: list[StepRecor
     if idle:
         notes.append(f"waits, hence no costs, and left out: {', '.join(sorted(idle))}")
     return notes
-
-
-def _iteration_note(iteration: float, components: Iterable[ComponentProfile]) -> str:
-    explained = sum(component.seconds[0][1] for component in components if not component.waits)
-    return f"an iteration took {iteration:.4g} s, the components that are costs {explained:.4g} s"
 
 
 def _steps(count: int) -> str:

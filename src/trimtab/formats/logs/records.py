@@ -323,7 +323,6 @@ def _joined(before: str, after: str) -> str:
 
 
 def _is_item(text: str) -> bool:
-    """Whether the text is `name:number`."""
     name, colon, value = text.strip().rpartition(":")
     return (
         bool(colon and name) and not any(c.isspace() for c in name) and (number(value) is not None or value in _WORDS)

@@ -137,7 +137,6 @@ class PathFinder:
         return after, before
 
     def trace(self, ready: Floats, ended: Floats) -> Pieces:
-        """The stages of the cheapest path."""
         out = []
         b = self.space.layers
         t = int((ended[:, b] + self.leave).argmin())
@@ -421,7 +420,6 @@ class LabelSearch:
         return latency, self.trace(t, code)
 
     def trace(self, t: int, code: int) -> Pieces:
-        """The stages that led to a label: at each step back the cheapest predecessor."""
         out = []
         b = self.space.layers
         while True:

@@ -85,7 +85,6 @@ def crossing_bytes(job: PipelineJob) -> Floats:
 
 
 def capacity_bytes(job: PipelineJob, kind: DeviceType) -> float:
-    """Memory of a device that a stage may use."""
     return kind.mem_mb * MIB * (1.0 - job.headroom)
 
 
@@ -97,7 +96,6 @@ def transfer_seconds(crossing: float, mbps: float, latency: float) -> float:
 
 
 def link_table(job: PipelineJob) -> dict[tuple[str, str], HostLink]:
-    """Links by host pair, in both directions."""
     return {pair: link for link in job.links for pair in (link.hosts, link.hosts[::-1])}
 
 
@@ -245,12 +243,9 @@ def vectors_of(space: PartitionSpace) -> DeviceVectors:
     growing = []
     for t, count in enumerate(space.counts):
         digit = np.broadcast_to(grids[len(space.counts) - 1 - t], [c + 1 for c in reversed(space.counts)]).reshape(-1)
-        growing.append(_to_bits(below_max & (digit < count)))
+        flags = np.packbits(below_max & (digit < count), bitorder="little")
+        growing.append(int.from_bytes(flags.tobytes(), "little"))
     return DeviceVectors(tuple(strides), size, tuple(growing), totals, (1 << size) - 1)
-
-
-def _to_bits(flags: Bools) -> int:
-    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
 def flags_of(bits: int, size: int) -> npt.NDArray[np.uint8]:
@@ -332,7 +327,6 @@ def completable(space: PartitionSpace, vectors: DeviceVectors, may: AllowedCuts)
 
 
 def candidates(space: PartitionSpace) -> Floats:
-    """All possible bottlenecks, ascending."""
     inner = space.cut[1 : space.layers].reshape(-1)
     values = np.concatenate([space.seconds[space.fits], inner, space.enter, space.leave])
     return np.unique(values[np.isfinite(values)])

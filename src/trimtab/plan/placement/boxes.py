@@ -215,7 +215,6 @@ class SearchGround:
         self._shapes = new if self._shapes is None else self._shapes.joined(new)
 
     def corners(self, boxes: Sequence[Box]) -> Floats:
-        """A lower bound on every plan of each box."""
         return self.simulate([(g, high) for g, _, high in boxes])
 
     def settled(self, g: int, at: Indices, seconds: float) -> FoundPlan | None:

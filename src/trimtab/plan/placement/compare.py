@@ -30,7 +30,6 @@ MANY_GROUPINGS = 1_000
 
 
 def time_text(seconds: float) -> str:
-    """A plan time: milliseconds below one second."""
     return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.1f} s"
 
 
@@ -406,7 +405,6 @@ def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...])
 
 
 def _seconds(space: PlanSpace, plan: Plan) -> float:
-    """Iteration time of a plan at the costs of a space."""
     ranks = {name: group.gpus for group in plan.groups for name in group.components}
     found = predicted(space, CurrentPlacement(ranks, "the plan"))
     assert isinstance(found, Plan), found

@@ -98,7 +98,6 @@ def explain(
 def plan_placement(
     job: PlacementJob, rules: FrameworkRules | None = None, *, current: CurrentPlacement | None = None
 ) -> PlacementAnswer:
-    """The best placement of every component of a job, explained."""
     space, outcome = best_plan(job, rules)
     return explain(space, outcome, current=current)
 

@@ -178,7 +178,6 @@ class Grouping:
 
     @property
     def cells(self) -> tuple[GroupMembers, ...]:
-        """Components that take turns on the same GPUs."""
         if self.turns is not None:
             return self.turns
         if not self.spans:
@@ -308,7 +307,10 @@ class PlanSpace:
             return None
         sizes = np.arange(max(way.min_gpus for way in ways), self.budgets[kind] + 1)
         if only is not None or self.even_nodes:
-            sizes = sizes[[self._size_allowed(members, int(g), kind, only) for g in sizes]]
+            allowed = [g for g in sizes.tolist() if only is None or g in only]
+            sizes = np.array(
+                [g for g in allowed if not self.even_nodes or self.splits(members, g, kind)], dtype=np.intp
+            )
         times = np.stack([way.seconds[sizes] for way in ways], axis=1)
         fit = self._fastest_fit(ways, sizes, kind)
         contested: dict[int, tuple[tuple[CostOption, ...], ...]] = {}
@@ -371,11 +373,6 @@ class PlanSpace:
         """What the members of a group can run at once on so many GPUs; none better than another in every time."""
         found = table.contested.get(gpus)
         return found or (tuple(self.ways[i, table.kind].front(gpus)[0] for i in table.members),)
-
-    def _size_allowed(self, members: GroupMembers, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
-        if only is not None and gpus not in only:
-            return False
-        return not self.even_nodes or bool(self.splits(members, gpus, kind))
 
     def splits(self, members: GroupMembers, gpus: int, kind: str) -> tuple[EvenSplit, ...]:
         """The ways in which a group of this size can lie evenly on nodes."""

@@ -67,12 +67,10 @@ class PipelineRun:
 
     @property
     def measured_throughput(self) -> float:
-        """Items per second in the steady state."""
         return self.batch_size / self.measured_period_s if self.measured_period_s else float("inf")
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted throughput."""
         return self.predicted_period_s / self.measured_period_s if self.measured_period_s else float("inf")
 
 
@@ -360,11 +358,7 @@ def _raise_first_fault(
     """Raise the fault of the stage where it began: a stage that dies makes those before it fail, too."""
     faults = [(index, fault)]
     ended, _ = ray.wait(list(running), num_returns=len(running), timeout=1.5) if running else ([], [])
-    for ref in ended:
-        try:
-            ray.get(ref)
-        except Exception as other:
-            faults.append((running[ref], other))
+    faults += [(running[ref], other) for ref in ended if (other := _fault_of(ray, ref)) is not None]
 
     def order(entry: tuple[int, Exception]) -> int:
         cause = getattr(entry[1], "cause", None) or entry[1]
@@ -389,6 +383,14 @@ def _raise_first_fault(
         f"stage {first_index + 1} ({host}) failed: {reason}",
         hint="--timeout allows a longer wait" if late else None,
     ) from None
+
+
+def _fault_of(ray: Any, ref: Any) -> Exception | None:
+    try:
+        ray.get(ref)
+    except Exception as fault:
+        return fault
+    return None
 
 
 def _compared(results: Sequence[Any], expected: Sequence[Any]) -> tuple[OutputComparison, float]:
