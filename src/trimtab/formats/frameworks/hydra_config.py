@@ -316,7 +316,6 @@ def _names_files(defaults: Any) -> bool:
 def _with_parents(path: Path, config: Any, children: tuple[Path, ...]) -> Any:
     """Merge parent files below their child, depth first; later parents win."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     defaults = _raw(config).get("defaults")
     if "defaults" in config:
@@ -334,10 +333,7 @@ def _with_parents(path: Path, config: Any, children: tuple[Path, ...]) -> Any:
         if not parent.is_file():
             raise InputError(f"there is no parent file {parent}", where=f"{path}: defaults")
         merged = _merge(merged, _with_parents(parent, read_alone(parent), (*children, here)), path)
-    try:
-        return _merge(merged, config, path)
-    except OmegaConfBaseException as error:
-        raise InputError(f"this cannot be merged: {_first_line(error)}", where=str(path)) from None
+    return _merge(merged, config, path)
 
 
 def _merge(base: Any, child: Any, path: Path) -> Any:
