@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 from typing import ClassVar
 
@@ -38,14 +38,6 @@ from trimtab.plan.placement.spread import even_splits
 
 WEIGHT_SYNC = "weight_sync"
 """Name of the weight copy from trainer to rollout in profiles."""
-
-
-@dataclass(frozen=True)
-class AllowedGpuCounts:
-    """GPU counts of a component: multiples of a model-parallel size, and only listed counts if any."""
-
-    multiple_of: int = 1
-    gpus: tuple[int, ...] | None = None
 
 
 class FrameworkConfig(ABC):
@@ -93,16 +85,7 @@ class FrameworkConfig(ABC):
         return cls(composed, profile).loaded()
 
     def loaded(self) -> LoadedJob:
-        members = {
-            name: component(
-                measured,
-                after=self.after(name),
-                sizes=self.sizes(name),
-                granularity=self.granularity(name),
-                on_cpu=self.on_cpu(name),
-            )
-            for name, measured in self.costs.items()
-        }
+        members = {name: self._component(measured) for name, measured in self.costs.items()}
         sync = weight_sync(self.profile, self.trainer, self.REQUIRED[0])
         workflow = Workflow(tuple(members.values()), self.batches, self.staleness, sync)
         check_workflow(workflow)
@@ -138,9 +121,18 @@ class FrameworkConfig(ABC):
         found = tuple(self.measured(*self.AFTER.get(name, ())))
         return found or (self.COMPONENTS[:1] if name != self.COMPONENTS[0] else ())
 
+    def _component(self, measured: ComponentProfile) -> Component:
+        name = measured.name
+        component = Component(
+            name, after=self.after(name), granularity=self.granularity(name), completion=measured.completion
+        )
+        if self.on_cpu(name):
+            return replace(component, cpu_seconds=measured.seconds[-1][1])
+        return replace(component, variants=(replace(self.sizes(name), seconds={ANY_KIND: measured.seconds}),))
+
     @abstractmethod
-    def sizes(self, name: str) -> AllowedGpuCounts:
-        """The GPU counts on which a component can run."""
+    def sizes(self, name: str) -> Variant:
+        """The GPU counts on which a component can run: multiples of a parallel size, and only listed ones if any."""
 
     def granularity(self, name: str) -> int | None:
         """How many batches a component takes at a time; None: all."""
@@ -190,34 +182,6 @@ def check_gpus(gpus: int, what: str, where: str | None = None) -> None:
     """Raise InputError for more GPUs than the limit, before anything iterates over them."""
     if gpus > MAX_COUNT:
         raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MAX_COUNT:,}", where=where)
-
-
-def component(
-    measured: ComponentProfile,
-    *,
-    after: Sequence[str] = (),
-    sizes: AllowedGpuCounts | None = None,
-    granularity: int | None = None,
-    on_cpu: bool = False,
-) -> Component:
-    """A component with the costs of a profile. It takes all inputs at once unless a granularity is given."""
-    if on_cpu:
-        return Component(
-            name=measured.name,
-            after=tuple(after),
-            granularity=granularity,
-            completion=measured.completion,
-            cpu_seconds=measured.seconds[-1][1],
-        )
-    sizes = sizes or AllowedGpuCounts()
-    variant = Variant(seconds={ANY_KIND: measured.seconds}, gpus=sizes.gpus, multiple_of=sizes.multiple_of)
-    return Component(
-        name=measured.name,
-        variants=(variant,),
-        after=tuple(after),
-        granularity=granularity,
-        completion=measured.completion,
-    )
 
 
 def costs(

@@ -19,14 +19,14 @@ from typing import Any, ClassVar, Literal
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks import common
-from trimtab.formats.frameworks.common import AllowedGpuCounts, FrameworkConfig
+from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, Wait, number
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.model.workflow import Profile
+from trimtab.model.workflow import Profile, Variant
 
 _COLOCATED = "policy.generation.colocated"
 _RESOURCES = f"{_COLOCATED}.resources"
@@ -288,25 +288,24 @@ class NemoRl(FrameworkConfig):
     def on_cpu(self, name: str) -> bool:
         return name == "reward" and not self.reward_on_gpu
 
-    def sizes(self, name: str) -> AllowedGpuCounts:
+    def sizes(self, name: str) -> Variant:
         reader = self.reader
         keys: tuple[str, ...]
         if name == "generation" and self.backend != "megatron":
             section = f"policy.generation.{'vllm' if self.backend == 'dynamo' else self.backend}_cfg"
             keys = ("tensor_parallel_size", "pipeline_parallel_size", "tp_size", "pp_size")
-            return AllowedGpuCounts(reader.product(section, *keys))
+            return Variant(multiple_of=reader.product(section, *keys))
         dtensor = ("tensor_parallel_size", "context_parallel_size")
         if name == "reward":
-            return AllowedGpuCounts(reader.product("env.reward_model.dtensor_cfg", *dtensor))
+            return Variant(multiple_of=reader.product("env.reward_model.dtensor_cfg", *dtensor))
         if reader.boolean("policy.megatron_cfg.enabled", False):
             keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
             parallel = reader.product("policy.megatron_cfg", *keys)
         else:
             parallel = reader.product("policy.dtensor_cfg", *dtensor)
         batch = None if name == "generation" else reader.optional_count("policy.train_global_batch_size")
-        return AllowedGpuCounts(
-            parallel, None if batch is None else common.divisors_of_batch(batch, parallel, self.cluster.gpus)
-        )
+        counts = None if batch is None else common.divisors_of_batch(batch, parallel, self.cluster.gpus)
+        return Variant(multiple_of=parallel, gpus=counts)
 
     def pool_sizes(self) -> list[int]:
         """A part of the only node, or whole nodes; on several nodes at least one."""

@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks import common
-from trimtab.formats.frameworks.common import AllowedGpuCounts, FrameworkConfig
+from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.model.workflow import Cluster, Profile
+from trimtab.model.workflow import Cluster, Profile, Variant
 
 _PER_NODE = 8  # OpenRLHF's default
 
@@ -178,18 +178,17 @@ class OpenRlhf(FrameworkConfig):
             ),
         ]
 
-    def sizes(self, name: str) -> AllowedGpuCounts:
+    def sizes(self, name: str) -> Variant:
         """DeepSpeed splits a training batch evenly into micro-batches, and every process makes experience."""
         if name == "rollout":
-            return AllowedGpuCounts(self.engine_gpus)
+            return Variant(multiple_of=self.engine_gpus)
         count = self.reader.count
         parallel = self.reader.product("ds", "tensor_parallel_size", "ring_attn_size")
         batch, micro = count("train.batch_size", 128), count("train.micro_batch_size", 1)
         samples = self.batches * count("rollout.n_samples_per_prompt", 1)
         highest = min(samples // count("rollout.micro_batch_size", 1), self.cluster.gpus // parallel)
-        return AllowedGpuCounts(
-            parallel, tuple(dp * parallel for dp in range(1, highest + 1) if batch % (micro * dp) == 0)
-        )
+        counts = tuple(dp * parallel for dp in range(1, highest + 1) if batch % (micro * dp) == 0)
+        return Variant(multiple_of=parallel, gpus=counts)
 
     def current(self) -> CurrentPlacement:
         first = 0 if self.shares else self.actor_gpus

@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks import common
-from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import as_number
 from trimtab.formats.frameworks.rlinf import KEY, Rlinf, placement_text, stated_placement
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
-from trimtab.model.workflow import Component, ComponentProfile
+from trimtab.model.workflow import Component, ComponentProfile, Variant
 
 _ADD_PROFILE = (
     "add profile_data: {env_profile_data: {ENVIRONMENTS: SECONDS}, rollout_profile_data: {...}, actor_cost: SECONDS}"
@@ -59,13 +58,11 @@ class Embodied(Rlinf):
         self.assumptions.append("no instance has more environments than were measured")
         env, max_envs = self._points("env_profile_data")
         rollout, max_rollouts = self._points("rollout_profile_data")
-        counts = [g for g in range(1, self.total + 1) if self.batches / g <= max_envs and self.batches % g == 0]
+        each = {g: self.batches / g for g in range(1, self.total + 1)}
         self.allowed = {
-            "env": AllowedGpuCounts(gpus=tuple(counts)),
-            "rollout": AllowedGpuCounts(
-                gpus=tuple(g for g in range(1, self.total + 1) if self.batches / g <= max_rollouts)
-            ),
-            "actor": AllowedGpuCounts(),
+            "env": Variant(gpus=tuple(g for g, some in each.items() if some <= max_envs and some.is_integer())),
+            "rollout": Variant(gpus=tuple(g for g, some in each.items() if some <= max_rollouts)),
+            "actor": Variant(),
         }
         for name, most in (("env", max_envs), ("rollout", max_rollouts)):
             if not self.allowed[name].gpus:
@@ -79,7 +76,7 @@ class Embodied(Rlinf):
         points = {"env": env, "rollout": rollout, "actor": actor}
         return {name: ComponentProfile(name, found) for name, found in points.items()}
 
-    def sizes(self, name: str) -> AllowedGpuCounts:
+    def sizes(self, name: str) -> Variant:
         return self.allowed[name]
 
     def granularity(self, name: str) -> int | None:
@@ -104,9 +101,9 @@ class Embodied(Rlinf):
 
     def settings(self, plan: Plan) -> PlanSettings:
         for name in self.COMPONENTS:
-            count, allowed = len(plan.placed(name).gpus), self.allowed[name].gpus
-            if allowed is not None and count not in allowed:
-                only = f", only {', '.join(map(str, allowed))}" if allowed else ""
+            count, allowed = len(plan.placed(name).gpus), self.allowed[name]
+            if not allowed.allows(count):
+                only = f", only {', '.join(map(str, allowed.gpus))}" if allowed.gpus else ""
                 raise InputError(f"RLinf cannot run this plan: {name} cannot have {count} GPUs{only}")
         values = {KEY: self._placement(plan)}
         return PlanSettings(values, self.block(values))
@@ -138,7 +135,7 @@ class Embodied(Rlinf):
         units = chunks * reader.count("env.train.rollout_epoch", 1) * stages
         return units, 1, f"streaming between env and rollout: {stages} pipeline stages of {units // stages} steps each"
 
-    def _checked_sizes(self) -> dict[str, AllowedGpuCounts]:
+    def _checked_sizes(self) -> dict[str, Variant]:
         """GPU counts that pass RLinf's start-up checks of environments and of the actor's batch; the file's own do."""
         reader, total, placed = self.reader, self.total, self.placed
         stages = reader.count("rollout.pipeline_stage_num", 1)
@@ -161,7 +158,7 @@ class Embodied(Rlinf):
             if name in placed:
                 allowed[name].add(len(placed[name]))
         return {
-            name: AllowedGpuCounts(gpus=tuple(sorted(some))) if len(some) < total else AllowedGpuCounts()
+            name: Variant(gpus=tuple(sorted(some))) if len(some) < total else Variant()
             for name, some in allowed.items()
         }
 

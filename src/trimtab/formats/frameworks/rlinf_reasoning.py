@@ -14,12 +14,11 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.frameworks import common
-from trimtab.formats.frameworks.common import AllowedGpuCounts
 from trimtab.formats.frameworks.hydra_config import ComposedConfig
 from trimtab.formats.frameworks.rlinf import KEY, Rlinf, placement_text, stated_placement
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
-from trimtab.model.workflow import Component, ComponentProfile, Profile
+from trimtab.model.workflow import Component, ComponentProfile, Profile, Variant
 
 _ADD_PROFILE = (
     "add profile_data: {actor_cost: SECONDS, inference_cost: SECONDS, rollout_cost: SECONDS}, each the seconds of one "
@@ -106,19 +105,19 @@ class Reasoning(Rlinf):
         self.assumptions.append(f"no streaming: each component takes all its inputs at once ({why})")
         return False
 
-    def sizes(self, name: str) -> AllowedGpuCounts:
+    def sizes(self, name: str) -> Variant:
         reader = self.reader
         if name == "reward":
-            return AllowedGpuCounts()
+            return Variant()
         if name == "rollout":
-            return AllowedGpuCounts(reader.product("rollout", "tensor_parallel_size", "pipeline_parallel_size"))
+            return Variant(multiple_of=reader.product("rollout", "tensor_parallel_size", "pipeline_parallel_size"))
         section = "actor.model"
         if name in ("inference", "critic") and reader.has(f"{name}.model"):
             section = f"{name}.model"
         keys = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
         model_parallel = reader.product(section, *keys)
         if self.stated_batches is None:
-            return AllowedGpuCounts(model_parallel)
+            return Variant(multiple_of=model_parallel)
         group_size = reader.count("algorithm.group_size", 1)
         samples = self.stated_batches * group_size
         if samples % self.minibatches:
@@ -135,7 +134,7 @@ class Reasoning(Rlinf):
         }
         # The profile was measured on these counts, so they work, whatever the rule for mini-batches.
         allowed.update(g for g, _ in self.costs[name].seconds if g <= self.total and g % model_parallel == 0)
-        return AllowedGpuCounts(model_parallel, tuple(sorted(allowed)))
+        return Variant(multiple_of=model_parallel, gpus=tuple(sorted(allowed)))
 
     def rules(self, members: Mapping[str, Component]) -> FrameworkRules:
         names = [name for name, component in members.items() if not component.on_cpu]

@@ -23,14 +23,14 @@ from typing import Any, Literal
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks import common
-from trimtab.formats.frameworks.common import AllowedGpuCounts, FrameworkConfig
+from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait, number, step_number
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.model.workflow import Cluster, Node, Profile
+from trimtab.model.workflow import Cluster, Node, Profile, Variant
 from trimtab.plan.placement.spread import positions_of, spread
 
 TRAINING = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
@@ -298,14 +298,14 @@ class Verl(FrameworkConfig):
             words += [f"++{section}.nnodes={count}", f"++{section}.n_gpus_per_node={each}"]
         return [*words, f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={gpus}"]
 
-    def sizes(self, name: str) -> AllowedGpuCounts:
+    def sizes(self, name: str) -> Variant:
         reader = self.reader
         if name == "teacher":
-            return AllowedGpuCounts()
+            return Variant()
         if name in ("rollout", "reward"):
             section = _ROLLOUT if name == "rollout" else f"{self.reward_key}.rollout"
             keys = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-            return AllowedGpuCounts(reader.product(section, *keys))
+            return Variant(multiple_of=reader.product(section, *keys))
         if reader.text(f"{_ACTOR}.strategy", "fsdp") == "megatron":
             keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
             parallel = split = reader.product(f"{_ACTOR}.megatron", *keys)
@@ -313,11 +313,11 @@ class Verl(FrameworkConfig):
             parallel = reader.count(f"{_ACTOR}.ulysses_sequence_parallel_size", 1)
             split = 1  # here verl requires the batch to divide by all GPUs, whatever the sequence parallelism
         if reader.get(f"{_ACTOR}.use_dynamic_bsz", False) is True or not reader.has("data.train_batch_size"):
-            return AllowedGpuCounts(parallel)
+            return Variant(multiple_of=parallel)
         samples = (self.taken_at_once if self.without_batch else self.batches) * reader.count(f"{_ROLLOUT}.n", 1)
         if split > 1:
             samples //= reader.count(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1)
-        return AllowedGpuCounts(parallel, common.divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
+        return Variant(multiple_of=parallel, gpus=common.divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
