@@ -112,6 +112,9 @@ class MemoryNeed:
         return block
 
 
+PROCESS = MemoryTerm("process", "CUDA context and communication buffers", PROCESS_GB)
+
+
 def estimate(model: Architecture, settings: MemorySettings) -> tuple[MemoryNeed, ...]:
     """The needs of trainer, rollout and inference (or a reference model)."""
     settings = check(settings)
@@ -163,13 +166,12 @@ def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
         layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
         gathered = 2 * layer * PRECISIONS[run.precision] / GB
         working.append(MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x {run.precision}", gathered))
-    process = _process()
     moved = {"none": (), "optimizer": (optimizer,), "all": (weights, gradients, optimizer)}[run.offload]
     kept = tuple(term for term in (weights, gradients, optimizer) if term not in moved)
     # Gradients are freed between steps, not moved.
     host = tuple(term for term in moved if term is not gradients)
     return MemoryNeed(
-        "trainer", (weights, gradients, optimizer, *working, process), (*kept, process), host, run.gpus, model.notes
+        "trainer", (weights, gradients, optimizer, *working, PROCESS), (*kept, PROCESS), host, run.gpus, model.notes
     )
 
 
@@ -186,7 +188,6 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         * PRECISIONS[run.kv_precision]
         / min(run.rollout_tp, model.kv_shards)
     )
-    process = _process()
     notes: list[str] = []
     if run.gpu_memory_gb is None:
         cached = run.concurrent * run.sequence_length
@@ -195,7 +196,7 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         notes.append("without --gpu-memory-gb the KV cache is that of --concurrent answers of full length")
     else:
         engine = run.kv_share * run.gpu_memory_gb
-        free = engine - weights.gb - process.gb
+        free = engine - weights.gb - PROCESS.gb
         formula = f"{run.kv_share:g} x {run.gpu_memory_gb:g} GB - weights - process"
         cache = MemoryTerm("KV cache", formula, max(0.0, free))
         answers = int(free * GB / (per_token * run.sequence_length)) if free > 0 else 0
@@ -203,17 +204,16 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         if answers < 1:
             notes.append("the KV cache does not hold a single answer: raise --kv-share or --rollout-tp")
     # A sleeping engine frees weights and cache; the next weight sync restores the weights.
-    resident = (process,) if run.offload == "all" else (weights, process)
-    return MemoryNeed("rollout", (weights, cache, process), resident, (), run.gpus, tuple(notes))
+    resident = (PROCESS,) if run.offload == "all" else (weights, PROCESS)
+    return MemoryNeed("rollout", (weights, cache, PROCESS), resident, (), run.gpus, tuple(notes))
 
 
 def _inference(model: Architecture, run: MemorySettings) -> MemoryNeed:
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
     working = [*_activations(model, run, training=False), _logits(model, run, LOGIT_BYTES_FORWARD)]
-    process = _process()
     moved = run.offload == "all"
-    resident = (process,) if moved else (weights, process)
-    return MemoryNeed("inference", (weights, *working, process), resident, (weights,) if moved else (), run.gpus)
+    resident = (PROCESS,) if moved else (weights, PROCESS)
+    return MemoryNeed("inference", (weights, *working, PROCESS), resident, (weights,) if moved else (), run.gpus)
 
 
 def _states(
@@ -268,10 +268,6 @@ def _logits(model: Architecture, run: MemorySettings, size: int) -> MemoryTerm:
     tokens = run.micro_batch * run.sequence_length
     formula = f"{tokens:,} tokens x {model.vocabulary:,} words x {size} B / tp {run.tp}"
     return MemoryTerm("logits", formula, size * tokens * model.vocabulary / run.tp / GB)
-
-
-def _process() -> MemoryTerm:
-    return MemoryTerm("process", "CUDA context and communication buffers", PROCESS_GB)
 
 
 def _word(option: str, word: str, known: Mapping[str, object]) -> str:

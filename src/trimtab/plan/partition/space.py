@@ -33,14 +33,6 @@ UNLIMITED = float(np.finfo(np.float64).max)
 
 
 @dataclass(frozen=True)
-class ClassLinks:
-    """Links between classes: Mbit/s and latency in seconds. Rows send, columns receive."""
-
-    mbps: Floats
-    latency: Floats
-
-
-@dataclass(frozen=True)
 class PartitionSpace:
     """The arrays of a job for given classes of hosts.
 
@@ -169,19 +161,13 @@ def _interchangeable(job: PipelineJob, links: dict[tuple[str, str], HostLink], a
 def space_of(job: PipelineJob, classes: list[list[Host]]) -> PartitionSpace:
     """The arrays of a job, with the links of the first two members of its classes."""
     links = link_table(job)
-    size = len(classes)
-    joins = ClassLinks(np.zeros((size, size)), np.zeros((size, size)))
+    layers, size = job.model.layers, len(classes)
+    mbps, latency = np.zeros((size, size)), np.zeros((size, size))  # rows send, columns receive
     for u, senders in enumerate(classes):
         for v, receivers in enumerate(classes):
             # A class of one host never sends to itself; that entry is not used.
             receiver = receivers[-1] if u == v else receivers[0]
-            joins.mbps[u, v], joins.latency[u, v] = join_of(job, links, senders[0], receiver)
-    return arrays(job, classes, joins)
-
-
-def arrays(job: PipelineJob, classes: list[list[Host]], joins: ClassLinks) -> PartitionSpace:
-    """The arrays of a job for classes with these links."""
-    layers, size = job.model.layers, len(classes)
+            mbps[u, v], latency[u, v] = join_of(job, links, senders[0], receiver)
     kinds = {kind.name: kind for kind in job.types}
     by_class = [kinds[members[0].type] for members in classes]
     crossing = crossing_bytes(job)
@@ -194,7 +180,7 @@ def arrays(job: PipelineJob, classes: list[list[Host]], joins: ClassLinks) -> Pa
         seconds[t] = np.maximum(elapsed[None, :] - elapsed[:, None], 0.0)
         fits[t] = need < capacity_bytes(job, kind)
     with np.errstate(divide="ignore", invalid="ignore"):
-        cut = joins.latency[None] + crossing[:, None, None] / (joins.mbps[None] * MIB / 8)
+        cut = latency[None] + crossing[:, None, None] / (mbps[None] * MIB / 8)
     cut[crossing == 0] = 0.0
     ends = [_end(job, classes, host, float(crossing[at])) for host, at in ((job.source, 0), (job.sink, layers))]
     most = min(job.max_devices or layers, layers, sum(len(members) for members in classes))
