@@ -21,7 +21,7 @@ from trimtab.formats.logs import measured
 from trimtab.formats.logs import tensorboard as tensorboard_events
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.measured import CostSample
-from trimtab.formats.logs.records import LogFramework, StepRecord, raw_lines, unwrapped
+from trimtab.formats.logs.records import LogFramework, StepRecord, read_lines
 from trimtab.model.workflow import ComponentProfile, Profile
 
 FRAMEWORKS: Mapping[str, LogFramework] = {name: framework.LOG for name, framework in registry.FRAMEWORKS.items()}
@@ -131,7 +131,7 @@ def detect(files: Sequence[Path]) -> LogFramework:
                     if scalar.tag.startswith(framework.prefix):
                         return framework
             continue
-        for line in unwrapped(raw_lines(path), FRAMEWORKS["verl"].line_start):
+        for line in read_lines(path, line_start=FRAMEWORKS["verl"].line_start):
             for framework in FRAMEWORKS.values():
                 if framework.marker.search(line.text):
                     return framework
@@ -167,7 +167,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[StepRecord]:
     if not tensorboard_events.is_event_file(path):
-        yield from framework.parse(unwrapped(raw_lines(path), framework.line_start))
+        yield from framework.parse(path)
         return
 
     def cut_off() -> None:

@@ -138,9 +138,10 @@ class LogFramework:
         """Whether a logged value is used; the rest is dropped early, as logs are large."""
         return name.startswith(self._kept)
 
-    def parse(self, lines: Iterable[LogLine]) -> Iterator[StepRecord]:
+    def parse(self, path: Path) -> Iterator[StepRecord]:
+        """The records of a text log. Raises InputError."""
         parser = self.parser()
-        for line in lines:
+        for line in read_lines(path, self.needles, self.line_start):
             yield from parser.take(line)
         yield from parser.end()
 
@@ -173,25 +174,6 @@ class LogLine:
 
     text: str
     whole: bool = True
-
-
-def read_lines(path: Path) -> Iterator[LogLine]:
-    """The cleaned lines of a log, of bounded length. Raises InputError."""
-    return (LogLine(clean(raw), whole) for raw, whole in raw_lines(path))
-
-
-def raw_lines(path: Path) -> Iterator[tuple[str, bool]]:
-    """The raw lines of a log, and whether each is whole."""
-    try:
-        with path.open("rb") as file:
-            while data := file.readline(MAX_LINE_BYTES):
-                whole = data.endswith(b"\n")
-                # A progress bar redraws itself with carriage returns: each state counts as a line.
-                parts = data.decode("utf-8", errors="replace").rstrip("\n").split("\r")
-                for position, part in enumerate(parts):
-                    yield part, whole or position < len(parts) - 1
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from None
 
 
 def uncoloured(text: str) -> str:
@@ -304,16 +286,6 @@ class WrappedLines:
         self._last = len(text)
 
 
-def unwrapped(lines: Iterable[tuple[str, bool]], line_start: re.Pattern[str] | None) -> Iterator[LogLine]:
-    """The lines of a log with wrapped ones joined."""
-    wraps = WrappedLines(line_start)
-    for raw, whole in lines:
-        for _, line in wraps.take(raw, whole):
-            yield line
-    for _, line in wraps.end():
-        yield line
-
-
 def _joined(before: str, after: str) -> str:
     """Two pieces of a line, with the lost blank between them restored."""
     lost = (before.endswith(" -") and not after.startswith(" ")) or (
@@ -327,3 +299,57 @@ def _is_item(text: str) -> bool:
     return (
         bool(colon and name) and not any(c.isspace() for c in name) and (number(value) is not None or value in _WORDS)
     )
+
+
+class LineBytes:
+    """Splits a text file into lines that contain a needle, each with its process; `count` is its number."""
+
+    def __init__(self, needles: tuple[bytes, ...], line_start: re.Pattern[str] | None = None) -> None:
+        self.count = 0
+        self._needles = needles
+        self._wraps = WrappedLines(line_start)
+        self._rest = b""
+
+    def take(self, data: bytes) -> Iterator[tuple[str, LogLine]]:
+        """The lines completed by these bytes. A carriage return ends a line too: progress bars use it."""
+        # A file truncated under its writer begins with zeros.
+        data = data.replace(b"\r", b"\n").replace(b"\0", b"")
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            # No log has such lines: dropped, so that no file fills the memory.
+            self._rest = b""
+        for line in whole:
+            self.count += 1
+            # A line after one that may be wrapped is always checked.
+            if self._wraps.holds or any(needle in line for needle in self._needles):
+                yield from self._wraps.take(_decoded(line[:MAX_LINE_BYTES]))
+
+    def quiet(self) -> Iterator[tuple[str, LogLine]]:
+        """Nothing came for a while: release the line held back."""
+        yield from self._wraps.end()
+
+    def end(self) -> Iterator[tuple[str, LogLine]]:
+        """The last line if it has no newline: it may be cut off."""
+        rest, self._rest = self._rest, b""
+        if rest.strip():
+            self.count += 1
+            yield from self._wraps.take(_decoded(rest), whole=False)
+        yield from self._wraps.end()
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+def read_lines(
+    path: Path, needles: tuple[bytes, ...] = (b"",), line_start: re.Pattern[str] | None = None
+) -> Iterator[LogLine]:
+    """The lines of a log that contain a needle, with wrapped ones joined. Raises InputError."""
+    lines = LineBytes(needles, line_start)
+    try:
+        with path.open("rb") as file:
+            while data := file.read(MAX_LINE_BYTES):
+                yield from (line for _, line in lines.take(data))
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    yield from (line for _, line in lines.end())
