@@ -307,28 +307,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("factory", help="package.module:factory or file.py:factory")
     parser.add_argument("--model-name", default="", help="the model's name in models.yml")
     parser.add_argument("--blocks", default="", help="path of the list of blocks in the model: model.layers")
-    parser.add_argument("--input", default="", help="shape without the batch (128,2048), or module:make_input")
+    parser.add_argument(
+        "--input",
+        dest="model_input",
+        metavar="INPUT",
+        default="",
+        help="shape without the batch (128,2048), or module:make_input",
+    )
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--dtype", default="torch.float32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument("--warmup", type=int, default=2, help="passes that do not count")
     parser.add_argument("--repeats", type=int, default=5, help="passes that count")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads")
-    given = parser.parse_args(arguments)
+    given = vars(parser.parse_args(arguments))
     try:
-        measured = profile_layers(
-            given.factory,
-            model_name=given.model_name,
-            blocks=given.blocks,
-            model_input=given.input,
-            batch_size=given.batch_size,
-            dtype=given.dtype,
-            device=given.device,
-            warmup=given.warmup,
-            repeats=given.repeats,
-            threads=given.threads,
-            progress=lambda sentence: print(sentence, file=sys.stderr),
-        )
+        measured = profile_layers(**given, progress=lambda sentence: print(sentence, file=sys.stderr))
     except block_chain.InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ on a GPU. It must never be silently optimistic: peaks are added as if they coinc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,15 +132,13 @@ def check(settings: MemorySettings) -> MemorySettings:
         raise InputError("--kv-share is above 0 and at most 1", hint="it is the engine's gpu_memory_utilization")
     if settings.gpu_memory_gb is not None and not 0 < settings.gpu_memory_gb < math.inf:
         raise InputError("--gpu-memory-gb must be more than 0")
-    settings = replace(
-        settings,
-        optimizer=_word("--optimizer", settings.optimizer, OPTIMIZERS),
-        precision=_word("--precision", settings.precision, PRECISIONS),
-        gradients=_word("--gradients", settings.gradients, PRECISIONS),
-        rollout_precision=_word("--rollout-precision", settings.rollout_precision, PRECISIONS),
-        kv_precision=_word("--kv-precision", settings.kv_precision, PRECISIONS),
-        offload=_word("--offload", settings.offload, dict.fromkeys(OFFLOADS)),
-    )
+    known: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "offload": OFFLOADS}
+    known |= dict.fromkeys(("precision", "gradients", "rollout_precision", "kv_precision"), PRECISIONS)
+    words = {name: str(getattr(settings, name)).lower() for name in known}
+    for name, word in words.items():
+        if word not in known[name]:
+            raise unknown(word, known[name], what=f"--{name.replace('_', '-')} {{}} is not known")
+    settings = replace(settings, **words)
     split = settings.tp * settings.pp
     if settings.gpus % split:
         raise InputError(f"--gpus {settings.gpus} is no multiple of tp x pp = {split}")
@@ -268,12 +266,6 @@ def _logits(model: Architecture, run: MemorySettings, size: int) -> MemoryTerm:
     tokens = run.micro_batch * run.sequence_length
     formula = f"{tokens:,} tokens x {model.vocabulary:,} words x {size} B / tp {run.tp}"
     return MemoryTerm("logits", formula, size * tokens * model.vocabulary / run.tp / GB)
-
-
-def _word(option: str, word: str, known: Mapping[str, object]) -> str:
-    if word.lower() in known:
-        return word.lower()
-    raise unknown(word.lower(), known, what=f"{option} {{}} is not known")
 
 
 def _round_up(gb: float) -> float:
