@@ -90,6 +90,9 @@ class FrameworkConfig(ABC):
         workflow = Workflow(tuple(members.values()), self.batches, self.staleness, sync)
         check_workflow(workflow)
         rules = self.rules(members)
+        placed = {*self.costs, *self.NOT_PLACED, WEIGHT_SYNC}
+        others = [c.name for c in self.profile.components if c.name not in placed] if self.profile else []
+        note = f"not part of the plan, though in the profile: {', '.join(others)}"
 
         def settings(plan: Plan) -> PlanSettings:
             check_expressible(plan, rules)
@@ -102,13 +105,38 @@ class FrameworkConfig(ABC):
             settings=settings,
             rules=rules,
             current=self.current(),
-            assumptions=(*self.assumptions, *self.notes(), *not_placed(self.profile, (*self.costs, *self.NOT_PLACED))),
+            assumptions=(*self.assumptions, *self.notes(), *([note] if others else [])),
             literal=self.composed.literal,
             states=self.composed.states,
         )
 
     def stated_costs(self) -> dict[str, ComponentProfile]:
-        return costs(self.profile, self.COMPONENTS, self.REQUIRED, self.TITLE, self.path)
+        return self.profiled(self.COMPONENTS, self.REQUIRED)
+
+    def profiled(
+        self, known: Sequence[str], required: Sequence[str], hints: Mapping[str, str] | None = None
+    ) -> dict[str, ComponentProfile]:
+        """The known components of the profile, in order. Raises InputError for missing ones and waits."""
+        if self.profile is None:
+            raise InputError(
+                f"component costs are unknown: a {self.TITLE} config has no times",
+                where=self.path,
+                hint="make a profile from the logs of a run with `trimtab profile logs`, and give it with "
+                "--profile FILE",
+            )
+        found = {name: measured for name in known if (measured := self.profile.component(name)) is not None}
+        for measured in found.values():
+            refuse_waits(measured)
+        for name in required:
+            if name not in found:
+                near = nearest(name, [c.name for c in self.profile.components])
+                meant = f"; did you mean {near}?" if near else ""
+                raise InputError(
+                    f"the profile has no {name}, which {self.TITLE} training needs{meant}",
+                    where=f"profile ({self.profile.source})",
+                    hint=(hints or {}).get(name, f"it knows: {', '.join(known)}"),
+                )
+        return found
 
     @property
     def title(self) -> str:
@@ -146,11 +174,27 @@ class FrameworkConfig(ABC):
         raise NotImplementedError
 
     def pool_sizes(self) -> Sequence[int]:
-        return pool_sizes(self.cluster)
+        """Pool sizes that `nodes x GPUs per node` can express on this cluster."""
+        nodes = [node.gpus for node in self.cluster.nodes]
+        return [size for size in range(1, sum(nodes) + 1) if even_splits(size, nodes)]
 
     def rules(self, members: Mapping[str, Component]) -> FrameworkRules:
-        allowed = groupings(self.options(), members, self.pool_sizes(), self.path)
-        return FrameworkRules(self.title, allowed, even_nodes=True)
+        """The groupings whose pools each have a size that suits all members."""
+        allowed, ruled_out, sizes = [], [], self.pool_sizes()
+        for option in self.options():
+            pools = [AllowedGroup(frozenset(p), runnable(sizes, (members[name] for name in p))) for p in option if p]
+            bad = next((pool for pool in pools if not pool.sizes), None)
+            if bad is None:
+                allowed.append(tuple(pools))
+            else:
+                ruled_out.append(", ".join(sorted(bad.components)))
+        if not allowed:
+            raise InfeasibleError(
+                f"no number of GPUs suits the parallel sizes and batch sizes of: {ruled_out[0]}",
+                where=self.path,
+                hint="change the parallel sizes or the batch size so that some number of GPUs divides them",
+            )
+        return FrameworkRules(self.title, tuple(allowed), even_nodes=True)
 
     def notes(self) -> Iterable[str]:
         """Assumptions beyond the costs."""
@@ -184,36 +228,6 @@ def check_gpus(gpus: int, what: str, where: str | None = None) -> None:
         raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MAX_COUNT:,}", where=where)
 
 
-def costs(
-    profile: Profile | None,
-    known: Sequence[str],
-    required: Sequence[str],
-    framework: str,
-    where: str,
-    hints: Mapping[str, str] | None = None,
-) -> dict[str, ComponentProfile]:
-    """The measured components that a framework has, in its order. Raises InputError for missing ones and waits."""
-    if profile is None:
-        raise InputError(
-            f"component costs are unknown: a {framework} config has no times",
-            where=where,
-            hint="make a profile from the logs of a run with `trimtab profile logs`, and give it with --profile FILE",
-        )
-    found = {name: measured for name in known if (measured := profile.component(name)) is not None}
-    for measured in found.values():
-        refuse_waits(measured)
-    for name in required:
-        if name not in found:
-            near = nearest(name, [c.name for c in profile.components])
-            meant = f"; did you mean {near}?" if near else ""
-            raise InputError(
-                f"the profile has no {name}, which {framework} training needs{meant}",
-                where=f"profile ({profile.source})",
-                hint=(hints or {}).get(name, f"it knows: {', '.join(known)}"),
-            )
-    return found
-
-
 def refuse_waits(measured: ComponentProfile) -> None:
     """Refuse a time that contains waiting: it must not be planned with."""
     if measured.waits:
@@ -233,47 +247,9 @@ def weight_sync(profile: Profile | None, source: str, target: str) -> WeightSync
     return WeightSync(source=source, target=target, shared_seconds=seconds, separate_seconds=seconds)
 
 
-def not_placed(profile: Profile | None, known: Iterable[str]) -> tuple[str, ...]:
-    """A note on measured components that are not part of the plan, if any."""
-    names = {*known, WEIGHT_SYNC}
-    others = [c.name for c in profile.components if c.name not in names] if profile else []
-    return (f"not part of the plan, though in the profile: {', '.join(others)}",) if others else ()
-
-
-def pool_sizes(cluster: Cluster) -> list[int]:
-    """Pool sizes that `nodes x GPUs per node` can express on this cluster."""
-    nodes = [node.gpus for node in cluster.nodes]
-    return [size for size in range(1, sum(nodes) + 1) if even_splits(size, nodes)]
-
-
 def runnable(sizes: Iterable[int], members: Iterable[Component]) -> tuple[int, ...]:
     variants = [variant for member in members for variant in member.variants]
     return tuple(size for size in sizes if all(variant.allows(size) for variant in variants))
-
-
-def groupings(
-    options: Iterable[Sequence[Sequence[str]]],
-    components: Mapping[str, Component],
-    sizes: Sequence[int],
-    where: str,
-) -> tuple[tuple[AllowedGroup, ...], ...]:
-    """The groupings whose pools each have a size that suits all members."""
-    allowed = []
-    ruled_out: list[str] = []
-    for option in options:
-        pools = [AllowedGroup(frozenset(p), runnable(sizes, (components[name] for name in p))) for p in option if p]
-        bad = next((pool for pool in pools if not pool.sizes), None)
-        if bad is None:
-            allowed.append(tuple(pools))
-        else:
-            ruled_out.append(", ".join(sorted(bad.components)))
-    if not allowed:
-        raise InfeasibleError(
-            f"no number of GPUs suits the parallel sizes and batch sizes of: {ruled_out[0]}",
-            where=where,
-            hint="change the parallel sizes or the batch size so that some number of GPUs divides them",
-        )
-    return tuple(allowed)
 
 
 def check_expressible(plan: Plan, rules: FrameworkRules) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError
-from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.hydra_config import as_number
 from trimtab.formats.frameworks.rlinf import KEY, Rlinf, placement_text, stated_placement
 from trimtab.formats.loaded import PlanSettings
@@ -50,7 +49,7 @@ class Embodied(Rlinf):
             self.staleness = max(1, math.ceil(reader.number("algorithm.staleness_threshold", 1)))
         if self.profile is not None:
             self.allowed = self._checked_sizes()
-            return common.costs(self.profile, self.COMPONENTS, self.COMPONENTS, self.TITLE, self.path)
+            return self.profiled(self.COMPONENTS, self.COMPONENTS)
         self.batches = reader.count("data.env_num", hint="add data.env_num: the number of environments")
         self.chunk = None
         self.check_profile_data(("env_profile_data", "rollout_profile_data", "actor_cost", "gpus"), _ADD_PROFILE)

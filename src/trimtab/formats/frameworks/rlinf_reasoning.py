@@ -57,7 +57,7 @@ class Reasoning(Rlinf):
         if self.profile is not None:
             names = ["rollout", *inference, "trainer" if self.profile.component("trainer") else "actor"]
             hints = {"inference": "without a separate inference set algorithm.recompute_logprobs=false"}
-            return common.costs(self.profile, names, names, self.TITLE, self.path, hints)
+            return self.profiled(names, names, hints)
         self.check_profile_data([*(f"{name}_cost" for name in self.COMPONENTS), "gpus"], _ADD_PROFILE)
         both = [name for name in ("trainer", "actor") if reader.has(f"profile_data.{name}_cost")]
         if len(both) > 1:

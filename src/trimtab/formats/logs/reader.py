@@ -119,7 +119,7 @@ def read(
     samples = samples_of(source, steps, facts)
     logs_gpus.check_names(given, samples)
     curve = rollout_lengths.read(lengths, group_size) if lengths else ((), ())
-    return _profile(source, run, steps, samples, facts, warmup, kind, curve)
+    return _profile(run, warmup, samples, facts, kind, curve)
 
 
 def detect(files: Sequence[Path]) -> LogFramework:
@@ -193,15 +193,14 @@ def disagree(framework: LogFramework, record: StepRecord, other: StepRecord) -> 
 
 
 def _profile(
-    framework: LogFramework,
     run: JoinedSteps,
-    steps: list[StepRecord],
+    warmup: int,
     samples: dict[str, list[CostSample]],
     facts: RunFacts,
-    warmup: int,
     kind: str,
     completion: tuple[rollout_lengths.CompletionCurve, tuple[str, ...]],
 ) -> Profile:
+    framework, steps = run.framework, run.steps(warmup)
     if not samples:
         alternatives = itertools.chain.from_iterable(framework.parts.values())
         raise InputError(
@@ -213,7 +212,7 @@ def _profile(
         raise InputError(
             f"the log does not state the number of GPUs of: {', '.join(missing)}", hint=logs_gpus.GPUS_HINT
         )
-    notes = _step_notes(framework, run, steps, warmup)
+    notes = _step_notes(run, warmup)
     waits, derived = waits_of(framework, steps, samples, facts)
     if derived:
         notes.append(
@@ -335,7 +334,8 @@ def _overlap(
     return f"the components together take {statistics.median(ratios):.2f} times their step, so they ran side by side"
 
 
-def _step_notes(framework: LogFramework, run: JoinedSteps, steps: list[StepRecord], warmup: int) -> list[str]:
+def _step_notes(run: JoinedSteps, warmup: int) -> list[str]:
+    framework, steps = run.framework, run.steps(warmup)
     notes: list[str] = []
     found = sum(len(piece) for piece in run.pieces)
     numbers = f"steps {steps[0].step} to {steps[-1].step}" if len(run.pieces) == 1 else "all pieces"

@@ -39,7 +39,7 @@ def lower_bound(space: PartitionSpace, objective: Objective) -> float:
     if objective == "latency":
         return PathFinder(space, UNLIMITED).priced(np.zeros(space.classes)).whole
     values, endless = candidates(space), np.zeros(space.classes)
-    least = first_true(len(values), lambda at: np.isfinite(PathFinder(space, values[at]).priced(endless).whole))
+    least = first_true(len(values), lambda at: PathFinder(space, values[at]).priced(endless).whole < np.inf)
     steps = np.arange(space.layers)
     work = float(space.seconds[:, steps, steps + 1].min(axis=0).sum())
     return max(float(values[least]) if least < len(values) else np.inf, work / space.max_devices)
