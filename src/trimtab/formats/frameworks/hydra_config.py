@@ -70,6 +70,9 @@ class ConfigReader:
     def where(self, key: str) -> str:
         return f"{self.path}: {key}"
 
+    def error(self, key: str, what: str, hint: str | None = None) -> InputError:
+        return InputError(what, where=self.where(key), hint=hint)
+
     def has(self, key: str) -> bool:
         """Whether the key is set and not null; an interpolation counts as set, resolvable or not."""
         from omegaconf.errors import OmegaConfBaseException
@@ -94,17 +97,17 @@ class ConfigReader:
         except OmegaConfBaseException as error:
             full_key = str(getattr(error, "full_key", None) or key)
             if "nterpolation" in type(error).__name__:
-                raise InputError(
+                raise self.error(
+                    full_key,
                     f"this value cannot be resolved: {_first_line(error)}",
-                    where=self.where(full_key),
-                    hint=f"give it on the command line: {full_key}=VALUE",
+                    f"give it on the command line: {full_key}=VALUE",
                 ) from None
-            raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(full_key)) from None
+            raise self.error(full_key, f"this cannot be read: {_first_line(error)}") from None
         except (RecursionError, ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(key)) from None
+            raise self.error(key, f"this cannot be read: {_first_line(error)}") from None
         fault = plain.fault_of(value)
         if fault is not None:
-            raise InputError(fault[0], where=self.where(f"{key}.{fault[1]}" if fault[1] else key))
+            raise self.error(f"{key}.{fault[1]}" if fault[1] else key, fault[0])
         return default if value is None else value
 
     def missing(self, key: str, hint: str | None = None) -> InputError:
@@ -144,27 +147,27 @@ class ConfigReader:
             raise self.missing(key, hint)
         number = as_number(value)
         if number is None or not is_valid(number):
-            raise InputError(f"{wanted}, not {value!r:.60}", where=self.where(key), hint=hint)
+            raise self.error(key, f"{wanted}, not {value!r:.60}", hint)
         return number
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if isinstance(value, bool):
             return value
-        raise InputError(f"true or false is expected, not {value!r:.60}", where=self.where(key))
+        raise self.error(key, f"true or false is expected, not {value!r:.60}")
 
     def text(self, key: str, default: str) -> str:
         value = self.get(key, default)
         if isinstance(value, str):
             return value
-        raise InputError(f"a word is expected, not {value!r:.60}", where=self.where(key))
+        raise self.error(key, f"a word is expected, not {value!r:.60}")
 
     def mapping(self, key: str) -> dict[Any, Any]:
         """A mapping; empty if the key is absent."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
-        raise InputError(f"a mapping of keys is expected, not {value!r:.60}", where=self.where(key))
+        raise self.error(key, f"a mapping of keys is expected, not {value!r:.60}")
 
     def plain(self) -> dict[str, Any]:
         """Everything as plain data; unresolvable interpolations stay as text."""

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from trimtab.core.errors import InputError
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
@@ -141,9 +140,9 @@ def gpus_of(reader: ConfigReader) -> NemoRlGpus:
     teacher_nodes = _teacher_nodes(reader)
     nodes -= teacher_nodes
     if nodes < 1:
-        raise InputError(
+        raise reader.error(
+            f"{_TEACHERS}.non_colocated_teachers",
             f"teachers take {teacher_nodes} of {nodes + teacher_nodes} nodes: none is left",
-            where=reader.where(f"{_TEACHERS}.non_colocated_teachers"),
         )
     reward = 0
     if reader.has(_REWARD):
@@ -159,10 +158,10 @@ def gpus_of(reader: ConfigReader) -> NemoRlGpus:
             generation = reader.count(f"{_RESOURCES}.num_nodes") * per_node
         policy = rest - generation
     if policy < 1:
-        raise InputError(
+        raise reader.error(
+            _RESOURCES,
             f"generation takes {generation} and a reward model {reward} of {nodes * per_node} GPUs: none is left for "
             "training",
-            where=reader.where(_RESOURCES),
         )
     return NemoRlGpus(nodes, per_node, teacher_nodes, reward, generation, policy, colocated)
 
@@ -215,10 +214,10 @@ class NemoRl(FrameworkConfig):
         self.backend = reader.text("policy.generation.backend", "vllm")
         self.staleness, self.chunk = self._mode()
         if self.staleness and self.gpus.colocated and self.backend != "megatron":
-            raise InputError(
+            raise reader.error(
+                f"{_COLOCATED}.enabled",
                 "asynchronous training needs generation on GPUs of its own",
-                where=reader.where(f"{_COLOCATED}.enabled"),
-                hint=f"set {_COLOCATED}.enabled=false and say how many GPUs generation has now in {_RESOURCES}",
+                f"set {_COLOCATED}.enabled=false and say how many GPUs generation has now in {_RESOURCES}",
             )
 
     @classmethod

@@ -98,10 +98,10 @@ class OpenRlhf(FrameworkConfig):
         self.actor_gpus = actor_nodes * actor_per_node
         self.rollout_gpus = reader.count("vllm.num_engines") * self.engine_gpus
         if self.shares and self.rollout_gpus != self.actor_gpus:
-            raise InputError(
+            raise reader.error(
+                "vllm.num_engines",
                 f"engines have {self.rollout_gpus} GPUs and the actor {self.actor_gpus}: with train.colocate_all "
                 "they are the same",
-                where=reader.where("vllm.num_engines"),
             )
         self.on_actor_gpus, self.separate = self._others()
         taken = self.actor_gpus if self.shares else self.actor_gpus + self.rollout_gpus

@@ -163,10 +163,10 @@ class Rlinf(FrameworkConfig):
         reader = composed.reader
         kind = reader.text("runner.task_type", "")
         if (kind and kind not in TRAINS) or reader.boolean("runner.only_eval", False):
-            raise InputError(
+            raise reader.error(
+                "runner",
                 f"this is no RL training: runner.task_type is {kind}" if kind not in TRAINS else "this only evaluates",
-                where=reader.where("runner"),
-                hint=f"plans are made for runner.task_type {', '.join(TRAINS)}",
+                f"plans are made for runner.task_type {', '.join(TRAINS)}",
             )
         embodied = kind == "embodied" or reader.has("profile_data.env_profile_data")
         return (Embodied if embodied else Reasoning)(composed, profile).loaded()
@@ -191,17 +191,13 @@ class Rlinf(FrameworkConfig):
     def check_profile_data(self, known: Sequence[str], hint: str) -> None:
         """Refuse a config without `profile_data`, or with unknown keys in it."""
         if not self.reader.has("profile_data"):
-            raise InputError(
-                "profile_data is missing: component costs are unknown",
-                where=self.reader.where("profile_data"),
-                hint=hint,
-            )
+            raise self.reader.error("profile_data", "profile_data is missing: component costs are unknown", hint)
         for key in self.reader.mapping("profile_data"):
             if key not in known:
-                raise InputError(
+                raise self.reader.error(
+                    f"profile_data.{key}",
                     f"profile_data has no key {key}",
-                    where=self.reader.where(f"profile_data.{key}"),
-                    hint=meant(key, known, f"it has: {', '.join(known)}"),
+                    meant(key, known, f"it has: {', '.join(known)}"),
                 )
 
     def stated_cost(self, name: str, measured_on: int, hint: str | None = None) -> tuple[tuple[int, float], ...]:
@@ -215,10 +211,10 @@ class Rlinf(FrameworkConfig):
             count, cost = as_number(gpus), as_number(seconds)
             if count is None or count < 1 or count != int(count) or cost is None or cost < 0:
                 what = f"{gpus!r}: {seconds!r} is no pair of GPUs and finite seconds"
-                raise InputError(what, where=reader.where(key))
+                raise reader.error(key, what)
             points[int(count)] = cost
         if not points:
-            raise InputError("no time is given", where=reader.where(key), hint=f"write {name}_cost: {{GPUS: SECONDS}}")
+            raise reader.error(key, "no time is given", f"write {name}_cost: {{GPUS: SECONDS}}")
         return tuple(sorted(points.items()))
 
 
@@ -231,10 +227,10 @@ def cluster_size(reader: ConfigReader) -> tuple[int, int]:
         return nodes, per_node
     highest = max((gpus[-1] for gpus in _all_ranks(reader, None).values() if gpus), default=None)
     if highest is None or (highest + 1) % nodes:
-        raise InputError(
+        raise reader.error(
+            "cluster.num_gpus_per_node",
             "how many GPUs a node has is not stated",
-            where=reader.where("cluster.num_gpus_per_node"),
-            hint="add it to the file, or to the command: ++cluster.num_gpus_per_node=8",
+            "add it to the file, or to the command: ++cluster.num_gpus_per_node=8",
         )
     common.check_gpus(highest + 1, f"GPUs 0 to {highest:,}", reader.where(KEY))
     return nodes, (highest + 1) // nodes
@@ -246,7 +242,7 @@ def stated_placement(reader: ConfigReader) -> dict[str, Any]:
     for names, value in reader.mapping(KEY).items():
         for name in (part.strip() for part in str(names).split(",")):
             if name in placements:
-                raise InputError(f"{name} is placed twice", where=reader.where(f"{KEY}.{names}"))
+                raise reader.error(f"{KEY}.{names}", f"{name} is placed twice")
             if name:
                 placements[name] = value
     return placements
@@ -259,7 +255,7 @@ def ranks(reader: ConfigReader, total: int | None) -> dict[str, tuple[int, ...]]
         if not gpus:
             what = "on no GPU" if total is not None else "on GPUs that cannot be counted"
             hint = 'name GPUs, for example "0-3", or all'
-            raise InputError(f"{name} is placed {what}", where=reader.where(f"{KEY}.{name}"), hint=hint)
+            raise reader.error(f"{KEY}.{name}", f"{name} is placed {what}", hint)
     return found
 
 

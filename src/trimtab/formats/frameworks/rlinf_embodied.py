@@ -65,11 +65,11 @@ class Embodied(Rlinf):
         }
         for name, most in (("env", max_envs), ("rollout", max_rollouts)):
             if not self.allowed[name].gpus:
-                raise InputError(
+                raise reader.error(
+                    f"profile_data.{name}_profile_data",
                     f"{self.batches} environments on up to {self.total} GPUs are more per instance than the {most:g} "
                     "measured, or do not divide evenly",
-                    where=reader.where(f"profile_data.{name}_profile_data"),
-                    hint="measure more environments per instance, or change data.env_num",
+                    "measure more environments per instance, or change data.env_num",
                 )
         actor = self.stated_cost("actor", reader.count("profile_data.gpus", self.total))
         points = {"env": env, "rollout": rollout, "actor": actor}

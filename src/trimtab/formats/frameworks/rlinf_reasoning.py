@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
-from trimtab.core.errors import InputError
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.hydra_config import ComposedConfig
@@ -61,10 +60,10 @@ class Reasoning(Rlinf):
         self.check_profile_data([*(f"{name}_cost" for name in self.COMPONENTS), "gpus"], _ADD_PROFILE)
         both = [name for name in ("trainer", "actor") if reader.has(f"profile_data.{name}_cost")]
         if len(both) > 1:
-            raise InputError(
+            raise reader.error(
+                "profile_data",
                 "trainer_cost and actor_cost are two names for one cost",
-                where=reader.where("profile_data"),
-                hint="keep the one that is named in cluster.component_placement",
+                "keep the one that is named in cluster.component_placement",
             )
         measured_on = reader.count("profile_data.gpus", self.total)
         others = [name for name in ("reward", "critic") if reader.has(f"profile_data.{name}_cost")]
@@ -121,10 +120,10 @@ class Reasoning(Rlinf):
         group_size = reader.count("algorithm.group_size", 1)
         samples = self.stated_batches * group_size
         if samples % self.minibatches:
-            raise InputError(
+            raise reader.error(
+                "algorithm.n_minibatches",
                 f"{samples} samples (data.rollout_batch_size x algorithm.group_size) do not divide into "
                 f"{self.minibatches} mini-batches",
-                where=reader.where("algorithm.n_minibatches"),
             )
         minibatch = samples // self.minibatches
         allowed = {
@@ -154,9 +153,8 @@ class Reasoning(Rlinf):
             apart = [beside, *([name] for name in names if name not in beside)]
             groupings.append(tuple(AllowedGroup(frozenset(group)) for group in apart))
         if not groupings:
-            raise InputError(
-                f"everything must share all {self.total} GPUs, and their parallel sizes do not divide that",
-                where=self.reader.where("cluster"),
+            raise self.reader.error(
+                "cluster", f"everything must share all {self.total} GPUs, and their parallel sizes do not divide that"
             )
         return FrameworkRules(framework="RLinf", groupings=tuple(groupings))
 
@@ -165,16 +163,15 @@ class Reasoning(Rlinf):
         for (name, gpus), (other, theirs) in combinations(planned.items(), 2):
             both = set(gpus) & set(theirs)
             if both and gpus != theirs:
-                raise InputError(
+                raise self.reader.error(
+                    KEY,
                     f"{name} and {other} overlap on GPU {ranks_text(sorted(both))} without sharing all their GPUs",
-                    where=self.reader.where(KEY),
-                    hint="RLinf runs components either on the same GPUs or on GPUs of their own",
+                    "RLinf runs components either on the same GPUs or on GPUs of their own",
                 )
         for name, gpus in planned.items():
             if gpus != tuple(range(gpus[0], gpus[-1] + 1)):
-                raise InputError(
-                    f"the GPUs of {name} have gaps, and RLinf requires them to be contiguous",
-                    where=self.reader.where(f"{KEY}.{name}"),
+                raise self.reader.error(
+                    f"{KEY}.{name}", f"the GPUs of {name} have gaps, and RLinf requires them to be contiguous"
                 )
 
     def current(self) -> CurrentPlacement | None:

@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from trimtab.core.errors import InputError
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
@@ -335,9 +334,8 @@ class Verl(FrameworkConfig):
         nodes = [node.gpus for node in self.cluster.nodes]
         taken = sum(count * gpus for count, gpus in self.pools.values())
         if taken > self.cluster.gpus:
-            raise InputError(
-                f"the pools take GPUs 0-{taken - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
-                where=self.reader.where("trainer"),
+            raise self.reader.error(
+                "trainer", f"the pools take GPUs 0-{taken - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}"
             )
         layout = spread([[pool] for pool in self.pools.values()], nodes)
         # Pools may share a node: then only their sizes are known.
@@ -406,8 +404,8 @@ def _mode(reader: ConfigReader) -> VerlMode:
     for name in known:
         if mode == name:
             return name
-    raise InputError(
+    raise reader.error(
+        "trainer.v1.trainer_mode",
         f"there is no trainer mode {mode!r}",
-        where=reader.where("trainer.v1.trainer_mode"),
-        hint="it is one of sync, colocate_async, separate_async",
+        "it is one of sync, colocate_async, separate_async",
     )
