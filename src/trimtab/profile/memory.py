@@ -134,7 +134,7 @@ def check(settings: MemorySettings) -> MemorySettings:
         raise InputError("--gpu-memory-gb must be more than 0")
     known: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "offload": OFFLOADS}
     known |= dict.fromkeys(("precision", "gradients", "rollout_precision", "kv_precision"), PRECISIONS)
-    words = {name: str(getattr(settings, name)).lower() for name in known}
+    words: dict[str, Any] = {name: getattr(settings, name).lower() for name in known}
     for name, word in words.items():
         if word not in known[name]:
             raise unknown(word, known[name], what=f"--{name.replace('_', '-')} {{}} is not known")

@@ -180,7 +180,9 @@ class FrameworkConfig(ABC):
 
     def rules(self, members: Mapping[str, Component]) -> FrameworkRules:
         """The groupings whose pools each have a size that suits all members."""
-        allowed, ruled_out, sizes = [], [], self.pool_sizes()
+        allowed: list[tuple[AllowedGroup, ...]] = []
+        ruled_out: list[str] = []
+        sizes = self.pool_sizes()
         for option in self.options():
             pools = [AllowedGroup(frozenset(p), runnable(sizes, (members[name] for name in p))) for p in option if p]
             bad = next((pool for pool in pools if not pool.sizes), None)
