@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab.core.errors import InputError, meant
-from trimtab.core.ranks import ranks_text
+from trimtab.core.ranks import rank_range, ranks_text
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, as_number
@@ -331,11 +331,10 @@ def _resources(text: str, total: int | None, placement: str, where: str) -> list
 
 
 def _check_processes(text: str, gpus: int, placement: str, where: str) -> None:
-    match = _RANGE.match(text)
-    if match is None:
+    ranks = rank_range(text)
+    if ranks is None:
         raise InputError(f"the processes in {placement!r} are a rank or a range, not {text!r}", where=where)
-    count = int(match[2] if match[2] is not None else match[1]) - int(match[1]) + 1
-    if count < 1 or max(count, gpus) % min(count, gpus):
+    if max(len(ranks), gpus) % min(len(ranks), gpus):
         raise InputError(
-            f"{max(count, 0)} processes cannot be spread evenly over {gpus} GPUs in {placement!r}", where=where
+            f"{len(ranks)} processes cannot be spread evenly over {gpus} GPUs in {placement!r}", where=where
         )
