@@ -101,9 +101,7 @@ def read(
     source = framework_named(framework) if framework else detect(files)
     given = facts or RunFacts()
     facts = given if config is None else given.with_defaults(logs_gpus.from_config(config, source.name))
-    run = JoinedSteps(source)
-    for record in itertools.chain.from_iterable(_records(source, path, run) for path in files):
-        run.take(record)
+    run = _join(source, files)
     steps = run.steps(warmup)
     found = sum(len(piece) for piece in run.pieces)
     if not found:
@@ -182,6 +180,13 @@ def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[
         record.values[scalar.tag] = scalar.value
     if record is not None:
         yield record
+
+
+def _join(framework: LogFramework, files: Iterable[Path]) -> JoinedSteps:
+    run = JoinedSteps(framework)
+    for record in itertools.chain.from_iterable(_records(framework, path, run) for path in files):
+        run.take(record)
+    return run
 
 
 def disagree(framework: LogFramework, record: StepRecord, other: StepRecord) -> bool:
